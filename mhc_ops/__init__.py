@@ -1,0 +1,24 @@
+"""Fused operators for mHC (manifold-constrained hyper-connections) and channel-last causal conv1d."""
+
+from .core.backend import use_backend
+from .mhc.guide import (
+    mhc_backward_manual,
+    mhc_backward_triton,
+    mhc_forward_pre_triton,
+    mhc_forward_pre_triton_optimized,
+)
+from .mhc.modules import MHCBlock
+from .mhc.ops import mhc_backward, mhc_forward_pre
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MHCBlock",
+    "mhc_backward",
+    "mhc_backward_manual",
+    "mhc_backward_triton",
+    "mhc_forward_pre",
+    "mhc_forward_pre_triton",
+    "mhc_forward_pre_triton_optimized",
+    "use_backend",
+]

@@ -1,0 +1,1 @@
+"""What an op is: contracts, backends, checks. Knows no family."""

@@ -1,0 +1,87 @@
+"""Choose a backend, say why one cannot run, load a launcher by name.
+
+The first of these that is set: the `backend` argument, `use_backend(...)`, MHC_OPS_BACKEND, the device's own choice.
+What was asked for and cannot run raises; nothing falls back.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+
+import torch
+
+BACKENDS = ("reference", "triton", "tilelang", "hip")
+
+# Read at import, so that the choice can be traced by torch.compile.
+_INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "tilelang")}
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+_FOLDERS: dict[str, frozenset[str]] = {}
+# A plain global: torch.compile guards on it, while a ContextVar breaks the graph.
+_chosen: str | None = os.environ.get("MHC_OPS_BACKEND") or None
+
+
+def register_family(family: str) -> None:
+    """Look up which kernel folders mhc_ops/<family>/ has. To add a backend, add a folder."""
+    package = importlib.import_module(f"mhc_ops.{family}")
+    _FOLDERS[family] = frozenset(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+
+
+def families() -> tuple[str, ...]:
+    return tuple(_FOLDERS)
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Use a backend for every call in a with block that does not name its own: `with mhc_ops.use_backend("triton"):`"""
+    global _chosen
+    _check_name("use_backend", name)
+    before, _chosen = _chosen, name
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def choose(function: str, family: str, backend: str | None, device: torch.device) -> str:
+    """The backend for this call, or an error that says why the one asked for cannot run and what would help."""
+    name = backend or _chosen or ("triton" if device.type == "cuda" else "reference")
+    _check_name(function, name)
+    reason = why_not(family, name, device.type)
+    if reason is not None:
+        raise RuntimeError(f"{function}: backend {name!r} cannot run here: {reason}")
+    return name
+
+
+def why_not(family: str, backend: str, device_type: str) -> str | None:
+    """Why this backend cannot run this family on this kind of device; None if it can."""
+    if backend == "reference":
+        return None
+    if backend not in _FOLDERS[family]:
+        return f"there are no {backend} kernels for {family}"
+    if backend in _INSTALLED and not _INSTALLED[backend]:
+        return f"the package {backend} is not installed (pip install 'mhc-ops[{backend}]')"
+    if device_type == "cuda":
+        return None
+    if backend == "triton" and device_type == "cpu":
+        if _INTERPRETED:
+            return None
+        return "the tensors are on cpu, and triton takes them only in its interpreter (set TRITON_INTERPRET=1 at start)"
+    return f"{backend} runs on CUDA and ROCm devices, the tensors are on {device_type}"
+
+
+@functools.cache
+def load(family: str, backend: str, name: str) -> Callable[..., None]:
+    """The launcher `name` of mhc_ops/<family>/<backend>/."""
+    module = importlib.import_module(f"mhc_ops.{family}.{backend}")
+    if not hasattr(module, name):
+        raise NotImplementedError(f"{name}: the {backend} backend of {family} does not have it")
+    return getattr(module, name)
+
+
+def _check_name(function: str, name: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"{function}: backend must be one of {', '.join(BACKENDS)}, got {name!r}")

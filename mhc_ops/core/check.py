@@ -1,0 +1,48 @@
+"""The input checks and their one wording: function: argument must be this, got that."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+KERNEL_FLOATS = FLOATS[:3]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def listed(names: Sequence[str]) -> str:
+    """a, b or c"""
+    return " or ".join([", ".join(names[:-1])] * (len(names) > 1) + [names[-1]])
+
+
+def check_tensors(function: str, **arguments: object) -> None:
+    """Each is a tensor of a float type, on the device of the first. Optional ones are left out by the caller."""
+    first_name, first = next(iter(arguments.items()))
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(value).__name__}")
+        check_dtype(function, name, value, FLOATS)
+        assert isinstance(first, Tensor)
+        if value.device != first.device:
+            raise ValueError(f"{function}: {name} must be on {first.device} as {first_name} is, got {value.device}")
+
+
+def check_dtype(function: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype], context: str = "") -> None:
+    if tensor.dtype not in allowed:
+        names = listed([name_of(dtype) for dtype in allowed])
+        raise TypeError(f"{function}: {name} must be {names}{context}, got {name_of(tensor.dtype)}")
+
+
+def check_shapes(function: str, **arguments: tuple[Tensor, tuple[int, ...]]) -> None:
+    """check_shapes("mhc_post", h_out=(h_out, (*outer, D)))"""
+    for name, (tensor, expected) in arguments.items():
+        if tensor.shape != expected:
+            raise ValueError(f"{function}: {name} must be {list(expected)}, got {list(tensor.shape)}")
+
+
+def check_range(function: str, name: str, value: int, low: int, high: int, context: str = "") -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{function}: {name} must be {low} to {high}{context}, got {value}")

@@ -1,0 +1,133 @@
+"""Declare an op once; torch sees one custom op, eager calls launch directly.
+
+A contract is a typed function that allocates the outputs:
+
+    @op("mhc")
+    def mhc_post_fwd(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+Its signature is the schema and its body is the fake. The real call allocates with it and hands inputs and outputs to
+`mhc_ops.<family>.<backend>.mhc_post_fwd`, which only fills.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import backend as backends
+from . import device
+
+Run = Callable[..., Any]
+Gradient = Callable[[Run, tuple[Any, ...], tuple[Tensor, ...], list[Tensor | None]], tuple[Tensor | None, ...]]
+
+
+def op(family: str) -> Callable[[Callable[..., Any]], "Op"]:
+    """Decorator: make an Op of a contract."""
+    return lambda contract: Op(family, contract)
+
+
+class Op:
+    """Call it as op(*inputs, backend); all inputs are positional, tensors contiguous and checked by the caller."""
+
+    def __init__(self, family: str, contract: Callable[..., Any]):
+        self.family = family
+        self.name = contract.__name__
+        self.contract = contract
+        self.function: type[torch.autograd.Function] | None = None
+        if family not in backends.families():
+            backends.register_family(family)
+        inputs, outputs = torch.library.infer_schema(contract, mutates_args=()).split(" -> ")
+        schema = f"{inputs.removesuffix(')')}, str backend) -> {outputs}"
+        self.traced = torch.library.custom_op(f"mhc_ops::{self.name}", self.launch, mutates_args=(), schema=schema)
+        self.traced.register_fake(self._fake)
+
+    def __call__(self, *inputs_and_backend: Any) -> Any:
+        if not is_eager(inputs_and_backend):
+            return self.traced(*inputs_and_backend)
+        if self.function is not None and torch.is_grad_enabled() and needs_grad(inputs_and_backend):
+            return self.function.apply(*inputs_and_backend)
+        return self.launch(*inputs_and_backend)
+
+    def launch(self, *inputs_and_backend: Any) -> Any:
+        *inputs, backend = inputs_and_backend
+        outputs = self.contract(*inputs)
+        with device.current(inputs[0]):
+            backends.load(self.family, backend, self.name)(*inputs, *as_tuple(outputs))
+        return outputs
+
+    def _fake(self, *inputs_and_backend: Any) -> Any:
+        return self.contract(*inputs_and_backend[:-1])
+
+    def gradient(self, intermediates_from: int) -> Callable[[Gradient], Gradient]:
+        """Decorator: `gradient(run, inputs, intermediates, cotangents)` returns one gradient per tensor input.
+
+        `run(other_op, *inputs)` calls another op on the path and backend of the forward. Outputs from index
+        `intermediates_from` on are intermediates: saved for the backward, no gradient flows through them.
+        A cotangent is contiguous, or None where nothing used that output.
+        """
+
+        def register(gradient: Gradient) -> Gradient:
+            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                intermediates = as_tuple(output)[intermediates_from:]
+                ctx.set_materialize_grads(False)
+                ctx.mark_non_differentiable(*intermediates)
+                ctx.constants = [None if isinstance(value, Tensor) else value for value in inputs]
+                tensors = [value if isinstance(value, Tensor) else None for value in inputs]
+                ctx.save_for_backward(*tensors, *intermediates)
+
+            def backward(ctx: Any, cotangents: tuple[Tensor | None, ...], path: str) -> tuple[Any, ...]:
+                count = len(ctx.constants)
+                tensors, intermediates = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+                *inputs, backend = (
+                    constant if tensor is None else tensor for tensor, constant in zip(tensors, ctx.constants)
+                )
+                contiguous = [None if c is None else c.contiguous() for c in cotangents[:intermediates_from]]
+
+                def run(other: Op, *arguments: Any) -> Any:
+                    return getattr(other, path)(*arguments, backend)
+
+                gradients = gradient(run, tuple(inputs), intermediates, contiguous)
+                return *gradients, *[None] * (count - len(gradients))
+
+            class Function(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx: Any, *inputs_and_backend: Any) -> Any:
+                    outputs = self.launch(*inputs_and_backend)
+                    setup_context(ctx, inputs_and_backend, outputs)
+                    return outputs
+
+                @staticmethod
+                @once_differentiable
+                def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+                    return backward(ctx, cotangents, "launch")
+
+            Function.__name__ = Function.__qualname__ = self.name
+            self.function = Function
+            self.traced.register_autograd(
+                lambda ctx, *cotangents: backward(ctx, cotangents, "traced"), setup_context=setup_context
+            )
+            return gradient
+
+        return register
+
+
+def is_eager(arguments: tuple[Any, ...]) -> bool:
+    """Plain tensors and nothing that watches: no compiler, no dispatch or function mode, no functorch transform."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(not isinstance(a, Tensor) or type(a) in (Tensor, torch.nn.Parameter) for a in arguments)
+
+
+def needs_grad(arguments: tuple[Any, ...]) -> bool:
+    return any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+
+
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -1,0 +1,93 @@
+"""How far every output and gradient of an op is from the same formula in fp64.
+
+Tolerances follow from the type that a result is stored in:
+  16 bits  one rounding of the exact value: 2^-8 (bf16) or 2^-11 (fp16) of the largest magnitude in the row, for every
+           element; and 2e-3 or 3e-4 in norm, from 1,000 elements up (fewer do not average)
+  fp32     1e-5 in norm
+  fp64     1e-12 in norm
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cases import Subject, Tensors
+
+NORM_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-5, torch.float64: 1e-12}
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+ENOUGH_TO_AVERAGE = 1000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One output of one case: errors, what is allowed, and the verdict."""
+
+    subject: str
+    case: str
+    backend: str
+    output: str
+    max_error: float
+    relative_error: float
+    tolerance: float
+    passed: bool
+
+    @property
+    def verdict(self) -> str:
+        return "PASS" if self.passed else "FAIL"
+
+
+def run(subject: Subject, tensors: Tensors, backend: str, cotangents: list[Tensor | None] | None = None) -> Tensors:
+    """Outputs by name and, where cotangents are given, gradients as d<input>, in the order of the inputs."""
+    leaves = {name: tensor.detach().requires_grad_(cotangents is not None) for name, tensor in tensors.items()}
+    outputs = subject.call(**leaves, backend=backend)
+    results = dict(zip(subject.outputs, outputs))
+    if cotangents is not None:
+        used = [(o, c) for o, c in zip(outputs, cotangents) if c is not None]
+        gradients = torch.autograd.grad([o for o, _ in used], list(leaves.values()), [c for _, c in used])
+        results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients)}
+    return {name: result.detach() for name, result in results.items()}
+
+
+def random_cotangents(subject: Subject, outputs: Tensors, seed: int) -> list[Tensor | None]:
+    """One per differentiable output, typed and shaped as it; sums hide errors that random cotangents show."""
+    device = next(iter(outputs.values())).device
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    names = subject.outputs[: len(subject.outputs) - subject.intermediates]
+    return [
+        torch.randn(outputs[name].shape, generator=generator, device=device).to(outputs[name].dtype) for name in names
+    ]
+
+
+def measure(case: Any, backend: str, device: torch.device | str = "cpu") -> list[Row]:
+    """Run a case forward and backward on a backend and compare each result with fp64."""
+    tensors = case.inputs(device)
+    outputs = run(case.subject, tensors, backend)
+    cotangents = random_cotangents(case.subject, outputs, case.seed)
+    results = run(case.subject, tensors, backend, cotangents)
+    exact = truth(case.subject, tensors, cotangents)
+    return [judge(case.subject.name, str(case), backend, name, results[name], exact[name]) for name in exact]
+
+
+def truth(subject: Subject, tensors: Tensors, cotangents: list[Tensor | None]) -> Tensors:
+    """The reference in fp64 on the very same inputs."""
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    return run(subject, wide, "reference", [None if c is None else c.double() for c in cotangents])
+
+
+def judge(subject: str, case: str, backend: str, name: str, result: Tensor, exact: Tensor) -> Row:
+    if result.shape != exact.shape:
+        raise AssertionError(f"{subject}: {name} is {list(result.shape)}, should be {list(exact.shape)}")
+    tolerance = NORM_TOLERANCE[result.dtype]
+    error = (result.double() - exact).abs()
+    if exact.numel() == 0:
+        return Row(subject, case, backend, name, 0.0, 0.0, tolerance, True)
+    norm = exact.norm().item()
+    relative = error.norm().item() / norm if norm else error.norm().item()
+    passed = relative <= tolerance  # False for NaN
+    if result.dtype in ROUNDING:
+        row_largest = (exact.abs() if exact.dim() == 0 else exact.abs().amax(-1, keepdim=True)).expand_as(exact)
+        one_rounding = bool((error <= ROUNDING[result.dtype] * row_largest).all())
+        passed = one_rounding and (passed or exact.numel() < ENOUGH_TO_AVERAGE)
+    return Row(subject, case, backend, name, error.max().item(), relative, tolerance, passed)

@@ -1,0 +1,1 @@
+"""mHC, manifold-constrained hyper-connections: reference.py is the meaning, ops.py the public functions."""

@@ -1,0 +1,62 @@
+"""The one gradient that is written out in torch; a test holds it to autograd of the reference."""
+
+import torch
+from torch import Tensor
+
+from .reference import accumulate, per_row, section_sizes
+
+
+def mhc_backward_manual(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    inv_rms: Tensor,
+    h_mix: Tensor,
+    h_pre: Tensor,
+    h_post: Tensor,
+    dh_in: Tensor | None,
+    dh_post: Tensor | None,
+    dh_res: Tensor | None,
+    gamma: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of mhc_forward_pre from its intermediates: dx, dphi, dalpha, dbias, dgamma (None without gamma).
+
+    inv_rms, h_mix: as `mhc_forward_pre(..., outflag=True)` returned them. h_pre and h_post follow from these and are
+    recomputed, as σ's derivative from them would cancel (0.2 off at z = 16); norm_eps is in inv_rms already.
+    A cotangent that is None counts as zeros.
+    """
+    n, D = x.shape[-2:]
+    with torch.autocast(x.device.type, enabled=False):
+        wide = accumulate(x)
+        inv_rms, h_mix = inv_rms.to(wide.dtype), h_mix.to(wide.dtype)
+        dh_in = torch.zeros_like(wide[..., 0, :]) if dh_in is None else dh_in.to(wide.dtype)
+        dh_post = torch.zeros_like(h_mix[..., :n]) if dh_post is None else dh_post.to(wide.dtype)
+        dz_res = torch.zeros_like(h_mix[..., 2 * n :]) if dh_res is None else dh_res.to(wide.dtype).flatten(-2)
+        alphas = per_row(alpha.to(wide.dtype), n)
+        phi_wide = phi.to(wide.dtype)
+        weight = wide.new_ones(n * D) if gamma is None else gamma.to(wide.dtype).flatten()
+
+        m = h_mix * inv_rms[..., None]
+        z_pre, z_post, _ = (m * alphas + bias.to(wide.dtype)).split(section_sizes(n), -1)
+        dh_pre = (wide * dh_in[..., None, :]).sum(-1)
+        dz_pre = dh_pre * torch.sigmoid(z_pre) * torch.sigmoid(-z_pre)
+        dz_post = 2 * dh_post * torch.sigmoid(z_post) * torch.sigmoid(-z_post)
+        dz = torch.cat([dz_pre, dz_post, dz_res], -1)
+
+        M = dz.shape[-1]
+        dalpha = torch.stack([part.sum() for part in (dz * m).split(section_sizes(n), -1)])
+        dbias = dz.reshape(-1, M).sum(0)
+        dm = dz * alphas
+        dh_mix = dm * inv_rms[..., None]
+        dinv = (dm * h_mix).sum(-1)
+        A = dh_mix.reshape(-1, M).T @ wide.reshape(-1, n * D)
+        dphi = A * weight
+        dgamma = None if gamma is None else (phi_wide * A).sum(0).view(n, D).to(gamma.dtype)
+        through_norm = -(dinv * inv_rms**3 / (n * D))[..., None, None] * wide
+        through_phi = (dh_mix @ phi_wide * weight).unflatten(-1, (n, D))
+        h_pre = torch.sigmoid(z_pre) + hc_eps
+        dx = through_phi + through_norm + h_pre[..., None] * dh_in[..., None, :]
+    return dx.to(x.dtype), dphi.to(phi.dtype), dalpha.to(alpha.dtype), dbias.to(bias.dtype), dgamma
