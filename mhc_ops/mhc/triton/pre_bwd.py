@@ -1,0 +1,351 @@
+"""mHC pre, backward: two passes over x with a small step per token between them, then sums in fixed order.
+
+1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>
+2. maps      per token: back through σ and the scales to dh_mix, and the factor of x in dx
+3. dx        pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
+4. sums      dphi and dgamma from A, dalpha and dbias from the sums of step 2
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core import device
+from . import configs
+from .parts import part_of, phi_parts
+from .pre_fwd import alpha_of_row
+
+
+# dh_pre[t, i] = Σ_d dh_in[t, d]·x[t, i, d]
+@triton.jit(do_not_specialize=["T"])
+def mhc_pre_dh_pre_kernel(
+    x_ptr,
+    dh_in_ptr,
+    dh_pre_ptr,
+    T,
+    D,
+    n: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    i = tl.arange(0, BLOCK_N)
+    rows = (t[:, None] * n + i[None, :])[:, :, None]
+    present = ((t < T)[:, None] & (i < n)[None, :])[:, :, None]
+    products = tl.zeros([BLOCK_T, BLOCK_N, BLOCK_D], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = (start + tl.arange(0, BLOCK_D))[None, None, :]
+        x = tl.load(x_ptr + rows * D + d, mask=present & (d < D), other=0.0).to(tl.float32)
+        in_row = (t < T)[:, None, None] & (d < D)
+        dh_in = tl.load(dh_in_ptr + t[:, None, None] * D + d, mask=in_row, other=0.0).to(tl.float32)
+        products += x * dh_in
+    dh_pre = tl.sum(products, axis=2)
+    tl.store(dh_pre_ptr + t[:, None] * n + i[None, :], dh_pre, mask=(t < T)[:, None] & (i < n)[None, :])
+
+
+# m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = 2·dh_post·σ(z)σ(−z);  dz_res = dh_res
+# dh_mix = alpha·dz·inv_rms, stored in parts;  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  h_pre = σ(z_pre) + hc_eps
+# sums[program] = Σ_t dz, Σ_t dz·m
+@triton.jit(do_not_specialize=["T"])
+def mhc_pre_dmaps_kernel(
+    dh_pre_ptr,
+    dh_post_ptr,
+    dh_res_ptr,
+    h_mix_ptr,
+    inv_rms_ptr,
+    alpha_ptr,
+    bias_ptr,
+    dh_mix_ptr,
+    x_factor_ptr,
+    h_pre_ptr,
+    sums_ptr,
+    T,
+    D,
+    hc_eps,
+    n: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_batch = (t < T)[:, None]
+    M: tl.constexpr = n * n + 2 * n
+    m = tl.arange(0, BLOCK_M)
+    pre, post, res = (m < n)[None, :], ((m >= n) & (m < 2 * n))[None, :], ((m >= 2 * n) & (m < M))[None, :]
+    in_maps = in_batch & (m < M)[None, :]
+    rows = t[:, None]
+
+    h_mix = tl.load(h_mix_ptr + rows * M + m[None, :], mask=in_maps, other=0.0)
+    inv_rms = tl.load(inv_rms_ptr + rows, mask=in_batch, other=0.0)
+    alpha = tl.where(m < M, alpha_of_row(alpha_ptr, m, n), 0.0)[None, :]
+    bias = tl.load(bias_ptr + m, mask=m < M, other=0.0).to(tl.float32)[None, :]
+    normed = h_mix * inv_rms
+    z = alpha * normed + bias
+    gate = tl.sigmoid(z)
+    slope = gate * tl.sigmoid(-z)
+
+    dz = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    if dh_pre_ptr is not None:
+        dz += slope * tl.load(dh_pre_ptr + rows * n + m[None, :], mask=in_batch & pre, other=0.0)
+    if dh_post_ptr is not None:
+        dz += 2.0 * slope * tl.load(dh_post_ptr + rows * n + (m - n)[None, :], mask=in_batch & post, other=0.0)
+    if dh_res_ptr is not None:
+        dz += tl.load(dh_res_ptr + rows * (n * n) + (m - 2 * n)[None, :], mask=in_batch & res, other=0.0)
+
+    dm = alpha * dz
+    dh_mix = dm * inv_rms
+    for p in tl.static_range(PARTS):
+        part = part_of(dh_mix, p, dh_mix_ptr.dtype.element_ty)
+        tl.store(dh_mix_ptr + (p * T.to(tl.int64) + rows) * BLOCK_M + m[None, :], part, mask=in_batch)
+    dinv = tl.sum(dm * h_mix, axis=1)[:, None]
+    tl.store(x_factor_ptr + rows, -dinv * inv_rms * inv_rms * inv_rms / (n * D), mask=in_batch)
+    tl.store(h_pre_ptr + rows * n + m[None, :], gate + hc_eps, mask=in_batch & pre)
+    sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * M) + m
+    tl.store(sums, tl.sum(dz, axis=0), mask=m < M)
+    tl.store(sums + M, tl.sum(dz * normed, axis=0), mask=m < M)
+
+
+# left · right for factors in parts: the parts of the smallest order are left out, 2^-16 of the product
+@triton.jit
+def dot_parts(left, right, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    product = tl.dot(left[0], right[0], input_precision=PRECISION)
+    if PARTS == 2:
+        product = tl.dot(left[0], right[1], product)
+        product = tl.dot(left[1], right[0], product)
+    return product
+
+
+# dx[t, i] = Σ_m dh_mix[t, m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
+# A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
+@triton.jit(do_not_specialize=["T"])
+def mhc_pre_dx_kernel(
+    x_ptr,
+    dh_in_ptr,
+    dh_mix_ptr,
+    phi_ptr,
+    x_factor_ptr,
+    h_pre_ptr,
+    dx_ptr,
+    A_ptr,
+    T,
+    D,
+    K_padded,
+    n: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    STREAMS: tl.constexpr,  # of a program; divides n
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    M: tl.constexpr = n * n + 2 * n
+    GROUPS: tl.constexpr = n // STREAMS
+    first = tl.program_id(0) % GROUPS * STREAMS
+    d = (tl.program_id(0) // GROUPS * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    m = tl.arange(0, BLOCK_M)
+    in_row = d < D
+    slices = tl.num_programs(1)
+    T64 = T.to(tl.int64)
+
+    phi = ()
+    A = ()
+    for s in tl.static_range(STREAMS):
+        parts = ()
+        for p in tl.static_range(PARTS):
+            rows = phi_ptr + (p * BLOCK_M + m).to(tl.int64)[:, None] * K_padded
+            parts = parts + (tl.load(rows + (first + s) * D + d, mask=in_row, other=0.0),)
+        phi = phi + (parts,)
+        A = A + (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
+
+    # Last tokens first: they are what pass A left in the L2 cache.
+    blocks = tl.cdiv(T, BLOCK_T)
+    for done in tl.range(tl.program_id(1), blocks, slices, num_stages=STAGES):
+        t = ((blocks - 1 - done).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+        in_batch = t < T
+        in_tile = in_batch if EVEN_D else in_batch & in_row
+        dh_mix = ()
+        for p in tl.static_range(PARTS):
+            dh_mix = dh_mix + (tl.load(dh_mix_ptr + (p * T64 + t) * BLOCK_M + m[None, :], mask=in_batch, other=0.0),)
+        x_factor = tl.load(x_factor_ptr + t, mask=in_batch, other=0.0)
+        if dh_in_ptr is not None:
+            dh_in = tl.load(dh_in_ptr + t * D + d, mask=in_tile, other=0.0).to(tl.float32)
+        sums = ()
+        for s in tl.static_range(STREAMS):
+            row = t * n + first + s
+            x = tl.load(x_ptr + row * D + d, mask=in_tile, other=0.0)
+            wide = x.to(tl.float32)
+            dx = dot_parts(dh_mix, phi[s], PARTS, PRECISION) + x_factor * wide
+            if dh_in_ptr is not None:
+                dx += tl.load(h_pre_ptr + row, mask=in_batch, other=0.0) * dh_in
+            tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), mask=in_tile)
+            products = A[s]
+            for p in tl.static_range(PARTS):
+                products = tl.dot(dh_mix[p].T, x if PARTS == 2 else wide, products, input_precision=PRECISION)
+            sums = sums + (products,)
+        A = sums
+
+    out = A_ptr + (tl.program_id(1) * M + m).to(tl.int64)[:, None] * (n * D) + d
+    for s in tl.static_range(STREAMS):
+        tl.store(out + (first + s) * D, A[s], mask=(m < M)[:, None] & in_row)
+
+
+# A = Σ_slices A[slice], in order;  dphi = A ⊙ gamma;  dgamma = Σ_M phi ⊙ A
+@triton.jit(do_not_specialize=["slices"])
+def mhc_pre_dphi_kernel(
+    A_ptr,
+    phi_ptr,
+    gamma_ptr,
+    dphi_ptr,
+    dgamma_ptr,
+    slices,
+    K,
+    M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    m = tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    present = (m < M) & (k < K)[None, :]
+    at = m * K + k[None, :]
+    A = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    of_slice = A_ptr + at
+    for _ in range(0, slices):
+        A += tl.load(of_slice, mask=present, other=0.0)
+        of_slice += M * K
+    dphi = A
+    if gamma_ptr is not None:
+        gamma = tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        phi = tl.load(phi_ptr + at, mask=present, other=0.0).to(tl.float32)
+        dphi = A * gamma[None, :]
+        dgamma = tl.sum(phi * A, axis=0)
+        tl.store(dgamma_ptr + k, dgamma.to(dgamma_ptr.dtype.element_ty), mask=k < K)
+    tl.store(dphi_ptr + at, dphi.to(dphi_ptr.dtype.element_ty), mask=present)
+
+
+# dbias = Σ_t dz;  dalpha[section] = Σ_t Σ_{m in section} dz·m, one program, programs of dmaps in order
+@triton.jit(do_not_specialize=["programs"])
+def mhc_pre_dalpha_kernel(
+    sums_ptr, dalpha_ptr, dbias_ptr, programs, n: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    M: tl.constexpr = n * n + 2 * n
+    m = tl.arange(0, BLOCK_M)
+    p = tl.arange(0, BLOCK_P)
+    dz = tl.zeros([BLOCK_P, BLOCK_M], tl.float32)
+    dz_m = tl.zeros([BLOCK_P, BLOCK_M], tl.float32)
+    for start in range(0, programs, BLOCK_P):
+        present = (start + p < programs)[:, None] & (m < M)[None, :]
+        at = sums_ptr + (start + p).to(tl.int64)[:, None] * (2 * M) + m[None, :]
+        dz += tl.load(at, mask=present, other=0.0)
+        dz_m += tl.load(at + M, mask=present, other=0.0)
+    tl.store(dbias_ptr + m, tl.sum(dz, axis=0).to(dbias_ptr.dtype.element_ty), mask=m < M)
+    by_row = tl.sum(dz_m, axis=0)
+    section = (m >= n).to(tl.int32) + (m >= 2 * n).to(tl.int32)
+    for s in tl.static_range(3):
+        dalpha = tl.sum(tl.where((section == s) & (m < M), by_row, 0.0), axis=0)
+        tl.store(dalpha_ptr + s, dalpha.to(dalpha_ptr.dtype.element_ty))
+
+
+def mhc_pre_bwd(
+    x, phi, alpha, bias, gamma, inv_rms, h_mix, dh_in, dh_post, dh_res, hc_eps, dx, dphi, dalpha, dbias, dgamma
+):
+    n, D = x.shape[-2:]
+    T, K, M, padded = inv_rms.numel(), n * D, configs.maps(n), configs.padded_maps(n)
+    if T == 0:
+        for gradient in (dphi, dalpha, dbias, dgamma):
+            gradient.zero_()
+        return
+    kind, processors = device.kind(x.device), device.multiprocessors(x.device)
+    exact = configs.arithmetic(x.dtype, kind)
+    parts = phi_parts(phi, gamma, n, exact)
+    scratch = torch.empty((2 * n + 1) * T, dtype=torch.float32, device=x.device)
+    h_pre, x_factor, dh_pre = scratch[: n * T], scratch[n * T : (n + 1) * T], scratch[(n + 1) * T :]
+
+    if dh_in is None:
+        dh_pre = None
+    else:
+        stream = configs.dh_pre(D, kind)
+        mhc_pre_dh_pre_kernel[(triton.cdiv(T, stream.block_t),)](
+            x,
+            dh_in,
+            dh_pre,
+            T,
+            D,
+            n=n,
+            BLOCK_T=stream.block_t,
+            BLOCK_N=triton.next_power_of_2(n),
+            BLOCK_D=stream.block_d,
+            num_warps=stream.warps,
+        )
+
+    dmaps = configs.dmaps(n, kind)
+    programs = triton.cdiv(T, dmaps.block_t)
+    dh_mix = torch.empty((exact.parts, T, padded), dtype=exact.dtype, device=x.device)
+    sums = torch.empty((programs, 2, M), dtype=torch.float32, device=x.device)
+    mhc_pre_dmaps_kernel[(programs,)](
+        dh_pre,
+        dh_post,
+        dh_res,
+        h_mix,
+        inv_rms,
+        alpha,
+        bias,
+        dh_mix,
+        x_factor,
+        h_pre,
+        sums,
+        T,
+        D,
+        hc_eps,
+        n=n,
+        PARTS=exact.parts,
+        BLOCK_T=dmaps.block_t,
+        BLOCK_M=padded,
+        num_warps=dmaps.warps,
+    )
+
+    stream = configs.dx(n, exact.parts == 1, kind)
+    blocks = triton.cdiv(D, stream.block_d) * (n // stream.streams)
+    slices = configs.token_slices(T, blocks, stream, processors)
+    A = torch.empty((slices, M, K), dtype=torch.float32, device=x.device)
+    mhc_pre_dx_kernel[(blocks, slices)](
+        x,
+        dh_in,
+        dh_mix,
+        parts,
+        x_factor,
+        h_pre,
+        dx,
+        A,
+        T,
+        D,
+        parts.shape[2],
+        n=n,
+        PARTS=exact.parts,
+        PRECISION=exact.precision,
+        EVEN_D=D % stream.block_d == 0,
+        STREAMS=stream.streams,
+        BLOCK_T=stream.block_t,
+        BLOCK_M=padded,
+        BLOCK_D=stream.block_d,
+        STAGES=stream.stages,
+        num_warps=stream.warps,
+    )
+
+    dphi_config = configs.dphi(n, kind)
+    mhc_pre_dphi_kernel[(triton.cdiv(K, dphi_config.block_d),)](
+        A,
+        phi,
+        gamma,
+        dphi,
+        dgamma,
+        slices,
+        K,
+        M=M,
+        BLOCK_M=padded,
+        BLOCK_K=dphi_config.block_d,
+        num_warps=dphi_config.warps,
+    )
+    mhc_pre_dalpha_kernel[(1,)](sums, dalpha, dbias, programs, n=n, BLOCK_P=64, BLOCK_M=padded, num_warps=4)

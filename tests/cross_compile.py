@@ -1,0 +1,94 @@
+"""Run launchers on meta tensors and compile every kernel they launch for a GPU that is not here."""
+
+import contextlib
+import functools
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from mhc_ops.core import device
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+PROCESSORS = {"sm_90": 132, "gfx942": 304, "gfx950": 256}
+SHARED_MEMORY = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    name: str
+    registers: int
+    spilled: int  # bytes of memory per thread
+    shared: int
+    assembly: str
+
+
+class Driver:
+    """What triton asks of a driver before it compiles."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return str(self.target)
+
+    def get_current_stream(self, _):
+        return 0
+
+
+@contextlib.contextmanager
+def compiling_for(name, monkeypatch):
+    """Within it, `kernel[grid](...)` compiles for the target instead of launching; yields the list of results."""
+    target, compiled = TARGETS[name], []
+    launch = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        compiled.append(resources(launch(self, *args, grid=grid, warmup=True, **options), target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(device, "kind", lambda _: target.backend)
+        patch.setattr(device, "multiprocessors", lambda _: PROCESSORS[name])
+        patch.setattr(driver, "_active", Driver(target))
+        yield compiled
+
+
+def resources(kernel, target):
+    if target.backend == "cuda":
+        return _nvidia(kernel)
+    return _amd(kernel)
+
+
+def _nvidia(kernel):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([_cuobjdump(), "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
+    return Compiled(kernel.metadata.name, registers, stack, kernel.metadata.shared, kernel.asm["ptx"])
+
+
+def _amd(kernel):
+    text = kernel.asm["amdgcn"]
+    registers, scratch = (
+        int(re.search(rf"\.{word}:\s*(\d+)", text)[1]) for word in ("vgpr_count", "private_segment_fixed_size")
+    )
+    return Compiled(kernel.metadata.name, registers, scratch, kernel.metadata.shared, text)
+
+
+@functools.lru_cache(maxsize=None)
+def _cuobjdump():
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
