@@ -7,6 +7,11 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+if INTERPRETED:
+    from interpreter import make_bf16_exact
+
+    make_bf16_exact()
+
 
 def pytest_collection_modifyitems(items):
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
@@ -16,3 +21,23 @@ def pytest_collection_modifyitems(items):
             item.add_marker(no_gpu)
         if "interpreted" in item.keywords and not INTERPRETED:
             item.add_marker(compiled)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted"),
+        pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
+    ]
+)
+def kernel_device(request):
+    """Where Triton kernels can be executed."""
+    return request.param
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Fill every freshly allocated tensor with NaN, so that an element never written shows."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

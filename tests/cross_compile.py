@@ -76,7 +76,9 @@ def _nvidia(kernel):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run([_cuobjdump(), "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+        usage = subprocess.run(
+            [_cuobjdump(), "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
     return Compiled(kernel.metadata.name, registers, stack, kernel.metadata.shared, kernel.asm["ptx"])
 
@@ -89,6 +91,6 @@ def _amd(kernel):
     return Compiled(kernel.metadata.name, registers, scratch, kernel.metadata.shared, text)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cuobjdump():
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")

@@ -51,13 +51,19 @@ def run(subject: Subject, tensors: Tensors, backend: str, cotangents: list[Tenso
 
 
 def random_cotangents(subject: Subject, outputs: Tensors, seed: int) -> list[Tensor | None]:
-    """One per differentiable output, typed and shaped as it; sums hide errors that random cotangents show."""
-    device = next(iter(outputs.values())).device
-    generator = torch.Generator(device).manual_seed(seed + 1)
+    """One per differentiable output, typed and shaped as it; sums hide errors that random cotangents show.
+
+    Divided by the root of the last dimension, so that every output reaches the gradients with about the same weight and
+    none hides the error of another. Made on the CPU, so that a case is the same on every device.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
     names = subject.outputs[: len(subject.outputs) - subject.intermediates]
-    return [
-        torch.randn(outputs[name].shape, generator=generator, device=device).to(outputs[name].dtype) for name in names
-    ]
+    cotangents: list[Tensor | None] = []
+    for name in names:
+        output = outputs[name]
+        normal = torch.randn(output.shape, generator=generator) / max(1, output.shape[-1]) ** 0.5
+        cotangents.append(normal.to(output.device, output.dtype))
+    return cotangents
 
 
 def measure(case: Any, backend: str, device: torch.device | str = "cpu") -> list[Row]:

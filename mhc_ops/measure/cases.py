@@ -53,10 +53,10 @@ class PreCase:
 
     def inputs(self, device: torch.device | str = "cpu") -> Tensors:
         n, D, M = self.n, self.D, self.n * self.n + 2 * self.n
-        generator = torch.Generator(device).manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)  # on the CPU: a case is the same on every device
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device)
+            return torch.randn(shape, generator=generator).to(device)
 
         x = (normal(*self.outer, n, D) * self.scale).to(self.dtype)
         parameters = {

@@ -1,4 +1,4 @@
-"""The reference against fp64 and against itself: what everything else is compared with."""
+"""The reference: what everything else is compared with."""
 
 import pytest
 import torch
@@ -6,20 +6,58 @@ import torch
 import mhc_ops
 from mhc_ops.measure import accuracy, cases
 
+SUBJECT = cases.MHC_FORWARD_PRE
+
+
+def doubles(case):
+    return {name: tensor.double() for name, tensor in case.inputs().items()}
+
 
 @pytest.mark.parametrize("case", cases.CHECK, ids=str)
-def test_reference_is_exact_to_fp32(case):
+def test_exact_to_one_rounding(case):
     rows = accuracy.measure(case, "reference")
     assert all(row.passed for row in rows), rows
 
 
+def test_equations():
+    """The formulas of the documentation, spelled out for one token in plain loops."""
+    x, phi, alpha, bias, gamma = doubles(cases.PreCase((), 2, 3)).values()
+    n, D = 2, 3
+    v = x.flatten()
+    inv_rms = 1 / ((v * v).mean() + 1e-6).sqrt()
+    h_mix = torch.stack([(phi[m] * gamma.flatten() * v).sum() for m in range(8)])
+    z = [alpha[0 if m < n else 1 if m < 2 * n else 2] * h_mix[m] * inv_rms + bias[m] for m in range(8)]
+    h_pre = [1 / (1 + torch.exp(-z[i])) + 1e-6 for i in range(n)]
+    h_post = [2 / (1 + torch.exp(-z[n + i])) for i in range(n)]
+    h_res = [[z[2 * n + i * n + j] for j in range(n)] for i in range(n)]
+    h_in = [sum(h_pre[i] * x[i, d] for i in range(n)) for d in range(D)]
+    expected = [torch.tensor(value) for value in (h_in, h_post, h_res)] + [inv_rms, h_mix, torch.tensor(h_pre)]
+    outputs = mhc_ops.mhc_forward_pre(x, phi, alpha, bias, True, gamma=gamma)
+    for output, value in zip(outputs, expected):
+        torch.testing.assert_close(output, value.double(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gamma", [False, True])
+def test_gradcheck(gamma):
+    tensors = doubles(cases.PreCase((2, 3), 3, 4, gamma=gamma))
+    leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+    names = list(tensors)
+
+    def call(*values):
+        return mhc_ops.mhc_forward_pre(**dict(zip(names, values)))
+
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("outer", [(), (5,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("gamma", [False, True])
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_manual_backward_is_the_gradient(n, gamma):
-    tensors = {k: v.double() for k, v in cases.PreCase((2, 5), n, 7, gamma=gamma).inputs().items()}
-    outputs = accuracy.run(cases.MHC_FORWARD_PRE, tensors, "reference")
-    cotangents = accuracy.random_cotangents(cases.MHC_FORWARD_PRE, outputs, seed=0)
-    expected = accuracy.truth(cases.MHC_FORWARD_PRE, tensors, cotangents)
+def test_manual_backward_is_the_gradient(n, gamma, outer):
+    tensors = doubles(cases.PreCase(outer, n, 7, gamma=gamma))
+    outputs = accuracy.run(SUBJECT, tensors, "reference")
+    cotangents = accuracy.random_cotangents(SUBJECT, outputs, seed=0)
+    expected = accuracy.truth(SUBJECT, tensors, cotangents)
     intermediates = [outputs[name] for name in ("inv_rms", "h_mix", "h_pre", "h_post")]
     x, phi, alpha, bias = (tensors[name] for name in ("x", "phi", "alpha", "bias"))
     gradients = mhc_ops.mhc_backward_manual(x, phi, alpha, bias, *intermediates, *cotangents, tensors.get("gamma"))
@@ -28,3 +66,50 @@ def test_manual_backward_is_the_gradient(n, gamma):
             torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
         else:
             assert gradient is None
+
+
+def test_manual_backward_keeps_large_logits():
+    """Through h_post, 1 − σ cancels: 0.2 off at z = 16."""
+    tensors = cases.PreCase((50,), 2, 8, torch.float32).inputs()
+    tensors["bias"] += 16
+    outputs = accuracy.run(SUBJECT, tensors, "reference")
+    cotangents = accuracy.random_cotangents(SUBJECT, outputs, seed=0)
+    exact = accuracy.truth(SUBJECT, tensors, cotangents)
+    intermediates = [outputs[name] for name in ("inv_rms", "h_mix", "h_pre", "h_post")]
+    x, phi, alpha, bias, gamma = tensors.values()
+    dbias = mhc_ops.mhc_backward(x, phi, alpha, bias, *intermediates, *cotangents, gamma)[3]
+    post = slice(2, 4)
+    assert (dbias[post].double() - exact["dbias"][post]).norm() < 1e-5 * exact["dbias"][post].norm()
+
+
+def test_cotangents_may_be_missing():
+    x, phi, alpha, bias = cases.PreCase((3,), 2, 5, torch.float32, gamma=False).inputs().values()
+    _, h_post, _, inv_rms, h_mix, h_pre = mhc_ops.mhc_forward_pre(x, phi, alpha, bias, True)
+    zeros = [torch.zeros(3, 5), torch.zeros(3, 2), torch.zeros(3, 2, 2)]
+    for missing in range(3):
+        given = [torch.ones_like(zero) for zero in zeros]
+        filled = [zeros[i] if i == missing else g for i, g in enumerate(given)]
+        absent = [None if i == missing else g for i, g in enumerate(given)]
+        for one, other in zip(
+            mhc_ops.mhc_backward(x, phi, alpha, bias, inv_rms, h_mix, h_pre, h_post, *filled),
+            mhc_ops.mhc_backward(x, phi, alpha, bias, inv_rms, h_mix, h_pre, h_post, *absent),
+        ):
+            assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_fp64_stays_fp64():
+    outputs = mhc_ops.mhc_forward_pre(**doubles(cases.PreCase((2,), 3, 4)), outflag=True)
+    assert {output.dtype for output in outputs} == {torch.float64}
+
+
+def test_intermediates_carry_no_gradient():
+    tensors = {name: t.requires_grad_() for name, t in doubles(cases.PreCase((2,), 3, 4)).items()}
+    outputs = mhc_ops.mhc_forward_pre(**tensors, outflag=True)
+    assert [output.requires_grad for output in outputs] == [True] * 3 + [False] * 3
+
+
+def test_autocast_changes_nothing():
+    tensors = cases.PreCase((4,), 3, 32, torch.float32).inputs()
+    plain = mhc_ops.mhc_forward_pre(**tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(plain, mhc_ops.mhc_forward_pre(**tensors)))

@@ -1,12 +1,12 @@
 """Block sizes, warps and stages, each chosen by a pure function of shape and device, with the measurement behind it.
 
-Measured on an H200 (copy 4,250 GB/s), torch 2.11, triton 3.6, bf16, n = 4, unless a line says otherwise. No autotuning:
-results must not depend on what ran before, and the first call must not stall. The token count T is never compiled in.
-`kind` is "cuda", "hip" or "cpu" (the interpreter, which wants few, large programs).
+Measured on an H200 (copy 4,200 GB/s), torch 2.11, triton 3.6, bf16, n = 4, cold L2, unless a line says otherwise. No
+autotuning: results must not depend on what ran before, and the first call must not stall. The token count T is never
+compiled in. `kind` is "cuda", "hip" or "cpu" (the interpreter, which wants few, large programs).
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -31,41 +31,18 @@ class Arithmetic:
     precision: str
 
 
+@cache
 def arithmetic(x_dtype: torch.dtype, kind: str) -> Arithmetic:
-    """bf16 x: the other side in two bf16 parts, 16 bits, 2e-6 in norm. fp16 and fp32 x: three tf32 products (CUDA) or
-    plain fp32 ones (HIP), as fp16 parts lack the range and single tf32 is 3e-4 off."""
+    """bf16 x: the other side in two bf16 parts, 16 bits, 2.5e-6 in norm (a third part: 4e-7, 7 % slower). fp16 and fp32
+    x: three tf32 products (CUDA) or plain fp32 ones (HIP), as fp16 parts lack the range and single tf32 is 3e-4 off."""
     if x_dtype == torch.bfloat16:
         return Arithmetic(2, torch.bfloat16, "ieee")
     return Arithmetic(1, torch.float32, "tf32x3" if kind == "cuda" else "ieee")
 
 
 @dataclass(frozen=True)
-class Project:
-    """The projection GEMM. K is cut into slices of `slice_steps` blocks and groups of `group_slices` slices, which
-    depend on n and D only, so that a token's sum is added in the same order in every batch."""
-
-    block_t: int
-    block_k: int
-    slice_steps: int
-    group_slices: int
-    warps: int
-    stages: int
-
-
-@lru_cache(maxsize=None)
-def project(n: int, wide: bool, kind: str) -> Project:
-    """128 tokens × 64 of K is the one tile that was never seen wrong on Hopper with triton 3.6: tiles of 64 tokens, and
-    128 × 128, give changing results where the x tile also feeds the sum of squares. 4 warps, 4 stages."""
-    many_maps = padded_maps(n) >= 64  # no registers for the sums of a group beside those of a slice
-    block_k = 64 if not wide else 32 if n < 8 else 16
-    slice_steps, group_slices = (2048 // block_k, 1) if many_maps else (512 // block_k, 4)
-    stages = 2 if kind == "hip" else 3 if many_maps else 4
-    return Project(128, block_k, slice_steps, group_slices, warps=8 if wide or many_maps else 4, stages=stages)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A kernel that streams tokens × channels."""
+class Tile:
+    """A kernel's block of tokens (or rows) × channels (or columns of K), its warps and software-pipeline stages."""
 
     block_t: int
     block_d: int
@@ -73,78 +50,71 @@ class Stream:
     stages: int = 1
 
 
-@lru_cache(maxsize=None)
-def finish(D: int, kind: str) -> Stream:
-    block_d = min(1024, triton.next_power_of_2(D))
-    if kind == "cpu":
-        return Stream(64, block_d, 4)
-    return Stream(2, block_d, 4)
-
-
-@lru_cache(maxsize=None)
-def dh_pre(D: int, kind: str) -> Stream:
-    """One token, 1024 channels, 4 warps: 87 µs at T = 8192, D = 4096, 3,854 GB/s."""
-    block_d = min(1024, triton.next_power_of_2(D))
-    if kind == "cpu":
-        return Stream(64, block_d, 4)
-    return Stream(1, block_d, 4)
-
-
-@lru_cache(maxsize=None)
-def dmaps(n: int, kind: str) -> Stream:
-    return Stream(64 if n <= 4 else 16, 0, 4)
+PHI_PARTS = Tile(0, 128, 4)
+DPHI = Tile(0, 32, 4)
+DALPHA = Tile(128, 0, 8)
 
 
 @dataclass(frozen=True)
-class Dx(Stream):
-    streams: int = 1
+class Project:
+    block_t: int
+    block_k: int
+    warps: int
+    stages: int
 
 
-@lru_cache(maxsize=None)
-def dx(n: int, wide: bool, kind: str) -> Dx:
-    """Channels per program shrink as n grows: the sums of A and the parts of phi take 2·n·padded_maps·block_d registers."""
+@cache
+def project(n: int, wide: bool, kind: str) -> Project:
+    """64 tokens × 128 of K, 4 warps, 3 stages: 83 µs at T = 8192, D = 4096 (2 stages of a load-only version: 76);
+    128 × 128 with 8 warps 83, 128 × 64 with 8 warps 88, 256 × 64 119. `wide`: x is not bf16."""
     if kind == "cpu":
-        return Dx(64, 64, 4, streams=n)
-    if n == 8:
-        return Dx(16, 16, 4, 2, streams=2) if kind == "hip" else Dx(16, 32, 8, 2, streams=2)
-    if kind == "hip" and n == 7:
-        return Dx(16, 64, 4, 2, streams=1)
+        return Project(128, 64, 4, 1)
+    rows = padded_maps(n) * (1 if wide else 2)
+    block_k = 128 if rows <= 64 and not wide else 64 if rows <= 128 and not wide else 32
     if kind == "hip":
-        block_t, block_d = (16, 128) if n <= 3 else (16, 32) if n == 4 else (32, 16)
-        return Dx(block_t, block_d, 4, 2, streams=n)
-    if n <= 4:
-        return Dx(16, 128 if n <= 2 or (n == 3 and not wide) else 64, 4, 3, streams=n)
-    return Dx(16, 16 if n == 7 and wide else 32, 8, 3, streams=n)
-
-
-@lru_cache(maxsize=None)
-def dphi(n: int, kind: str) -> Stream:
-    return Stream(0, 64 if padded_maps(n) <= 32 else 32, 4)
+        return Project(32 if rows > 128 else 64, block_k, 4 if rows <= 64 else 8, 2)
+    return Project(64, block_k, 4 if rows <= 64 else 8, 3)
 
 
 @dataclass(frozen=True)
-class ProjectionPlan:
-    """How the slices of K are spread over programs: `splits` programs per block of tokens, `steps` blocks of K each,
-    `pieces` partial sums per token."""
+class Cut:
+    """K cut into slices, groups of slices, pieces (slices or groups) that are stored, and shares of programs."""
 
-    by_slice: bool
-    steps: int
-    splits: int
+    slice_steps: int  # blocks of K per slice
+    piece_steps: int
     pieces: int
+    group_pieces: int  # pieces per group
+    steps: int  # per program
+    splits: int  # programs per block of tokens
+
+
+MOST_SLICES, GROUP_SLICES, SHORTEST_SLICE = 16, 4, 512
 
 
 @lru_cache(maxsize=4096)
-def plan_projection(T: int, K: int, project: Project, processors: int) -> ProjectionPlan:
-    """One slice per program while that does not fill the device, else whole groups, as few splits as fill it."""
-    steps = triton.cdiv(K, project.block_k)
-    group_steps = project.slice_steps * project.group_slices
-    slices, groups = triton.cdiv(steps, project.slice_steps), triton.cdiv(steps, group_steps)
-    token_blocks = triton.cdiv(T, project.block_t)
-    resident = 2 * processors
-    if token_blocks * groups < processors:
-        return ProjectionPlan(True, project.slice_steps, slices, slices)
-    groups_each = max(1, groups * token_blocks // resident)
-    return ProjectionPlan(False, groups_each * group_steps, triton.cdiv(groups, groups_each), groups)
+def cut(K: int, block_k: int, token_blocks: int, processors: int) -> Cut:
+    """Slices and groups are a function of n and D alone: up to 16 slices, none shorter than 512, in groups of 4.
+
+    Splits are a power of two, as many as keep the grid within two programs per multiprocessor. Pieces are groups where
+    each program has at least one: 16 stored slices cost 3 µs in each of the two kernels at T = 8192, D = 4096."""
+    steps = triton.cdiv(K, block_k)
+    slice_steps = triton.cdiv(steps, min(MOST_SLICES, floor_power_of_2(K // SHORTEST_SLICE)))
+    slices = triton.cdiv(steps, slice_steps)
+    splits = min(triton.next_power_of_2(slices), floor_power_of_2(2 * processors // token_blocks))
+    piece_slices = GROUP_SLICES if splits * GROUP_SLICES <= slices else 1
+    pieces = triton.cdiv(slices, piece_slices)
+    each = triton.cdiv(pieces, splits) * piece_slices * slice_steps
+    return Cut(slice_steps, piece_slices * slice_steps, pieces, GROUP_SLICES // piece_slices, each, splits)
+
+
+def floor_power_of_2(value: int) -> int:
+    return 1 << max(1, value).bit_length() - 1
+
+
+@cache
+def finish(D: int, kind: str) -> Tile:
+    """2 tokens × 1024 channels, 4 warps: 82 µs at T = 8192, D = 4096; 8 warps 94, 4 tokens 89, 1 token 83."""
+    return Tile(64 if kind == "cpu" else 2, min(1024, triton.next_power_of_2(D)), 4)
 
 
 def channel_blocks_each(channel_blocks: int, token_blocks: int, processors: int) -> int:
@@ -153,8 +123,54 @@ def channel_blocks_each(channel_blocks: int, token_blocks: int, processors: int)
     return triton.cdiv(channel_blocks, splits)
 
 
-def token_slices(T: int, blocks: int, stream: Stream, processors: int) -> int:
-    """Into how many slices pass B cuts the tokens: two programs per multiprocessor, and at most 8192 tokens a slice, as
-    the matrix units' sums of A truncate."""
-    filling = 2 * processors // blocks
-    return max(1, min(triton.cdiv(T, stream.block_t), max(filling, triton.cdiv(T, 8192))))
+@cache
+def dh_pre(n: int, D: int, wide: bool, kind: str) -> Tile:
+    """1 token × 2048 channels, 4 warps: 84.5 µs at T = 8192, D = 4096 (3,970 GB/s); 1024 channels 86.5."""
+    if kind == "cpu":
+        return Tile(64, min(1024, triton.next_power_of_2(D)), 4)
+    block_d = 2048 if D % 2048 == 0 and n <= 4 and not wide else 1024 if not wide else 512
+    return Tile(1, min(block_d, triton.next_power_of_2(D)), 4)
+
+
+@cache
+def dmaps(n: int, kind: str) -> Tile:
+    """32 tokens, 4 warps: 6.0 µs at T = 8192; 128 tokens 9.2."""
+    return Tile(32 if n <= 4 else 16, 0, 4)
+
+
+@dataclass(frozen=True)
+class Dx(Tile):
+    streams: int = 1  # of one program; divides n
+
+
+@cache
+def dx(n: int, wide: bool, kind: str) -> Dx:
+    """32 tokens × 64 channels × 4 streams, 4 warps, 3 stages: 189 µs at T = 8192, D = 4096 (3,190 GB/s); 16 tokens 215,
+    2 stages 246, 8 warps 453, A as [maps, channels] (which keeps phi in registers) 324.
+
+    Channels per program shrink as n grows: A takes n·padded_maps·block_d registers."""
+    if kind == "cpu":
+        return Dx(64, 64, 4, streams=n)
+    if kind == "hip":
+        if n >= 7:
+            return Dx(16, 64 if n == 7 else 16, 4, 2, streams=1 if n == 7 else 2)
+        block_t, block_d = (16, 128) if n <= 3 else (16, 32) if n == 4 else (32, 16)
+        return Dx(block_t, block_d, 4, 2, streams=n)
+    if n == 8:
+        return Dx(16, 16 if wide else 32, 8, 2, streams=2)
+    if n <= 4:
+        return Dx(16 if wide else 32, 64, 4, 3, streams=n)
+    return Dx(16, 16 if n == 7 and wide else 32, 8, 3, streams=n)
+
+
+@lru_cache(maxsize=4096)
+def token_slices(T: int, M: int, blocks: int, tile: Dx, processors: int) -> int:
+    """Into how many slices pass B cuts the tokens: whole waves of two programs per multiprocessor, against the traffic
+    of A, 8·M bytes per column and slice beside 4.5·T. T = 8192, D = 7168: 7 slices 333 µs, 2 slices 375."""
+    resident = 2 * processors
+
+    def cost(slices: int) -> float:
+        waves = triton.cdiv(blocks * slices, resident)
+        return waves / slices * (1 + slices * 2 * 8 * M / (4.5 * T))
+
+    return min(range(1, min(16, triton.cdiv(T, tile.block_t)) + 1), key=cost)

@@ -4,24 +4,37 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import Arithmetic, maps, padded_maps
-
-COLUMNS = 128  # of K per program of the cut; also what K is padded to
+from .configs import PHI_PARTS, Arithmetic, maps, padded_maps
 
 
-# value = Σ_p parts[p]: for two bf16 parts the high 8 bits and the next 8, for one fp32 part the value itself
+# value = Σ_p part_of(value, p): for two bf16 parts the high 8 bits and the next 8, for one fp32 part the value itself
 @triton.jit
 def part_of(value, p: tl.constexpr, dtype: tl.constexpr):
-    high = value.to(dtype)
-    if p == 0:
-        return high
-    return (value - high.to(tl.float32)).to(dtype)
+    for _ in tl.static_range(p):
+        value -= value.to(dtype).to(tl.float32)
+    return value.to(dtype)
+
+
+# what the parts leave out: value − Σ_p part_of(value, p)
+@triton.jit
+def rest_of(value, PARTS: tl.constexpr, dtype: tl.constexpr):
+    for _ in tl.static_range(PARTS):
+        value -= value.to(dtype).to(tl.float32)
+    return value
 
 
 # parts[p, m, k] of gamma[k]·phi[m, k], zero where m ≥ M or k ≥ K
 @triton.jit
 def phi_parts_kernel(
-    phi_ptr, gamma_ptr, parts_ptr, K, K_padded, M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr
+    phi_ptr,
+    gamma_ptr,
+    parts_ptr,
+    K,
+    K_padded,
+    M: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     m = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
     k = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
@@ -33,11 +46,20 @@ def phi_parts_kernel(
 
 
 def phi_parts(phi: torch.Tensor, gamma: torch.Tensor | None, n: int, exact: Arithmetic) -> torch.Tensor:
-    """gamma ⊙ phi as [parts, padded_maps, K rounded up]; recomputed on each call, 3 bytes per byte of phi."""
-    K, M = phi.shape[1], padded_maps(n)
-    blocks = triton.cdiv(K, COLUMNS)
-    parts = phi.new_empty((exact.parts, M, blocks * COLUMNS), dtype=exact.dtype)
+    """gamma ⊙ phi as [parts, padded_maps, K rounded up], made anew in each call."""
+    K, M, config = phi.shape[1], padded_maps(n), PHI_PARTS
+    blocks = triton.cdiv(K, config.block_d)
+    parts = phi.new_empty((exact.parts, M, blocks * config.block_d), dtype=exact.dtype)
     phi_parts_kernel[(blocks,)](
-        phi, gamma, parts, K, blocks * COLUMNS, M=maps(n), BLOCK_M=M, BLOCK_K=COLUMNS, PARTS=exact.parts, num_warps=4
+        phi,
+        gamma,
+        parts,
+        K,
+        blocks * config.block_d,
+        M=maps(n),
+        PARTS=exact.parts,
+        BLOCK_M=M,
+        BLOCK_K=config.block_d,
+        num_warps=config.warps,
     )
     return parts

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...core import device
 from . import configs
-from .parts import part_of, phi_parts
+from .parts import part_of, phi_parts, rest_of
 from .pre_fwd import alpha_of_row
 
 
@@ -151,14 +151,14 @@ def mhc_pre_dx_kernel(
     T64 = T.to(tl.int64)
 
     phi = ()
-    A = ()
+    minus_A = ()
     for s in tl.static_range(STREAMS):
         parts = ()
         for p in tl.static_range(PARTS):
             rows = phi_ptr + (p * BLOCK_M + m).to(tl.int64)[:, None] * K_padded
             parts = parts + (tl.load(rows + (first + s) * D + d, mask=in_row, other=0.0),)
         phi = phi + (parts,)
-        A = A + (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
+        minus_A = minus_A + (tl.zeros([BLOCK_D, BLOCK_M], tl.float32),)
 
     # Last tokens first: they are what pass A left in the L2 cache.
     blocks = tl.cdiv(T, BLOCK_T)
@@ -181,18 +181,19 @@ def mhc_pre_dx_kernel(
             if dh_in_ptr is not None:
                 dx += tl.load(h_pre_ptr + row, mask=in_batch, other=0.0) * dh_in
             tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), mask=in_tile)
-            products = A[s]
+            product = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
             for p in tl.static_range(PARTS):
-                products = tl.dot(dh_mix[p].T, x if PARTS == 2 else wide, products, input_precision=PRECISION)
-            sums = sums + (products,)
-        A = sums
+                product = tl.dot((x if PARTS == 2 else wide).T, dh_mix[p], product, input_precision=PRECISION)
+            sums = sums + (minus_A[s] - product,)  # subtracted for the reason given in mhc_pre_project_kernel
+        minus_A = sums
 
     out = A_ptr + (tl.program_id(1) * M + m).to(tl.int64)[:, None] * (n * D) + d
     for s in tl.static_range(STREAMS):
-        tl.store(out + (first + s) * D, A[s], mask=(m < M)[:, None] & in_row)
+        tl.store(out + (first + s) * D, -minus_A[s].T, mask=(m < M)[:, None] & in_row)
 
 
 # A = Σ_slices A[slice], in order;  dphi = A ⊙ gamma;  dgamma = Σ_M phi ⊙ A
+# missing[program, m] = Σ_{k of the program} rest[m, k]·A[m, k], where rest is what the parts of gamma ⊙ phi leave out
 @triton.jit(do_not_specialize=["slices"])
 def mhc_pre_dphi_kernel(
     A_ptr,
@@ -200,48 +201,74 @@ def mhc_pre_dphi_kernel(
     gamma_ptr,
     dphi_ptr,
     dgamma_ptr,
+    missing_ptr,
     slices,
     K,
     M: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    m = tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+    m = tl.arange(0, BLOCK_M)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    present = (m < M) & (k < K)[None, :]
-    at = m * K + k[None, :]
+    present = (m < M)[:, None] & (k < K)[None, :]
+    at = m.to(tl.int64)[:, None] * K + k[None, :]
     A = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     of_slice = A_ptr + at
     for _ in range(0, slices):
         A += tl.load(of_slice, mask=present, other=0.0)
         of_slice += M * K
     dphi = A
+    phi = tl.load(phi_ptr + at, mask=present, other=0.0).to(tl.float32)
     if gamma_ptr is not None:
-        gamma = tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        phi = tl.load(phi_ptr + at, mask=present, other=0.0).to(tl.float32)
-        dphi = A * gamma[None, :]
-        dgamma = tl.sum(phi * A, axis=0)
-        tl.store(dgamma_ptr + k, dgamma.to(dgamma_ptr.dtype.element_ty), mask=k < K)
+        gamma = tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        dphi = A * gamma
+        tl.store(dgamma_ptr + k, tl.sum(phi * A, axis=0).to(dgamma_ptr.dtype.element_ty), mask=k < K)
+        phi *= gamma
     tl.store(dphi_ptr + at, dphi.to(dphi_ptr.dtype.element_ty), mask=present)
+    if PARTS > 1:
+        missing = tl.sum(rest_of(phi, PARTS, tl.bfloat16) * A, axis=1)
+        tl.store(missing_ptr + tl.program_id(0) * M + m, missing, mask=m < M)
 
 
-# dbias = Σ_t dz;  dalpha[section] = Σ_t Σ_{m in section} dz·m, one program, programs of dmaps in order
-@triton.jit(do_not_specialize=["programs"])
+# Σ_rows of a [rows, M] table, in order: BLOCK_R running sums, then those
+@triton.jit
+def column_sums(
+    table_ptr, rows, row_stride: tl.constexpr, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    m = tl.arange(0, BLOCK_M)[None, :]
+    sums = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
+    for start in range(0, rows, BLOCK_R):
+        row = (start + tl.arange(0, BLOCK_R))[:, None]
+        sums += tl.load(table_ptr + row.to(tl.int64) * row_stride + m, mask=(row < rows) & (m < M), other=0.0)
+    return tl.sum(sums, axis=0)
+
+
+# dbias = Σ_t dz;  dalpha[section] = Σ_{m in section} Σ_t dz·m
+# Where m was made from parts of phi, it lacks rest·v·inv_rms, and Σ_t dz·(rest·v·inv_rms) = Σ_k rest·A / alpha.
+@triton.jit(do_not_specialize=["programs", "blocks"])
 def mhc_pre_dalpha_kernel(
-    sums_ptr, dalpha_ptr, dbias_ptr, programs, n: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr
+    sums_ptr,
+    missing_ptr,
+    alpha_ptr,
+    dalpha_ptr,
+    dbias_ptr,
+    programs,
+    blocks,
+    n: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     M: tl.constexpr = n * n + 2 * n
     m = tl.arange(0, BLOCK_M)
-    p = tl.arange(0, BLOCK_P)
-    dz = tl.zeros([BLOCK_P, BLOCK_M], tl.float32)
-    dz_m = tl.zeros([BLOCK_P, BLOCK_M], tl.float32)
-    for start in range(0, programs, BLOCK_P):
-        present = (start + p < programs)[:, None] & (m < M)[None, :]
-        at = sums_ptr + (start + p).to(tl.int64)[:, None] * (2 * M) + m[None, :]
-        dz += tl.load(at, mask=present, other=0.0)
-        dz_m += tl.load(at + M, mask=present, other=0.0)
-    tl.store(dbias_ptr + m, tl.sum(dz, axis=0).to(dbias_ptr.dtype.element_ty), mask=m < M)
-    by_row = tl.sum(dz_m, axis=0)
+    dbias = column_sums(sums_ptr, programs, 2 * M, M, BLOCK_R, BLOCK_M)
+    tl.store(dbias_ptr + m, dbias.to(dbias_ptr.dtype.element_ty), mask=m < M)
+    by_row = column_sums(sums_ptr + M, programs, 2 * M, M, BLOCK_R, BLOCK_M)
+    if PARTS > 1:
+        alpha = alpha_of_row(alpha_ptr, m, n)
+        missing = column_sums(missing_ptr, blocks, M, M, BLOCK_R, BLOCK_M)
+        by_row += tl.where(alpha == 0.0, 0.0, missing / tl.where(alpha == 0.0, 1.0, alpha))
     section = (m >= n).to(tl.int32) + (m >= 2 * n).to(tl.int32)
     for s in tl.static_range(3):
         dalpha = tl.sum(tl.where((section == s) & (m < M), by_row, 0.0), axis=0)
@@ -266,7 +293,7 @@ def mhc_pre_bwd(
     if dh_in is None:
         dh_pre = None
     else:
-        stream = configs.dh_pre(D, kind)
+        stream = configs.dh_pre(n, D, exact.parts == 1, kind)
         mhc_pre_dh_pre_kernel[(triton.cdiv(T, stream.block_t),)](
             x,
             dh_in,
@@ -308,7 +335,7 @@ def mhc_pre_bwd(
 
     stream = configs.dx(n, exact.parts == 1, kind)
     blocks = triton.cdiv(D, stream.block_d) * (n // stream.streams)
-    slices = configs.token_slices(T, blocks, stream, processors)
+    slices = configs.token_slices(T, M, blocks, stream, processors)
     A = torch.empty((slices, M, K), dtype=torch.float32, device=x.device)
     mhc_pre_dx_kernel[(blocks, slices)](
         x,
@@ -334,18 +361,34 @@ def mhc_pre_bwd(
         num_warps=stream.warps,
     )
 
-    dphi_config = configs.dphi(n, kind)
-    mhc_pre_dphi_kernel[(triton.cdiv(K, dphi_config.block_d),)](
+    blocks = triton.cdiv(K, configs.DPHI.block_d)
+    missing = torch.empty((blocks, M), dtype=torch.float32, device=x.device)
+    mhc_pre_dphi_kernel[(blocks,)](
         A,
         phi,
         gamma,
         dphi,
         dgamma,
+        missing,
         slices,
         K,
         M=M,
+        PARTS=exact.parts,
         BLOCK_M=padded,
-        BLOCK_K=dphi_config.block_d,
-        num_warps=dphi_config.warps,
+        BLOCK_K=configs.DPHI.block_d,
+        num_warps=configs.DPHI.warps,
     )
-    mhc_pre_dalpha_kernel[(1,)](sums, dalpha, dbias, programs, n=n, BLOCK_P=64, BLOCK_M=padded, num_warps=4)
+    mhc_pre_dalpha_kernel[(1,)](
+        sums,
+        missing,
+        alpha,
+        dalpha,
+        dbias,
+        programs,
+        blocks,
+        n=n,
+        PARTS=exact.parts,
+        BLOCK_R=configs.DALPHA.block_t,
+        BLOCK_M=padded,
+        num_warps=configs.DALPHA.warps,
+    )

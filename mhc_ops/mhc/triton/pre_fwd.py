@@ -1,11 +1,12 @@
-"""mHC pre, forward: a projection GEMM over x, then one kernel that finishes each token.
+"""mHC pre, forward: a projection of x, then one kernel that finishes each token.
 
-1. project   partials[·, t, :] = x[t] · partsᵀ and Σ x², per group of K slices
-2. finish    add the partials in fixed order, maps, h_in
+1. project   partials[piece, t, :] = x[t] · phiᵀ and Σ x², per piece of K = nD
+2. finish    add the pieces in order, make the maps, sum the streams to h_in
 
-A slice of K always starts from a fresh sum, slices are added in order to their group, groups in order to the total.
-With few tokens a program takes one slice instead of a group or more, and the finishing kernel adds the slices: the same
-sums in the same order, so a token's bits do not depend on the batch.
+How K is cut into slices, and slices into groups, depends on n and D only. A slice is summed from zero by one program;
+slices are added in order to their group, groups in order to the total. With many tokens a program walks whole groups
+and a piece is a group; with few it takes less than a group, a piece is a slice, and the finishing kernel adds the groups
+up: the same sums in the same order, so a token's bits do not depend on the batch.
 """
 
 import torch
@@ -17,8 +18,8 @@ from . import configs
 from .parts import phi_parts
 
 
-# partials[piece, t, m] = Σ_{k in piece} x[t, k]·phi[m, k];  partials[piece, t, M] = Σ_{k in piece} x[t, k]²
-@triton.jit(do_not_specialize=["T", "steps", "splits"])
+# partials[slice, t, m] = Σ_{k in slice} x[t, k]·phi[m, k];  partials[slice, t, M] = Σ_{k in slice} x[t, k]²
+@triton.jit(do_not_specialize=["T", "slice_steps", "piece_steps", "steps", "splits"])
 def mhc_pre_project_kernel(
     x_ptr,
     parts_ptr,
@@ -26,15 +27,14 @@ def mhc_pre_project_kernel(
     T,
     K,
     K_padded,
-    steps,  # blocks of K per program: whole groups, or one slice if BY_SLICE
+    slice_steps,  # blocks of K per slice
+    piece_steps,  # blocks of K per piece: of a slice, or of a group
+    steps,  # blocks of K per program, whole pieces
     splits,  # programs per block of tokens
     M: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr,
-    BY_SLICE: tl.constexpr,
-    SLICE_STEPS: tl.constexpr,
-    GROUP_SLICES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -44,42 +44,37 @@ def mhc_pre_project_kernel(
     t = (tl.program_id(0) // splits).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = t < T
     m = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_K)
-    x_rows = x_ptr + t[:, None] * K
-    PIECE_STEPS: tl.constexpr = SLICE_STEPS if BY_SLICE else SLICE_STEPS * GROUP_SLICES
+    row = tl.arange(0, PARTS * BLOCK_M)  # the parts of phi, one below the other
+    parts = parts_ptr + row.to(tl.int64)[:, None] * K_padded
+    is_map = (row % BLOCK_M < M)[:, None]
 
     first = split * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
-    mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    minus_mix = tl.zeros([BLOCK_T, PARTS * BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
-    if PIECE_STEPS > SLICE_STEPS:
-        group_mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        group_squares = tl.zeros([BLOCK_T], tl.float32)
+    piece_mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    piece_squares = tl.zeros([BLOCK_T], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
-        k = step * BLOCK_K + columns
-        in_tile = in_batch[:, None] if EVEN_K else in_batch[:, None] & (k < K)[None, :]
-        x = tl.load(x_rows + k[None, :], mask=in_tile, other=0.0)
-        if PARTS == 1:
-            x = x.to(tl.float32)
-        for p in tl.static_range(PARTS):
-            part = tl.load(parts_ptr + (p * BLOCK_M + m).to(tl.int64)[:, None] * K_padded + k[None, :])
-            mix = tl.dot(x, part.T, mix, input_precision=PRECISION)
+        k = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        in_tile = in_batch[:, None] if EVEN_K else in_batch[:, None] & (k < K)
+        x = tl.load(x_ptr + t[:, None] * K + k, mask=in_tile, other=0.0)
+        part = tl.load(parts + k, mask=is_map, other=0.0)
         wide = x.to(tl.float32)
+        # Subtracted, because triton folds an addition into the product's own accumulator and then lets the next loads
+        # overwrite x while the asynchronous product still reads it: errors of 1e-2, new ones in each run (3.6, Hopper).
+        minus_mix -= tl.dot(x if PARTS == 2 else wide, part.T, input_precision=PRECISION)
         squares += tl.sum(wide * wide, axis=1)
-        if ((step + 1) % SLICE_STEPS == 0) | (step + 1 == last):
-            if PIECE_STEPS > SLICE_STEPS:
-                group_mix += mix
-                group_squares += squares
-            if ((step + 1) % PIECE_STEPS == 0) | (step + 1 == last):
-                out = partials_ptr + (step // PIECE_STEPS * T.to(tl.int64) + t) * (M + 1)
-                in_maps = in_batch[:, None] & (m < M)[None, :]
-                tl.store(out[:, None] + m[None, :], group_mix if PIECE_STEPS > SLICE_STEPS else mix, mask=in_maps)
-                tl.store(out + M, group_squares if PIECE_STEPS > SLICE_STEPS else squares, mask=in_batch)
-                if PIECE_STEPS > SLICE_STEPS:
-                    group_mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-                    group_squares = tl.zeros([BLOCK_T], tl.float32)
-            mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+        if ((step + 1) % slice_steps == 0) | (step + 1 == last):
+            piece_mix -= tl.sum(tl.reshape(minus_mix, [BLOCK_T, PARTS, BLOCK_M]), axis=1)
+            piece_squares += squares
+            minus_mix = tl.zeros([BLOCK_T, PARTS * BLOCK_M], tl.float32)
             squares = tl.zeros([BLOCK_T], tl.float32)
+            if ((step + 1) % piece_steps == 0) | (step + 1 == last):
+                out = partials_ptr + (step // piece_steps * T.to(tl.int64) + t) * (M + 1)
+                tl.store(out[:, None] + m[None, :], piece_mix, mask=in_batch[:, None] & (m < M)[None, :])
+                tl.store(out + M, piece_squares, mask=in_batch)
+                piece_mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+                piece_squares = tl.zeros([BLOCK_T], tl.float32)
 
 
 # alpha[section of m]: alpha of the pre, post and res rows
@@ -91,7 +86,7 @@ def alpha_of_row(alpha_ptr, m, n: tl.constexpr):
 
 # h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
 # h_pre = σ(z_pre) + hc_eps;  h_post = 2σ(z_post);  h_res = z_res;  h_in = Σ_i h_pre[i]·x[i]
-@triton.jit(do_not_specialize=["T", "pieces", "blocks_each"])
+@triton.jit(do_not_specialize=["T", "blocks_each"])
 def mhc_pre_finish_kernel(
     x_ptr,
     partials_ptr,
@@ -105,17 +100,17 @@ def mhc_pre_finish_kernel(
     h_pre_ptr,
     T,
     D,
-    pieces,
     blocks_each,  # blocks of channels per program
     norm_eps,
     hc_eps,
     n: tl.constexpr,
+    PIECES: tl.constexpr,
     GROUP_PIECES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Last tokens first: they are what the projection left in the L2 cache.
+    # Last tokens first: some of them are still in the L2 cache.
     t = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = t < T
     M: tl.constexpr = n * n + 2 * n
@@ -123,11 +118,11 @@ def mhc_pre_finish_kernel(
     in_maps = in_batch[:, None] & (m < M)[None, :]
 
     total = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-    for first in range(0, pieces, GROUP_PIECES):
+    for first in tl.static_range(0, PIECES, GROUP_PIECES):
         group = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        for piece in tl.static_range(GROUP_PIECES):
-            row = ((first + piece) * T.to(tl.int64) + t) * (M + 1)
-            present = in_batch[:, None] & (m <= M)[None, :] & (first + piece < pieces)
+        for piece in tl.static_range(first, min(first + GROUP_PIECES, PIECES)):
+            row = (piece * T.to(tl.int64) + t) * (M + 1)
+            present = in_batch[:, None] & (m <= M)[None, :]
             group += tl.load(partials_ptr + row[:, None] + m[None, :], mask=present, other=0.0)
         total += group
     squares = tl.sum(tl.where((m == M)[None, :], total, 0.0), axis=1)
@@ -168,24 +163,24 @@ def mhc_pre_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, h_in, h_post, h_re
     parts = phi_parts(phi, gamma, n, exact)
 
     project = configs.project(n, exact.parts == 1, kind)
-    plan = configs.plan_projection(T, K, project, processors)
-    partials = torch.empty((plan.pieces, T, M + 1), dtype=torch.float32, device=x.device)
-    mhc_pre_project_kernel[(triton.cdiv(T, project.block_t) * plan.splits,)](
+    token_blocks = triton.cdiv(T, project.block_t)
+    cut = configs.cut(K, project.block_k, token_blocks, processors)
+    partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
+    mhc_pre_project_kernel[(token_blocks * cut.splits,)](
         x,
         parts,
         partials,
         T,
         K,
         parts.shape[2],
-        plan.steps,
-        plan.splits,
+        cut.slice_steps,
+        cut.piece_steps,
+        cut.steps,
+        cut.splits,
         M=M,
         PARTS=exact.parts,
         PRECISION=exact.precision,
         EVEN_K=K % project.block_k == 0,
-        BY_SLICE=plan.by_slice,
-        SLICE_STEPS=project.slice_steps,
-        GROUP_SLICES=project.group_slices,
         BLOCK_T=project.block_t,
         BLOCK_M=configs.padded_maps(n),
         BLOCK_K=project.block_k,
@@ -209,12 +204,12 @@ def mhc_pre_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, h_in, h_post, h_re
         h_pre,
         T,
         D,
-        plan.pieces,
         blocks_each,
         norm_eps,
         hc_eps,
         n=n,
-        GROUP_PIECES=project.group_slices if plan.by_slice else 1,
+        PIECES=cut.pieces,
+        GROUP_PIECES=cut.group_pieces,
         BLOCK_T=finish.block_t,
         BLOCK_M=triton.next_power_of_2(M + 1),
         BLOCK_D=finish.block_d,

@@ -1,0 +1,92 @@
+"""Who may import whom, read from the syntax trees; and what importing the package costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mhc_ops
+
+PACKAGE = Path(mhc_ops.__file__).parent
+KERNEL_FOLDERS = {"triton", "tilelang", "hip"}
+PUBLIC = {"mhc_ops"}
+# layer -> layers it may import from
+ALLOWED = {
+    "core": {"core"},
+    "reference": set(),
+    "manual": {"reference"},
+    "ops": {"core", "reference", "manual"},
+    "modules": {"core", "ops"},
+    "guide": {"core", "ops", "manual"},
+    "kernels": {"core", "kernels"},
+    "compat": {"core", "public"},
+    "measure": {"core", "public", "measure"},
+    "cli": {"core", "measure"},
+    "public": {"core", "ops", "modules", "guide", "compat"},
+    "family": set(),
+}
+
+
+def layer(parts):
+    """("mhc", "triton", "pre_fwd") -> "kernels"; also the family, or None."""
+    if not parts:
+        return "public", None
+    if parts[0] in ("core", "measure", "cli", "compat"):
+        return parts[0], None
+    family, *rest = parts
+    if not rest:
+        return "family", family
+    return ("kernels" if rest[0] in KERNEL_FOLDERS else rest[0]), family
+
+
+def imports(path):
+    """Module paths inside mhc_ops that a file imports, as tuples."""
+    here = path.relative_to(PACKAGE).with_suffix("").parts
+    package = here[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "mhc_ops":
+                    yield tuple(alias.name.split(".")[1:])
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = package[: len(package) - node.level + 1] + tuple(
+                    (node.module or "").split(".") if node.module else ()
+                )
+            elif (node.module or "").split(".")[0] == "mhc_ops":
+                base = tuple(node.module.split(".")[1:])
+            else:
+                continue
+            for alias in node.names:
+                target = PACKAGE.joinpath(*base, alias.name)
+                is_module = target.is_dir() or target.with_suffix(".py").exists()
+                yield (*base, alias.name) if is_module else base
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts[-1] == "__init__":
+        parts = parts[:-1]
+    own_layer, own_family = layer(parts)
+    assert own_layer in ALLOWED, f"{path.name}: say in this test which layer it is"
+    for target in imports(path):
+        target_layer, target_family = layer(target)
+        assert target_layer in ALLOWED[own_layer], f"{'.'.join(parts)} must not import {'.'.join(target)}"
+        if own_family and target_family:
+            assert own_family == target_family, "families never import each other"
+
+
+def test_import_loads_no_kernel_library():
+    code = "import sys, mhc_ops; print([m for m in ('triton', 'tilelang', 'torch._dynamo') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_public_names_exist():
+    assert sorted(mhc_ops.__all__) == mhc_ops.__all__
+    assert all(hasattr(mhc_ops, name) for name in mhc_ops.__all__)

@@ -1,0 +1,91 @@
+"""Every message for bad input, raised before any launch."""
+
+import re
+
+import pytest
+import torch
+
+import mhc_ops
+from mhc_ops.measure import cases
+from mhc_ops.mhc import ops
+
+N, D = 4, 16
+M = N * N + 2 * N
+
+
+def arguments(**changes):
+    tensors = cases.PreCase((2, 3), N, D, torch.float32).inputs()
+    return {**tensors, **changes}
+
+
+def backward_arguments(**changes):
+    h_in, h_post, h_res, inv_rms, h_mix, h_pre = mhc_ops.mhc_forward_pre(**arguments(), outflag=True)
+    tensors = {**arguments(), "inv_rms": inv_rms, "h_mix": h_mix, "h_pre": h_pre, "h_post": h_post}
+    return {**tensors, "dh_in": h_in, "dh_post": h_post, "dh_res": h_res, **changes}
+
+
+FORWARD = [
+    ({"x": [1.0]}, TypeError, "x must be a torch.Tensor, got list"),
+    ({"gamma": 1.0}, TypeError, "gamma must be a torch.Tensor, got float"),
+    ({"x": torch.zeros(2, 3, N, D, dtype=torch.int64)}, TypeError,
+     "x must be bfloat16, float16, float32 or float64, got int64"),
+    ({"phi": torch.zeros(M, N * D, dtype=torch.bool)}, TypeError,
+     "phi must be bfloat16, float16, float32 or float64, got bool"),
+    ({"x": torch.zeros(D)}, ValueError, "x must be [..., n, D] with n and D at least 1, got [16]"),
+    ({"x": torch.zeros(2, 0, D)}, ValueError, "x must be [..., n, D] with n and D at least 1, got [2, 0, 16]"),
+    ({"phi": torch.zeros(M, D)}, ValueError, "phi must be [24, 64], got [24, 16]"),
+    ({"alpha": torch.zeros(4)}, ValueError, "alpha must be [3], got [4]"),
+    ({"bias": torch.zeros(M, 1)}, ValueError, "bias must be [24], got [24, 1]"),
+    ({"gamma": torch.zeros(D, N)}, ValueError, "gamma must be [4, 16], got [16, 4]"),
+    ({"bias": torch.zeros(M, device="meta")}, ValueError, "bias must be on cpu as x is, got meta"),
+]  # fmt: skip
+BACKWARD = [
+    ({"inv_rms": torch.zeros(2)}, ValueError, "inv_rms must be [2, 3], got [2]"),
+    ({"h_mix": torch.zeros(2, 3, N)}, ValueError, "h_mix must be [2, 3, 24], got [2, 3, 4]"),
+    ({"h_pre": torch.zeros(2, 3, 5)}, ValueError, "h_pre must be [2, 3, 4], got [2, 3, 5]"),
+    ({"h_post": torch.zeros(N)}, ValueError, "h_post must be [2, 3, 4], got [4]"),
+    ({"dh_in": torch.zeros(2, 3, N, D)}, ValueError, "dh_in must be [2, 3, 16], got [2, 3, 4, 16]"),
+    ({"dh_post": torch.zeros(2, 3)}, ValueError, "dh_post must be [2, 3, 4], got [2, 3]"),
+    ({"dh_res": torch.zeros(2, 3, 16)}, ValueError, "dh_res must be [2, 3, 4, 4], got [2, 3, 16]"),
+    ({"dh_res": 0.0}, TypeError, "dh_res must be a torch.Tensor, got float"),
+    ({"dh_in": torch.zeros(2, 3, D, device="meta")}, ValueError, "dh_in must be on cpu as x is, got meta"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), FORWARD, ids=[message for *_, message in FORWARD])
+def test_forward(changes, error, message):
+    with pytest.raises(error, match=f"^mhc_forward_pre: {re.escape(message)}$"):
+        mhc_ops.mhc_forward_pre(**arguments(**changes))
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BACKWARD, ids=[message for *_, message in BACKWARD])
+def test_backward(changes, error, message):
+    with pytest.raises(error, match=f"^mhc_backward: {re.escape(message)}$"):
+        mhc_ops.mhc_backward(**backward_arguments(**changes))
+
+
+def test_kernels_take_no_fp64():
+    message = "f: x must be bfloat16, float16 or float32 for backend 'triton', got float64"
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        ops._check_kernel_limits("f", torch.zeros(1, 4, 4, dtype=torch.float64), "triton")
+
+
+@pytest.mark.parametrize("n", [9, 20])
+def test_kernels_take_eight_streams(n):
+    with pytest.raises(ValueError, match=f"^f: n must be 1 to 8 for backend 'triton', got {n}$"):
+        ops._check_kernel_limits("f", torch.zeros(1, n, 4), "triton")
+
+
+@pytest.mark.interpreted
+def test_limits_are_checked_on_the_way_to_the_kernels():
+    tensors = {name: tensor.double() for name, tensor in arguments().items()}
+    with pytest.raises(TypeError, match="for backend 'triton', got float64"):
+        mhc_ops.mhc_forward_pre(**tensors, backend="triton")
+    with pytest.raises(ValueError, match="n must be 1 to 8 for backend 'triton', got 9"):
+        mhc_ops.mhc_forward_pre(**cases.PreCase((2,), 9, 3).inputs(), backend="triton")
+
+
+def test_reference_takes_any_n():
+    h_in, _, h_res = mhc_ops.mhc_forward_pre(**cases.PreCase((2,), 9, 3).inputs())
+    assert h_in.shape == (2, 3)
+    assert h_res.shape == (2, 9, 9)

@@ -1,0 +1,208 @@
+"""mHC pre in Triton, in the interpreter and on a GPU: exact, deterministic, and the same for a token in any batch."""
+
+import pytest
+import torch
+
+import mhc_ops
+from mhc_ops.measure import accuracy, cases
+from mhc_ops.mhc.ops import mhc_pre_bwd
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+SUBJECT = cases.MHC_FORWARD_PRE
+Case = cases.PreCase
+
+ACCURACY = [
+    *(Case((37,), n, 96, dtype) for n in range(1, 9) for dtype in (bf16, fp16, fp32)),
+    *(Case((5, 3), 4, D, bf16) for D in (1, 7, 64, 160, 257)),
+    *(Case((19,), 4, 160, dtype, scale=scale) for dtype in (bf16, fp16, fp32) for scale in (1e-3, 1e3)),
+    *(Case((130,), n, 257, bf16, gamma=False) for n in (1, 3, 4)),
+    Case((), 4, 33, bf16),
+    Case((1,), 2, 700, fp32),
+    Case((70,), 4, 32, bf16, parameter_dtype=bf16),
+    Case((70,), 3, 32, fp32, parameter_dtype=fp16),
+    Case((3,), 4, 2100, bf16),
+]
+# Sizes that only a GPU gets through: many slices and groups of K, full grids, every config with aligned D.
+LARGE = [
+    *(Case((1500,), n, 512, dtype) for n in range(1, 9) for dtype in (bf16, fp16, fp32)),
+    Case((8192,), 4, 2560, bf16, gamma=False),
+    Case((4096,), 4, 4096, bf16),
+    Case((128,), 4, 7168, bf16),
+    Case((257,), 8, 4096, bf16),
+    Case((2, 1000), 4, 1000, bf16, scale=1e3),
+]
+
+
+def assert_accurate(case, device):
+    rows = accuracy.measure(case, "triton", device)
+    assert all(row.passed for row in rows), "\n".join(
+        f"{r.output} {r.relative_error:.1e}" for r in rows if not r.passed
+    )
+
+
+@pytest.mark.parametrize("case", ACCURACY, ids=str)
+def test_exact_to_one_rounding(case, kernel_device, poisoned):
+    assert_accurate(case, kernel_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_exact_and_same_bits_twice(case, poisoned):
+    assert_accurate(case, "cuda")
+    tensors = case.inputs("cuda")
+    cotangents = accuracy.random_cotangents(SUBJECT, accuracy.run(SUBJECT, tensors, "triton"), seed=1)
+    first, second = (accuracy.run(SUBJECT, tensors, "triton", cotangents) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_token_is_the_same_in_any_batch(n, kernel_device):
+    T = 4096 if kernel_device == "cuda" else 300
+    tensors = Case((T,), n, 700, bf16).inputs(kernel_device)
+    whole = mhc_ops.mhc_forward_pre(**tensors, outflag=True, backend="triton")
+    for begin, end in [(0, 1), (3, 10), (T - 7, T)]:
+        part = mhc_ops.mhc_forward_pre(**{**tensors, "x": tensors["x"][begin:end]}, outflag=True, backend="triton")
+        assert all(torch.equal(p, w[begin:end]) for p, w in zip(part, whole))
+
+
+def test_layouts(kernel_device):
+    """Transposed, sliced and expanded inputs give the bits of contiguous ones, and are left as they were."""
+    tensors = Case((6,), 3, 40, bf16).inputs(kernel_device)
+    cotangents = accuracy.random_cotangents(SUBJECT, accuracy.run(SUBJECT, tensors, "triton"), seed=0)
+    expected = accuracy.run(SUBJECT, tensors, "triton", cotangents)
+    strided = {name: torch.stack([t, t], -1)[..., 0] for name, t in tensors.items()}
+    strided["x"] = tensors["x"].transpose(1, 2).contiguous().transpose(1, 2)
+    assert not any(t.is_contiguous() for t in strided.values())
+    before = {name: t.clone() for name, t in strided.items()}
+    results = accuracy.run(SUBJECT, strided, "triton", [torch.stack([c, c], -1)[..., 0] for c in cotangents])
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+    assert all(torch.equal(strided[name], before[name]) for name in strided)
+
+
+def test_expanded_cotangents(kernel_device):
+    """The gradient of a sum arrives with stride 0."""
+    tensors = Case((6,), 3, 40, fp32).inputs(kernel_device)
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+    outputs = mhc_ops.mhc_forward_pre(**leaves, backend="triton")
+    gradients = torch.autograd.grad(sum(output.sum() for output in outputs), list(leaves.values()))
+    exact = accuracy.truth(SUBJECT, tensors, [torch.ones_like(output) for output in outputs])
+    for name, gradient in zip(leaves, gradients):
+        assert accuracy.judge("", "", "", name, gradient, exact[f"d{name}"]).passed
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)], ids=str)
+def test_unused_outputs(used, kernel_device, poisoned):
+    tensors = Case((9,), 3, 20, fp32).inputs(kernel_device)
+    cotangents = accuracy.random_cotangents(SUBJECT, accuracy.run(SUBJECT, tensors, "triton"), seed=0)
+    chosen = [c if i in used else None for i, c in enumerate(cotangents)]
+    results = accuracy.run(SUBJECT, tensors, "triton", chosen)
+    exact = accuracy.truth(SUBJECT, tensors, chosen)
+    for name in exact:
+        assert accuracy.judge("", "", "", name, results[name], exact[name]).passed, name
+
+
+@pytest.mark.parametrize("gamma", [False, True])
+def test_empty_batch(gamma, kernel_device, poisoned):
+    tensors = Case((2, 0), 4, 32, bf16, gamma=gamma).inputs(kernel_device)
+    outputs = accuracy.run(SUBJECT, tensors, "triton")
+    results = accuracy.run(SUBJECT, tensors, "triton", accuracy.random_cotangents(SUBJECT, outputs, seed=0))
+    assert results["h_in"].shape == (2, 0, 32)
+    assert results["dx"].shape == (2, 0, 4, 32)
+    assert all(not results[f"d{name}"].any() for name in tensors if name != "x")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_values_stay_in_their_token(value, kernel_device):
+    tensors = Case((8,), 3, 40, bf16).inputs(kernel_device)
+    clean = mhc_ops.mhc_forward_pre(**tensors, backend="triton")
+    tensors["x"][5, 1, 7] = value
+    outputs = mhc_ops.mhc_forward_pre(**tensors, backend="triton")
+    others = [0, 1, 2, 3, 4, 6, 7]
+    for output, expected in zip(outputs, clean):
+        assert torch.equal(output[others], expected[others])
+        assert not output[5].isfinite().all()
+
+
+def test_backward_function_equals_autograd(kernel_device):
+    tensors = Case((9,), 4, 24, bf16).inputs(kernel_device)
+    outputs = accuracy.run(SUBJECT, tensors, "triton")
+    cotangents = accuracy.random_cotangents(SUBJECT, outputs, seed=0)
+    expected = accuracy.run(SUBJECT, tensors, "triton", cotangents)
+    x, phi, alpha, bias, gamma = tensors.values()
+    intermediates = [outputs[name] for name in ("inv_rms", "h_mix", "h_pre", "h_post")]
+    gradients = mhc_ops.mhc_backward_triton(x, phi, alpha, bias, *intermediates, *cotangents, gamma)
+    for name, gradient in zip(("dx", "dphi", "dalpha", "dbias", "dgamma"), gradients):
+        assert torch.equal(gradient, expected[name])
+    without = mhc_ops.mhc_backward_triton(x, phi, alpha, bias, *intermediates, *cotangents)
+    assert without[4] is None
+
+
+def test_alpha_zero(kernel_device):
+    """dalpha's correction for the parts of phi divides by alpha; at zero there is nothing to correct with."""
+    tensors = Case((9,), 2, 24, bf16).inputs(kernel_device)
+    tensors["alpha"][1] = 0
+    outputs = accuracy.run(SUBJECT, tensors, "triton")
+    cotangents = accuracy.random_cotangents(SUBJECT, outputs, seed=0)
+    results = accuracy.run(SUBJECT, tensors, "triton", cotangents)
+    exact = accuracy.truth(SUBJECT, tensors, cotangents)
+    assert accuracy.judge("", "", "", "dalpha", results["dalpha"], exact["dalpha"]).passed
+
+
+def test_double_backward_raises(kernel_device):
+    tensors = {name: t.requires_grad_() for name, t in Case((3,), 2, 8, fp32).inputs(kernel_device).items()}
+    h_in = mhc_ops.mhc_forward_pre(**tensors, backend="triton")[0]
+    (dx,) = torch.autograd.grad(h_in.square().sum(), tensors["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiat"):
+        dx.sum().backward()
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    """The last tokens of a tensor past 2^31 elements have the bits they have alone; dphi is the sum of its halves."""
+    T, n, D = 140_000, 4, 4096
+    parameters = Case((1,), n, D, gamma=False).inputs("cuda")
+    x = torch.randn(T, n, D, device="cuda", dtype=bf16)
+    assert x.numel() > 2**31
+    cotangents = [
+        torch.randn(T, D, device="cuda", dtype=bf16),
+        torch.randn(T, n, device="cuda"),
+        torch.randn(T, n, n, device="cuda"),
+    ]
+
+    def run(rows):
+        outputs = mhc_ops.mhc_forward_pre(**{**parameters, "x": x[rows]}, outflag=True)
+        gradients = mhc_pre_bwd(
+            x[rows], *list(parameters.values())[1:], None, *outputs[3:5], *[c[rows] for c in cotangents], 1e-6, "triton"
+        )
+        return outputs, gradients
+
+    outputs, gradients = run(slice(None))
+    tail_outputs, tail_gradients = run(slice(T - 100, T))
+    assert all(torch.equal(whole[-100:], tail) for whole, tail in zip(outputs, tail_outputs))
+    assert torch.equal(gradients[0][-100:], tail_gradients[0])
+    halves = [run(rows)[1] for rows in (slice(0, T // 2), slice(T // 2, T))]
+    for whole, first, second in zip(gradients[1:4], halves[0][1:4], halves[1][1:4]):
+        total = first.double() + second.double()
+        assert (whole.double() - total).norm() <= 1e-5 * total.norm()
+
+
+@pytest.mark.gpu
+def test_nothing_large_is_saved():
+    """Forward keeps x and the small maps; forward and backward make no fp32 copy of x."""
+    T, n, D = 4096, 4, 2048
+    tensors = {name: t.requires_grad_() for name, t in Case((T,), n, D).inputs("cuda").items()}
+    outputs = mhc_ops.mhc_forward_pre(**tensors)  # compiles
+    torch.autograd.grad(sum(o.sum() for o in outputs), list(tensors.values()))
+    del outputs
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = mhc_ops.mhc_forward_pre(**tensors)
+    X = tensors["x"].numel() * 2
+    kept = torch.cuda.memory_allocated() - before
+    assert kept < 0.25 * X + 0.05 * X, "h_in and the maps"
+    cotangents = [torch.ones_like(o) for o in outputs]
+    gradients = torch.autograd.grad(outputs, list(tensors.values()), cotangents)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < (0.25 + 0.25 + 1 + 0.5) * X, "h_in, its cotangent, dx, and partial sums"
+    assert gradients[0].shape == tensors["x"].shape
