@@ -50,9 +50,14 @@ class Tile:
     stages: int = 1
 
 
-PHI_PARTS = Tile(0, 128, 4)
+LONGEST_BLOCK_K = 128  # K of phi in parts is padded to whole blocks of any kernel
 DPHI = Tile(0, 32, 4)
 DALPHA = Tile(128, 0, 8)
+
+
+def phi_parts(n: int) -> Tile:
+    """Between 4.7 and 5.3 µs at n = 4, D = 4096 for 32 to 128 columns and 1 to 4 warps: what a launch takes."""
+    return Tile(0, 128 if padded_maps(n) <= 32 else 32, 4)
 
 
 @dataclass(frozen=True)
@@ -64,16 +69,25 @@ class Project:
 
 
 @cache
-def project(n: int, wide: bool, kind: str) -> Project:
-    """64 tokens × 128 of K, 4 warps, 3 stages: 83 µs at T = 8192, D = 4096 (2 stages of a load-only version: 76);
-    128 × 128 with 8 warps 83, 128 × 64 with 8 warps 88, 256 × 64 119. `wide`: x is not bf16."""
+def project(n: int, D: int, wide: bool, kind: str) -> Project:
+    """64 tokens × 128 of K, 4 warps, 3 stages: 83 µs at T = 8192, D = 4096 (the same loads without a product: 76);
+    128 × 128 with 8 warps 83, 128 × 64 with 8 warps 88, 256 × 64 119.
+
+    `wide`: x is not bf16. Rows of phi in parts fill the registers as n grows, addresses do where rows are unaligned."""
     if kind == "cpu":
         return Project(128, 64, 4, 1)
     rows = padded_maps(n) * (1 if wide else 2)
-    block_k = 128 if rows <= 64 and not wide else 64 if rows <= 128 and not wide else 32
-    if kind == "hip":
-        return Project(32 if rows > 128 else 64, block_k, 4 if rows <= 64 else 8, 2)
-    return Project(64, block_k, 4 if rows <= 64 else 8, 3)
+    if wide or rows > 128 or not aligned(n * D):
+        block_k = 32
+    else:
+        block_k = LONGEST_BLOCK_K if rows <= 64 else 64
+    cramped = rows > 128 if kind == "hip" else n == 8 and not aligned(n * D)
+    return Project(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if kind == "hip" else 3)
+
+
+def aligned(row: int) -> bool:
+    """Whether rows of this many elements are read 16 bytes at a time: triton knows a size as a multiple of 16 or not."""
+    return row % 16 == 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,7 @@ class Dx(Tile):
 
 
 @cache
-def dx(n: int, wide: bool, kind: str) -> Dx:
+def dx(n: int, D: int, wide: bool, kind: str) -> Dx:
     """32 tokens × 64 channels × 4 streams, 4 warps, 3 stages: 189 µs at T = 8192, D = 4096 (3,190 GB/s); 16 tokens 215,
     2 stages 246, 8 warps 453, A as [maps, channels] (which keeps phi in registers) 324.
 
@@ -156,11 +170,12 @@ def dx(n: int, wide: bool, kind: str) -> Dx:
             return Dx(16, 64 if n == 7 else 16, 4, 2, streams=1 if n == 7 else 2)
         block_t, block_d = (16, 128) if n <= 3 else (16, 32) if n == 4 else (32, 16)
         return Dx(block_t, block_d, 4, 2, streams=n)
+    cramped = wide and (n >= 7 or not aligned(D))
     if n == 8:
-        return Dx(16, 16 if wide else 32, 8, 2, streams=2)
-    if n <= 4:
-        return Dx(16 if wide else 32, 64, 4, 3, streams=n)
-    return Dx(16, 16 if n == 7 and wide else 32, 8, 3, streams=n)
+        return Dx(16, 16 if cramped else 32, 8, 2, streams=2)
+    if n > 4:
+        return Dx(16, 16 if cramped else 32, 8, 3, streams=n)
+    return Dx(16 if wide or D % 64 else 32, 64 if aligned(D) else 16 if wide else 32, 4, 3, streams=n)
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import PHI_PARTS, Arithmetic, maps, padded_maps
+from . import configs
 
 
 # value = Σ_p part_of(value, p): for two bf16 parts the high 8 bits and the next 8, for one fp32 part the value itself
@@ -45,21 +45,21 @@ def phi_parts_kernel(
         tl.store(parts_ptr + (p * BLOCK_M + m) * K_padded + k, part_of(value, p, parts_ptr.dtype.element_ty))
 
 
-def phi_parts(phi: torch.Tensor, gamma: torch.Tensor | None, n: int, exact: Arithmetic) -> torch.Tensor:
+def phi_parts(phi: torch.Tensor, gamma: torch.Tensor | None, n: int, exact: configs.Arithmetic) -> torch.Tensor:
     """gamma ⊙ phi as [parts, padded_maps, K rounded up], made anew in each call."""
-    K, M, config = phi.shape[1], padded_maps(n), PHI_PARTS
-    blocks = triton.cdiv(K, config.block_d)
-    parts = phi.new_empty((exact.parts, M, blocks * config.block_d), dtype=exact.dtype)
-    phi_parts_kernel[(blocks,)](
+    K, M, tile = phi.shape[1], configs.padded_maps(n), configs.phi_parts(n)
+    K_padded = triton.cdiv(K, configs.LONGEST_BLOCK_K) * configs.LONGEST_BLOCK_K
+    parts = phi.new_empty((exact.parts, M, K_padded), dtype=exact.dtype)
+    phi_parts_kernel[(K_padded // tile.block_d,)](
         phi,
         gamma,
         parts,
         K,
-        blocks * config.block_d,
-        M=maps(n),
+        K_padded,
+        M=configs.maps(n),
         PARTS=exact.parts,
         BLOCK_M=M,
-        BLOCK_K=config.block_d,
-        num_warps=config.warps,
+        BLOCK_K=tile.block_d,
+        num_warps=tile.warps,
     )
     return parts

@@ -287,12 +287,14 @@ def mhc_pre_bwd(
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
     exact = configs.arithmetic(x.dtype, kind)
     parts = phi_parts(phi, gamma, n, exact)
-    scratch = torch.empty((2 * n + 1) * T, dtype=torch.float32, device=x.device)
-    h_pre, x_factor, dh_pre = scratch[: n * T], scratch[n * T : (n + 1) * T], scratch[(n + 1) * T :]
 
-    if dh_in is None:
-        dh_pre = None
-    else:
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    h_pre, x_factor = scratch(T, n), scratch(T)
+    dh_pre = None
+    if dh_in is not None:
+        dh_pre = scratch(T, n)
         stream = configs.dh_pre(n, D, exact.parts == 1, kind)
         mhc_pre_dh_pre_kernel[(triton.cdiv(T, stream.block_t),)](
             x,
@@ -309,8 +311,8 @@ def mhc_pre_bwd(
 
     dmaps = configs.dmaps(n, kind)
     programs = triton.cdiv(T, dmaps.block_t)
-    dh_mix = torch.empty((exact.parts, T, padded), dtype=exact.dtype, device=x.device)
-    sums = torch.empty((programs, 2, M), dtype=torch.float32, device=x.device)
+    dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
+    sums = scratch(programs, 2, M)
     mhc_pre_dmaps_kernel[(programs,)](
         dh_pre,
         dh_post,
@@ -333,10 +335,10 @@ def mhc_pre_bwd(
         num_warps=dmaps.warps,
     )
 
-    stream = configs.dx(n, exact.parts == 1, kind)
+    stream = configs.dx(n, D, exact.parts == 1, kind)
     blocks = triton.cdiv(D, stream.block_d) * (n // stream.streams)
     slices = configs.token_slices(T, M, blocks, stream, processors)
-    A = torch.empty((slices, M, K), dtype=torch.float32, device=x.device)
+    A = scratch(slices, M, K)
     mhc_pre_dx_kernel[(blocks, slices)](
         x,
         dh_in,
@@ -362,7 +364,7 @@ def mhc_pre_bwd(
     )
 
     blocks = triton.cdiv(K, configs.DPHI.block_d)
-    missing = torch.empty((blocks, M), dtype=torch.float32, device=x.device)
+    missing = scratch(blocks, M)
     mhc_pre_dphi_kernel[(blocks,)](
         A,
         phi,

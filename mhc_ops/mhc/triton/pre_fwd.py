@@ -5,8 +5,8 @@
 
 How K is cut into slices, and slices into groups, depends on n and D only. A slice is summed from zero by one program;
 slices are added in order to their group, groups in order to the total. With many tokens a program walks whole groups
-and a piece is a group; with few it takes less than a group, a piece is a slice, and the finishing kernel adds the groups
-up: the same sums in the same order, so a token's bits do not depend on the batch.
+and a piece is a group; with few it takes less than a group, a piece is a slice, and the finishing kernel adds the
+groups up: the same sums in the same order, so a token's bits do not depend on the batch.
 """
 
 import torch
@@ -162,7 +162,7 @@ def mhc_pre_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, h_in, h_post, h_re
     exact = configs.arithmetic(x.dtype, kind)
     parts = phi_parts(phi, gamma, n, exact)
 
-    project = configs.project(n, exact.parts == 1, kind)
+    project = configs.project(n, D, exact.parts == 1, kind)
     token_blocks = triton.cdiv(T, project.block_t)
     cut = configs.cut(K, project.block_k, token_blocks, processors)
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
