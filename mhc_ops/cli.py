@@ -1,13 +1,16 @@
 """mhc-ops: info, check, bench."""
 
 import argparse
+import datetime
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from .core import backend as backends
-from .measure import accuracy, cases, report
+from .measure import accuracy, cases, report, speed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,9 +22,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.set_defaults(command=run_info)
 
     check = commands.add_parser("check", help="compare every output of every op with fp64; exit 1 on a FAIL")
-    check.add_argument("--backend", choices=backends.BACKENDS, help="only this backend (default: each that runs here)")
-    check.add_argument("--device", type=torch.device, default=default_device(), help="default: %(default)s")
     check.set_defaults(command=run_check)
+
+    bench = commands.add_parser("bench", help="time, bandwidth and memory beside eager, torch.compile and a copy")
+    bench.add_argument("--case", metavar="TEXT", default="", help="only cases whose name contains this")
+    bench.add_argument("--json", metavar="FILE", type=Path, help="write everything measured to this file")
+    bench.set_defaults(command=run_bench)
+
+    for command in (check, bench):
+        command.add_argument(
+            "--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)"
+        )
+        command.add_argument("--device", type=torch.device, default=default_device(), help="default: %(default)s")
 
     options = parser.parse_args(arguments)
     return options.command(options)
@@ -45,23 +57,52 @@ def run_info(options: argparse.Namespace) -> int:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    wanted = [options.backend] if options.backend else backends.BACKENDS
-    reasons = {
-        (family, b): backends.why_not(family, b, options.device.type) for family in backends.families() for b in wanted
-    }
-    work = [(case, b) for b in wanted for case in cases.CHECK if reasons[case.subject.family, b] is None]
+    work = [(case, backend) for backend in wanted(options) for case in cases.CHECK if runs(case, backend, options)]
     rows: list[accuracy.Row] = []
     for case, backend in report.progress(work, "check"):
         rows += accuracy.measure(case, backend, options.device)
     print(accuracy_table(rows))
-    for (family, backend), reason in reasons.items():
-        if reason is not None:
-            print(f"{family}: {backend} not checked: {reason}")
+    print_missing(options)
     failed = sum(not row.passed for row in rows)
     print(f"{len(rows) - failed} passed, {failed} failed")
-    if options.backend and not rows:
+    if not rows:
         return 2
     return 1 if failed else 0
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    chosen = cases.BENCH if options.device.type == "cuda" else cases.BENCH_CPU
+    work = [case for case in chosen if options.case in str(case)]
+    measurements: list[speed.Measurement] = []
+    for case in report.progress(work, "bench"):
+        kernels = [backend for backend in wanted(options) if backend != "reference" and runs(case, backend, options)]
+        measurements += speed.measure(case, [*kernels, "eager", "torch.compile"], options.device)
+    print(speed_table(measurements))
+    print_missing(options)
+    if options.json:
+        content = {
+            "date": datetime.date.today().isoformat(),
+            "versions": report.versions(),
+            "measurements": [measurement.as_json() for measurement in measurements],
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if measurements else 2
+
+
+def wanted(options: argparse.Namespace) -> Sequence[str]:
+    return [options.backend] if options.backend else backends.BACKENDS
+
+
+def runs(case: cases.PreCase, backend: str, options: argparse.Namespace) -> bool:
+    return backends.why_not(case.subject.family, backend, options.device.type) is None
+
+
+def print_missing(options: argparse.Namespace) -> None:
+    for family in backends.families():
+        for backend in wanted(options):
+            reason = backends.why_not(family, backend, options.device.type)
+            if reason is not None:
+                print(f"{family}: {backend} did not run: {reason}")
 
 
 def accuracy_table(rows: Sequence[accuracy.Row]) -> str:
@@ -77,6 +118,24 @@ def accuracy_table(rows: Sequence[accuracy.Row]) -> str:
             row.verdict,
         )
         for row in rows
+    ]
+    return report.table(header, lines)
+
+
+def speed_table(measurements: Sequence[speed.Measurement]) -> str:
+    header = ("op and case", "direction", "provider", "µs", "GB/s", "of copy", "host µs", "peak MB")
+    lines = [
+        (
+            f"{m.subject} {m.case}",
+            m.direction,
+            m.provider,
+            f"{m.microseconds:.1f}",
+            f"{m.bandwidth:.0f}",
+            f"{m.of_copy:.0%}",
+            "" if m.host_microseconds is None else f"{m.host_microseconds:.0f}",
+            "" if m.peak_megabytes is None else f"{m.peak_megabytes:.0f}",
+        )
+        for m in measurements
     ]
     return report.table(header, lines)
 

@@ -1,5 +1,6 @@
 """Cases as data: an op, a shape, types and scales; the same case always makes the same tensors."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,10 @@ class Subject:
     """
 
     name: str
+    family: str
     call: Callable[..., tuple[Tensor, ...]]
     outputs: tuple[str, ...]
     intermediates: int = 0
-    family: str = "mhc"
 
 
 def _forward_pre(**arguments: Any) -> tuple[Tensor, ...]:
@@ -33,7 +34,7 @@ def _forward_pre(**arguments: Any) -> tuple[Tensor, ...]:
 
 
 MHC_FORWARD_PRE = Subject(
-    "mhc_forward_pre", _forward_pre, ("h_in", "h_post", "h_res", "inv_rms", "h_mix", "h_pre"), intermediates=3
+    "mhc_forward_pre", "mhc", _forward_pre, ("h_in", "h_post", "h_res", "inv_rms", "h_mix", "h_pre"), intermediates=3
 )
 
 
@@ -67,6 +68,15 @@ class PreCase:
         }
         return {"x": x, **{name: p.to(self.parameter_dtype) for name, p in parameters.items()}}
 
+    def bytes_moved(self) -> dict[str, float]:
+        """What a kernel must move when x does not fit the cache.
+
+        forward: x is read for the projection and again for h_in, which is written
+        backward: x and dh_in are read for dh_pre, and again to write dx
+        """
+        X = math.prod(self.outer) * self.n * self.D * self.dtype.itemsize
+        return {"forward": 2 * X + X / self.n, "backward": 3 * X + 2 * X / self.n}
+
     def __str__(self) -> str:
         sizes = "x".join(map(str, (*self.outer, self.n, self.D)))
         words = [sizes, name_of(self.dtype)]
@@ -93,3 +103,11 @@ CHECK = (
     *(PreCase((173,), n, 257, _bf16) for n in (1, 2, 3, 5, 6, 7, 8)),
     PreCase((1,), 4, 4096, _bf16),
 )
+
+# What `mhc-ops bench` runs on a GPU: training sizes of 4 streams, and decode sizes.
+BENCH = (
+    *(PreCase((T,), 4, D, _bf16, gamma=False) for T, D in ((8192, 4096), (8192, 7168), (4096, 2560), (16384, 1280))),
+    *(PreCase((T,), 4, D, _bf16, gamma=False) for D in (4096, 7168) for T in (1, 16, 128)),
+)
+# and on a CPU, where only the reference can be timed.
+BENCH_CPU = (PreCase((256,), 4, 256, _fp32, gamma=False),)

@@ -31,13 +31,17 @@ def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
         if on_terminal:
             filled = 30 * done // len(items)
             bar = "█" * filled + "·" * (30 - filled)
-            sys.stderr.write(f"\r\033[K{label} {bar} {done}/{len(items)}  {item}"[:160])
+            sys.stderr.write(f"\r\033[K{label} {bar} {done}/{len(items)}  {_words(item)}"[:160])
         else:
-            sys.stderr.write(f"{label} {done + 1}/{len(items)}: {item}\n")
+            sys.stderr.write(f"{label} {done + 1}/{len(items)}: {_words(item)}\n")
         sys.stderr.flush()
         yield item
     if on_terminal:
         sys.stderr.write("\r\033[K")
+
+
+def _words(item: object) -> str:
+    return " ".join(map(str, item)) if isinstance(item, tuple) else str(item)
 
 
 def versions() -> dict[str, str]:

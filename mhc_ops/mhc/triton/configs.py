@@ -77,16 +77,14 @@ def project(n: int, D: int, wide: bool, kind: str) -> Project:
     if kind == "cpu":
         return Project(128, 64, 4, 1)
     rows = padded_maps(n) * (1 if wide else 2)
-    if wide or rows > 128 or not aligned(n * D):
-        block_k = 32
-    else:
-        block_k = LONGEST_BLOCK_K if rows <= 64 else 64
+    small = wide or rows > 128 or not aligned(n * D)
+    block_k = 32 if small else LONGEST_BLOCK_K if rows <= 64 else 64
     cramped = rows > 128 if kind == "hip" else n == 8 and not aligned(n * D)
     return Project(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if kind == "hip" else 3)
 
 
 def aligned(row: int) -> bool:
-    """Whether rows of this many elements are read 16 bytes at a time: triton knows a size as a multiple of 16 or not."""
+    """Whether rows of this many elements are read 16 bytes at a time. Triton knows of a size if 16 divides it."""
     return row % 16 == 0
 
 

@@ -1,0 +1,144 @@
+"""How torch sees the ops: opcheck, torch.compile, export, fake tensors, and the direct path that none of them takes."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+
+import mhc_ops
+from mhc_ops.core.op import is_eager
+from mhc_ops.measure import accuracy, cases
+from mhc_ops.mhc.ops import mhc_pre_bwd, mhc_pre_fwd
+
+SUBJECT = cases.MHC_FORWARD_PRE
+CASE = cases.PreCase((6,), 3, 20, torch.float32)
+
+
+def leaves(device, gamma=True):
+    inputs = cases.PreCase((6,), 3, 20, torch.float32, gamma=gamma).inputs(device)
+    return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+
+
+def forward(x, phi, alpha, bias, gamma=None):
+    return mhc_ops.mhc_forward_pre(x, phi, alpha, bias, gamma=gamma, backend="triton")
+
+
+def gradients(call, tensors):
+    outputs = call(**tensors)
+    cotangents = accuracy.random_cotangents(SUBJECT, dict(zip(SUBJECT.outputs, outputs)), seed=0)
+    return torch.autograd.grad(outputs, list(tensors.values()), cotangents)
+
+
+@pytest.mark.parametrize("gamma", [False, True])
+def test_opcheck(gamma, kernel_device):
+    tensors = leaves(kernel_device, gamma)
+    x, phi, alpha, bias = (tensors[name] for name in ("x", "phi", "alpha", "bias"))
+    opcheck(mhc_pre_fwd.traced, (x, phi, alpha, bias, tensors.get("gamma"), 1e-6, 1e-6, "triton"))
+    detached = [None if t is None else t.detach() for t in (x, phi, alpha, bias, tensors.get("gamma"))]
+    h_in, h_post, _, inv_rms, h_mix, _ = mhc_pre_fwd(*detached, 1e-6, 1e-6, "triton")
+    opcheck(mhc_pre_bwd.traced, (*detached, inv_rms, h_mix, h_in, h_post, None, 1e-6, "triton"))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compile(compiler, kernel_device):
+    """One graph, forward and backward, the bits of eager; and no second graph for another number of tokens."""
+    torch.compiler.reset()
+    compiled = torch.compile(forward, fullgraph=True, backend=compiler, dynamic=True)
+    tensors = leaves(kernel_device)
+    for one, other in zip(gradients(compiled, tensors), gradients(forward, tensors)):
+        assert torch.equal(one, other)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        longer = {**tensors, "x": torch.cat([tensors["x"].detach()] * 2).requires_grad_()}
+        for one, other in zip(gradients(compiled, longer), gradients(forward, longer)):
+            assert torch.equal(one, other)
+
+
+def test_compile_in_a_scope(kernel_device):
+    """use_backend can be traced."""
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def scoped(tensors):
+        return mhc_ops.mhc_forward_pre(**tensors)
+
+    tensors = leaves(kernel_device)
+    with mhc_ops.use_backend("triton"):
+        outputs = scoped(tensors)
+    assert all(torch.equal(one, other) for one, other in zip(outputs, forward(**tensors)))
+
+
+def test_compile_the_reference():
+    torch.compiler.reset()
+    tensors = leaves("cpu")
+    compiled = torch.compile(mhc_ops.mhc_forward_pre, fullgraph=True)
+    for one, other in zip(gradients(compiled, tensors), gradients(mhc_ops.mhc_forward_pre, tensors)):
+        torch.testing.assert_close(one, other)
+
+
+def test_export(kernel_device):
+    class Module(torch.nn.Module):
+        def forward(self, x, phi, alpha, bias):
+            return forward(x, phi, alpha, bias)
+
+    tensors = {name: t.detach() for name, t in leaves(kernel_device, gamma=False).items()}
+    program = torch.export.export(Module(), tuple(tensors.values()))
+    called = [node for node in program.graph.nodes if node.target == torch.ops.mhc_ops.mhc_pre_fwd.default]
+    assert len(called) == 1
+    assert all(torch.equal(a, b) for a, b in zip(program.module()(*tensors.values()), forward(**tensors)))
+
+
+def test_make_fx_sees_one_node(kernel_device):
+    tensors = [t.detach() for t in leaves(kernel_device).values()]
+    graph = make_fx(forward)(*tensors)
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert names.count("mhc_ops.mhc_pre_fwd.default") == 1
+
+
+def test_fake_tensors(kernel_device):
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(t.detach()) for name, t in leaves(kernel_device).items()}
+        h_in, h_post, h_res = forward(**fakes)
+    assert (h_in.shape, h_post.shape, h_res.shape) == ((6, 20), (6, 3), (6, 3, 3))
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["traced", "direct"])
+def test_intermediates_carry_no_gradient(mode, kernel_device):
+    tensors = leaves(kernel_device)
+    call = mhc_pre_fwd.traced if mode else mhc_pre_fwd
+    outputs = call(*tensors.values(), 1e-6, 1e-6, "triton")
+    assert [output.requires_grad for output in outputs] == [True] * 3 + [False] * 3
+
+
+def test_direct_and_traced_give_the_same_bits(kernel_device):
+    tensors = leaves(kernel_device)
+    arguments = (*tensors.values(), 1e-6, 1e-6, "triton")
+    direct, traced = mhc_pre_fwd(*arguments), mhc_pre_fwd.traced(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(direct, traced))
+    cotangents = [torch.randn_like(output) for output in direct[:3]]
+    for one, other in zip(
+        torch.autograd.grad(direct[:3], list(tensors.values()), cotangents),
+        torch.autograd.grad(traced[:3], list(tensors.values()), cotangents),
+    ):
+        assert torch.equal(one, other)
+
+
+def test_double_backward_of_the_traced_op_raises(kernel_device):
+    tensors = leaves(kernel_device)
+    outputs = mhc_pre_fwd.traced(*tensors.values(), 1e-6, 1e-6, "triton")
+    (dx,) = torch.autograd.grad(outputs[0].square().sum(), tensors["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        dx.sum().backward()
+
+
+def test_only_plain_tensors_are_eager():
+    plain = torch.zeros(2)
+    assert is_eager((plain, torch.nn.Parameter(plain), None, 1.0, "triton"))
+    with FakeTensorMode() as mode:
+        assert not is_eager((plain,))
+    assert not is_eager((mode.from_tensor(plain),))
+    with torch.device("cpu"):
+        assert not is_eager((plain,))
+    seen = []
+    torch.func.vmap(lambda t: (seen.append(is_eager((t,))), t)[1])(plain)
+    assert seen == [False]
