@@ -11,7 +11,7 @@ class MHCBlock(nn.Module):
 
     h_in [..., D] is what the layer reads; h_post [..., n] and h_res [..., n, n] (raw logits, no Sinkhorn) say how its
     output is written back. Parameters: phi [n² + 2n, nD], alpha [3], bias [n² + 2n], in fp32 unless dtype says
-    otherwise. A fresh block starts near h_pre = 0.5, h_post = 1 and h_res = 0, whatever x is: phi is small and bias 0.
+    otherwise. A fresh block is near h_pre = 0.5, h_post = 1 and h_res = 0 for every x: alpha is 0.01 and bias 0.
 
     >>> block = MHCBlock(n=4, D=256)
     >>> h_in, h_post, h_res = block(torch.randn(2, 128, 4, 256))
@@ -38,7 +38,7 @@ class MHCBlock(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """phi ~ N(0, 0.02²), so that the maps of a unit-rms x start within about ±0.02·√(nD) of the bias."""
+        """phi ~ N(0, 0.02²), alpha = 0.01, bias = 0."""
         nn.init.normal_(self.phi, std=0.02)
         nn.init.constant_(self.alpha, 0.01)
         nn.init.zeros_(self.bias)

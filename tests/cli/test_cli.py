@@ -1,0 +1,95 @@
+"""mhc-ops: what it prints and how it exits."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mhc_ops import cli
+from mhc_ops.measure import cases
+
+SMALL = (cases.PreCase((9,), 2, 8, torch.bfloat16),)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(cases, "CHECK", SMALL)
+    monkeypatch.setattr(cases, "BENCH_CPU", SMALL)
+
+
+def test_info(capsys):
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert f"torch     {torch.__version__}" in printed
+    assert "mhc   reference  runs on" in printed
+    assert "no: there are no hip kernels for mhc" in printed
+
+
+def test_check_passes(small, capsys):
+    assert cli.main(["check", "--device", "cpu", "--backend", "reference"]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0].split() == [
+        "op",
+        "and",
+        "case",
+        "backend",
+        "output",
+        "max",
+        "error",
+        "relative",
+        "tolerance",
+        "verdict",
+    ]
+    assert len([line for line in lines if line.endswith("PASS")]) == 11
+    assert lines[-1] == "11 passed, 0 failed"
+    assert "check 1/1: 9x2x8 bfloat16 reference" in printed.err
+
+
+def test_check_fails(small, capsys, monkeypatch):
+    """A wrong h_post: exit 1, FAIL in its row."""
+    from mhc_ops.mhc import reference
+
+    right = reference.mhc_forward_pre
+
+    def wrong(x, *arguments):
+        h_in, h_post, *rest = right(x, *arguments)
+        return h_in, h_post if x.dtype == torch.float64 else h_post * 1.01, *rest
+
+    monkeypatch.setattr(reference, "mhc_forward_pre", wrong)
+    assert cli.main(["check", "--device", "cpu", "--backend", "reference"]) == 1
+    failed = [line.split()[-5] for line in capsys.readouterr().out.splitlines() if line.endswith("FAIL")]
+    assert "h_post" in failed
+    assert "h_in" not in failed
+
+
+def test_check_of_a_backend_that_cannot_run(small, capsys):
+    assert cli.main(["check", "--device", "cpu", "--backend", "hip"]) == 2
+    assert "mhc: hip did not run: there are no hip kernels for mhc" in capsys.readouterr().out
+
+
+def test_check_names_what_did_not_run(small, capsys):
+    assert cli.main(["check", "--device", "cpu"]) == 0
+    assert "mhc: tilelang did not run: there are no tilelang kernels for mhc" in capsys.readouterr().out
+
+
+def test_bench(small, capsys, tmp_path):
+    file = tmp_path / "bench.json"
+    assert cli.main(["bench", "--device", "cpu", "--backend", "reference", "--json", str(file)]) == 0
+    content = json.loads(file.read_text())
+    assert {m["provider"] for m in content["measurements"]} == {"eager", "torch.compile"}
+    assert {m["direction"] for m in content["measurements"]} == {"forward", "backward"}
+    assert content["versions"]["torch"] == torch.__version__
+    assert "torch.compile" in capsys.readouterr().out
+
+
+def test_bench_without_cases(small):
+    assert cli.main(["bench", "--device", "cpu", "--case", "nothing like this"]) == 2
+
+
+def test_bad_command_line():
+    done = subprocess.run([sys.executable, "-m", "mhc_ops.cli", "chekc"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "invalid choice" in done.stderr
