@@ -48,7 +48,7 @@ def phi_parts_kernel(
 def phi_parts(phi: torch.Tensor, gamma: torch.Tensor | None, n: int, exact: configs.Arithmetic) -> torch.Tensor:
     """gamma ⊙ phi as [parts, padded_maps, K rounded up], made anew in each call."""
     K, M, tile = phi.shape[1], configs.padded_maps(n), configs.phi_parts(n)
-    K_padded = triton.cdiv(K, configs.LONGEST_BLOCK_K) * configs.LONGEST_BLOCK_K
+    K_padded = configs.cdiv(K, configs.LONGEST_BLOCK_K) * configs.LONGEST_BLOCK_K
     parts = phi.new_empty((exact.parts, M, K_padded), dtype=exact.dtype)
     phi_parts_kernel[(K_padded // tile.block_d,)](
         phi,

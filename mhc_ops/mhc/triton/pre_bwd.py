@@ -215,7 +215,7 @@ def mhc_pre_dphi_kernel(
     at = m.to(tl.int64)[:, None] * K + k[None, :]
     A = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     of_slice = A_ptr + at
-    for _ in range(0, slices):
+    for _ in tl.range(0, slices, loop_unroll_factor=4):  # several loads in flight
         A += tl.load(of_slice, mask=present, other=0.0)
         of_slice += M * K
     dphi = A
@@ -296,7 +296,7 @@ def mhc_pre_bwd(
     if dh_in is not None:
         dh_pre = scratch(T, n)
         stream = configs.dh_pre(n, D, exact.parts == 1, kind)
-        mhc_pre_dh_pre_kernel[(triton.cdiv(T, stream.block_t),)](
+        mhc_pre_dh_pre_kernel[(configs.cdiv(T, stream.block_t),)](
             x,
             dh_in,
             dh_pre,
@@ -304,13 +304,13 @@ def mhc_pre_bwd(
             D,
             n=n,
             BLOCK_T=stream.block_t,
-            BLOCK_N=triton.next_power_of_2(n),
+            BLOCK_N=configs.next_power_of_2(n),
             BLOCK_D=stream.block_d,
             num_warps=stream.warps,
         )
 
     dmaps = configs.dmaps(n, kind)
-    programs = triton.cdiv(T, dmaps.block_t)
+    programs = configs.cdiv(T, dmaps.block_t)
     dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
     sums = scratch(programs, 2, M)
     mhc_pre_dmaps_kernel[(programs,)](
@@ -336,7 +336,7 @@ def mhc_pre_bwd(
     )
 
     stream = configs.dx(n, D, exact.parts == 1, kind)
-    blocks = triton.cdiv(D, stream.block_d) * (n // stream.streams)
+    blocks = configs.cdiv(D, stream.block_d) * (n // stream.streams)
     slices = configs.token_slices(T, M, blocks, stream, processors)
     A = scratch(slices, M, K)
     mhc_pre_dx_kernel[(blocks, slices)](
@@ -363,7 +363,7 @@ def mhc_pre_bwd(
         num_warps=stream.warps,
     )
 
-    blocks = triton.cdiv(K, configs.DPHI.block_d)
+    blocks = configs.cdiv(K, configs.DPHI.block_d)
     missing = scratch(blocks, M)
     mhc_pre_dphi_kernel[(blocks,)](
         A,

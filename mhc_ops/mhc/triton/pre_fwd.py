@@ -163,7 +163,7 @@ def mhc_pre_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, h_in, h_post, h_re
     parts = phi_parts(phi, gamma, n, exact)
 
     project = configs.project(n, D, exact.parts == 1, kind)
-    token_blocks = triton.cdiv(T, project.block_t)
+    token_blocks = configs.cdiv(T, project.block_t)
     cut = configs.cut(K, project.block_k, token_blocks, processors)
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     mhc_pre_project_kernel[(token_blocks * cut.splits,)](
@@ -189,9 +189,9 @@ def mhc_pre_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, h_in, h_post, h_re
     )
 
     finish = configs.finish(D, kind)
-    token_blocks, channel_blocks = triton.cdiv(T, finish.block_t), triton.cdiv(D, finish.block_d)
+    token_blocks, channel_blocks = configs.cdiv(T, finish.block_t), configs.cdiv(D, finish.block_d)
     blocks_each = configs.channel_blocks_each(channel_blocks, token_blocks, processors)
-    mhc_pre_finish_kernel[(token_blocks, triton.cdiv(channel_blocks, blocks_each))](
+    mhc_pre_finish_kernel[(token_blocks, configs.cdiv(channel_blocks, blocks_each))](
         x,
         partials,
         alpha,
@@ -211,7 +211,7 @@ def mhc_pre_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, h_in, h_post, h_re
         PIECES=cut.pieces,
         GROUP_PIECES=cut.group_pieces,
         BLOCK_T=finish.block_t,
-        BLOCK_M=triton.next_power_of_2(M + 1),
+        BLOCK_M=configs.next_power_of_2(M + 1),
         BLOCK_D=finish.block_d,
         num_warps=finish.warps,
     )
