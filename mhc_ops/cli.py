@@ -33,10 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument(
             "--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)"
         )
-        command.add_argument("--device", type=torch.device, default=default_device(), help="default: %(default)s")
+        command.add_argument("--device", type=device, default=default_device(), help="default: %(default)s")
 
     options = parser.parse_args(arguments)
     return options.command(options)
+
+
+def device(text: str) -> torch.device:
+    """A device that is there; argparse turns the error into exit code 2."""
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
+    return torch.device(text)
 
 
 def default_device() -> torch.device:
@@ -76,9 +85,12 @@ def run_bench(options: argparse.Namespace) -> int:
     measurements: list[speed.Measurement] = []
     for case in report.progress(work, "bench"):
         kernels = [backend for backend in wanted(options) if backend != "reference" and runs(case, backend, options)]
-        measurements += speed.measure(case, [*kernels, "eager", "torch.compile"], options.device)
+        compiler = [] if speed.why_no_compiler() else ["torch.compile"]
+        measurements += speed.measure(case, [*kernels, "eager", *compiler], options.device)
     print(speed_table(measurements))
     print_missing(options)
+    if speed.why_no_compiler():
+        print(f"torch.compile did not run: {speed.why_no_compiler()}")
     if options.json:
         content = {
             "date": datetime.date.today().isoformat(),
@@ -123,7 +135,25 @@ def accuracy_table(rows: Sequence[accuracy.Row]) -> str:
 
 
 def speed_table(measurements: Sequence[speed.Measurement]) -> str:
-    header = ("op and case", "direction", "provider", "µs", "GB/s", "of copy", "host µs", "peak MB")
+    header = (
+        "op and case",
+        "direction",
+        "provider",
+        "µs",
+        "GB/s",
+        "of copy",
+        "× eager",
+        "× compile",
+        "host µs",
+        "peak MB",
+    )
+    times = {(m.subject, m.case, m.direction, m.provider): m.microseconds for m in measurements}
+
+    def faster(m: speed.Measurement, other: str) -> str:
+        """How many times faster than another provider of the same run."""
+        time = times.get((m.subject, m.case, m.direction, other))
+        return "" if time is None or m.provider == other else f"{time / m.microseconds:.2f}"
+
     lines = [
         (
             f"{m.subject} {m.case}",
@@ -132,6 +162,8 @@ def speed_table(measurements: Sequence[speed.Measurement]) -> str:
             f"{m.microseconds:.1f}",
             f"{m.bandwidth:.0f}",
             f"{m.of_copy:.0%}",
+            faster(m, "eager"),
+            faster(m, "torch.compile"),
             "" if m.host_microseconds is None else f"{m.host_microseconds:.0f}",
             "" if m.peak_megabytes is None else f"{m.peak_megabytes:.0f}",
         )

@@ -8,7 +8,8 @@ make_venv() {
         exit 1
     }
     wanted="$extras $(cat pyproject.toml constraints.txt | cksum)"
-    if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    if [ "$(.venv/bin/python --version 2>&1)" != "$("$python" --version 2>&1)" ] ||
+        ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         echo "Making .venv with $("$python" --version)"
         "$python" -m venv --clear .venv || {
             echo "'$python -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2

@@ -1,16 +1,11 @@
 """Where a test runs: on the CPU, in Triton's interpreter, or on a GPU."""
 
-import os
+import shutil
 
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-if INTERPRETED:
-    from interpreter import make_bf16_exact
-
-    make_bf16_exact()
+from mhc_ops.core.backend import _INTERPRETED
 
 
 def pytest_collection_modifyitems(items):
@@ -19,7 +14,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        if "interpreted" in item.keywords and not INTERPRETED:
+        if "interpreted" in item.keywords and not _INTERPRETED:
             item.add_marker(compiled)
 
 
@@ -32,6 +27,13 @@ def pytest_collection_modifyitems(items):
 def kernel_device(request):
     """Where Triton kernels can be executed."""
     return request.param
+
+
+@pytest.fixture
+def cxx():
+    """torch.compile for CPU tensors needs a C++ compiler."""
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("needs a C++ compiler (g++ or clang++)")
 
 
 @pytest.fixture

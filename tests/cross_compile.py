@@ -27,6 +27,7 @@ SHARED_MEMORY = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
 @dataclass(frozen=True)
 class Compiled:
     name: str
+    key: str  # differs for each compilation
     registers: int
     spilled: int  # bytes of memory per thread
     shared: int
@@ -80,7 +81,7 @@ def _nvidia(kernel):
             [_cuobjdump(), "-res-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
-    return Compiled(kernel.metadata.name, registers, stack, kernel.metadata.shared, kernel.asm["ptx"])
+    return Compiled(kernel.metadata.name, kernel.hash, registers, stack, kernel.metadata.shared, kernel.asm["ptx"])
 
 
 def _amd(kernel):
@@ -88,7 +89,7 @@ def _amd(kernel):
     registers, scratch = (
         int(re.search(rf"\.{word}:\s*(\d+)", text)[1]) for word in ("vgpr_count", "private_segment_fixed_size")
     )
-    return Compiled(kernel.metadata.name, registers, scratch, kernel.metadata.shared, text)
+    return Compiled(kernel.metadata.name, kernel.hash, registers, scratch, kernel.metadata.shared, text)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ What was asked for and cannot run raises; nothing falls back.
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import pkgutil
@@ -18,10 +19,23 @@ BACKENDS = ("reference", "triton", "tilelang", "hip")
 
 # Read at import, so that the choice can be traced by torch.compile.
 _INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "tilelang")}
+_OLDEST = {"triton": (3, 6)}
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 _FOLDERS: dict[str, frozenset[str]] = {}
 # A plain global: torch.compile guards on it, while a ContextVar breaks the graph.
 _chosen: str | None = os.environ.get("MHC_OPS_BACKEND") or None
+
+
+def _version(package: str) -> str | None:
+    """None where the package is missing or goes by another name, as in ROCm builds."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+_VERSIONS = {name: version for name in _OLDEST if (version := _version(name)) is not None}
+_TOO_OLD = {name: v for name, v in _VERSIONS.items() if tuple(map(int, v.split(".")[:2])) < _OLDEST[name]}
 
 
 def register_family(family: str) -> None:
@@ -48,7 +62,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 def choose(function: str, family: str, backend: str | None, device: torch.device) -> str:
     """The backend for this call, or an error that says why the one asked for cannot run and what would help."""
-    name = backend or _chosen or ("triton" if device.type == "cuda" else "reference")
+    name = backend if backend is not None else _chosen or ("triton" if device.type == "cuda" else "reference")
     _check_name(function, name)
     reason = why_not(family, name, device.type)
     if reason is not None:
@@ -64,6 +78,8 @@ def why_not(family: str, backend: str, device_type: str) -> str | None:
         return f"there are no {backend} kernels for {family}"
     if backend in _INSTALLED and not _INSTALLED[backend]:
         return f"the package {backend} is not installed (pip install 'mhc-ops[{backend}]')"
+    if backend in _TOO_OLD:
+        return f"{backend} {_TOO_OLD[backend]} is installed, the kernels need {'.'.join(map(str, _OLDEST[backend]))}"
     if device_type == "cuda":
         return None
     if backend == "triton" and device_type == "cpu":
@@ -76,12 +92,25 @@ def why_not(family: str, backend: str, device_type: str) -> str | None:
 @functools.cache
 def load(family: str, backend: str, name: str) -> Callable[..., None]:
     """The launcher `name` of mhc_ops/<family>/<backend>/."""
+    if backend == "triton" and _INTERPRETED:
+        _repair_interpreter()
     module = importlib.import_module(f"mhc_ops.{family}.{backend}")
     if not hasattr(module, name):
         raise NotImplementedError(f"{name}: the {backend} backend of {family} does not have it")
     return getattr(module, name)
 
 
+@functools.cache
+def _repair_interpreter() -> None:
+    from .interpreter import make_bf16_exact
+
+    make_bf16_exact()
+
+
 def _check_name(function: str, name: str) -> None:
     if name not in BACKENDS:
         raise ValueError(f"{function}: backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+
+
+if _chosen is not None:
+    _check_name("MHC_OPS_BACKEND", _chosen)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import backend as backends
@@ -45,6 +46,8 @@ class Op:
         self.traced.register_fake(self._fake)
 
     def __call__(self, *inputs_and_backend: Any) -> Any:
+        if not torch.compiler.is_compiling() and has_tangent(inputs_and_backend):
+            raise NotImplementedError(f"{self.name}: forward-mode differentiation works with backend='reference' only")
         if not is_eager(inputs_and_backend):
             return self.traced(*inputs_and_backend)
         if self.function is not None and torch.is_grad_enabled() and needs_grad(inputs_and_backend):
@@ -80,7 +83,8 @@ class Op:
 
             def backward(ctx: Any, cotangents: tuple[Tensor | None, ...], path: str) -> tuple[Any, ...]:
                 count = len(ctx.constants)
-                tensors, intermediates = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+                saved = ctx.saved_tensors  # once: checkpointing and offloading unpack on each access
+                tensors, intermediates = saved[:count], saved[count:]
                 *inputs, backend = (
                     constant if tensor is None else tensor for tensor, constant in zip(tensors, ctx.constants)
                 )
@@ -123,6 +127,13 @@ def is_eager(arguments: tuple[Any, ...]) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return all(not isinstance(a, Tensor) or type(a) in (Tensor, torch.nn.Parameter) for a in arguments)
+
+
+def has_tangent(arguments: tuple[Any, ...]) -> bool:
+    """Forward-mode differentiation is under way; without a check, kernels would drop the tangents in silence."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments)
 
 
 def needs_grad(arguments: tuple[Any, ...]) -> bool:

@@ -73,6 +73,8 @@ def measure(case: Any, backend: str, device: torch.device | str = "cpu") -> list
     cotangents = random_cotangents(case.subject, outputs, case.seed)
     results = run(case.subject, tensors, backend, cotangents)
     exact = truth(case.subject, tensors, cotangents)
+    if tensors["x"].dtype != torch.float64:  # an fp64 parameter gets an fp64 gradient, of sums that were fp32
+        results = {name: r.float() if r.dtype == torch.float64 else r for name, r in results.items()}
     return [judge(case.subject.name, str(case), backend, name, results[name], exact[name]) for name in exact]
 
 

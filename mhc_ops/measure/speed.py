@@ -4,6 +4,9 @@ A kernel is checked against fp64 before it is timed. On a GPU every sample start
 it is overwritten) and with the host ahead of the device, so that launches cost no device time; the median counts.
 """
 
+import contextlib
+import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -47,12 +50,22 @@ class Measurement:
 
 def measure(case: Any, providers: list[str], device: torch.device) -> Iterator[Measurement]:
     """Forward and backward of each provider: a backend's name, "eager" or "torch.compile"."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        yield from _measure(case, providers, device)
+
+
+def why_no_compiler() -> str | None:
+    """torch.compile needs a C++ compiler."""
+    return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler (g++ or clang++)"
+
+
+def _measure(case: Any, providers: list[str], device: torch.device) -> Iterator[Measurement]:
     copies = {direction: copy_time(size, device) for direction, size in case.bytes_moved().items()}
     tensors = case.inputs(device)
     for provider in providers:
         subject, backend = as_provider(case.subject, provider)
         if provider == backend:
-            checked = replace(case, outer=(min(CHECKED_TOKENS, *case.outer),))
+            checked = replace(case, outer=(min(CHECKED_TOKENS, math.prod(case.outer)),))
             failed = [row for row in accuracy.measure(checked, backend, device) if not row.passed]
             if failed:
                 raise AssertionError(f"{provider} is wrong, so it is not timed: {failed}")

@@ -3,33 +3,28 @@
 import torch
 from torch import Tensor
 
-from .reference import accumulate, per_row, section_sizes
+from .reference import accumulate, per_row, section_sizes, without_autocast
 
 
-def mhc_backward_manual(
+def mhc_pre_bwd(
     x: Tensor,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
+    gamma: Tensor | None,
     inv_rms: Tensor,
     h_mix: Tensor,
-    h_pre: Tensor,
-    h_post: Tensor,
     dh_in: Tensor | None,
     dh_post: Tensor | None,
     dh_res: Tensor | None,
-    gamma: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    hc_eps: float = 1e-6,
+    hc_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of mhc_forward_pre from its intermediates: dx, dphi, dalpha, dbias, dgamma (None without gamma).
+    """dx, dphi, dalpha, dbias, dgamma (None without gamma) of mhc_forward_pre from its intermediates.
 
-    inv_rms, h_mix: as `mhc_forward_pre(..., outflag=True)` returned them. h_pre and h_post follow from these and are
-    recomputed, as σ's derivative from them would cancel (0.2 off at z = 16); norm_eps is in inv_rms already.
-    A cotangent that is None counts as zeros.
+    z is recomputed from h_mix: through h_pre and h_post, 1 − σ would cancel (0.2 off at z = 16).
     """
     n, D = x.shape[-2:]
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         wide = accumulate(x)
         inv_rms, h_mix = inv_rms.to(wide.dtype), h_mix.to(wide.dtype)
         dh_in = torch.zeros_like(wide[..., 0, :]) if dh_in is None else dh_in.to(wide.dtype)

@@ -1,13 +1,14 @@
 """mHC: the contracts of the kernels, and the public functions that check, choose a backend and call."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..core.backend import choose
 from ..core.check import KERNEL_FLOATS, check_dtype, check_range, check_shapes, check_tensors
 from ..core.op import op
-from . import reference
-from .manual import mhc_backward_manual
+from . import manual, reference
 
 MAX_STREAMS = 8  # of the kernels; the reference takes any n
 
@@ -81,6 +82,7 @@ def mhc_forward_pre(
     return outputs if outflag else outputs[:3]
 
 
+@torch.no_grad()
 def mhc_backward(
     x: Tensor,
     phi: Tensor,
@@ -101,14 +103,15 @@ def mhc_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of mhc_forward_pre from its intermediates and cotangents. autograd does this for you.
 
-    inv_rms, h_mix, h_pre, h_post: as `mhc_forward_pre(..., outflag=True)` returned them (h_pre and h_post follow from
-    h_mix and are recomputed). dh_in: [..., D]   dh_post: [..., n]   dh_res: [..., n, n], each may be None for zeros.
+    inv_rms, h_mix, h_pre, h_post: as `mhc_forward_pre(..., outflag=True)` returned them on the same backend (h_pre and
+    h_post follow from h_mix and are recomputed; norm_eps is in inv_rms already).
+    dh_in: [..., D]   dh_post: [..., n]   dh_res: [..., n, n], each may be None for zeros.
     Returns dx, dphi, dalpha, dbias, dgamma, typed as their tensors; dgamma is None without gamma.
     """
     function = "mhc_backward"
     _check_pre(function, x, phi, alpha, bias, gamma)
     *outer, n, D = x.shape
-    shapes = {
+    shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
         "inv_rms": (inv_rms, (*outer,)),
         "h_mix": (h_mix, (*outer, n * n + 2 * n)),
         "h_pre": (h_pre, (*outer, n)),
@@ -117,14 +120,13 @@ def mhc_backward(
         "dh_post": (dh_post, (*outer, n)),
         "dh_res": (dh_res, (*outer, n, n)),
     }
-    given = {key: (tensor, shape) for key, (tensor, shape) in shapes.items() if tensor is not None}
+    optional = ("dh_in", "dh_post", "dh_res")
+    given = {key: pair for key, pair in shapes.items() if pair[0] is not None or key not in optional}
     check_tensors(function, x=x, **{key: tensor for key, (tensor, _) in given.items()})
     check_shapes(function, **given)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        return mhc_backward_manual(
-            x, phi, alpha, bias, inv_rms, h_mix, h_pre, h_post, dh_in, dh_post, dh_res, gamma, norm_eps, hc_eps
-        )
+        return manual.mhc_pre_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dh_in, dh_post, dh_res, hc_eps)
     _check_kernel_limits(function, x, name)
     inputs = _contiguous(x, phi, alpha, bias, gamma, inv_rms, h_mix, dh_in, dh_post, dh_res)
     *gradients, dgamma = mhc_pre_bwd(*inputs, hc_eps, name)

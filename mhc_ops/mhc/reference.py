@@ -1,8 +1,11 @@
 """The meaning of mHC in plain torch: any device, any float type, forward only; torch differentiates it.
 
 n streams of D channels, M = n² + 2n maps. Rows of phi: pre (n), post (n), res (n², row i·n + j for h_res[i, j]).
-Computed in fp32, or fp64 where x is fp64; autocast is off.
+Computed in fp32, or fp64 where x is fp64; autocast is off (a backward that is itself run inside an autocast block is
+torch's affair, and torch advises against it).
 """
+
+import contextlib
 
 import torch
 from torch import Tensor
@@ -11,6 +14,12 @@ from torch import Tensor
 def accumulate(x: Tensor) -> Tensor:
     """x in the type that sums are kept in: fp32, and fp64 stays."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    if not torch.amp.is_autocast_available(x.device.type):  # as on meta tensors
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def mhc_forward_pre(
@@ -24,7 +33,7 @@ def mhc_forward_pre(
     h_pre   = σ(z_pre) + hc_eps      h_post = 2 · σ(z_post)      h_res = z_res      h_in = Σ_i h_pre[i] · x[i]
     """
     n, sections = x.shape[-2], section_sizes(x.shape[-2])
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         wide = accumulate(x)
         phi, alpha, bias = (p.to(wide.dtype) for p in (phi, alpha, bias))
         v = wide.flatten(-2)

@@ -75,7 +75,7 @@ def test_check_names_what_did_not_run(small, capsys):
     assert "mhc: tilelang did not run: there are no tilelang kernels for mhc" in capsys.readouterr().out
 
 
-def test_bench(small, capsys, tmp_path):
+def test_bench(small, capsys, tmp_path, cxx):
     file = tmp_path / "bench.json"
     assert cli.main(["bench", "--device", "cpu", "--backend", "reference", "--json", str(file)]) == 0
     content = json.loads(file.read_text())
@@ -87,6 +87,21 @@ def test_bench(small, capsys, tmp_path):
 
 def test_bench_without_cases(small):
     assert cli.main(["bench", "--device", "cpu", "--case", "nothing like this"]) == 2
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_device_that_is_not_there(device, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["check", "--device", device])
+    assert exit.value.code == 2
+    assert f"argument --device: {device}:" in capsys.readouterr().err
+
+
+@pytest.mark.interpreted
+def test_check_in_the_interpreter(small, capsys):
+    """Also bf16, which triton's interpreter gets wrong by itself."""
+    assert cli.main(["check", "--device", "cpu", "--backend", "triton"]) == 0
+    assert capsys.readouterr().out.endswith("11 passed, 0 failed\n")
 
 
 def test_bad_command_line():

@@ -72,6 +72,18 @@ def test_missing_package_says_what_to_install(monkeypatch):
         backend.choose("f", "mhc", None, CUDA)
 
 
+def test_old_package_says_what_is_needed(monkeypatch):
+    monkeypatch.setitem(backend._TOO_OLD, "triton", "3.2.0")
+    with pytest.raises(RuntimeError, match=r"triton 3\.2\.0 is installed, the kernels need 3\.6"):
+        backend.choose("f", "mhc", None, CUDA)
+
+
+def test_wrong_environment_variable():
+    environment = {**os.environ, "MHC_OPS_BACKEND": "cuda"}
+    done = subprocess.run([sys.executable, "-c", "import mhc_ops"], env=environment, capture_output=True, text=True)
+    assert "MHC_OPS_BACKEND: backend must be one of reference, triton, tilelang, hip, got 'cuda'" in done.stderr
+
+
 def test_missing_folder():
     with pytest.raises(RuntimeError, match="there are no hip kernels for mhc"):
         backend.choose("f", "mhc", "hip", CUDA)

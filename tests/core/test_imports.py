@@ -19,7 +19,7 @@ ALLOWED = {
     "manual": {"reference"},
     "ops": {"core", "reference", "manual"},
     "modules": {"core", "ops"},
-    "guide": {"core", "ops", "manual"},
+    "guide": {"core", "ops"},
     "kernels": {"core", "kernels"},
     "compat": {"core", "public"},
     "measure": {"core", "public", "measure"},

@@ -47,6 +47,7 @@ BACKWARD = [
     ({"dh_in": torch.zeros(2, 3, N, D)}, ValueError, "dh_in must be [2, 3, 16], got [2, 3, 4, 16]"),
     ({"dh_post": torch.zeros(2, 3)}, ValueError, "dh_post must be [2, 3, 4], got [2, 3]"),
     ({"dh_res": torch.zeros(2, 3, 16)}, ValueError, "dh_res must be [2, 3, 4, 4], got [2, 3, 16]"),
+    ({"inv_rms": None}, TypeError, "inv_rms must be a torch.Tensor, got NoneType"),
     ({"dh_res": 0.0}, TypeError, "dh_res must be a torch.Tensor, got float"),
     ({"dh_in": torch.zeros(2, 3, D, device="meta")}, ValueError, "dh_in must be on cpu as x is, got meta"),
 ]

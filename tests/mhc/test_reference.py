@@ -113,3 +113,16 @@ def test_autocast_changes_nothing():
     plain = mhc_ops.mhc_forward_pre(**tensors)
     with torch.autocast("cpu", torch.bfloat16):
         assert all(torch.equal(a, b) for a, b in zip(plain, mhc_ops.mhc_forward_pre(**tensors)))
+
+
+def test_backward_carries_no_graph():
+    tensors = {name: t.requires_grad_() for name, t in cases.PreCase((3,), 2, 5, torch.float32).inputs().items()}
+    _, h_post, _, inv_rms, h_mix, h_pre = mhc_ops.mhc_forward_pre(**tensors, outflag=True)
+    x, phi, alpha, bias, gamma = tensors.values()
+    gradients = mhc_ops.mhc_backward(x, phi, alpha, bias, inv_rms, h_mix, h_pre, h_post, None, h_post, None, gamma)
+    assert not any(gradient.requires_grad for gradient in gradients)
+
+
+def test_meta_tensors():
+    outputs = mhc_ops.MHCBlock(3, 20, device="meta")(torch.empty(7, 3, 20, device="meta"))
+    assert [tuple(output.shape) for output in outputs] == [(7, 20), (7, 3), (7, 3, 3)]

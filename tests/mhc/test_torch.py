@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
 from mhc_ops.core.op import is_eager
@@ -41,7 +43,7 @@ def test_opcheck(gamma, kernel_device):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compile(compiler, kernel_device):
+def test_compile(compiler, kernel_device, cxx):
     """One graph, forward and backward, the bits of eager; and no second graph for another number of tokens."""
     torch.compiler.reset()
     compiled = torch.compile(forward, fullgraph=True, backend=compiler, dynamic=True)
@@ -68,7 +70,7 @@ def test_compile_in_a_scope(kernel_device):
     assert all(torch.equal(one, other) for one, other in zip(outputs, forward(**tensors)))
 
 
-def test_compile_the_reference():
+def test_compile_the_reference(cxx):
     torch.compiler.reset()
     tensors = leaves("cpu")
     compiled = torch.compile(mhc_ops.mhc_forward_pre, fullgraph=True)
@@ -129,6 +131,56 @@ def test_double_backward_of_the_traced_op_raises(kernel_device):
     (dx,) = torch.autograd.grad(outputs[0].square().sum(), tensors["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="autograd"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["traced", "direct"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_checkpoint(reentrant, traced, kernel_device):
+    op = mhc_pre_fwd.traced if traced else mhc_pre_fwd
+
+    def call(*tensors):
+        return op(*tensors, 1e-6, 1e-6, "triton")[:3]
+
+    def checkpointed(**tensors):
+        return checkpoint(call, *tensors.values(), use_reentrant=reentrant)
+
+    tensors = leaves(kernel_device)
+    outputs = checkpointed(**tensors)
+    cotangents = accuracy.random_cotangents(SUBJECT, dict(zip(SUBJECT.outputs, outputs)), seed=0)
+    torch.autograd.backward(outputs, cotangents)
+    for tensor, expected in zip(tensors.values(), gradients(forward, tensors)):
+        assert torch.equal(tensor.grad, expected)
+
+
+@pytest.mark.parametrize("frozen", [("x",), ("phi",), ("phi", "alpha", "bias", "gamma")], ids=str)
+def test_frozen_inputs(frozen, kernel_device):
+    tensors = leaves(kernel_device)
+    expected = dict(zip(tensors, gradients(forward, tensors)))
+    free = {name: t if name not in frozen else t.detach() for name, t in tensors.items()}
+    outputs = forward(**free)
+    cotangents = accuracy.random_cotangents(SUBJECT, dict(zip(SUBJECT.outputs, outputs)), seed=0)
+    wanted = [name for name in tensors if name not in frozen]
+    for name, gradient in zip(wanted, torch.autograd.grad(outputs, [free[name] for name in wanted], cotangents)):
+        assert torch.equal(gradient, expected[name])
+
+
+def test_autocast_and_inference_mode(kernel_device):
+    tensors = {name: t.detach() for name, t in leaves(kernel_device).items()}
+    expected = forward(**tensors)
+    with torch.autocast(kernel_device, torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(forward(**tensors), expected))
+    with torch.inference_mode():
+        assert all(torch.equal(a, b) for a, b in zip(forward(**tensors), expected))
+
+
+def test_forward_mode_raises(kernel_device):
+    """Tangents would be dropped in silence."""
+    tensors = {name: t.detach() for name, t in leaves(kernel_device).items()}
+    message = "mhc_pre_fwd: forward-mode differentiation works with backend='reference' only"
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+        forward(**{**tensors, "x": forward_ad.make_dual(tensors["x"], torch.ones_like(tensors["x"]))})
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(lambda x: forward(**{**tensors, "x": x}), (tensors["x"],), (torch.ones_like(tensors["x"]),))
 
 
 def test_only_plain_tensors_are_eager():

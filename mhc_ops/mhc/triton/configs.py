@@ -154,7 +154,7 @@ def dh_pre(n: int, D: int, wide: bool, kind: str) -> Tile:
 
 
 @cache
-def dmaps(n: int, kind: str) -> Tile:
+def dmaps(n: int) -> Tile:
     """32 tokens, 4 warps: 6.0 µs at T = 8192; 128 tokens 9.2."""
     return Tile(32 if n <= 4 else 16, 0, 4)
 

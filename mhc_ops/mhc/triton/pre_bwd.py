@@ -3,7 +3,10 @@
 1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>
 2. maps      per token: back through σ and the scales to dh_mix, and the factor of x in dx
 3. dx        pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
-4. sums      dphi and dgamma from A, dalpha and dbias from the sums of step 2
+4. pre_sums.py: dphi and dgamma from A, dalpha and dbias from the sums of step 2
+
+dh_mix is kept without its factor alpha, which dx gets through phi and dphi at the end: alpha may be zero, and the sums
+without it are still needed.
 """
 
 import torch
@@ -12,8 +15,8 @@ import triton.language as tl
 
 from ...core import device
 from . import configs
-from .parts import part_of, phi_parts, rest_of
-from .pre_fwd import alpha_of_row
+from .parts import alpha_of_row, part_of, phi_parts
+from .pre_sums import sum_gradients
 
 
 # dh_pre[t, i] = Σ_d dh_in[t, d]·x[t, i, d]
@@ -45,7 +48,7 @@ def mhc_pre_dh_pre_kernel(
 
 
 # m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = 2·dh_post·σ(z)σ(−z);  dz_res = dh_res
-# dh_mix = alpha·dz·inv_rms, stored in parts;  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  h_pre = σ(z_pre) + hc_eps
+# dh_mix = dz·inv_rms, stored in parts;  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  h_pre = σ(z_pre) + hc_eps
 # sums[program] = Σ_t dz, Σ_t dz·m
 @triton.jit(do_not_specialize=["T"])
 def mhc_pre_dmaps_kernel(
@@ -76,8 +79,8 @@ def mhc_pre_dmaps_kernel(
     in_maps = in_batch & (m < M)[None, :]
     rows = t[:, None]
 
-    h_mix = tl.load(h_mix_ptr + rows * M + m[None, :], mask=in_maps, other=0.0)
-    inv_rms = tl.load(inv_rms_ptr + rows, mask=in_batch, other=0.0)
+    h_mix = tl.load(h_mix_ptr + rows * M + m[None, :], mask=in_maps, other=0.0).to(tl.float32)
+    inv_rms = tl.load(inv_rms_ptr + rows, mask=in_batch, other=0.0).to(tl.float32)
     alpha = tl.where(m < M, alpha_of_row(alpha_ptr, m, n), 0.0)[None, :]
     bias = tl.load(bias_ptr + m, mask=m < M, other=0.0).to(tl.float32)[None, :]
     normed = h_mix * inv_rms
@@ -89,16 +92,17 @@ def mhc_pre_dmaps_kernel(
     if dh_pre_ptr is not None:
         dz += slope * tl.load(dh_pre_ptr + rows * n + m[None, :], mask=in_batch & pre, other=0.0)
     if dh_post_ptr is not None:
-        dz += 2.0 * slope * tl.load(dh_post_ptr + rows * n + (m - n)[None, :], mask=in_batch & post, other=0.0)
+        dh_post = tl.load(dh_post_ptr + rows * n + (m - n)[None, :], mask=in_batch & post, other=0.0)
+        dz += 2.0 * slope * dh_post.to(tl.float32)
     if dh_res_ptr is not None:
-        dz += tl.load(dh_res_ptr + rows * (n * n) + (m - 2 * n)[None, :], mask=in_batch & res, other=0.0)
+        dh_res = tl.load(dh_res_ptr + rows * (n * n) + (m - 2 * n)[None, :], mask=in_batch & res, other=0.0)
+        dz += dh_res.to(tl.float32)
 
-    dm = alpha * dz
-    dh_mix = dm * inv_rms
+    dh_mix = dz * inv_rms
     for p in tl.static_range(PARTS):
         part = part_of(dh_mix, p, dh_mix_ptr.dtype.element_ty)
         tl.store(dh_mix_ptr + (p * T.to(tl.int64) + rows) * BLOCK_M + m[None, :], part, mask=in_batch)
-    dinv = tl.sum(dm * h_mix, axis=1)[:, None]
+    dinv = tl.sum(alpha * dz * h_mix, axis=1)[:, None]
     tl.store(x_factor_ptr + rows, -dinv * inv_rms * inv_rms * inv_rms / (n * D), mask=in_batch)
     tl.store(h_pre_ptr + rows * n + m[None, :], gate + hc_eps, mask=in_batch & pre)
     sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * M) + m
@@ -116,7 +120,7 @@ def dot_parts(left, right, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     return product
 
 
-# dx[t, i] = Σ_m dh_mix[t, m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
+# dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
 @triton.jit(do_not_specialize=["T"])
 def mhc_pre_dx_kernel(
@@ -192,89 +196,6 @@ def mhc_pre_dx_kernel(
         tl.store(out + (first + s) * D, -minus_A[s].T, mask=(m < M)[:, None] & in_row)
 
 
-# A = Σ_slices A[slice], in order;  dphi = A ⊙ gamma;  dgamma = Σ_M phi ⊙ A
-# missing[program, m] = Σ_{k of the program} rest[m, k]·A[m, k], where rest is what the parts of gamma ⊙ phi leave out
-@triton.jit(do_not_specialize=["slices"])
-def mhc_pre_dphi_kernel(
-    A_ptr,
-    phi_ptr,
-    gamma_ptr,
-    dphi_ptr,
-    dgamma_ptr,
-    missing_ptr,
-    slices,
-    K,
-    M: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    m = tl.arange(0, BLOCK_M)
-    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    present = (m < M)[:, None] & (k < K)[None, :]
-    at = m.to(tl.int64)[:, None] * K + k[None, :]
-    A = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    of_slice = A_ptr + at
-    for _ in tl.range(0, slices, loop_unroll_factor=4):  # several loads in flight
-        A += tl.load(of_slice, mask=present, other=0.0)
-        of_slice += M * K
-    dphi = A
-    phi = tl.load(phi_ptr + at, mask=present, other=0.0).to(tl.float32)
-    if gamma_ptr is not None:
-        gamma = tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        dphi = A * gamma
-        tl.store(dgamma_ptr + k, tl.sum(phi * A, axis=0).to(dgamma_ptr.dtype.element_ty), mask=k < K)
-        phi *= gamma
-    tl.store(dphi_ptr + at, dphi.to(dphi_ptr.dtype.element_ty), mask=present)
-    if PARTS > 1:
-        missing = tl.sum(rest_of(phi, PARTS, tl.bfloat16) * A, axis=1)
-        tl.store(missing_ptr + tl.program_id(0) * M + m, missing, mask=m < M)
-
-
-# Σ_rows of a [rows, M] table, in order: BLOCK_R running sums, then those
-@triton.jit
-def column_sums(
-    table_ptr, rows, row_stride: tl.constexpr, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    m = tl.arange(0, BLOCK_M)[None, :]
-    sums = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
-    for start in range(0, rows, BLOCK_R):
-        row = (start + tl.arange(0, BLOCK_R))[:, None]
-        sums += tl.load(table_ptr + row.to(tl.int64) * row_stride + m, mask=(row < rows) & (m < M), other=0.0)
-    return tl.sum(sums, axis=0)
-
-
-# dbias = Σ_t dz;  dalpha[section] = Σ_{m in section} Σ_t dz·m
-# Where m was made from parts of phi, it lacks rest·v·inv_rms, and Σ_t dz·(rest·v·inv_rms) = Σ_k rest·A / alpha.
-@triton.jit(do_not_specialize=["programs", "blocks"])
-def mhc_pre_dalpha_kernel(
-    sums_ptr,
-    missing_ptr,
-    alpha_ptr,
-    dalpha_ptr,
-    dbias_ptr,
-    programs,
-    blocks,
-    n: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    M: tl.constexpr = n * n + 2 * n
-    m = tl.arange(0, BLOCK_M)
-    dbias = column_sums(sums_ptr, programs, 2 * M, M, BLOCK_R, BLOCK_M)
-    tl.store(dbias_ptr + m, dbias.to(dbias_ptr.dtype.element_ty), mask=m < M)
-    by_row = column_sums(sums_ptr + M, programs, 2 * M, M, BLOCK_R, BLOCK_M)
-    if PARTS > 1:
-        alpha = alpha_of_row(alpha_ptr, m, n)
-        missing = column_sums(missing_ptr, blocks, M, M, BLOCK_R, BLOCK_M)
-        by_row += tl.where(alpha == 0.0, 0.0, missing / tl.where(alpha == 0.0, 1.0, alpha))
-    section = (m >= n).to(tl.int32) + (m >= 2 * n).to(tl.int32)
-    for s in tl.static_range(3):
-        dalpha = tl.sum(tl.where((section == s) & (m < M), by_row, 0.0), axis=0)
-        tl.store(dalpha_ptr + s, dalpha.to(dalpha_ptr.dtype.element_ty))
-
-
 def mhc_pre_bwd(
     x, phi, alpha, bias, gamma, inv_rms, h_mix, dh_in, dh_post, dh_res, hc_eps, dx, dphi, dalpha, dbias, dgamma
 ):
@@ -286,7 +207,7 @@ def mhc_pre_bwd(
         return
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
     exact = configs.arithmetic(x.dtype, kind)
-    parts = phi_parts(phi, gamma, n, exact)
+    parts = phi_parts(phi, gamma, alpha, n, exact)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
@@ -309,7 +230,7 @@ def mhc_pre_bwd(
             num_warps=stream.warps,
         )
 
-    dmaps = configs.dmaps(n, kind)
+    dmaps = configs.dmaps(n)
     programs = configs.cdiv(T, dmaps.block_t)
     dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
     sums = scratch(programs, 2, M)
@@ -363,34 +284,4 @@ def mhc_pre_bwd(
         num_warps=stream.warps,
     )
 
-    blocks = configs.cdiv(K, configs.DPHI.block_d)
-    missing = scratch(blocks, M)
-    mhc_pre_dphi_kernel[(blocks,)](
-        A,
-        phi,
-        gamma,
-        dphi,
-        dgamma,
-        missing,
-        slices,
-        K,
-        M=M,
-        PARTS=exact.parts,
-        BLOCK_M=padded,
-        BLOCK_K=configs.DPHI.block_d,
-        num_warps=configs.DPHI.warps,
-    )
-    mhc_pre_dalpha_kernel[(1,)](
-        sums,
-        missing,
-        alpha,
-        dalpha,
-        dbias,
-        programs,
-        blocks,
-        n=n,
-        PARTS=exact.parts,
-        BLOCK_R=configs.DALPHA.block_t,
-        BLOCK_M=padded,
-        num_warps=configs.DALPHA.warps,
-    )
+    sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias)

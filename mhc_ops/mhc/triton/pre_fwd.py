@@ -15,10 +15,10 @@ import triton.language as tl
 
 from ...core import device
 from . import configs
-from .parts import phi_parts
+from .parts import alpha_of_row, phi_parts
 
 
-# partials[slice, t, m] = Σ_{k in slice} x[t, k]·phi[m, k];  partials[slice, t, M] = Σ_{k in slice} x[t, k]²
+# partials[piece, t, m] = Σ_{k in piece} x[t, k]·phi[m, k];  partials[piece, t, M] = Σ_{k in piece} x[t, k]²
 @triton.jit(do_not_specialize=["T", "slice_steps", "piece_steps", "steps", "splits"])
 def mhc_pre_project_kernel(
     x_ptr,
@@ -75,13 +75,6 @@ def mhc_pre_project_kernel(
                 tl.store(out + M, piece_squares, mask=in_batch)
                 piece_mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
                 piece_squares = tl.zeros([BLOCK_T], tl.float32)
-
-
-# alpha[section of m]: alpha of the pre, post and res rows
-@triton.jit
-def alpha_of_row(alpha_ptr, m, n: tl.constexpr):
-    section = (m >= n).to(tl.int32) + (m >= 2 * n).to(tl.int32)
-    return tl.load(alpha_ptr + section).to(tl.float32)
 
 
 # h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
@@ -160,7 +153,7 @@ def mhc_pre_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, h_in, h_post, h_re
         return
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
     exact = configs.arithmetic(x.dtype, kind)
-    parts = phi_parts(phi, gamma, n, exact)
+    parts = phi_parts(phi, gamma, None, n, exact)
 
     project = configs.project(n, D, exact.parts == 1, kind)
     token_blocks = configs.cdiv(T, project.block_t)

@@ -1,0 +1,129 @@
+"""mHC pre, backward, last step: the sums over tokens, in fixed order, become dphi, dgamma, dalpha and dbias."""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import configs
+from .parts import alpha_of_row, rest_of
+
+
+# A = Σ_slices A[slice], in order;  dphi = alpha·A ⊙ gamma;  dgamma = Σ_M alpha·phi ⊙ A
+# missing[program, m] = Σ_{k of the program} rest[m, k]·A[m, k], where rest is what the parts of gamma ⊙ phi leave out
+@triton.jit(do_not_specialize=["slices"])
+def mhc_pre_dphi_kernel(
+    A_ptr,
+    phi_ptr,
+    gamma_ptr,
+    alpha_ptr,
+    dphi_ptr,
+    dgamma_ptr,
+    missing_ptr,
+    slices,
+    K,
+    n: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    M: tl.constexpr = n * n + 2 * n
+    m = tl.arange(0, BLOCK_M)
+    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    present = (m < M)[:, None] & (k < K)[None, :]
+    at = m.to(tl.int64)[:, None] * K + k[None, :]
+    A = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    of_slice = A_ptr + at
+    slice_size = tl.full((), M, tl.int64) * K
+    for _ in tl.range(0, slices, loop_unroll_factor=4):  # several loads in flight
+        A += tl.load(of_slice, mask=present, other=0.0)
+        of_slice += slice_size
+    phi = tl.load(phi_ptr + at, mask=present, other=0.0).to(tl.float32)
+    scaled = alpha_of_row(alpha_ptr, m, n)[:, None] * A
+    if gamma_ptr is None:
+        dphi = scaled
+    else:
+        gamma = tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        dphi = scaled * gamma
+        tl.store(dgamma_ptr + k, tl.sum(phi * scaled, axis=0).to(dgamma_ptr.dtype.element_ty), mask=k < K)
+        phi *= gamma
+    tl.store(dphi_ptr + at, dphi.to(dphi_ptr.dtype.element_ty), mask=present)
+    if PARTS > 1:
+        missing = tl.sum(rest_of(phi, PARTS, tl.bfloat16) * A, axis=1)
+        tl.store(missing_ptr + tl.program_id(0) * M + m, missing, mask=m < M)
+
+
+# Σ_rows of a [rows, M] table, in order: BLOCK_R running sums, then those
+@triton.jit
+def column_sums(
+    table_ptr, rows, row_stride: tl.constexpr, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    m = tl.arange(0, BLOCK_M)[None, :]
+    sums = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
+    for start in range(0, rows, BLOCK_R):
+        row = (start + tl.arange(0, BLOCK_R))[:, None]
+        sums += tl.load(table_ptr + row.to(tl.int64) * row_stride + m, mask=(row < rows) & (m < M), other=0.0)
+    return tl.sum(sums, axis=0)
+
+
+# dbias = Σ_t dz;  dalpha[section] = Σ_{m in section} Σ_t dz·m
+# Where m was made from parts of phi, it lacks rest·v·inv_rms, and Σ_t dz·(rest·v·inv_rms) = Σ_k rest·A.
+@triton.jit(do_not_specialize=["programs", "blocks"])
+def mhc_pre_dalpha_kernel(
+    sums_ptr,
+    missing_ptr,
+    dalpha_ptr,
+    dbias_ptr,
+    programs,
+    blocks,
+    n: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    M: tl.constexpr = n * n + 2 * n
+    m = tl.arange(0, BLOCK_M)
+    dbias = column_sums(sums_ptr, programs, 2 * M, M, BLOCK_R, BLOCK_M)
+    tl.store(dbias_ptr + m, dbias.to(dbias_ptr.dtype.element_ty), mask=m < M)
+    by_row = column_sums(sums_ptr + M, programs, 2 * M, M, BLOCK_R, BLOCK_M)
+    if PARTS > 1:
+        by_row += column_sums(missing_ptr, blocks, M, M, BLOCK_R, BLOCK_M)
+    section = (m >= n).to(tl.int32) + (m >= 2 * n).to(tl.int32)
+    for s in tl.static_range(3):
+        dalpha = tl.sum(tl.where((section == s) & (m < M), by_row, 0.0), axis=0)
+        tl.store(dalpha_ptr + s, dalpha.to(dalpha_ptr.dtype.element_ty))
+
+
+def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias):
+    """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel."""
+    slices, M, K = A.shape
+    blocks = configs.cdiv(K, configs.DPHI.block_d)
+    missing = torch.empty((blocks, M), dtype=torch.float32, device=A.device)
+    mhc_pre_dphi_kernel[(blocks,)](
+        A,
+        phi,
+        gamma,
+        alpha,
+        dphi,
+        dgamma,
+        missing,
+        slices,
+        K,
+        n=n,
+        PARTS=exact.parts,
+        BLOCK_M=configs.padded_maps(n),
+        BLOCK_K=configs.DPHI.block_d,
+        num_warps=configs.DPHI.warps,
+    )
+    mhc_pre_dalpha_kernel[(1,)](
+        sums,
+        missing,
+        dalpha,
+        dbias,
+        sums.shape[0],
+        blocks,
+        n=n,
+        PARTS=exact.parts,
+        BLOCK_R=configs.DALPHA.block_t,
+        BLOCK_M=configs.padded_maps(n),
+        num_warps=configs.DALPHA.warps,
+    )
