@@ -77,7 +77,7 @@ def as_provider(subject: Subject, provider: str) -> tuple[Subject, str]:
         return subject, "reference"
     if provider == "torch.compile":
         torch.compiler.reset()
-        return replace(subject, call=torch.compile(subject.call, dynamic=False)), "reference"
+        return replace(subject, call=torch.compile(subject.call, dynamic=False, fullgraph=True)), "reference"
     return subject, provider
 
 

@@ -5,8 +5,6 @@ Computed in fp32, or fp64 where x is fp64; autocast is off (a backward that is i
 torch's affair, and torch advises against it).
 """
 
-import contextlib
-
 import torch
 from torch import Tensor
 
@@ -16,10 +14,8 @@ def accumulate(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    if not torch.amp.is_autocast_available(x.device.type):  # as on meta tensors
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+def without_autocast(x: Tensor) -> torch.autocast:
+    return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)
 
 
 def mhc_forward_pre(
