@@ -96,7 +96,8 @@ def mhc_pre_dalpha_kernel(
 def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias):
     """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel."""
     slices, M, K = A.shape
-    blocks = configs.cdiv(K, configs.DPHI.block_d)
+    tile = configs.dphi(n)
+    blocks = configs.cdiv(K, tile.block_d)
     missing = torch.empty((blocks, M), dtype=torch.float32, device=A.device)
     mhc_pre_dphi_kernel[(blocks,)](
         A,
@@ -111,8 +112,8 @@ def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, db
         n=n,
         PARTS=exact.parts,
         BLOCK_M=configs.padded_maps(n),
-        BLOCK_K=configs.DPHI.block_d,
-        num_warps=configs.DPHI.warps,
+        BLOCK_K=tile.block_d,
+        num_warps=tile.warps,
     )
     mhc_pre_dalpha_kernel[(1,)](
         sums,
