@@ -200,7 +200,7 @@ def token_slices(T: int, M: int, blocks: int, tile: Dx, processors: int) -> int:
 @cache
 def dphi(n: int) -> Tile:
     """64 columns, 8 warps: 6.6 µs at T = 8192, D = 4096; 32 columns with 4 warps 8.2."""
-    return Tile(0, 64, 8) if n <= 4 else Tile(0, 32, 4)
+    return Tile(0, 64, 8) if n <= 4 else Tile(0, 16, 4)
 
 
 # 128 rows, 8 warps: 7.4 µs at T = 8192, D = 4096; 256 rows 8.9, 4 warps 11.6.
