@@ -22,7 +22,7 @@ from .cases import Subject, Tensors
 SAMPLES = 20
 CHECKED_TOKENS = 256
 FLUSHED_BYTES = 256 << 20
-AHEAD_CYCLES = 2_000_000  # about a millisecond of waiting on the device, in which the host enqueues
+AHEAD_CYCLES = 10_000_000  # about 5 ms of waiting on the device, in which the host enqueues
 
 
 @dataclass(frozen=True)
