@@ -99,3 +99,8 @@ def judge(subject: str, case: str, backend: str, name: str, result: Tensor, exac
         one_rounding = bool((error <= ROUNDING[result.dtype] * row_largest).all())
         passed = one_rounding and (passed or exact.numel() < ENOUGH_TO_AVERAGE)
     return Row(subject, case, backend, name, error.max().item(), relative, tolerance, passed)
+
+
+def close(result: Tensor, exact: Tensor) -> bool:
+    """The verdict alone."""
+    return judge("", "", "", "", result, exact).passed

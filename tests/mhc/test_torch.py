@@ -1,6 +1,6 @@
 """How torch sees the ops: opcheck, torch.compile, export, fake tensors, and the direct path that none of them takes."""
 
-import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,10 +76,12 @@ def test_compile_in_a_scope(kernel_device):
 def test_compile_the_reference(device, cxx):
     torch.compiler.reset()
     tensors = leaves(device)
-    reference = functools.partial(mhc_ops.mhc_forward_pre, backend="reference")
-    compiled = torch.compile(reference, fullgraph=True)
-    for one, other in zip(gradients(compiled, tensors), gradients(reference, tensors)):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    compiled = replace(SUBJECT, call=torch.compile(SUBJECT.call, fullgraph=True))
+    outputs = accuracy.run(SUBJECT, tensors, "reference")
+    cotangents = accuracy.random_cotangents(SUBJECT, outputs, seed=0)
+    results = accuracy.run(compiled, tensors, "reference", cotangents)
+    for name, exact in accuracy.truth(SUBJECT, tensors, cotangents).items():
+        assert accuracy.close(results[name], exact), name
 
 
 def test_export(kernel_device):
