@@ -50,7 +50,10 @@ def families() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Use a backend for every call in a with block that does not name its own: `with mhc_ops.use_backend("triton"):`"""
+    """Use a backend for every call in a with block that does not name its own: `with mhc_ops.use_backend("triton"):`
+
+    The choice is one for the process: threads that want different backends pass the `backend` argument.
+    """
     global _chosen
     _check_name("use_backend", name)
     before, _chosen = _chosen, name
