@@ -1,11 +1,10 @@
 """Where a test runs: on the CPU, in Triton's interpreter, or on a GPU."""
 
-import shutil
-
 import pytest
 import torch
 
 from mhc_ops.core.backend import _INTERPRETED
+from mhc_ops.measure import speed
 
 
 def pytest_collection_modifyitems(items):
@@ -32,8 +31,8 @@ def kernel_device(request):
 @pytest.fixture
 def cxx():
     """torch.compile for CPU tensors needs a C++ compiler."""
-    if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("needs a C++ compiler (g++ or clang++)")
+    if speed.why_no_compiler():
+        pytest.skip(speed.why_no_compiler())
 
 
 @pytest.fixture

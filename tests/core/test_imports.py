@@ -11,7 +11,6 @@ import mhc_ops
 
 PACKAGE = Path(mhc_ops.__file__).parent
 KERNEL_FOLDERS = {"triton", "tilelang", "hip"}
-PUBLIC = {"mhc_ops"}
 # layer -> layers it may import from
 ALLOWED = {
     "core": {"core"},

@@ -16,7 +16,6 @@ from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.ops import mhc_pre_bwd, mhc_pre_fwd
 
 SUBJECT = cases.MHC_FORWARD_PRE
-CASE = cases.PreCase((6,), 3, 20, torch.float32)
 
 
 def leaves(device, gamma=True):
