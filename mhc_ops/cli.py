@@ -105,7 +105,7 @@ def wanted(options: argparse.Namespace) -> Sequence[str]:
     return [options.backend] if options.backend else backends.BACKENDS
 
 
-def runs(case: cases.PreCase, backend: str, options: argparse.Namespace) -> bool:
+def runs(case: cases.Case, backend: str, options: argparse.Namespace) -> bool:
     return backends.why_not(case.subject.family, backend, options.device.type) is None
 
 
@@ -121,7 +121,7 @@ def accuracy_table(rows: Sequence[accuracy.Row]) -> str:
     header = ("op and case", "backend", "output", "max error", "relative", "tolerance", "verdict")
     lines = [
         (
-            f"{row.subject} {row.case}",
+            row.case,
             row.backend,
             row.output,
             f"{row.max_error:.2e}",
@@ -156,7 +156,7 @@ def speed_table(measurements: Sequence[speed.Measurement]) -> str:
 
     lines = [
         (
-            f"{m.subject} {m.case}",
+            m.case,
             m.direction,
             m.provider,
             f"{m.microseconds:.1f}",

@@ -64,36 +64,37 @@ class Op:
     def _fake(self, *inputs_and_backend: Any) -> Any:
         return self.contract(*inputs_and_backend[:-1])
 
-    def gradient(self, intermediates_from: int) -> Callable[[Gradient], Gradient]:
-        """Decorator: `gradient(run, inputs, intermediates, cotangents)` returns one gradient per tensor input.
+    def gradient(self, outputs: int, saved: tuple[int, ...] | None = None) -> Callable[[Gradient], Gradient]:
+        """Decorator: `gradient(run, inputs, saved, cotangents)` returns one gradient per tensor input.
 
-        `run(other_op, *inputs)` calls another op on the path and backend of the forward. Outputs from index
-        `intermediates_from` on are intermediates: saved for the backward, no gradient flows through them.
-        A cotangent is contiguous, or None where nothing used that output.
+        `run(other_op, *inputs)` calls another op on the path and backend of the forward. The first `outputs` outputs
+        have cotangents, each contiguous, or None where nothing used that output; no gradient flows through the others,
+        the intermediates. Outputs at the indices `saved` are kept for the backward: all intermediates by default.
         """
 
         def register(gradient: Gradient) -> Gradient:
             def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                intermediates = as_tuple(output)[intermediates_from:]
+                results = as_tuple(output)
                 ctx.set_materialize_grads(False)
-                ctx.mark_non_differentiable(*intermediates)
+                ctx.mark_non_differentiable(*results[outputs:])
                 ctx.constants = [None if isinstance(value, Tensor) else value for value in inputs]
                 tensors = [value if isinstance(value, Tensor) else None for value in inputs]
-                ctx.save_for_backward(*tensors, *intermediates)
+                kept = range(outputs, len(results)) if saved is None else saved
+                ctx.save_for_backward(*tensors, *[results[index] for index in kept])
 
             def backward(ctx: Any, cotangents: tuple[Tensor | None, ...], path: str) -> tuple[Any, ...]:
                 count = len(ctx.constants)
-                saved = ctx.saved_tensors  # once: checkpointing and offloading unpack on each access
-                tensors, intermediates = saved[:count], saved[count:]
+                unpacked = ctx.saved_tensors  # once: checkpointing and offloading unpack on each access
+                tensors, of_output = unpacked[:count], unpacked[count:]
                 *inputs, backend = (
                     constant if tensor is None else tensor for tensor, constant in zip(tensors, ctx.constants)
                 )
-                contiguous = [None if c is None else c.contiguous() for c in cotangents[:intermediates_from]]
+                contiguous = [None if c is None else c.contiguous() for c in cotangents[:outputs]]
 
                 def run(other: Op, *arguments: Any) -> Any:
                     return getattr(other, path)(*arguments, backend)
 
-                gradients = gradient(run, tuple(inputs), intermediates, contiguous)
+                gradients = gradient(run, tuple(inputs), of_output, contiguous)
                 return *gradients, *[None] * (count - len(gradients))
 
             class Function(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,29 +19,122 @@ Tensors = dict[str, Tensor]
 class Subject:
     """An op as the measurements see it: `call(**tensors, backend=...)` returns the outputs in order.
 
-    outputs: their names; the last `intermediates` of them carry no gradient.
+    inputs: names of the tensors it takes; outputs: their names, the last `intermediates` of them carry no gradient.
+    moved: the bytes that forward and backward must move, in multiples of the bytes of x, given n.
+    exact: the outputs in fp64, from fp64 inputs and the results under test (which may be stored in between).
     """
 
     name: str
     family: str
     call: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    moved: Callable[[int], tuple[float, float]]
     intermediates: int = 0
+    exact: Callable[[Tensors, Tensors], tuple[Tensor, ...]] | None = None
+
+    def truth(self, tensors: Tensors, results: Tensors) -> tuple[Tensor, ...]:
+        if self.exact is not None:
+            return self.exact(tensors, results)
+        return self.call(**tensors, backend="reference")
 
 
 def _forward_pre(**arguments: Any) -> tuple[Tensor, ...]:
     return mhc_ops.mhc_forward_pre(outflag=True, **arguments)
 
 
+def _post(**arguments: Any) -> tuple[Tensor, ...]:
+    return (mhc_ops.mhc_post(**arguments),)
+
+
+def _post_pre_exact(tensors: Tensors, results: Tensors) -> tuple[Tensor, ...]:
+    """The next layer reads x_next as it was stored."""
+    of_post = {name: tensors[name] for name in MHC_POST.inputs}
+    of_pre = {name: tensor for name, tensor in tensors.items() if name in MHC_PRE.inputs and name != "x"}
+    x_next = mhc_ops.mhc_post(**of_post, backend="reference")
+    stored = x_next + (results["x_next"].double() - x_next).detach()
+    return x_next, *mhc_ops.mhc_pre(stored, **of_pre, backend="reference")
+
+
+def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[Tensor, ...]:
+    """Around a layer that costs nothing: its output is given, and so is the gradient of its input."""
+    read: list[Tensor] = []
+
+    def layer(h_in: Tensor) -> Tensor:
+        read.append(h_in)
+        return h_out
+
+    return mhc_ops.mhc_layer(x, layer, **parameters, backend=backend), read[0]
+
+
+def _head(**arguments: Any) -> tuple[Tensor, ...]:
+    return (mhc_ops.mhc_head(**arguments),)
+
+
+def _sinkhorn(logits: Tensor, backend: str) -> tuple[Tensor, ...]:
+    return (mhc_ops.sinkhorn(logits, backend=backend),)
+
+
+_PARAMETERS = ("phi", "alpha", "bias", "gamma")
+_POST = ("x", "h_out", "h_post", "h_res")
+_MAPS = ("h_in", "h_post", "h_res")
+
+
+# The bytes of pre: x is read for the projection and again for h_in, which is written; backward, x and dh_in are read for
+# dh_pre and again to write dx. Of post: x and h_out are read, x_next is written; backward, dx_next, x and h_out are read,
+# dx and dh_out written. The layer's backward writes dx once; to its second pass over x comes dx_next.
+def _moved_by_pre(n: int) -> tuple[float, float]:
+    return 2 + 1 / n, 3 + 2 / n
+
+
+def _moved_by_post(n: int) -> tuple[float, float]:
+    return 2 + 1 / n, 3 + 2 / n
+
+
+def _moved_by_layer(n: int) -> tuple[float, float]:
+    return 4 + 2 / n, 6 + 4 / n
+
+
+def _moved_by_post_pre(n: int) -> tuple[float, float]:
+    """x_next is read once more for h_in. Backward: pre's, with dx_next, up to a dx_next in fp32; then post's."""
+    return 3 + 2 / n, 9 + 4 / n
+
+
+def _moved_by_sinkhorn(n: int) -> tuple[float, float]:
+    return 2, 3
+
+
 MHC_FORWARD_PRE = Subject(
-    "mhc_forward_pre", "mhc", _forward_pre, ("h_in", "h_post", "h_res", "inv_rms", "h_mix", "h_pre"), intermediates=3
+    "mhc_forward_pre",
+    "mhc",
+    _forward_pre,
+    ("x", *_PARAMETERS),
+    (*_MAPS, "inv_rms", "h_mix", "h_pre"),
+    _moved_by_pre,
+    intermediates=3,
 )
+MHC_PRE = Subject("mhc_pre", "mhc", mhc_ops.mhc_pre, ("x", *_PARAMETERS), _MAPS, _moved_by_pre)
+MHC_POST = Subject("mhc_post", "mhc", _post, _POST, ("x_next",), _moved_by_post)
+MHC_POST_PRE = Subject(
+    "mhc_post_pre",
+    "mhc",
+    mhc_ops.mhc_post_pre,
+    (*_POST, *_PARAMETERS),
+    ("x_next", *_MAPS),
+    _moved_by_post_pre,
+    exact=_post_pre_exact,
+)
+MHC_LAYER = Subject("mhc_layer", "mhc", _layer, ("x", "h_out", *_PARAMETERS), ("x_next", "h_in"), _moved_by_layer)
+MHC_HEAD = Subject("mhc_head", "mhc", _head, ("x", *_PARAMETERS), ("out",), _moved_by_pre)
+SINKHORN = Subject("sinkhorn", "mhc", _sinkhorn, ("logits",), ("h_res",), _moved_by_sinkhorn)
+SUBJECTS = (MHC_FORWARD_PRE, MHC_PRE, MHC_POST, MHC_LAYER, MHC_POST_PRE, MHC_HEAD, SINKHORN)
 
 
 @dataclass(frozen=True)
-class PreCase:
-    """mhc_forward_pre on x [*outer, n, D], with every tensor random, gamma away from ones and odd alphas."""
+class Case:
+    """An op on x [*outer, n, D], with every tensor random, gamma away from ones and odd alphas."""
 
+    subject: Subject
     outer: tuple[int, ...]
     n: int
     D: int
@@ -49,65 +142,92 @@ class PreCase:
     gamma: bool = True
     scale: float = 1.0  # of x
     parameter_dtype: torch.dtype = torch.float32
+    sigma: float = 1.05  # of the logits that Sinkhorn gets
     seed: int = 0
-    subject: Subject = field(default=MHC_FORWARD_PRE, repr=False)
 
     def inputs(self, device: torch.device | str = "cpu") -> Tensors:
-        n, D, M = self.n, self.D, self.n * self.n + 2 * self.n
+        n, D = self.n, self.D
         generator = torch.Generator().manual_seed(self.seed)  # on the CPU: a case is the same on every device
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device)
 
-        x = (normal(*self.outer, n, D) * self.scale).to(self.dtype)
-        parameters = {
-            "phi": normal(M, n * D) / (n * D) ** 0.5,
-            "alpha": torch.tensor([1.1, 0.9, 1.05], device=device),
-            "bias": 0.1 * normal(M),
-            **({"gamma": 1 + 0.3 * normal(n, D)} if self.gamma else {}),
-        }
-        return {"x": x, **{name: p.to(self.parameter_dtype) for name, p in parameters.items()}}
+        if self.subject is SINKHORN:
+            return {"logits": (self.sigma * normal(*self.outer, n, n)).to(self.dtype)}
+        tensors = {"x": (normal(*self.outer, n, D) * self.scale).to(self.dtype)}
+        if "h_out" in self.subject.inputs:
+            tensors["h_out"] = (normal(*self.outer, D) * self.scale).to(self.dtype)
+        if "h_res" in self.subject.inputs:
+            tensors["h_post"] = 2 * torch.sigmoid(normal(*self.outer, n))
+            tensors["h_res"] = mhc_ops.sinkhorn(normal(*self.outer, n, n), backend="reference")
+        if "phi" in self.subject.inputs:
+            M = n if self.subject is MHC_HEAD else n * n + 2 * n
+            parameters = {
+                "phi": normal(M, n * D) / (n * D) ** 0.5,
+                "alpha": torch.tensor([1.1, 0.9, self.sigma][: M // n], device=device),
+                "bias": 0.1 * normal(M),
+                **({"gamma": 1 + 0.3 * normal(n, D)} if self.gamma else {}),
+            }
+            tensors |= {name: p.to(self.parameter_dtype) for name, p in parameters.items()}
+        return tensors
 
     def bytes_moved(self) -> dict[str, float]:
-        """What a kernel must move when x does not fit the cache.
-
-        forward: x is read for the projection and again for h_in, which is written
-        backward: x and dh_in are read for dh_pre, and again to write dx
-        """
-        X = math.prod(self.outer) * self.n * self.D * self.dtype.itemsize
-        return {"forward": 2 * X + X / self.n, "backward": 3 * X + 2 * X / self.n}
+        """What kernels must move when x does not fit the cache."""
+        size = self.n if self.subject is SINKHORN else self.D
+        X = math.prod(self.outer) * self.n * size * self.dtype.itemsize
+        forward, backward = self.subject.moved(self.n)
+        return {"forward": forward * X, "backward": backward * X}
 
     def __str__(self) -> str:
-        sizes = "x".join(map(str, (*self.outer, self.n, self.D)))
-        words = [sizes, name_of(self.dtype)]
+        sizes = (*self.outer, self.n, self.n if self.subject is SINKHORN else self.D)
+        words = [self.subject.name, "x".join(map(str, sizes)), name_of(self.dtype)]
         if self.parameter_dtype != torch.float32:
             words.append(f"parameters {name_of(self.parameter_dtype)}")
         if self.scale != 1:
             words.append(f"scale {self.scale:g}")
-        if not self.gamma:
+        if self.sigma != Case.sigma:
+            words.append(f"logits {self.sigma:g}")
+        if not self.gamma and "gamma" in self.subject.inputs:
             words.append("no gamma")
         return " ".join(words)
 
 
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32
+_MIXED = (MHC_PRE, MHC_LAYER, MHC_POST_PRE)  # those with Sinkhorn and the rest
+
 
 # What `mhc-ops check` runs: every stream count, every type, every scale once, sizes that are a multiple of nothing.
-CHECK = (
-    PreCase((2, 128), 4, 256, _bf16, gamma=False),
-    PreCase((2, 128), 4, 256, _bf16),
-    PreCase((2, 128), 4, 256, _fp16),
-    PreCase((2, 128), 4, 256, _fp32),
-    PreCase((2, 128), 4, 256, _bf16, scale=1e-3),
-    PreCase((2, 128), 4, 256, _bf16, scale=1e3),
-    PreCase((2, 128), 4, 256, _bf16, parameter_dtype=_bf16),
-    *(PreCase((173,), n, 257, _bf16) for n in (1, 2, 3, 5, 6, 7, 8)),
-    PreCase((1,), 4, 4096, _bf16),
-)
+def _check(subject: Subject) -> tuple[Case, ...]:
+    if subject is SINKHORN:
+        return (
+            *(Case(SINKHORN, (500,), 4, 0, _fp32, sigma=sigma) for sigma in (0.1, 1, 3, 8)),
+            *(Case(SINKHORN, (173,), n, 0, _fp32) for n in (1, 2, 3, 5, 6, 7, 8)),
+            Case(SINKHORN, (2, 128), 4, 0, _bf16),
+        )
+    return (
+        Case(subject, (2, 128), 4, 256, _bf16, gamma=False),
+        Case(subject, (2, 128), 4, 256, _bf16),
+        Case(subject, (2, 128), 4, 256, _fp16),
+        Case(subject, (2, 128), 4, 256, _fp32),
+        Case(subject, (2, 128), 4, 256, _bf16, scale=1e-3),
+        Case(subject, (2, 128), 4, 256, _bf16, scale=1e3),
+        Case(subject, (2, 128), 4, 256, _bf16, parameter_dtype=_bf16),
+        *(Case(subject, (173,), n, 257, _bf16) for n in (1, 2, 3, 5, 6, 7, 8)),
+        Case(subject, (1,), 4, 4096, _bf16),
+        *(Case(subject, (300,), 4, 200, _bf16, sigma=sigma) for sigma in (0.1, 3, 8) if subject in _MIXED),
+    )
+
+
+CHECK = tuple(case for subject in SUBJECTS for case in _check(subject))
 
 # What `mhc-ops bench` runs on a GPU: training sizes of 4 streams, and decode sizes.
-BENCH = (
-    *(PreCase((T,), 4, D, _bf16, gamma=False) for T, D in ((8192, 4096), (8192, 7168), (4096, 2560), (16384, 1280))),
-    *(PreCase((T,), 4, D, _bf16, gamma=False) for D in (4096, 7168) for T in (1, 16, 128)),
+BENCH = tuple(
+    Case(subject, (T,), 4, D, _bf16, gamma=False)
+    for subject in (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE, MHC_HEAD, MHC_FORWARD_PRE)
+    for T, D in (
+        *((8192, 4096), (8192, 7168), (4096, 2560), (16384, 1280)),
+        *((T, D) for D in (4096, 7168) for T in (1, 16, 128)),
+    )
 )
 # and on a CPU, where only the reference can be timed.
-BENCH_CPU = (PreCase((256,), 4, 256, _fp32, gamma=False),)
+BENCH_CPU = tuple(Case(subject, (256,), 4, 256, _fp32, gamma=False) for subject in SUBJECTS)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import accuracy
-from .cases import Subject, Tensors
+from .cases import Case, Subject, Tensors
 
 SAMPLES = 20
 CHECKED_TOKENS = 256
@@ -48,7 +48,7 @@ class Measurement:
         return {**asdict(self), "of_copy": self.of_copy}
 
 
-def measure(case: Any, providers: list[str], device: torch.device) -> Iterator[Measurement]:
+def measure(case: Case, providers: list[str], device: torch.device) -> Iterator[Measurement]:
     """Forward and backward of each provider: a backend's name, "eager" or "torch.compile"."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         yield from _measure(case, providers, device)
@@ -59,7 +59,7 @@ def why_no_compiler() -> str | None:
     return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler (g++ or clang++)"
 
 
-def _measure(case: Any, providers: list[str], device: torch.device) -> Iterator[Measurement]:
+def _measure(case: Case, providers: list[str], device: torch.device) -> Iterator[Measurement]:
     copies = {direction: copy_time(size, device) for direction, size in case.bytes_moved().items()}
     tensors = case.inputs(device)
     for provider in providers:
@@ -82,7 +82,7 @@ def as_provider(subject: Subject, provider: str) -> tuple[Subject, str]:
 
 
 def _time_provider(
-    case: Any,
+    case: Case,
     subject: Subject,
     provider: str,
     backend: str,
@@ -115,7 +115,7 @@ def _time_provider(
 
 
 def _row(
-    case: Any,
+    case: Case,
     provider: str,
     direction: str,
     microseconds: float,

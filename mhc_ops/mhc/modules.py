@@ -1,9 +1,15 @@
 """Modules around the mHC functions."""
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from .ops import mhc_forward_pre
+from .ops import mhc_forward_pre, mhc_head, mhc_layer
+
+MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
 
 
 class MHCBlock(nn.Module):
@@ -12,6 +18,7 @@ class MHCBlock(nn.Module):
     h_in [..., D] is what the layer reads; h_post [..., n] and h_res [..., n, n] (raw logits, no Sinkhorn) say how its
     output is written back. Parameters: phi [n² + 2n, nD], alpha [3], bias [n² + 2n], in fp32 unless dtype says
     otherwise. A fresh block is near h_pre = 0.5, h_post = 1 and h_res = 0 for every x: alpha is 0.01 and bias 0.
+    `HyperConnection` is the module to train with.
 
     >>> block = MHCBlock(n=4, D=256)
     >>> h_in, h_post, h_res = block(torch.randn(2, 128, 4, 256))
@@ -30,7 +37,7 @@ class MHCBlock(nn.Module):
     ):
         super().__init__()
         self.n, self.D = n, D
-        self.norm_eps, self.hc_eps, self.backend = norm_eps, hc_eps, backend
+        self.options: dict[str, Any] = {"norm_eps": norm_eps, "hc_eps": hc_eps, "backend": backend}
         M = n * n + 2 * n
         self.phi = nn.Parameter(torch.empty(M, n * D, device=device, dtype=dtype))
         self.alpha = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
@@ -44,9 +51,148 @@ class MHCBlock(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return mhc_forward_pre(
-            x, self.phi, self.alpha, self.bias, norm_eps=self.norm_eps, hc_eps=self.hc_eps, backend=self.backend
-        )
+        return mhc_forward_pre(x, self.phi, self.alpha, self.bias, **self.options)
 
     def extra_repr(self) -> str:
-        return f"n={self.n}, D={self.D}" + (f", backend={self.backend!r}" if self.backend else "")
+        return _words(self)
+
+
+class HyperConnection(nn.Module):
+    """A layer of a network with n residual streams: `x_next = HyperConnection(layer, n, D)(x)` for x [..., n, D].
+
+    Where a residual network computes x + layer(x), this reads a weighted sum h_in of the streams, runs the layer on it
+    and writes the result back into every stream, while the streams are mixed by a doubly stochastic matrix. All weights
+    depend on the token (see `mhc_pre`, `mhc_post`).
+
+    layer: any module or function from [..., D] to [..., D]. Where it returns a tuple, so does this: (x_next, *rest).
+    `forward(x, *args, **kwargs)` passes the extras on to the layer.
+
+    >>> expand, layer, head = (lambda x: mhc_expand(x, 4)), HyperConnection(nn.Linear(64, 64), 4, 64), HyperHead(4, 64)
+    >>> out = head(layer(expand(torch.randn(2, 10, 64))))
+
+    A fresh model of these computes what a plain residual network does, x + layer(x) in every stream, up to rounding:
+    phi is 0, so that the maps are those of the bias; h_pre sums to 1 and the columns of h_res do, so that equal streams
+    are read and kept as they are, and h_post is 1. h_pre is random (not 1/n each), otherwise the streams would get the
+    same gradients and stay equal for ever. With n = 1 h_pre would have to be 1, which a sigmoid does not reach: it
+    starts at 1 − 2⁻⁸, and so does h_post where post_mult is 1.
+
+    gamma: learn a norm weight [n, D]. checkpoint: keep only x for the backward and run everything, the layer included,
+    again there. Other options as in `mhc_pre`. Parameters are fp32 unless dtype says otherwise.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        n: int,
+        D: int,
+        *,
+        gamma: bool = False,
+        norm_eps: float = 1e-6,
+        hc_eps: float = 1e-6,
+        post_mult: float = 2.0,
+        sinkhorn_iters: int = 20,
+        sinkhorn_eps: float = 1e-6,
+        checkpoint: bool = False,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = torch.float32,
+    ):
+        super().__init__()
+        self.layer, self.n, self.D, self.checkpoint = layer, n, D, checkpoint
+        self.options: dict[str, Any] = {
+            "norm_eps": norm_eps,
+            "hc_eps": hc_eps,
+            "post_mult": post_mult,
+            "sinkhorn_iters": sinkhorn_iters,
+            "sinkhorn_eps": sinkhorn_eps,
+            "backend": backend,
+        }
+        M = n * n + 2 * n
+        self.phi = nn.Parameter(torch.empty(M, n * D, device=device, dtype=dtype))
+        self.alpha = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(M, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.empty(n, D, device=device, dtype=dtype)) if gamma else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """phi = 0, alpha = 0.01, gamma = 1; bias: h_pre random with sum 1, h_post = 1, h_res 4 above the rest on its
+        diagonal (95 % of a stream stays where it is, n = 4). The wrapped layer is left as it is."""
+        nn.init.zeros_(self.phi)
+        nn.init.constant_(self.alpha, 0.01)
+        if self.gamma is not None:
+            nn.init.ones_(self.gamma)
+        pre, post, res = self.bias.split([self.n, self.n, self.n**2])
+        share = torch.softmax(torch.randn(self.n, device=self.bias.device), 0)
+        pre.copy_(torch.logit((share - self.options["hc_eps"]).clamp(max=MOST)))
+        post.fill_(_logit(1 / self.options["post_mult"]))
+        res.copy_(4 * torch.eye(self.n, device=self.bias.device).flatten())
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def run(x: Tensor, *parameters: Any) -> Any:
+            return mhc_layer(x, lambda h_in: self.layer(h_in, *args, **kwargs), *parameters, **self.options)
+
+        parameters = (self.phi, self.alpha, self.bias, self.gamma)
+        if self.checkpoint and torch.is_grad_enabled():
+            return checkpoint(run, x, *parameters, use_reentrant=False)
+        return run(x, *parameters)
+
+    def extra_repr(self) -> str:
+        return _words(self, gamma=self.gamma is not None, checkpoint=self.checkpoint)
+
+
+class HyperHead(nn.Module):
+    """The end of a network with n residual streams: a weighted sum of them, [..., n, D] to [..., D] (see `mhc_head`).
+
+    Fresh, it is their mean (1 − 2⁻⁸ of the one stream with n = 1). Parameters: phi [n, nD], alpha [1], bias [n] and,
+    with gamma=True, gamma [n, D], in fp32 unless dtype says otherwise.
+
+    >>> HyperHead(4, 64)(torch.randn(2, 10, 4, 64)).shape
+    torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        n: int,
+        D: int,
+        *,
+        gamma: bool = False,
+        norm_eps: float = 1e-6,
+        hc_eps: float = 1e-6,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = torch.float32,
+    ):
+        super().__init__()
+        self.n, self.D = n, D
+        self.options: dict[str, Any] = {"norm_eps": norm_eps, "hc_eps": hc_eps, "backend": backend}
+        self.phi = nn.Parameter(torch.empty(n, n * D, device=device, dtype=dtype))
+        self.alpha = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(n, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.empty(n, D, device=device, dtype=dtype)) if gamma else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """phi = 0, alpha = 0.01, gamma = 1; bias: every weight is 1/n."""
+        nn.init.zeros_(self.phi)
+        nn.init.constant_(self.alpha, 0.01)
+        if self.gamma is not None:
+            nn.init.ones_(self.gamma)
+        nn.init.constant_(self.bias, _logit(1 / self.n - self.options["hc_eps"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mhc_head(x, self.phi, self.alpha, self.bias, self.gamma, **self.options)
+
+    def extra_repr(self) -> str:
+        return _words(self, gamma=self.gamma is not None)
+
+
+def _logit(probability: float) -> float:
+    probability = min(probability, MOST)
+    return math.log(probability / (1 - probability))
+
+
+def _words(module: Any, **flags: bool) -> str:
+    """n=4, D=64, what was switched on, and the backend where one was named."""
+    words = [f"n={module.n}", f"D={module.D}", *(f"{name}=True" for name, on in flags.items() if on)]
+    return ", ".join(words + ([f"backend={module.options['backend']!r}"] if module.options["backend"] else []))

@@ -5,6 +5,8 @@ Computed in fp32, or fp64 where x is fp64; autocast is off (a backward that is i
 torch's affair, and torch advises against it).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,31 +20,97 @@ def without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)
 
 
-def mhc_forward_pre(
-    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, norm_eps: float, hc_eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What a layer reads, and the maps that write it back.
+def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    """Positive [n, n] matrices whose rows and columns sum to 1 up to eps and what `iters` iterations leave.
 
-    inv_rms = rsqrt(mean(v²) + norm_eps)       v is x flattened to nD
-    h_mix   = phi @ (gamma ⊙ v)
-    z       = (α0, α1, α2) · h_mix · inv_rms + bias
-    h_pre   = σ(z_pre) + hc_eps      h_post = 2 · σ(z_post)      h_res = z_res      h_in = Σ_i h_pre[i] · x[i]
+    c = softmax(logits, over j) + eps;   c /= colsum(c) + eps;   then iters − 1 times:  c /= rowsum(c) + eps,
+    c /= colsum(c) + eps
     """
-    n, sections = x.shape[-2], section_sizes(x.shape[-2])
+    with without_autocast(logits):
+        c = torch.softmax(accumulate(logits), -1) + eps
+        c = c / (c.sum(-2, keepdim=True) + eps)
+        for _ in range(iters - 1):
+            c = c / (c.sum(-1, keepdim=True) + eps)
+            c = c / (c.sum(-2, keepdim=True) + eps)
+    return c
+
+
+def mhc_pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    post_mult: float,
+    sinkhorn_iters: int,
+    sinkhorn_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a layer reads, and the maps that write it back. sinkhorn_iters = 0 leaves h_res as raw logits.
+
+    z      = (α0, α1, α2) · h_mix · inv_rms + bias
+    h_pre  = σ(z_pre) + hc_eps      h_post = post_mult · σ(z_post)      h_res = sinkhorn(z_res)
+    h_in   = Σ_i h_pre[i] · x[i]
+    """
+    n = x.shape[-2]
+    with without_autocast(x):
+        wide = accumulate(x)  # once: the parts of dx meet before they are rounded
+        inv_rms, h_mix = project(wide, phi, gamma, norm_eps)
+        z = h_mix * inv_rms[..., None] * per_row(alpha.to(h_mix.dtype), n) + bias.to(h_mix.dtype)
+        z_pre, z_post, z_res = z.split(section_sizes(n), -1)
+        h_pre = torch.sigmoid(z_pre) + hc_eps
+        h_post = post_mult * torch.sigmoid(z_post)
+        h_res = z_res.unflatten(-1, (n, n))
+        if sinkhorn_iters:
+            h_res = sinkhorn(h_res, sinkhorn_iters, sinkhorn_eps)
+        h_in = weighted_sum(h_pre, wide).to(x.dtype)
+    return h_in, h_post, h_res, inv_rms.detach(), h_mix.detach(), h_pre.detach()
+
+
+def mhc_post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+    """x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]"""
     with without_autocast(x):
         wide = accumulate(x)
-        phi, alpha, bias = (p.to(wide.dtype) for p in (phi, alpha, bias))
-        v = wide.flatten(-2)
-        inv_rms = torch.rsqrt(v.square().mean(-1) + norm_eps)
-        scaled = v if gamma is None else v * gamma.to(wide.dtype).flatten()
-        h_mix = scaled @ phi.T
-        z = h_mix * inv_rms[..., None] * per_row(alpha, n) + bias
-        z_pre, z_post, z_res = z.split(sections, -1)
-        h_pre = torch.sigmoid(z_pre) + hc_eps
-        h_post = 2 * torch.sigmoid(z_post)
-        h_res = z_res.unflatten(-1, (n, n))
-        h_in = (h_pre[..., None] * wide).sum(-2).to(x.dtype)
-    return h_in, h_post, h_res, inv_rms.detach(), h_mix.detach(), h_pre.detach()
+        h_out, h_post, h_res = (tensor.to(wide.dtype) for tensor in (h_out, h_post, h_res))
+        return (h_res.mT @ wide + h_post[..., None] * h_out[..., None, :]).to(x.dtype)
+
+
+def mhc_post_pre(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, *next_pre: Any) -> tuple[Tensor, ...]:
+    """mhc_post, then mhc_pre (its arguments after x) of the x_next that was stored."""
+    x_next = mhc_post(accumulate(x), h_out, h_post, h_res)
+    # Rounded as stored, but not in the backward: the two gradients of x_next meet before they are rounded.
+    stored = x_next + (x_next.to(x.dtype) - x_next).detach()
+    h_in, *maps = mhc_pre(stored, *next_pre)
+    return stored.to(x.dtype), h_in.to(x.dtype), *maps
+
+
+def mhc_head(
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, norm_eps: float, hc_eps: float
+) -> Tensor:
+    """The streams as one at the end of a model: Σ_i h[i]·x[i] with h = σ(α · h_mix · inv_rms + bias) + hc_eps"""
+    with without_autocast(x):
+        wide = accumulate(x)
+        inv_rms, h_mix = project(wide, phi, gamma, norm_eps)
+        z = h_mix * inv_rms[..., None] * alpha.to(h_mix.dtype) + bias.to(h_mix.dtype)
+        return weighted_sum(torch.sigmoid(z) + hc_eps, wide).to(x.dtype)
+
+
+def mhc_expand(x: Tensor, n: int) -> Tensor:
+    """n contiguous copies of x: [..., D] to [..., n, D]"""
+    return x.unsqueeze(-2).expand(*x.shape[:-1], n, x.shape[-1]).clone(memory_format=torch.contiguous_format)
+
+
+def project(wide: Tensor, phi: Tensor, gamma: Tensor | None, norm_eps: float) -> tuple[Tensor, Tensor]:
+    """inv_rms = rsqrt(mean(v²) + norm_eps)    h_mix = phi @ (gamma ⊙ v)    v is x flattened to nD"""
+    v = wide.flatten(-2)
+    scaled = v if gamma is None else v * gamma.to(v.dtype).flatten()
+    return torch.rsqrt(v.square().mean(-1) + norm_eps), scaled @ phi.to(v.dtype).T
+
+
+def weighted_sum(weights: Tensor, wide: Tensor) -> Tensor:
+    """Σ_i weights[i] · x[i]"""
+    return (weights[..., None] * wide).sum(-2)
 
 
 def section_sizes(n: int) -> list[int]:

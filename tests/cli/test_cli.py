@@ -10,7 +10,7 @@ import torch
 from mhc_ops import cli
 from mhc_ops.measure import cases
 
-SMALL = (cases.PreCase((9,), 2, 8, torch.bfloat16),)
+SMALL = (cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16),)
 
 
 @pytest.fixture
@@ -52,13 +52,13 @@ def test_check_fails(small, capsys, monkeypatch):
     """A wrong h_post: exit 1, FAIL in its row."""
     from mhc_ops.mhc import reference
 
-    right = reference.mhc_forward_pre
+    right = reference.mhc_pre
 
     def wrong(x, *arguments):
         h_in, h_post, *rest = right(x, *arguments)
         return h_in, h_post if x.dtype == torch.float64 else h_post * 1.01, *rest
 
-    monkeypatch.setattr(reference, "mhc_forward_pre", wrong)
+    monkeypatch.setattr(reference, "mhc_pre", wrong)
     assert cli.main(["check", "--device", "cpu", "--backend", "reference"]) == 1
     failed = [line.split()[-5] for line in capsys.readouterr().out.splitlines() if line.endswith("FAIL")]
     assert "h_post" in failed

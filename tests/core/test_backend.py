@@ -16,7 +16,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def inputs():
-    return cases.PreCase((3,), 2, 5).inputs()
+    return cases.Case(cases.MHC_FORWARD_PRE, (3,), 2, 5).inputs()
 
 
 def test_device_chooses():

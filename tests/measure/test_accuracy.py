@@ -11,7 +11,7 @@ bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 def verdict(result, exact):
-    return accuracy.judge("op", "case", "backend", "output", result, exact).passed
+    return accuracy.judge(None, "backend", "output", result, exact).passed
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_measure_finds_a_wrong_output(output):
             outputs[index] = outputs[index] * (1 + 1e-4)
         return tuple(outputs)
 
-    case = replace(cases.PreCase((40,), 4, 33, fp32), subject=replace(subject, call=wrong))
+    case = replace(cases.Case(cases.MHC_FORWARD_PRE, (40,), 4, 33, fp32), subject=replace(subject, call=wrong))
     failed = {row.output for row in accuracy.measure(case, "triton") if not row.passed}
     assert output in failed
     if index < 3:
@@ -84,4 +84,4 @@ def test_measure_finds_a_wrong_output(output):
 def test_cases_are_the_same_each_time():
     case = cases.CHECK[1]
     assert all(torch.equal(a, b) for a, b in zip(case.inputs().values(), case.inputs().values()))
-    assert str(case) == "2x128x4x256 bfloat16"
+    assert str(case) == "mhc_forward_pre 2x128x4x256 bfloat16"

@@ -8,7 +8,7 @@ import torch
 from mhc_ops.measure import cases, report, speed
 
 CPU = torch.device("cpu")
-CASE = cases.PreCase((16,), 2, 8, torch.float32)
+CASE = cases.Case(cases.MHC_FORWARD_PRE, (16,), 2, 8, torch.float32)
 
 
 def test_a_wrong_kernel_is_not_timed():
@@ -33,7 +33,7 @@ def test_measures_forward_and_backward():
 
 
 def test_bytes_moved():
-    case = cases.PreCase((8192,), 4, 4096)
+    case = cases.Case(cases.MHC_FORWARD_PRE, (8192,), 4, 4096)
     X = 8192 * 4 * 4096 * 2
     assert case.bytes_moved() == {"forward": 2.25 * X, "backward": 3.5 * X}
 

@@ -14,7 +14,7 @@ M = N * N + 2 * N
 
 
 def arguments(**changes):
-    tensors = cases.PreCase((2, 3), N, D, torch.float32).inputs()
+    tensors = cases.Case(cases.MHC_FORWARD_PRE, (2, 3), N, D, torch.float32).inputs()
     return {**tensors, **changes}
 
 
@@ -83,10 +83,10 @@ def test_limits_are_checked_on_the_way_to_the_kernels():
     with pytest.raises(TypeError, match="for backend 'triton', got float64"):
         mhc_ops.mhc_forward_pre(**tensors, backend="triton")
     with pytest.raises(ValueError, match="n must be 1 to 8 for backend 'triton', got 9"):
-        mhc_ops.mhc_forward_pre(**cases.PreCase((2,), 9, 3).inputs(), backend="triton")
+        mhc_ops.mhc_forward_pre(**cases.Case(cases.MHC_FORWARD_PRE, (2,), 9, 3).inputs(), backend="triton")
 
 
 def test_reference_takes_any_n():
-    h_in, _, h_res = mhc_ops.mhc_forward_pre(**cases.PreCase((2,), 9, 3).inputs())
+    h_in, _, h_res = mhc_ops.mhc_forward_pre(**cases.Case(cases.MHC_FORWARD_PRE, (2,), 9, 3).inputs())
     assert h_in.shape == (2, 3)
     assert h_res.shape == (2, 9, 9)

@@ -21,7 +21,7 @@ def test_exact_to_one_rounding(case):
 
 def test_equations():
     """The formulas of the documentation, spelled out for one token in plain loops."""
-    x, phi, alpha, bias, gamma = doubles(cases.PreCase((), 2, 3)).values()
+    x, phi, alpha, bias, gamma = doubles(cases.Case(cases.MHC_FORWARD_PRE, (), 2, 3)).values()
     n, D = 2, 3
     v = x.flatten()
     inv_rms = 1 / ((v * v).mean() + 1e-6).sqrt()
@@ -39,7 +39,7 @@ def test_equations():
 
 @pytest.mark.parametrize("gamma", [False, True])
 def test_gradcheck(gamma):
-    tensors = doubles(cases.PreCase((2, 3), 3, 4, gamma=gamma))
+    tensors = doubles(cases.Case(cases.MHC_FORWARD_PRE, (2, 3), 3, 4, gamma=gamma))
     leaves = [tensor.requires_grad_() for tensor in tensors.values()]
     names = list(tensors)
 
@@ -54,7 +54,7 @@ def test_gradcheck(gamma):
 @pytest.mark.parametrize("gamma", [False, True])
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_manual_backward_is_the_gradient(n, gamma, outer):
-    tensors = doubles(cases.PreCase(outer, n, 7, gamma=gamma))
+    tensors = doubles(cases.Case(cases.MHC_FORWARD_PRE, outer, n, 7, gamma=gamma))
     outputs = accuracy.run(SUBJECT, tensors, "reference")
     cotangents = accuracy.random_cotangents(SUBJECT, outputs, seed=0)
     expected = accuracy.truth(SUBJECT, tensors, cotangents)
@@ -70,7 +70,7 @@ def test_manual_backward_is_the_gradient(n, gamma, outer):
 
 def test_manual_backward_keeps_large_logits():
     """Through h_post, 1 − σ cancels: 0.2 off at z = 16."""
-    tensors = cases.PreCase((50,), 2, 8, torch.float32).inputs()
+    tensors = cases.Case(cases.MHC_FORWARD_PRE, (50,), 2, 8, torch.float32).inputs()
     tensors["bias"] += 16
     outputs = accuracy.run(SUBJECT, tensors, "reference")
     cotangents = accuracy.random_cotangents(SUBJECT, outputs, seed=0)
@@ -83,7 +83,7 @@ def test_manual_backward_keeps_large_logits():
 
 
 def test_cotangents_may_be_missing():
-    x, phi, alpha, bias = cases.PreCase((3,), 2, 5, torch.float32, gamma=False).inputs().values()
+    x, phi, alpha, bias = cases.Case(cases.MHC_FORWARD_PRE, (3,), 2, 5, torch.float32, gamma=False).inputs().values()
     _, h_post, _, inv_rms, h_mix, h_pre = mhc_ops.mhc_forward_pre(x, phi, alpha, bias, True)
     zeros = [torch.zeros(3, 5), torch.zeros(3, 2), torch.zeros(3, 2, 2)]
     for missing in range(3):
@@ -98,25 +98,28 @@ def test_cotangents_may_be_missing():
 
 
 def test_fp64_stays_fp64():
-    outputs = mhc_ops.mhc_forward_pre(**doubles(cases.PreCase((2,), 3, 4)), outflag=True)
+    outputs = mhc_ops.mhc_forward_pre(**doubles(cases.Case(cases.MHC_FORWARD_PRE, (2,), 3, 4)), outflag=True)
     assert {output.dtype for output in outputs} == {torch.float64}
 
 
 def test_intermediates_carry_no_gradient():
-    tensors = {name: t.requires_grad_() for name, t in doubles(cases.PreCase((2,), 3, 4)).items()}
+    tensors = {name: t.requires_grad_() for name, t in doubles(cases.Case(cases.MHC_FORWARD_PRE, (2,), 3, 4)).items()}
     outputs = mhc_ops.mhc_forward_pre(**tensors, outflag=True)
     assert [output.requires_grad for output in outputs] == [True] * 3 + [False] * 3
 
 
 def test_autocast_changes_nothing():
-    tensors = cases.PreCase((4,), 3, 32, torch.float32).inputs()
+    tensors = cases.Case(cases.MHC_FORWARD_PRE, (4,), 3, 32, torch.float32).inputs()
     plain = mhc_ops.mhc_forward_pre(**tensors)
     with torch.autocast("cpu", torch.bfloat16):
         assert all(torch.equal(a, b) for a, b in zip(plain, mhc_ops.mhc_forward_pre(**tensors)))
 
 
 def test_backward_carries_no_graph():
-    tensors = {name: t.requires_grad_() for name, t in cases.PreCase((3,), 2, 5, torch.float32).inputs().items()}
+    tensors = {
+        name: t.requires_grad_()
+        for name, t in cases.Case(cases.MHC_FORWARD_PRE, (3,), 2, 5, torch.float32).inputs().items()
+    }
     _, h_post, _, inv_rms, h_mix, h_pre = mhc_ops.mhc_forward_pre(**tensors, outflag=True)
     x, phi, alpha, bias, gamma = tensors.values()
     gradients = mhc_ops.mhc_backward(x, phi, alpha, bias, inv_rms, h_mix, h_pre, h_post, None, h_post, None, gamma)

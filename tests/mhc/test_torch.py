@@ -13,13 +13,14 @@ from torch.utils.checkpoint import checkpoint
 import mhc_ops
 from mhc_ops.core.op import is_eager
 from mhc_ops.measure import accuracy, cases
-from mhc_ops.mhc.ops import mhc_pre_bwd, mhc_pre_fwd
+from mhc_ops.mhc.contracts import mhc_pre_bwd, mhc_pre_fwd
 
 SUBJECT = cases.MHC_FORWARD_PRE
+OPTIONS = (1e-6, 1e-6, 2.0, 0, 0.0)
 
 
 def leaves(device, gamma=True):
-    inputs = cases.PreCase((6,), 3, 20, torch.float32, gamma=gamma).inputs(device)
+    inputs = cases.Case(cases.MHC_FORWARD_PRE, (6,), 3, 20, torch.float32, gamma=gamma).inputs(device)
     return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
 
 
@@ -37,10 +38,10 @@ def gradients(call, tensors):
 def test_opcheck(gamma, kernel_device):
     tensors = leaves(kernel_device, gamma)
     x, phi, alpha, bias = (tensors[name] for name in ("x", "phi", "alpha", "bias"))
-    opcheck(mhc_pre_fwd.traced, (x, phi, alpha, bias, tensors.get("gamma"), 1e-6, 1e-6, "triton"))
+    opcheck(mhc_pre_fwd.traced, (x, phi, alpha, bias, tensors.get("gamma"), *OPTIONS, "triton"))
     detached = [None if t is None else t.detach() for t in (x, phi, alpha, bias, tensors.get("gamma"))]
-    h_in, h_post, _, inv_rms, h_mix, _ = mhc_pre_fwd(*detached, 1e-6, 1e-6, "triton")
-    opcheck(mhc_pre_bwd.traced, (*detached, inv_rms, h_mix, h_in, h_post, None, 1e-6, "triton"))
+    h_in, h_post, _, inv_rms, h_mix, _ = mhc_pre_fwd(*detached, *OPTIONS, "triton")
+    opcheck(mhc_pre_bwd.traced, (*detached, inv_rms, h_mix, h_in, h_post, None, None, *OPTIONS[1:], "triton"))
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
@@ -113,13 +114,13 @@ def test_fake_tensors(kernel_device):
 def test_intermediates_carry_no_gradient(mode, kernel_device):
     tensors = leaves(kernel_device)
     call = mhc_pre_fwd.traced if mode else mhc_pre_fwd
-    outputs = call(*tensors.values(), 1e-6, 1e-6, "triton")
+    outputs = call(*tensors.values(), *OPTIONS, "triton")
     assert [output.requires_grad for output in outputs] == [True] * 3 + [False] * 3
 
 
 def test_direct_and_traced_give_the_same_bits(kernel_device):
     tensors = leaves(kernel_device)
-    arguments = (*tensors.values(), 1e-6, 1e-6, "triton")
+    arguments = (*tensors.values(), *OPTIONS, "triton")
     direct, traced = mhc_pre_fwd(*arguments), mhc_pre_fwd.traced(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(direct, traced))
     cotangents = [torch.randn_like(output) for output in direct[:3]]
@@ -132,7 +133,7 @@ def test_direct_and_traced_give_the_same_bits(kernel_device):
 
 def test_double_backward_of_the_traced_op_raises(kernel_device):
     tensors = leaves(kernel_device)
-    outputs = mhc_pre_fwd.traced(*tensors.values(), 1e-6, 1e-6, "triton")
+    outputs = mhc_pre_fwd.traced(*tensors.values(), *OPTIONS, "triton")
     (dx,) = torch.autograd.grad(outputs[0].square().sum(), tensors["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="autograd"):
         dx.sum().backward()
@@ -144,7 +145,7 @@ def test_checkpoint(reentrant, traced, kernel_device):
     op = mhc_pre_fwd.traced if traced else mhc_pre_fwd
 
     def call(*tensors):
-        return op(*tensors, 1e-6, 1e-6, "triton")[:3]
+        return op(*tensors, *OPTIONS, "triton")[:3]
 
     def checkpointed(**tensors):
         return checkpoint(call, *tensors.values(), use_reentrant=reentrant)

@@ -25,14 +25,14 @@ def floor_power_of_2(value: int) -> int:
 
 
 def maps(n: int) -> int:
-    """M: rows of phi."""
+    """M: rows of phi, except in the head."""
     return n * n + 2 * n
 
 
 @cache
-def padded_maps(n: int) -> int:
+def padded_maps(M: int) -> int:
     """M as a side of a matrix product: a power of two, at least 16."""
-    return max(16, next_power_of_2(maps(n)))
+    return max(16, next_power_of_2(M))
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,20 @@ class Tile:
     stages: int = 1
 
 
+@cache
+def sinkhorn(n: int, kind: str) -> Tile:
+    if kind == "cpu":
+        return Tile(256, 0, 4)
+    return Tile(64 if n <= 2 else 32 if n <= 4 else 8, 0, 4)
+
+
 LONGEST_BLOCK_K = 128  # K of phi in parts is padded to whole blocks of any kernel
 
 
 @cache
-def phi_parts(n: int) -> Tile:
+def phi_parts(M: int) -> Tile:
     """Between 4.7 and 5.3 µs at n = 4, D = 4096 for 32 to 128 columns and 1 to 4 warps: what a launch takes."""
-    return Tile(0, 128 if padded_maps(n) <= 32 else 32, 4)
+    return Tile(0, 128 if padded_maps(M) <= 32 else 32, 4)
 
 
 @dataclass(frozen=True)
@@ -81,17 +88,17 @@ class Project:
 
 
 @cache
-def project(n: int, D: int, wide: bool, kind: str) -> Project:
+def project(M: int, K: int, wide: bool, kind: str) -> Project:
     """64 tokens × 128 of K, 4 warps, 3 stages: 83 µs at T = 8192, D = 4096 (the same loads without a product: 76);
     128 × 128 with 8 warps 83, 128 × 64 with 8 warps 88, 256 × 64 119.
 
     `wide`: x is not bf16. Rows of phi in parts fill the registers as n grows, addresses do where rows are unaligned."""
     if kind == "cpu":
         return Project(128, 64, 4, 1)
-    rows = padded_maps(n) * (1 if wide else 2)
-    small = wide or rows > 128 or not aligned(n * D)
+    rows = padded_maps(M) * (1 if wide else 2)
+    small = wide or rows > 128 or not aligned(K)
     block_k = 32 if small else LONGEST_BLOCK_K if rows <= 64 else 64
-    cramped = rows > 128 if kind == "hip" else n == 8 and not aligned(n * D)
+    cramped = rows > 128 if kind == "hip" else M == maps(8) and not aligned(K)
     return Project(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if kind == "hip" else 3)
 
 
@@ -155,8 +162,10 @@ def dh_pre(n: int, D: int, wide: bool, kind: str) -> Tile:
 
 
 @cache
-def dmaps(n: int) -> Tile:
+def dmaps(n: int, kind: str) -> Tile:
     """32 tokens, 4 warps: 6.0 µs at T = 8192; 128 tokens 9.2."""
+    if kind == "cpu":
+        return Tile(64, 0, 4)
     return Tile(32 if n <= 4 else 16, 0, 4)
 
 
@@ -166,7 +175,7 @@ class Dx(Tile):
 
 
 @cache
-def dx(n: int, D: int, wide: bool, kind: str) -> Dx:
+def dx(n: int, D: int, wide: bool, residual: bool, kind: str) -> Dx:
     """32 tokens × 64 channels × 4 streams, 4 warps, 3 stages: 189 µs at T = 8192, D = 4096 (3,190 GB/s); 16 tokens 215,
     2 stages 246, 8 warps 453, A as [maps, channels] (which keeps phi in registers) 324.
 
@@ -200,10 +209,31 @@ def token_slices(T: int, M: int, blocks: int, tile: Dx, processors: int) -> int:
 
 
 @cache
-def dphi(n: int) -> Tile:
+def dphi(M: int) -> Tile:
     """64 columns, 8 warps: 6.6 µs at T = 8192, D = 4096; 32 columns with 4 warps 8.2."""
-    return Tile(0, 64, 8) if n <= 4 else Tile(0, 16, 4)
+    return Tile(0, 64, 8) if padded_maps(M) <= 32 else Tile(0, 16, 4)
 
 
 # 128 rows, 8 warps: 7.4 µs at T = 8192, D = 4096; 256 rows 8.9, 4 warps 11.6.
 DALPHA = Tile(128, 0, 8)
+
+
+@cache
+def post_fwd(n: int, D: int, itemsize: int, kind: str) -> Tile:
+    if kind == "cpu":
+        return Tile(64, min(1024, next_power_of_2(D)), 4)
+    return Tile(1, min(1024 if n <= 4 else 512, next_power_of_2(D)), 4)
+
+
+@cache
+def post_bwd(n: int, D: int, itemsize: int, residual: bool, kind: str) -> Tile:
+    if kind == "cpu":
+        return Tile(64, max(8, min(1024, next_power_of_2(D))), 4)
+    return Tile(1, max(8, min(512, next_power_of_2(D))), 2, 3)
+
+
+@cache
+def post_project(n: int, D: int, wide: bool, kind: str) -> Tile:
+    if kind == "cpu":
+        return Tile(128, 64, 4)
+    return Tile(64, 32 if n <= 4 and not wide else 16, 4, 2 if kind == "hip" else 3)

@@ -17,6 +17,7 @@ from ...core import device
 from . import configs
 from .parts import alpha_of_row, part_of, phi_parts
 from .pre_sums import sum_gradients
+from .sinkhorn import divisors, matrices, sinkhorn_back, sinkhorn_keeping
 
 
 # dh_pre[t, i] = Σ_d dh_in[t, d]·x[t, i, d]
@@ -47,10 +48,11 @@ def mhc_pre_dh_pre_kernel(
     tl.store(dh_pre_ptr + t[:, None] * n + i[None, :], dh_pre, mask=(t < T)[:, None] & (i < n)[None, :])
 
 
-# m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = 2·dh_post·σ(z)σ(−z);  dz_res = dh_res
+# m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
+# dz_res = dh_res back through Sinkhorn, or as it is where iters is 0
 # dh_mix = dz·inv_rms, stored in parts;  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  h_pre = σ(z_pre) + hc_eps
 # sums[program] = Σ_t dz, Σ_t dz·m
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "iters"])
 def mhc_pre_dmaps_kernel(
     dh_pre_ptr,
     dh_post_ptr,
@@ -62,52 +64,88 @@ def mhc_pre_dmaps_kernel(
     dh_mix_ptr,
     x_factor_ptr,
     h_pre_ptr,
+    h_res_ptr,  # h_res is written where pass B asks for it
     sums_ptr,
+    divisors_ptr,
     T,
     D,
     hc_eps,
+    post_mult,
+    iters,
+    sinkhorn_eps,
     n: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = (t < T)[:, None]
-    M: tl.constexpr = n * n + 2 * n
-    m = tl.arange(0, BLOCK_M)
-    pre, post, res = (m < n)[None, :], ((m >= n) & (m < 2 * n))[None, :], ((m >= 2 * n) & (m < M))[None, :]
-    in_maps = in_batch & (m < M)[None, :]
     rows = t[:, None]
-
-    h_mix = tl.load(h_mix_ptr + rows * M + m[None, :], mask=in_maps, other=0.0).to(tl.float32)
     inv_rms = tl.load(inv_rms_ptr + rows, mask=in_batch, other=0.0).to(tl.float32)
-    alpha = tl.where(m < M, alpha_of_row(alpha_ptr, m, n), 0.0)[None, :]
-    bias = tl.load(bias_ptr + m, mask=m < M, other=0.0).to(tl.float32)[None, :]
+    sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * M)
+
+    # The rows of phi that a sigmoid follows, and the padding, for which everything is 0.
+    GATES: tl.constexpr = n if M == n else 2 * n
+    g = tl.arange(0, BLOCK_G)[None, :]
+    m = tl.where(g < GATES, g, g + (M - GATES))
+    is_gate = in_batch & (g < GATES)
+    h_mix = tl.load(h_mix_ptr + rows * M + g, mask=is_gate, other=0.0).to(tl.float32)
+    alpha = alpha_of_row(alpha_ptr, g, GATES, n)
+    bias = tl.load(bias_ptr + g, mask=g < GATES, other=0.0).to(tl.float32)
     normed = h_mix * inv_rms
     z = alpha * normed + bias
     gate = tl.sigmoid(z)
     slope = gate * tl.sigmoid(-z)
-
-    dz = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    dz = tl.zeros([BLOCK_T, BLOCK_G], tl.float32)
     if dh_pre_ptr is not None:
-        dz += slope * tl.load(dh_pre_ptr + rows * n + m[None, :], mask=in_batch & pre, other=0.0)
+        dz += slope * tl.load(dh_pre_ptr + rows * n + g, mask=in_batch & (g < n), other=0.0)
     if dh_post_ptr is not None:
-        dh_post = tl.load(dh_post_ptr + rows * n + (m - n)[None, :], mask=in_batch & post, other=0.0)
-        dz += 2.0 * slope * dh_post.to(tl.float32)
-    if dh_res_ptr is not None:
-        dh_res = tl.load(dh_res_ptr + rows * (n * n) + (m - 2 * n)[None, :], mask=in_batch & res, other=0.0)
-        dz += dh_res.to(tl.float32)
-
-    dh_mix = dz * inv_rms
-    for p in tl.static_range(PARTS):
-        part = part_of(dh_mix, p, dh_mix_ptr.dtype.element_ty)
-        tl.store(dh_mix_ptr + (p * T.to(tl.int64) + rows) * BLOCK_M + m[None, :], part, mask=in_batch)
+        dh_post = tl.load(dh_post_ptr + rows * n + (g - n), mask=is_gate & (g >= n), other=0.0)
+        dz += post_mult * slope * dh_post.to(tl.float32)
     dinv = tl.sum(alpha * dz * h_mix, axis=1)[:, None]
+    tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=in_batch & (g < n))
+    store_parts(dh_mix_ptr, rows, m, dz * inv_rms, in_batch & (m < BLOCK_M), T, PARTS, BLOCK_M)
+    in_sums = tl.arange(0, BLOCK_G) < GATES
+    tl.store(sums + tl.arange(0, BLOCK_G), tl.sum(dz, axis=0), mask=in_sums)
+    tl.store(sums + M + tl.arange(0, BLOCK_G), tl.sum(dz * normed, axis=0), mask=in_sums)
+
+    if M > n:
+        at, present = matrices(t, T, n, N)
+        token = t[:, None, None]
+        m = 2 * n + at - token * (n * n)
+        h_mix = tl.load(h_mix_ptr + token * M + m, mask=present, other=0.0).to(tl.float32)
+        alpha_res = tl.load(alpha_ptr + 2).to(tl.float32)
+        normed = h_mix * inv_rms[:, :, None]
+        dz = tl.zeros([BLOCK_T, N, N], tl.float32)
+        if dh_res_ptr is not None:
+            dz += tl.load(dh_res_ptr + at, mask=present, other=0.0).to(tl.float32)
+        if divisors_ptr is not None:
+            bias = tl.load(bias_ptr + m, mask=present, other=0.0).to(tl.float32)
+            z = alpha_res * normed + bias
+            h_res = sinkhorn_keeping(z, divisors_ptr, t, T, iters, sinkhorn_eps, n, N)
+            if h_res_ptr is not None:
+                tl.store(h_res_ptr + at, h_res, mask=present)
+            if dh_res_ptr is not None:
+                dz = tl.where(present, sinkhorn_back(z, h_res, dz, divisors_ptr, t, T, iters, n, N), 0.0)
+        dinv += alpha_res * tl.sum(tl.sum(dz * h_mix, axis=2), axis=1)[:, None]
+        store_parts(dh_mix_ptr, token, m, dz * inv_rms[:, :, None], present, T, PARTS, BLOCK_M)
+        i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+        in_sums = (i < n) & (j < n)
+        tl.store(sums + 2 * n + i * n + j, tl.sum(dz, axis=0), mask=in_sums)
+        tl.store(sums + M + 2 * n + i * n + j, tl.sum(dz * normed, axis=0), mask=in_sums)
+
     tl.store(x_factor_ptr + rows, -dinv * inv_rms * inv_rms * inv_rms / (n * D), mask=in_batch)
-    tl.store(h_pre_ptr + rows * n + m[None, :], gate + hc_eps, mask=in_batch & pre)
-    sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * M) + m
-    tl.store(sums, tl.sum(dz, axis=0), mask=m < M)
-    tl.store(sums + M, tl.sum(dz * normed, axis=0), mask=m < M)
+
+
+# dh_mix[part, t, m]
+@triton.jit
+def store_parts(dh_mix_ptr, t, m, dh_mix, present, T, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    for p in tl.static_range(PARTS):
+        at = dh_mix_ptr + (p * T.to(tl.int64) + t) * BLOCK_M + m
+        tl.store(at, part_of(dh_mix, p, dh_mix_ptr.dtype.element_ty), mask=present)
 
 
 # left · right for factors in parts: the parts of the smallest order are left out, 2^-16 of the product
@@ -121,21 +159,25 @@ def dot_parts(left, right, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
+#            + Σ_j h_res[t, i, j]·dx_next[t, j], or + dx_next[t, i] without h_res, or neither without dx_next
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
 @triton.jit(do_not_specialize=["T"])
 def mhc_pre_dx_kernel(
     x_ptr,
     dh_in_ptr,
+    dx_next_ptr,
     dh_mix_ptr,
     phi_ptr,
     x_factor_ptr,
     h_pre_ptr,
+    h_res_ptr,
     dx_ptr,
     A_ptr,
     T,
     D,
     K_padded,
     n: tl.constexpr,
+    M: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_D: tl.constexpr,
@@ -145,7 +187,6 @@ def mhc_pre_dx_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    M: tl.constexpr = n * n + 2 * n
     GROUPS: tl.constexpr = n // STREAMS
     first = tl.program_id(0) % GROUPS * STREAMS
     d = (tl.program_id(0) // GROUPS * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
@@ -176,6 +217,11 @@ def mhc_pre_dx_kernel(
         x_factor = tl.load(x_factor_ptr + t, mask=in_batch, other=0.0)
         if dh_in_ptr is not None:
             dh_in = tl.load(dh_in_ptr + t * D + d, mask=in_tile, other=0.0).to(tl.float32)
+        dx_next = ()
+        if h_res_ptr is not None:
+            for j in tl.static_range(n):
+                loaded = tl.load(dx_next_ptr + (t * n + j) * D + d, mask=in_tile, other=0.0)
+                dx_next = dx_next + (loaded.to(tl.float32),)
         sums = ()
         for s in tl.static_range(STREAMS):
             row = t * n + first + s
@@ -184,6 +230,11 @@ def mhc_pre_dx_kernel(
             dx = dot_parts(dh_mix, phi[s], PARTS, PRECISION) + x_factor * wide
             if dh_in_ptr is not None:
                 dx += tl.load(h_pre_ptr + row, mask=in_batch, other=0.0) * dh_in
+            if h_res_ptr is not None:
+                for j in tl.static_range(n):
+                    dx += tl.load(h_res_ptr + row * n + j, mask=in_batch, other=0.0) * dx_next[j]
+            elif dx_next_ptr is not None:
+                dx += tl.load(dx_next_ptr + row * D + d, mask=in_tile, other=0.0).to(tl.float32)
             tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), mask=in_tile)
             product = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
             for p in tl.static_range(PARTS):
@@ -197,10 +248,32 @@ def mhc_pre_dx_kernel(
 
 
 def mhc_pre_bwd(
-    x, phi, alpha, bias, gamma, inv_rms, h_mix, dh_in, dh_post, dh_res, hc_eps, dx, dphi, dalpha, dbias, dgamma
+    x,
+    phi,
+    alpha,
+    bias,
+    gamma,
+    inv_rms,
+    h_mix,
+    dh_in,
+    dh_post,
+    dh_res,
+    dx_next,
+    hc_eps,
+    post_mult,
+    sinkhorn_iters,
+    sinkhorn_eps,
+    dx,
+    dphi,
+    dalpha,
+    dbias,
+    dgamma,
+    mixed=True,
 ):
+    """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is."""
     n, D = x.shape[-2:]
-    T, K, M, padded = inv_rms.numel(), n * D, configs.maps(n), configs.padded_maps(n)
+    M, K = phi.shape
+    T, padded = inv_rms.numel(), configs.padded_maps(M)
     if T == 0:
         for gradient in (dphi, dalpha, dbias, dgamma):
             gradient.zero_()
@@ -213,6 +286,7 @@ def mhc_pre_bwd(
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     h_pre, x_factor = scratch(T, n), scratch(T)
+    h_res = scratch(T, n, n) if mixed and dx_next is not None else None
     dh_pre = None
     if dh_in is not None:
         dh_pre = scratch(T, n)
@@ -230,10 +304,11 @@ def mhc_pre_bwd(
             num_warps=stream.warps,
         )
 
-    dmaps = configs.dmaps(n)
+    dmaps = configs.dmaps(n, kind)
     programs = configs.cdiv(T, dmaps.block_t)
     dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
     sums = scratch(programs, 2, M)
+    through_sinkhorn = sinkhorn_iters > 0 and not (dh_res is None and h_res is None)
     mhc_pre_dmaps_kernel[(programs,)](
         dh_pre,
         dh_post,
@@ -245,34 +320,45 @@ def mhc_pre_bwd(
         dh_mix,
         x_factor,
         h_pre,
+        h_res,
         sums,
+        divisors(T, n, sinkhorn_iters, x.device) if through_sinkhorn else None,
         T,
         D,
         hc_eps,
+        post_mult,
+        sinkhorn_iters,
+        sinkhorn_eps,
         n=n,
+        N=configs.next_power_of_2(n),
+        M=M,
         PARTS=exact.parts,
         BLOCK_T=dmaps.block_t,
+        BLOCK_G=configs.next_power_of_2(padded - (n * n if M > n else 0)),
         BLOCK_M=padded,
         num_warps=dmaps.warps,
     )
 
-    stream = configs.dx(n, D, exact.parts == 1, kind)
+    stream = configs.dx(n, D, exact.parts == 1, dx_next is not None, kind)
     blocks = configs.cdiv(D, stream.block_d) * (n // stream.streams)
     slices = configs.token_slices(T, M, blocks, stream, processors)
     A = scratch(slices, M, K)
     mhc_pre_dx_kernel[(blocks, slices)](
         x,
         dh_in,
+        dx_next,
         dh_mix,
         parts,
         x_factor,
         h_pre,
+        h_res,
         dx,
         A,
         T,
         D,
         parts.shape[2],
         n=n,
+        M=M,
         PARTS=exact.parts,
         PRECISION=exact.precision,
         EVEN_D=D % stream.block_d == 0,
@@ -285,3 +371,8 @@ def mhc_pre_bwd(
     )
 
     sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias)
+
+
+def mhc_head_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dout, hc_eps, *gradients):
+    no_maps = (None, None, None)  # dh_post, dh_res, dx_next
+    mhc_pre_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dout, *no_maps, hc_eps, 0.0, 0, 0.0, *gradients)

@@ -1,7 +1,9 @@
 """mHC pre, forward: a projection of x, then one kernel that finishes each token.
 
 1. project   partials[piece, t, :] = x[t] · phiᵀ and Σ x², per piece of K = nD
-2. finish    add the pieces in order, make the maps, sum the streams to h_in
+2. finish    add the pieces in order, make the maps (Sinkhorn included), sum the streams to h_in
+
+The head is the same with the pre rows of phi alone.
 
 How K is cut into slices, and slices into groups, depends on n and D only. A slice is summed from zero by one program;
 slices are added in order to their group, groups in order to the total. With many tokens a program walks whole groups
@@ -16,6 +18,41 @@ import triton.language as tl
 from ...core import device
 from . import configs
 from .parts import alpha_of_row, phi_parts
+from .sinkhorn import matrices, sinkhorn
+
+
+# At the end of a slice its sums are added to those of the piece; at the end of a piece they are stored.
+@triton.jit
+def flush_sums(
+    minus_mix,
+    squares,
+    piece_mix,
+    piece_squares,
+    partials_ptr,
+    t,
+    T,
+    step,
+    last,
+    slice_steps,
+    piece_steps,
+    M: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    if ((step + 1) % slice_steps == 0) | (step + 1 == last):
+        piece_mix -= tl.sum(tl.reshape(minus_mix, [BLOCK_T, PARTS, BLOCK_M]), axis=1)
+        piece_squares += squares
+        minus_mix = tl.zeros([BLOCK_T, PARTS * BLOCK_M], tl.float32)
+        squares = tl.zeros([BLOCK_T], tl.float32)
+        if ((step + 1) % piece_steps == 0) | (step + 1 == last):
+            m = tl.arange(0, BLOCK_M)[None, :]
+            out = partials_ptr + (step // piece_steps * T.to(tl.int64) + t) * (M + 1)
+            tl.store(out[:, None] + m, piece_mix, mask=(t < T)[:, None] & (m < M))
+            tl.store(out + M, piece_squares, mask=t < T)
+            piece_mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+            piece_squares = tl.zeros([BLOCK_T], tl.float32)
+    return minus_mix, squares, piece_mix, piece_squares
 
 
 # partials[piece, t, m] = Σ_{k in piece} x[t, k]·phi[m, k];  partials[piece, t, M] = Σ_{k in piece} x[t, k]²
@@ -43,7 +80,6 @@ def mhc_pre_project_kernel(
     split = tl.program_id(0) % splits
     t = (tl.program_id(0) // splits).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = t < T
-    m = tl.arange(0, BLOCK_M)
     row = tl.arange(0, PARTS * BLOCK_M)  # the parts of phi, one below the other
     parts = parts_ptr + row.to(tl.int64)[:, None] * K_padded
     is_map = (row % BLOCK_M < M)[:, None]
@@ -64,22 +100,42 @@ def mhc_pre_project_kernel(
         # overwrite x while the asynchronous product still reads it: errors of 1e-2, new ones in each run (3.6, Hopper).
         minus_mix -= tl.dot(x if PARTS == 2 else wide, part.T, input_precision=PRECISION)
         squares += tl.sum(wide * wide, axis=1)
-        if ((step + 1) % slice_steps == 0) | (step + 1 == last):
-            piece_mix -= tl.sum(tl.reshape(minus_mix, [BLOCK_T, PARTS, BLOCK_M]), axis=1)
-            piece_squares += squares
-            minus_mix = tl.zeros([BLOCK_T, PARTS * BLOCK_M], tl.float32)
-            squares = tl.zeros([BLOCK_T], tl.float32)
-            if ((step + 1) % piece_steps == 0) | (step + 1 == last):
-                out = partials_ptr + (step // piece_steps * T.to(tl.int64) + t) * (M + 1)
-                tl.store(out[:, None] + m[None, :], piece_mix, mask=in_batch[:, None] & (m < M)[None, :])
-                tl.store(out + M, piece_squares, mask=in_batch)
-                piece_mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-                piece_squares = tl.zeros([BLOCK_T], tl.float32)
+        minus_mix, squares, piece_mix, piece_squares = flush_sums(
+            minus_mix,
+            squares,
+            piece_mix,
+            piece_squares,
+            partials_ptr,
+            t,
+            T,
+            step,
+            last,
+            slice_steps,
+            piece_steps,
+            M,
+            PARTS,
+            BLOCK_T,
+            BLOCK_M,
+        )
+
+
+# Σ_pieces partials[piece, t, column]: pieces are added to their group in order, groups in order to the total
+@triton.jit
+def sum_pieces(partials_ptr, t, column, present, T, M: tl.constexpr, PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr):
+    at = partials_ptr + t * (M + 1) + column
+    total = tl.zeros(at.shape, tl.float32)
+    for first in tl.static_range(0, PIECES, GROUP_PIECES):
+        group = tl.zeros(at.shape, tl.float32)
+        for piece in tl.static_range(first, min(first + GROUP_PIECES, PIECES)):
+            group += tl.load(at + piece * T.to(tl.int64) * (M + 1), mask=present, other=0.0)
+        total += group
+    return total
 
 
 # h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
-# h_pre = σ(z_pre) + hc_eps;  h_post = 2σ(z_post);  h_res = z_res;  h_in = Σ_i h_pre[i]·x[i]
-@triton.jit(do_not_specialize=["T", "blocks_each"])
+# h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post);  h_res = sinkhorn(z_res), or z_res where iters is 0
+# h_in = Σ_i h_pre[i]·x[i]
+@triton.jit(do_not_specialize=["T", "blocks_each", "iters"])
 def mhc_pre_finish_kernel(
     x_ptr,
     partials_ptr,
@@ -96,68 +152,109 @@ def mhc_pre_finish_kernel(
     blocks_each,  # blocks of channels per program
     norm_eps,
     hc_eps,
+    post_mult,
+    iters,
+    sinkhorn_eps,
     n: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,  # n in the head
     PIECES: tl.constexpr,
     GROUP_PIECES: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     # Last tokens first: some of them are still in the L2 cache.
     t = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = t < T
-    M: tl.constexpr = n * n + 2 * n
-    m = tl.arange(0, BLOCK_M)
-    in_maps = in_batch[:, None] & (m < M)[None, :]
+    rows = t[:, None]
 
-    total = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-    for first in tl.static_range(0, PIECES, GROUP_PIECES):
-        group = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        for piece in tl.static_range(first, min(first + GROUP_PIECES, PIECES)):
-            row = (piece * T.to(tl.int64) + t) * (M + 1)
-            present = in_batch[:, None] & (m <= M)[None, :]
-            group += tl.load(partials_ptr + row[:, None] + m[None, :], mask=present, other=0.0)
-        total += group
-    squares = tl.sum(tl.where((m == M)[None, :], total, 0.0), axis=1)
+    GATES: tl.constexpr = n if M == n else 2 * n  # rows of phi that a sigmoid follows
+    g = tl.arange(0, BLOCK_G)[None, :]
+    is_gate = in_batch[:, None] & (g < GATES)
+    column = tl.where(g < GATES, g, M)  # and behind them Σ x²
+    present = in_batch[:, None] & (g <= GATES)
+    mix = sum_pieces(partials_ptr, rows, column, present, T, M, PIECES, GROUP_PIECES)
+    squares = tl.sum(tl.where(g == GATES, mix, 0.0), axis=1)
     inv_rms = tl.rsqrt(squares / (n * D) + norm_eps)
-    scale = tl.where(m < M, alpha_of_row(alpha_ptr, m, n), 0.0)
-    bias = tl.load(bias_ptr + m, mask=m < M, other=0.0).to(tl.float32)
-    z = total * inv_rms[:, None] * scale[None, :] + bias[None, :]
-    gate = tl.sigmoid(z)
+    bias = tl.load(bias_ptr + g, mask=g < GATES, other=0.0).to(tl.float32)
+    gate = tl.sigmoid(mix * inv_rms[:, None] * alpha_of_row(alpha_ptr, g, GATES, n) + bias)
     h_pre = gate + hc_eps
-
-    if tl.program_id(1) == 0:
-        pre, post, res = (m < n)[None, :], ((m >= n) & (m < 2 * n))[None, :], (m >= 2 * n)[None, :]
-        tl.store(inv_rms_ptr + t, inv_rms, mask=in_batch)
-        tl.store(h_mix_ptr + t[:, None] * M + m[None, :], total, mask=in_maps)
-        tl.store(h_pre_ptr + t[:, None] * n + m[None, :], h_pre, mask=in_maps & pre)
-        tl.store(h_post_ptr + t[:, None] * n + (m - n)[None, :], 2.0 * gate, mask=in_maps & post)
-        tl.store(h_res_ptr + t[:, None] * (n * n) + (m - 2 * n)[None, :], z, mask=in_maps & res)
 
     begin = tl.program_id(1) * blocks_each
     for block in range(begin, tl.minimum(begin + blocks_each, tl.cdiv(D, BLOCK_D))):
-        d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-        in_tile = in_batch[:, None] & (d < D)[None, :]
+        d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        in_tile = in_batch[:, None] & (d < D)
         h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for i in tl.static_range(n):
-            weight = tl.sum(tl.where((m == i)[None, :], h_pre, 0.0), axis=1)
-            x = tl.load(x_ptr + (t[:, None] * n + i) * D + d[None, :], mask=in_tile, other=0.0)
+            weight = tl.sum(tl.where(g == i, h_pre, 0.0), axis=1)
+            x = tl.load(x_ptr + (rows * n + i) * D + d, mask=in_tile, other=0.0)
             h_in += weight[:, None] * x.to(tl.float32)
-        tl.store(h_in_ptr + t[:, None] * D + d[None, :], h_in.to(h_in_ptr.dtype.element_ty), mask=in_tile)
+        tl.store(h_in_ptr + rows * D + d, h_in.to(h_in_ptr.dtype.element_ty), mask=in_tile)
+
+    if tl.program_id(1) == 0:
+        tl.store(inv_rms_ptr + t, inv_rms, mask=in_batch)
+        tl.store(h_mix_ptr + rows * M + g, mix, mask=is_gate)
+        if h_pre_ptr is not None:
+            tl.store(h_pre_ptr + rows * n + g, h_pre, mask=is_gate & (g < n))
+        if M > n:
+            tl.store(h_post_ptr + rows * n + (g - n), post_mult * gate, mask=is_gate & (g >= n))
+            at, present = matrices(t, T, n, N)
+            column = 2 * n + at - t[:, None, None] * (n * n)
+            mix = sum_pieces(partials_ptr, t[:, None, None], column, present, T, M, PIECES, GROUP_PIECES)
+            tl.store(h_mix_ptr + t[:, None, None] * M + column, mix, mask=present)
+            bias = tl.load(bias_ptr + column, mask=present, other=0.0).to(tl.float32)
+            z = mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + bias
+            if iters > 0:
+                z = sinkhorn(z, iters, sinkhorn_eps, n, N)
+            tl.store(h_res_ptr + at, z, mask=present)
 
 
-def mhc_pre_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, h_in, h_post, h_res, inv_rms, h_mix, h_pre):
+def finish(x, partials, cut, alpha, bias, norm_eps, hc_eps, post_mult, iters, sinkhorn_eps, *outputs):
+    """outputs: h_in, h_post, h_res, inv_rms, h_mix, h_pre; h_pre may be None, in the head h_post and h_res too."""
     n, D = x.shape[-2:]
-    T, K, M = inv_rms.numel(), n * D, configs.maps(n)
-    if T == 0:
-        return
+    T, M = partials.shape[1], partials.shape[2] - 1
+    kind, processors = device.kind(x.device), device.multiprocessors(x.device)
+    tile = configs.finish(D, kind)
+    token_blocks, channel_blocks = configs.cdiv(T, tile.block_t), configs.cdiv(D, tile.block_d)
+    blocks_each = configs.channel_blocks_each(channel_blocks, token_blocks, processors)
+    mhc_pre_finish_kernel[(token_blocks, configs.cdiv(channel_blocks, blocks_each))](
+        x,
+        partials,
+        alpha,
+        bias,
+        *outputs,
+        T,
+        D,
+        blocks_each,
+        norm_eps,
+        hc_eps,
+        post_mult,
+        iters,
+        sinkhorn_eps,
+        n=n,
+        N=configs.next_power_of_2(n),
+        M=M,
+        PIECES=cut.pieces,
+        GROUP_PIECES=cut.group_pieces,
+        BLOCK_T=tile.block_t,
+        BLOCK_G=configs.next_power_of_2(2 * n + 1),
+        BLOCK_D=tile.block_d,
+        num_warps=tile.warps,
+    )
+
+
+def project(x, phi, gamma):
+    """The partial sums [pieces, T, M + 1], and how K was cut."""
+    n = x.shape[-2]
+    M, K = phi.shape
+    T = x.numel() // K
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
     exact = configs.arithmetic(x.dtype, kind)
     parts = phi_parts(phi, gamma, None, n, exact)
-
-    project = configs.project(n, D, exact.parts == 1, kind)
-    token_blocks = configs.cdiv(T, project.block_t)
-    cut = configs.cut(K, project.block_k, token_blocks, processors)
+    tile = configs.project(M, K, exact.parts == 1, kind)
+    token_blocks = configs.cdiv(T, tile.block_t)
+    cut = configs.cut(K, tile.block_k, token_blocks, processors)
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     mhc_pre_project_kernel[(token_blocks * cut.splits,)](
         x,
@@ -173,38 +270,45 @@ def mhc_pre_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, h_in, h_post, h_re
         M=M,
         PARTS=exact.parts,
         PRECISION=exact.precision,
-        EVEN_K=K % project.block_k == 0,
-        BLOCK_T=project.block_t,
-        BLOCK_M=configs.padded_maps(n),
-        BLOCK_K=project.block_k,
-        STAGES=project.stages,
-        num_warps=project.warps,
+        EVEN_K=K % tile.block_k == 0,
+        BLOCK_T=tile.block_t,
+        BLOCK_M=configs.padded_maps(M),
+        BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
     )
+    return partials, cut
 
-    finish = configs.finish(D, kind)
-    token_blocks, channel_blocks = configs.cdiv(T, finish.block_t), configs.cdiv(D, finish.block_d)
-    blocks_each = configs.channel_blocks_each(channel_blocks, token_blocks, processors)
-    mhc_pre_finish_kernel[(token_blocks, configs.cdiv(channel_blocks, blocks_each))](
-        x,
-        partials,
-        alpha,
-        bias,
-        h_in,
-        h_post,
-        h_res,
-        inv_rms,
-        h_mix,
-        h_pre,
-        T,
-        D,
-        blocks_each,
-        norm_eps,
-        hc_eps,
-        n=n,
-        PIECES=cut.pieces,
-        GROUP_PIECES=cut.group_pieces,
-        BLOCK_T=finish.block_t,
-        BLOCK_M=configs.next_power_of_2(M + 1),
-        BLOCK_D=finish.block_d,
-        num_warps=finish.warps,
-    )
+
+def mhc_pre_fwd(
+    x,
+    phi,
+    alpha,
+    bias,
+    gamma,
+    norm_eps,
+    hc_eps,
+    post_mult,
+    sinkhorn_iters,
+    sinkhorn_eps,
+    h_in,
+    h_post,
+    h_res,
+    inv_rms,
+    h_mix,
+    h_pre=None,
+):
+    if x.numel():
+        options = (norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
+        finish(x, *project(x, phi, gamma), alpha, bias, *options, h_in, h_post, h_res, inv_rms, h_mix, h_pre)
+
+
+def mhc_layer_pre(*arguments):
+    *inputs_and_maps, _, inv_rms, h_mix = arguments  # the link holds a zero already
+    mhc_pre_fwd(*inputs_and_maps, inv_rms, h_mix)
+
+
+def mhc_head_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, out, inv_rms, h_mix):
+    if x.numel():
+        options = (norm_eps, hc_eps, 0.0, 0, 0.0)
+        finish(x, *project(x, phi, gamma), alpha, bias, *options, out, None, None, inv_rms, h_mix, None)

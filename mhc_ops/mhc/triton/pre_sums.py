@@ -22,11 +22,11 @@ def mhc_pre_dphi_kernel(
     slices,
     K,
     n: tl.constexpr,
+    M: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    M: tl.constexpr = n * n + 2 * n
     m = tl.arange(0, BLOCK_M)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     present = (m < M)[:, None] & (k < K)[None, :]
@@ -38,7 +38,7 @@ def mhc_pre_dphi_kernel(
         A += tl.load(of_slice, mask=present, other=0.0)
         of_slice += slice_size
     phi = tl.load(phi_ptr + at, mask=present, other=0.0).to(tl.float32)
-    scaled = alpha_of_row(alpha_ptr, m, n)[:, None] * A
+    scaled = alpha_of_row(alpha_ptr, m, M, n)[:, None] * A
     if gamma_ptr is None:
         dphi = scaled
     else:
@@ -76,11 +76,11 @@ def mhc_pre_dalpha_kernel(
     programs,
     blocks,
     n: tl.constexpr,
+    M: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    M: tl.constexpr = n * n + 2 * n
     m = tl.arange(0, BLOCK_M)
     dbias = column_sums(sums_ptr, programs, 2 * M, M, BLOCK_R, BLOCK_M)
     tl.store(dbias_ptr + m, dbias.to(dbias_ptr.dtype.element_ty), mask=m < M)
@@ -88,7 +88,7 @@ def mhc_pre_dalpha_kernel(
     if PARTS > 1:
         by_row += column_sums(missing_ptr, blocks, M, M, BLOCK_R, BLOCK_M)
     section = (m >= n).to(tl.int32) + (m >= 2 * n).to(tl.int32)
-    for s in tl.static_range(3):
+    for s in tl.static_range(3 if M > n else 1):
         dalpha = tl.sum(tl.where((section == s) & (m < M), by_row, 0.0), axis=0)
         tl.store(dalpha_ptr + s, dalpha.to(dalpha_ptr.dtype.element_ty))
 
@@ -96,7 +96,7 @@ def mhc_pre_dalpha_kernel(
 def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias):
     """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel."""
     slices, M, K = A.shape
-    tile = configs.dphi(n)
+    tile = configs.dphi(M)
     blocks = configs.cdiv(K, tile.block_d)
     missing = torch.empty((blocks, M), dtype=torch.float32, device=A.device)
     mhc_pre_dphi_kernel[(blocks,)](
@@ -110,8 +110,9 @@ def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, db
         slices,
         K,
         n=n,
+        M=M,
         PARTS=exact.parts,
-        BLOCK_M=configs.padded_maps(n),
+        BLOCK_M=configs.padded_maps(M),
         BLOCK_K=tile.block_d,
         num_warps=tile.warps,
     )
@@ -123,8 +124,9 @@ def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, db
         sums.shape[0],
         blocks,
         n=n,
+        M=M,
         PARTS=exact.parts,
         BLOCK_R=configs.DALPHA.block_t,
-        BLOCK_M=configs.padded_maps(n),
+        BLOCK_M=configs.padded_maps(M),
         num_warps=configs.DALPHA.warps,
     )

@@ -5,7 +5,7 @@ import torch
 
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.check import name_of
-from mhc_ops.mhc.ops import mhc_pre_bwd, mhc_pre_fwd
+from mhc_ops.mhc.contracts import mhc_pre_bwd, mhc_pre_fwd
 
 pytest.importorskip("triton")
 import cross_compile
@@ -29,8 +29,8 @@ def launch_all(T, n, D, dtype, gamma=True):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     inputs = [tensor(T, n, D, dtype=dtype), tensor(M, n * D), tensor(3), tensor(M), tensor(n, D) if gamma else None]
-    h_in, h_post, h_res, inv_rms, h_mix, _ = mhc_pre_fwd.launch(*inputs, 1e-6, 1e-6, "triton")
-    mhc_pre_bwd.launch(*inputs, inv_rms, h_mix, h_in, h_post, h_res, 1e-6, "triton")
+    h_in, h_post, h_res, inv_rms, h_mix, _ = mhc_pre_fwd.launch(*inputs, 1e-6, 1e-6, 2.0, 20, 1e-6, "triton")
+    mhc_pre_bwd.launch(*inputs, inv_rms, h_mix, h_in, h_post, h_res, None, 1e-6, 2.0, 20, 1e-6, "triton")
 
 
 @pytest.mark.parametrize("target", cross_compile.TARGETS)

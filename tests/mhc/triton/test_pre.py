@@ -1,5 +1,7 @@
 """mHC pre in Triton, in the interpreter and on a GPU: exact, deterministic, and the same for a token in any batch."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,12 +9,12 @@ pytest.importorskip("triton")
 import mhc_ops
 from mhc_ops.core import device
 from mhc_ops.measure import accuracy, cases
-from mhc_ops.mhc.ops import mhc_pre_bwd
+from mhc_ops.mhc.contracts import mhc_pre_bwd
 from mhc_ops.mhc.triton import configs
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 SUBJECT = cases.MHC_FORWARD_PRE
-Case = cases.PreCase
+Case = partial(cases.Case, SUBJECT)
 
 ACCURACY = [
     *(Case((37,), n, 96, dtype) for n in range(1, 9) for dtype in (bf16, fp16, fp32)),
@@ -234,7 +236,17 @@ def test_more_than_2_to_the_31_elements():
     def run(rows):
         outputs = mhc_ops.mhc_forward_pre(**{**parameters, "x": x[rows]}, outflag=True)
         gradients = mhc_pre_bwd(
-            x[rows], *list(parameters.values())[1:], None, *outputs[3:5], *[c[rows] for c in cotangents], 1e-6, "triton"
+            x[rows],
+            *list(parameters.values())[1:],
+            None,
+            *outputs[3:5],
+            *[c[rows] for c in cotangents],
+            None,
+            1e-6,
+            2.0,
+            0,
+            0.0,
+            "triton",
         )
         return outputs, gradients
 
