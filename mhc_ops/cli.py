@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from .core import backend as backends
-from .measure import accuracy, cases, report, speed
+from .measure import accuracy, cases, peers, report, speed
+
+STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     bench = commands.add_parser("bench", help="time, bandwidth and memory beside eager, torch.compile and a copy")
     bench.add_argument("--case", metavar="TEXT", default="", help="only cases whose name contains this")
+    bench.add_argument("--peers", action="store_true", help="beside them, other libraries that are installed")
     bench.add_argument("--json", metavar="FILE", type=Path, help="write everything measured to this file")
     bench.set_defaults(command=run_bench)
 
@@ -82,20 +85,28 @@ def run_check(options: argparse.Namespace) -> int:
 def run_bench(options: argparse.Namespace) -> int:
     chosen = cases.BENCH if options.device.type == "cuda" else cases.BENCH_CPU
     work = [case for case in chosen if options.case in str(case)]
+    installed = [peer.name for peer in peers.PEERS if options.peers and peers.version(peer) is not None]
     measurements: list[speed.Measurement] = []
     for case in report.progress(work, "bench"):
         kernels = [backend for backend in wanted(options) if backend != "reference" and runs(case, backend, options)]
-        compiler = [] if speed.why_no_compiler() else ["torch.compile"]
-        measurements += speed.measure(case, [*kernels, "eager", *compiler], options.device)
+        others = ["eager", *([] if speed.why_no_compiler() else ["torch.compile"]), *installed]
+        measurements += speed.measure(case, [*kernels, *others], options.device)
+    stack = speed.stack_peaks(*STACK, options.device) if options.device.type == "cuda" else {}
     print(speed_table(measurements))
+    for name, megabytes in stack.items():
+        print(f"stack of {speed.STACKED_LAYERS} HyperConnections {STACK}, {name}: peak {megabytes:.0f} MB")
     print_missing(options)
+    for peer in peers.PEERS if options.peers else ():
+        if peers.version(peer) is None:
+            print(f"{peer.name} did not run: it is not installed (pip install {peer.package})")
     if speed.why_no_compiler():
         print(f"torch.compile did not run: {speed.why_no_compiler()}")
     if options.json:
         content = {
             "date": datetime.date.today().isoformat(),
-            "versions": report.versions(),
+            "versions": {**report.versions(), **{peer.name: peers.version(peer) or "-" for peer in peers.PEERS}},
             "measurements": [measurement.as_json() for measurement in measurements],
+            "peak megabytes of a stack": stack,
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     return 0 if measurements else 2

@@ -1,4 +1,4 @@
-"""How fast: device time forward and backward beside eager, torch.compile and a copy of the same bytes, in one run.
+"""How fast: device time beside eager, torch.compile, other libraries and a copy of the same bytes, in one run.
 
 A kernel is checked against fp64 before it is timed. On a GPU every sample starts with a cold L2 (a buffer larger than
 it is overwritten) and with the host ahead of the device, so that launches cost no device time; the median counts.
@@ -11,13 +11,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import accuracy
-from .cases import Case, Subject, Tensors
+from mhc_ops import HyperConnection
+
+from . import accuracy, peers
+from .cases import Case, Tensors
 
 SAMPLES = 20
 CHECKED_TOKENS = 256
@@ -32,12 +35,12 @@ class Measurement:
     subject: str
     case: str
     provider: str
-    direction: str  # "forward" or "backward"
+    direction: str  # "forward" (without gradients), "backward", or "both" (a training step: forward and backward)
     microseconds: float
     bandwidth: float
     copy_microseconds: float  # a copy that moves the same bytes, read and written
     host_microseconds: float | None  # what the call takes on the host, without gradients; forward only
-    peak_megabytes: float | None  # of forward and backward together, above the inputs
+    peak_megabytes: float | None  # of a training step, above the inputs; "both" only
 
     @property
     def of_copy(self) -> float:
@@ -48,10 +51,18 @@ class Measurement:
         return {**asdict(self), "of_copy": self.of_copy}
 
 
+Call = Callable[..., tuple[Tensor, ...]]
+
+
 def measure(case: Case, providers: list[str], device: torch.device) -> Iterator[Measurement]:
-    """Forward and backward of each provider: a backend's name, "eager" or "torch.compile"."""
+    """Each provider (a backend's name, "eager", "torch.compile", a peer's name); one that lacks the op is left out."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield from _measure(case, providers, device)
+        copies = {direction: copy_time(size, device) for direction, size in case.bytes_moved().items()}
+        tensors = case.inputs(device)
+        for provider in providers:
+            prepared = prepare(case, provider, tensors, device)
+            if prepared is not None:
+                yield from _time_provider(case, provider, *prepared, copies, device)
 
 
 def why_no_compiler() -> str | None:
@@ -59,75 +70,52 @@ def why_no_compiler() -> str | None:
     return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler (g++ or clang++)"
 
 
-def _measure(case: Case, providers: list[str], device: torch.device) -> Iterator[Measurement]:
-    copies = {direction: copy_time(size, device) for direction, size in case.bytes_moved().items()}
-    tensors = case.inputs(device)
-    for provider in providers:
-        subject, backend = as_provider(case.subject, provider)
-        if provider == backend:
-            checked = replace(case, outer=(min(CHECKED_TOKENS, math.prod(case.outer)),))
-            failed = [row for row in accuracy.measure(checked, backend, device) if not row.passed]
-            if failed:
-                raise AssertionError(f"{provider} is wrong, so it is not timed: {failed}")
-        yield from _time_provider(case, subject, provider, backend, tensors, copies, device)
-
-
-def as_provider(subject: Subject, provider: str) -> tuple[Subject, str]:
+def prepare(case: Case, provider: str, tensors: Tensors, device: torch.device) -> tuple[Tensors, Call] | None:
+    """The provider's own tensors, and `call(**tensors)`; None where it lacks the op."""
+    call = case.subject.call
+    for peer in peers.PEERS:
+        if provider == peer.name:
+            prepared = peer.prepare(case.subject.name, tensors)
+            return None if prepared is None else (prepared.tensors, prepared.call)
     if provider == "eager":
-        return subject, "reference"
+        return tensors, partial(call, backend="reference")
     if provider == "torch.compile":
         torch.compiler.reset()
-        return replace(subject, call=torch.compile(subject.call, dynamic=False, fullgraph=True)), "reference"
-    return subject, provider
+        return tensors, partial(torch.compile(call, dynamic=False, fullgraph=True), backend="reference")
+    checked = replace(case, outer=(min(CHECKED_TOKENS, math.prod(case.outer)),))
+    failed = [row for row in accuracy.measure(checked, provider, device) if not row.passed]
+    if failed:
+        raise AssertionError(f"{provider} is wrong, so it is not timed: {failed}")
+    return tensors, partial(call, backend=provider)
 
 
 def _time_provider(
-    case: Case,
-    subject: Subject,
-    provider: str,
-    backend: str,
-    tensors: Tensors,
-    copies: dict[str, float],
-    device: torch.device,
+    case: Case, provider: str, tensors: Tensors, call: Call, copies: dict[str, float], device: torch.device
 ) -> Iterator[Measurement]:
     plain = {name: tensor.detach() for name, tensor in tensors.items()}
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    differentiable = len(case.subject.outputs) - case.subject.intermediates
     moved = case.bytes_moved()
+
+    def row(direction: str, time: float, host: float | None = None, peak: float | None = None) -> Measurement:
+        name, bandwidth = case.subject.name, moved[direction] / time / 1e3
+        return Measurement(name, str(case), provider, direction, time, bandwidth, copies[direction], host, peak)
 
     def forward() -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return subject.call(**plain, backend=backend)
+            return call(**plain)
 
-    host = host_time(forward, device)
-    microseconds = device_time(forward, device)
-    yield _row(case, provider, "forward", microseconds, moved, copies, host, None)
+    def graph() -> list[Tensor]:
+        return list(call(**leaves))[:differentiable]
 
-    def graph() -> tuple[list[Tensor], list[Tensor]]:
-        outputs = list(subject.call(**leaves, backend=backend))[: len(subject.outputs) - subject.intermediates]
-        return outputs, [torch.randn_like(output) for output in outputs]
-
-    def backward(outputs: list[Tensor], cotangents: list[Tensor]) -> tuple[Tensor, ...]:
+    def backward(outputs: list[Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(outputs, list(leaves.values()), cotangents)
 
-    peak = peak_memory(lambda: backward(*graph()), device)
-    microseconds = device_time(backward, device, prepare=graph)
-    yield _row(case, provider, "backward", microseconds, moved, copies, None, peak)
-
-
-def _row(
-    case: Case,
-    provider: str,
-    direction: str,
-    microseconds: float,
-    moved: dict[str, float],
-    copies: dict[str, float],
-    host: float | None,
-    peak: float | None,
-) -> Measurement:
-    bandwidth = moved[direction] / microseconds / 1e3
-    return Measurement(
-        case.subject.name, str(case), provider, direction, microseconds, bandwidth, copies[direction], host, peak
-    )
+    cotangents = [torch.randn_like(output) for output in graph()]
+    yield row("forward", device_time(forward, device), host=host_time(forward, device))
+    yield row("backward", device_time(backward, device, prepare=lambda: (graph(),)))
+    both = device_time(lambda: backward(graph()), device)
+    yield row("both", both, peak=peak_memory(lambda: backward(graph()), device))
 
 
 def copy_time(size: float, device: torch.device) -> float:
@@ -193,3 +181,23 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> float | None:
     call()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+STACKED_LAYERS = 8
+
+
+def stack_peaks(T: int, n: int, D: int, device: torch.device) -> dict[str, float | None]:
+    """Peak megabytes of a training step of eight HyperConnections in bf16 around one linear layer each, above weights
+    and input: as they are, and with checkpoint=True."""
+    peaks = {}
+    x = torch.randn(T, n, D, device=device, dtype=torch.bfloat16, requires_grad=True)
+    for checkpoint in (False, True):
+        layers = [torch.nn.Linear(D, D, bias=False, device=device, dtype=x.dtype) for _ in range(STACKED_LAYERS)]
+        wrapped = (HyperConnection(layer, n, D, checkpoint=checkpoint, device=device) for layer in layers)
+        stack = torch.nn.Sequential(*wrapped)
+
+        def step(stack: torch.nn.Sequential = stack) -> None:
+            torch.autograd.grad(stack(x).sum(), [x, *stack.parameters()])
+
+        peaks["with checkpoint" if checkpoint else "without"] = peak_memory(step, device)
+    return peaks

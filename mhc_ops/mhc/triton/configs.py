@@ -89,15 +89,15 @@ class Project:
 
 @cache
 def project(M: int, K: int, wide: bool, kind: str) -> Project:
-    """64 tokens × 128 of K, 4 warps, 3 stages: 83 µs at T = 8192, D = 4096 (the same loads without a product: 76);
-    128 × 128 with 8 warps 83, 128 × 64 with 8 warps 88, 256 × 64 119.
+    """64 tokens × 64 of K, 4 warps, 3 stages: 77.4 µs at T = 8192, D = 4096 (the same loads without a product: 76);
+    64 × 128 79.7, 128 × 64 with 8 warps 80, 4 stages 79.3, 128 × 128 with 8 warps and 2 stages 107.
 
     `wide`: x is not bf16. Rows of phi in parts fill the registers as n grows, addresses do where rows are unaligned."""
     if kind == "cpu":
         return Project(128, 64, 4, 1)
     rows = padded_maps(M) * (1 if wide else 2)
     small = wide or rows > 128 or not aligned(K)
-    block_k = 32 if small else LONGEST_BLOCK_K if rows <= 64 else 64
+    block_k = 32 if small else 64
     cramped = rows > 128 if kind == "hip" else M == maps(8) and not aligned(K)
     return Project(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if kind == "hip" else 3)
 
@@ -109,41 +109,38 @@ def aligned(row: int) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """K cut into slices, groups of slices, pieces (slices or groups) that are stored, and shares of programs."""
+    """K cut into slices, groups of slices, and pieces (slices or groups), each of which one program sums and stores."""
 
     slice_steps: int  # blocks of K per slice
-    piece_steps: int
+    steps: int  # blocks of K per piece
     pieces: int
     group_pieces: int  # pieces per group
-    steps: int  # per program
-    splits: int  # programs per block of tokens
 
 
-MOST_SLICES, SHORTEST_SLICE, GROUPS = 32, 512, 4
+MOST_SLICES, SHORTEST_SLICE, MOST_GROUPS, SHORTEST_GROUP = 32, 512, 4, 16
 
 
 @lru_cache(maxsize=4096)
 def cut(K: int, block_k: int, token_blocks: int, processors: int) -> Cut:
-    """Slices and groups are a function of n and D alone: up to 32 slices, none shorter than 512, in 4 groups.
-
-    Splits are a power of two, as many as keep the grid within two programs per multiprocessor. Pieces are groups where
-    each program has at least one: 16 stored slices cost 3 µs in each of the two kernels at T = 8192, D = 4096.
+    """Slices and groups are a function of n and D alone: up to 32 slices, none shorter than 512 columns, in up to 4
+    groups of at least 16 blocks (fewer do not fill the pipeline). Pieces are groups where that gives every
+    multiprocessor a program: 16 stored slices cost 3 µs in each of the two kernels at T = 8192, D = 4096.
     One token at D = 7168 takes 17.8 µs with 32 slices, 22.5 with 16."""
     steps = cdiv(K, block_k)
     slice_steps = cdiv(steps, min(MOST_SLICES, floor_power_of_2(K // SHORTEST_SLICE)))
     slices = cdiv(steps, slice_steps)
-    group_slices = cdiv(slices, GROUPS)
-    splits = min(next_power_of_2(slices), floor_power_of_2(2 * processors // token_blocks))
-    piece_slices = group_slices if splits <= GROUPS else 1
-    pieces = cdiv(slices, piece_slices)
-    each = cdiv(pieces, splits) * piece_slices * slice_steps
-    return Cut(slice_steps, piece_slices * slice_steps, pieces, group_slices // piece_slices, each, splits)
+    group_slices = cdiv(slices, max(1, min(MOST_GROUPS, steps // SHORTEST_GROUP)))
+    piece_slices = group_slices if token_blocks * cdiv(slices, group_slices) >= processors else 1
+    return Cut(slice_steps, piece_slices * slice_steps, cdiv(slices, piece_slices), group_slices // piece_slices)
 
 
 @cache
 def finish(D: int, kind: str) -> Tile:
-    """2 tokens × 1024 channels, 4 warps: 82 µs at T = 8192, D = 4096; 8 warps 94, 4 tokens 89, 1 token 83."""
-    return Tile(64 if kind == "cpu" else 2, min(1024, next_power_of_2(D)), 4)
+    """2 tokens × 256 channels, 1 warp: 85.8 µs at T = 8192, D = 4096 with 20 Sinkhorn iterations, which one warp does
+    once; 512 channels with 2 warps 86.7, 1024 with 4 warps 88, 4 tokens 99."""
+    if kind == "cpu":
+        return Tile(64, min(1024, next_power_of_2(D)), 4)
+    return Tile(2, min(256, next_power_of_2(D)), 1)
 
 
 def channel_blocks_each(channel_blocks: int, token_blocks: int, processors: int) -> int:
@@ -163,36 +160,37 @@ def dh_pre(n: int, D: int, wide: bool, kind: str) -> Tile:
 
 @cache
 def dmaps(n: int, kind: str) -> Tile:
-    """32 tokens, 4 warps: 6.0 µs at T = 8192; 128 tokens 9.2."""
+    """32 tokens, 1 warp: 13.8 µs at T = 8192 with 20 Sinkhorn iterations (no token's sums cross a warp); 64 tokens with
+    2 warps 15.2, 32 with 4 warps 28."""
     if kind == "cpu":
         return Tile(64, 0, 4)
-    return Tile(32 if n <= 4 else 16, 0, 4)
+    return Tile(32 if n <= 4 else 8, 0, 1)
 
 
 @dataclass(frozen=True)
 class Dx(Tile):
-    streams: int = 1  # of one program; divides n
+    streams: int = 1  # of one program: a power of two that divides n
 
 
 @cache
 def dx(n: int, D: int, wide: bool, residual: bool, kind: str) -> Dx:
-    """32 tokens × 64 channels × 4 streams, 4 warps, 3 stages: 189 µs at T = 8192, D = 4096 (3,190 GB/s); 16 tokens 215,
-    2 stages 246, 8 warps 453, A as [maps, channels] (which keeps phi in registers) 324.
+    """With the residual gradient, 32 tokens × 32 channels × 4 streams, 4 warps, 3 stages: 252 µs at T = 8192, D = 4096
+    (3,470 GB/s); 16 × 64 261, 32 × 64 with 2 stages 272, 64 × 32 with 2 stages 293, 8 warps 297 and more. Without it,
+    64 × 32: 170 µs (3,550 GB/s); 16 × 64 189, 32 × 32 196, 32 × 64 210.
 
-    Channels per program shrink as n grows: A takes n·padded_maps·block_d registers."""
+    Channels per program shrink as n grows: A takes streams·block_d·padded_maps registers."""
+    streams = n & -n
     if kind == "cpu":
-        return Dx(64, 64, 4, streams=n)
+        return Dx(64, 64, 4, streams=streams)
+    columns = 128 if n <= 4 else 64
     if kind == "hip":
-        if n >= 7:
-            return Dx(16, 64 if n == 7 else 16, 4, 2, streams=1 if n == 7 else 2)
-        block_t, block_d = (16, 128) if n <= 3 else (16, 32) if n == 4 else (32, 16)
-        return Dx(block_t, block_d, 4, 2, streams=n)
-    cramped = wide and (n >= 7 or not aligned(D))
+        return Dx(16, max(16, columns // streams), 4, 2, streams)
+    uneven = wide or not aligned(D)
     if n == 8:
-        return Dx(16, 16 if cramped else 32, 8, 2, streams=2)
-    if n > 4:
-        return Dx(16, 16 if cramped else 32, 8, 3, streams=n)
-    return Dx(16 if wide or D % 64 else 32, 64 if aligned(D) else 16 if wide else 32, 4, 3, streams=n)
+        return Dx(16, 16, 8, 2, 2) if uneven else Dx(16, 16, 4, 2, 4)
+    if uneven:
+        return Dx(16, max(16, columns // 2 // streams), 4, 2, streams)
+    return Dx(64 if n == 4 and not residual else 32, columns // streams, 4, 3 if n <= 4 else 2, streams)
 
 
 @lru_cache(maxsize=4096)
@@ -219,21 +217,34 @@ DALPHA = Tile(128, 0, 8)
 
 
 @cache
-def post_fwd(n: int, D: int, itemsize: int, kind: str) -> Tile:
+def post_fwd(n: int, D: int, wide: bool, kind: str) -> Tile:
+    """A whole token, 16 channels a thread: 146.6 µs at T = 8192, D = 4096 (99 % of a copy), 251 at D = 7168; in blocks
+    of 2048 channels 150 and 263, of 1024 channels 152 and 263, with 8 channels a thread 163 (D = 4096)."""
     if kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
-    return Tile(1, min(1024 if n <= 4 else 512, next_power_of_2(D)), 4)
+    if n > 4 or wide or D > 8192:
+        return Tile(1, min(1024, next_power_of_2(D)), 4)
+    return Tile(1, next_power_of_2(D), min(16, max(1, next_power_of_2(D) // 512)))
 
 
 @cache
-def post_bwd(n: int, D: int, itemsize: int, residual: bool, kind: str) -> Tile:
+def post_bwd(n: int, D: int, wide: bool, kind: str) -> Tile:
+    """256 channels, 1 warp, 3 stages: 167 µs at T = 8192, D = 4096 (4,000 GB/s); 512 channels with 2 warps 173, 1024
+    with 4 warps 188. `wide`: x or dx_next is fp32."""
     if kind == "cpu":
         return Tile(64, max(8, min(1024, next_power_of_2(D))), 4)
-    return Tile(1, max(8, min(512, next_power_of_2(D))), 2, 3)
+    if n > 4:
+        return Tile(1, max(8, min(128 if wide else 256, next_power_of_2(D))), 2, 2)
+    return Tile(1, max(8, min(256, next_power_of_2(D))), 1, 3)
 
 
 @cache
-def post_project(n: int, D: int, wide: bool, kind: str) -> Tile:
+def post_project(n: int, D: int, wide: bool, kind: str) -> Tile | None:
+    """None where the maps, streams and parts of phi do not fit the registers: two kernels are faster then."""
     if kind == "cpu":
         return Tile(128, 64, 4)
-    return Tile(64, 32 if n <= 4 and not wide else 16, 4, 2 if kind == "hip" else 3)
+    if n > 4:
+        return None if wide or kind == "hip" else Tile(16, 16, 8, 2)
+    if wide or not aligned(D):
+        return Tile(16, 16, 4, 2)
+    return Tile(32, 32, 4, 2) if kind == "hip" else Tile(64, 32, 4, 3)

@@ -6,6 +6,14 @@ import triton.language as tl
 
 from . import configs
 
+LANE = tl.constexpr(8)  # columns that a thread loads at once
+
+
+# Σ over the columns that one thread holds: [rows, columns] to [rows, columns / LANE]
+@triton.jit
+def own_sums(products, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.sum(tl.reshape(products, [ROWS, COLUMNS // LANE, LANE]), axis=2)
+
 
 # what the first `parts` parts of a value leave out
 @triton.jit
@@ -21,6 +29,20 @@ def part_of(value, p: tl.constexpr, dtype: tl.constexpr):
     return rest_of(value, p, dtype).to(dtype)
 
 
+# Rows of a matrix product with all parts of phi: the parts of 8 maps, then of the next 8. On matrix units the parts of
+# a map are then in one thread, which adds them up.
+@triton.jit
+def stacked_rows(PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    row = tl.arange(0, PARTS * BLOCK_M)
+    return row // (8 * PARTS) * 8 + row % 8, row // 8 % PARTS  # map, part
+
+
+# [rows, PARTS·BLOCK_M] of stacked columns to [rows, BLOCK_M]
+@triton.jit
+def sum_parts(stacked, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    return tl.reshape(tl.sum(tl.reshape(stacked, [ROWS, BLOCK_M // 8, PARTS, 8]), axis=2), [ROWS, BLOCK_M])
+
+
 # alpha[section of m]: alpha of the pre, post and res rows; 0 from row M on
 @triton.jit
 def alpha_of_row(alpha_ptr, m, M: tl.constexpr, n: tl.constexpr):
@@ -29,6 +51,7 @@ def alpha_of_row(alpha_ptr, m, M: tl.constexpr, n: tl.constexpr):
 
 
 # parts[p, m, k] of gamma[k]·phi[m, k], times alpha[section of m] where that is given; zero where m ≥ M or k ≥ K
+# Columns k = i·D + d as in phi or, where STRIDE > 0, d·STRIDE + i, zero where i ≥ n.
 @triton.jit
 def phi_parts_kernel(
     phi_ptr,
@@ -39,28 +62,41 @@ def phi_parts_kernel(
     K_padded,
     n: tl.constexpr,
     M: tl.constexpr,
+    STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     m = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
-    k = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    to = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    k = to
+    if STRIDE > 0:
+        k = tl.where(to % STRIDE < n, to % STRIDE * (K // n) + to // STRIDE, K)
+        k = tl.where(to // STRIDE < K // n, k, K)
     value = tl.load(phi_ptr + m * K + k, mask=(m < M) & (k < K), other=0.0).to(tl.float32)
     if gamma_ptr is not None:
         value *= tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     if alpha_ptr is not None:
         value *= alpha_of_row(alpha_ptr, m, M, n)
     for p in tl.static_range(PARTS):
-        tl.store(parts_ptr + (p * BLOCK_M + m) * K_padded + k, part_of(value, p, parts_ptr.dtype.element_ty))
+        tl.store(parts_ptr + (p * BLOCK_M + m) * K_padded + to, part_of(value, p, parts_ptr.dtype.element_ty))
 
 
 def phi_parts(
-    phi: torch.Tensor, gamma: torch.Tensor | None, alpha: torch.Tensor | None, n: int, exact: configs.Arithmetic
+    phi: torch.Tensor,
+    gamma: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    n: int,
+    exact: configs.Arithmetic,
+    stride: int = 0,
 ) -> torch.Tensor:
-    """gamma ⊙ phi, times alpha where that is given, as [parts, padded_maps, K rounded up]; made anew in each call."""
+    """gamma ⊙ phi, times alpha where that is given, as [parts, padded_maps, K rounded up]; made anew in each call.
+
+    stride: where it is given, the columns of a channel's streams stand together, `stride` of them (n and zeros)."""
     M, K = phi.shape
     padded, tile = configs.padded_maps(M), configs.phi_parts(M)
-    K_padded = configs.cdiv(K, configs.LONGEST_BLOCK_K) * configs.LONGEST_BLOCK_K
+    columns = K // n * stride if stride else K
+    K_padded = configs.cdiv(columns, configs.LONGEST_BLOCK_K) * configs.LONGEST_BLOCK_K
     parts = torch.empty((exact.parts, padded, K_padded), dtype=exact.dtype, device=phi.device)
     phi_parts_kernel[(K_padded // tile.block_d,)](
         phi,
@@ -71,6 +107,7 @@ def phi_parts(
         K_padded,
         n=n,
         M=M,
+        STRIDE=stride,
         PARTS=exact.parts,
         BLOCK_M=padded,
         BLOCK_K=tile.block_d,

@@ -1,12 +1,12 @@
 """mHC post: write a layer's output back into the streams, and its gradients. One pass over x each way."""
 
+import torch
 import triton
 import triton.language as tl
 
 from ...core import device
 from . import configs
-
-LANE = tl.constexpr(8)  # channels that a thread loads at once and adds up itself
+from .parts import LANE, own_sums
 
 
 # h_post[j] and h_res[i, j] of these tokens as two tuples of columns [tokens, 1]
@@ -56,12 +56,6 @@ def mhc_post_fwd_kernel(
     for j in tl.static_range(n):
         x_next = mix(x, h_out, h_post, h_res, j, n)
         tl.store(x_next_ptr + (t * n + j) * D + d, x_next.to(x_next_ptr.dtype.element_ty), mask=in_tile)
-
-
-# Σ over the channels that one thread holds: [tokens, channels] to [tokens, channels / LANE]
-@triton.jit
-def own_sums(products, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    return tl.sum(tl.reshape(products, [BLOCK_T, BLOCK_D // LANE, LANE]), axis=2)
 
 
 # dh_out = Σ_j h_post[j]·dx_next[j];  dh_post[j] = <dx_next[j], h_out>;  dh_res[i, j] = <x[i], dx_next[j]>
@@ -130,7 +124,7 @@ def mhc_post_bwd_kernel(
 
 def mhc_post_fwd(x, h_out, h_post, h_res, x_next):
     n, D = x.shape[-2:]
-    T, tile = h_out.numel() // D, configs.post_fwd(n, D, x.dtype.itemsize, device.kind(x.device))
+    T, tile = h_out.numel() // D, configs.post_fwd(n, D, x.dtype == torch.float32, device.kind(x.device))
     if T == 0:
         return
     mhc_post_fwd_kernel[(configs.cdiv(T, tile.block_t), configs.cdiv(D, tile.block_d))](
@@ -154,7 +148,8 @@ def mhc_layer_post(link, x, h_out, h_post, h_res, x_next):
 
 def mhc_post_bwd(x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post, dh_res):
     n, D = x.shape[-2:]
-    T, tile = h_out.numel() // D, configs.post_bwd(n, D, dx_next.dtype.itemsize, residual, device.kind(x.device))
+    wide = torch.float32 in (x.dtype, dx_next.dtype)
+    T, tile = h_out.numel() // D, configs.post_bwd(n, D, wide, device.kind(x.device))
     if T == 0:
         return
     mhc_post_bwd_kernel[(configs.cdiv(T, tile.block_t),)](

@@ -11,15 +11,30 @@ import triton.language as tl
 
 from ...core import device
 from . import configs
-from .parts import phi_parts
-from .post import load_maps, mhc_post_bwd, mix
+from .parts import LANE, own_sums, phi_parts, stacked_rows, sum_parts
+from .post import load_maps, mhc_post_bwd, mhc_post_fwd, mix
 from .pre_bwd import mhc_pre_bwd
-from .pre_fwd import finish, flush_sums
+from .pre_fwd import finish, project, store_piece
+
+
+# One tile [tokens, channels·N] of the tiles of N streams, the streams of a channel side by side
+@triton.jit
+def interleave(x, N: tl.constexpr):
+    if N == 1:
+        joined = x[0]
+    elif N == 2:
+        joined = tl.join(x[0], x[1])
+    elif N == 4:
+        joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
+    else:
+        even = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
+        joined = tl.join(even, tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7])))
+    return tl.reshape(joined, [x[0].shape[0], x[0].shape[1] * N])
 
 
 # x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]
 # partials[piece, t, m] = Σ_{d in piece} Σ_j x_next[t, j, d]·phi[m, j, d];  partials[piece, t, M] = Σ x_next²
-@triton.jit(do_not_specialize=["T", "slice_steps", "piece_steps", "steps", "splits"])
+@triton.jit(do_not_specialize=["T", "steps", "pieces"])
 def mhc_post_project_kernel(
     x_ptr,
     h_out_ptr,
@@ -31,11 +46,11 @@ def mhc_post_project_kernel(
     T,
     D,
     K_padded,
-    slice_steps,  # blocks of channels, of all streams, per slice
-    piece_steps,  # per piece: of a slice, or of a group
-    steps,  # per program, whole pieces
-    splits,  # programs per block of tokens
+    steps,  # blocks of channels, of all streams, per piece
+    pieces,
+    SLICE_STEPS: tl.constexpr,
     n: tl.constexpr,
+    N: tl.constexpr,
     M: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -45,56 +60,60 @@ def mhc_post_project_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    split = tl.program_id(0) % splits
-    t = (tl.program_id(0) // splits).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    rows = t[:, None]
-    in_batch = rows < T
-    row = tl.arange(0, PARTS * BLOCK_M)  # the parts of phi, one below the other
-    parts = parts_ptr + row.to(tl.int64)[:, None] * K_padded
-    is_map = (row % BLOCK_M < M)[:, None]
+    piece = tl.program_id(0) % pieces
+    begin = (tl.program_id(0) // pieces).to(tl.int64) * BLOCK_T
+    # Addresses are 64 bits of the block's first token and 32 bits from there: half the registers.
+    local = tl.arange(0, BLOCK_T)[:, None]
+    in_batch = local < T - begin
+    x_ptr += begin * n * D
+    x_next_ptr += begin * n * D
+    h_out_ptr += begin * D
+    row, p = stacked_rows(PARTS, BLOCK_M)
+    rows = (p * BLOCK_M + row)[:, None] * K_padded
+    is_map = (row < M)[:, None]
     if n <= 4:  # more do not fit the registers
-        h_post, h_res = load_maps(h_post_ptr, h_res_ptr, rows, in_batch, n)
+        h_post, h_res = load_maps(h_post_ptr, h_res_ptr, begin + local, in_batch, n)
 
-    first = split * steps
+    first = piece * steps
     last = tl.minimum(first + steps, tl.cdiv(D, BLOCK_D))
     minus_mix = tl.zeros([BLOCK_T, PARTS * BLOCK_M], tl.float32)
-    squares = tl.zeros([BLOCK_T], tl.float32)
+    k = tl.arange(0, BLOCK_D * N)[None, :]
+    squares = tl.zeros([BLOCK_T, BLOCK_D * N // LANE], tl.float32)  # summed over its columns at the end of a slice
     piece_mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
     piece_squares = tl.zeros([BLOCK_T], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
-        d = (step * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
-        in_tile = in_batch if EVEN_D else in_batch & (d < D)
-        in_parts = is_map if EVEN_D else is_map & (d < D)
+        at = step * BLOCK_D
+        d = tl.arange(0, BLOCK_D)[None, :]
+        in_tile = in_batch if EVEN_D else in_batch & (d < D - at)
         if n > 4:
-            h_post, h_res = load_maps(h_post_ptr, h_res_ptr, rows, in_batch, n)
+            h_post, h_res = load_maps(h_post_ptr, h_res_ptr, begin + local, in_batch, n)
         x = ()
         for i in tl.static_range(n):
-            x = x + (tl.load(x_ptr + (rows * n + i) * D + d, mask=in_tile, other=0.0).to(tl.float32),)
-        h_out = tl.load(h_out_ptr + rows * D + d, mask=in_tile, other=0.0).to(tl.float32)
-        for j in tl.static_range(n):
-            x_next = mix(x, h_out, h_post, h_res, j, n).to(x_next_ptr.dtype.element_ty)
-            tl.store(x_next_ptr + (rows * n + j) * D + d, x_next, mask=in_tile)
-            part = tl.load(parts + j * D + d, mask=in_parts, other=0.0)
-            wide = x_next.to(tl.float32)
-            minus_mix -= tl.dot(x_next if PARTS == 2 else wide, part.T, input_precision=PRECISION)
-            squares += tl.sum(wide * wide, axis=1)
-        minus_mix, squares, piece_mix, piece_squares = flush_sums(
-            minus_mix,
-            squares,
-            piece_mix,
-            piece_squares,
-            partials_ptr,
-            t,
-            T,
-            step,
-            last,
-            slice_steps,
-            piece_steps,
-            M,
-            PARTS,
-            BLOCK_T,
-            BLOCK_M,
-        )
+            x = x + (tl.load(x_ptr + at + ((local * n + i) * D + d), mask=in_tile, other=0.0).to(tl.float32),)
+        h_out = tl.load(h_out_ptr + at + (local * D + d), mask=in_tile, other=0.0).to(tl.float32)
+        all_next = ()
+        for j in tl.static_range(N):
+            if j < n:
+                x_next = mix(x, h_out, h_post, h_res, j, n).to(x_next_ptr.dtype.element_ty)
+                tl.store(x_next_ptr + at + ((local * n + j) * D + d), x_next, mask=in_tile)
+            else:
+                x_next = tl.zeros([BLOCK_T, BLOCK_D], x_next_ptr.dtype.element_ty)
+            all_next = all_next + (x_next,)
+        x_next = interleave(all_next, N)
+        wide = x_next.to(tl.float32)
+        part = tl.load(parts_ptr + at * N + (rows + k), mask=is_map, other=0.0)
+        # Transposed, so that x_next goes to the product through shared memory: as its left side it would be computed
+        # a second time, in the layout of that side.
+        minus_mix -= tl.dot(part, (x_next if PARTS == 2 else wide).T, input_precision=PRECISION).T
+        squares += own_sums(wide * wide, BLOCK_T, BLOCK_D * N)
+        if (step + 1) % SLICE_STEPS == 0:
+            piece_mix -= sum_parts(minus_mix, BLOCK_T, PARTS, BLOCK_M)
+            piece_squares += tl.sum(squares, axis=1)
+            minus_mix = tl.zeros(minus_mix.shape, tl.float32)
+            squares = tl.zeros(squares.shape, tl.float32)
+    piece_mix -= sum_parts(minus_mix, BLOCK_T, PARTS, BLOCK_M)  # of a last, short slice
+    piece_squares += tl.sum(squares, axis=1)
+    store_piece(piece_mix, piece_squares, partials_ptr, piece, begin, T, M, BLOCK_T, BLOCK_M)
 
 
 def mhc_post_pre_fwd(
@@ -114,19 +133,30 @@ def mhc_post_pre_fwd(
     x_next,
     *outputs,
 ):
+    if x.numel() == 0:
+        return
+    tile = configs.post_project(x.shape[-2], x.shape[-1], x.dtype != torch.bfloat16, device.kind(x.device))
+    if tile is None:
+        mhc_post_fwd(x, h_out, h_post, h_res, x_next)
+        partials, cut = project(x_next, phi, gamma)
+    else:
+        partials, cut = post_project(x, h_out, h_post, h_res, phi, gamma, x_next, tile)
+    options = (norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
+    finish(x_next, partials, cut, alpha, bias, *options, *outputs, None)
+
+
+def post_project(x, h_out, h_post, h_res, phi, gamma, x_next, tile):
+    """Fills x_next; returns the partial sums [pieces, T, M + 1], and how K was cut."""
     n, D = x.shape[-2:]
     M, K = phi.shape
-    T = x.numel() // K
-    if T == 0:
-        return
+    T, N = x.numel() // K, configs.next_power_of_2(n)
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
     exact = configs.arithmetic(x.dtype, kind)
-    parts = phi_parts(phi, gamma, None, n, exact)
-    tile = configs.post_project(n, D, exact.parts == 1, kind)
+    parts = phi_parts(phi, gamma, None, n, exact, stride=N)
     token_blocks = configs.cdiv(T, tile.block_t)
     cut = configs.cut(K, n * tile.block_d, token_blocks, processors)
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
-    mhc_post_project_kernel[(token_blocks * cut.splits,)](
+    mhc_post_project_kernel[(token_blocks * cut.pieces,)](
         x,
         h_out,
         h_post,
@@ -137,11 +167,11 @@ def mhc_post_pre_fwd(
         T,
         D,
         parts.shape[2],
-        cut.slice_steps,
-        cut.piece_steps,
         cut.steps,
-        cut.splits,
+        cut.pieces,
+        SLICE_STEPS=cut.slice_steps,
         n=n,
+        N=N,
         M=M,
         PARTS=exact.parts,
         PRECISION=exact.precision,
@@ -152,8 +182,7 @@ def mhc_post_pre_fwd(
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
-    options = (norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
-    finish(x_next, partials, cut, alpha, bias, *options, *outputs, None)
+    return partials, cut
 
 
 def mhc_post_pre_bwd(

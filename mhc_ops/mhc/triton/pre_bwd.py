@@ -64,7 +64,7 @@ def mhc_pre_dmaps_kernel(
     dh_mix_ptr,
     x_factor_ptr,
     h_pre_ptr,
-    h_res_ptr,  # h_res is written where pass B asks for it
+    h_res_ptr,  # where pass B asks for h_res it is written, transposed: [T, j, i]
     sums_ptr,
     divisors_ptr,
     T,
@@ -127,15 +127,16 @@ def mhc_pre_dmaps_kernel(
             z = alpha_res * normed + bias
             h_res = sinkhorn_keeping(z, divisors_ptr, t, T, iters, sinkhorn_eps, n, N)
             if h_res_ptr is not None:
-                tl.store(h_res_ptr + at, h_res, mask=present)
+                i, j = tl.arange(0, N)[None, :, None], tl.arange(0, N)[None, None, :]
+                tl.store(h_res_ptr + token * (n * n) + j * n + i, h_res, mask=present)
             if dh_res_ptr is not None:
                 dz = tl.where(present, sinkhorn_back(z, h_res, dz, divisors_ptr, t, T, iters, n, N), 0.0)
         dinv += alpha_res * tl.sum(tl.sum(dz * h_mix, axis=2), axis=1)[:, None]
         store_parts(dh_mix_ptr, token, m, dz * inv_rms[:, :, None], present, T, PARTS, BLOCK_M)
-        i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-        in_sums = (i < n) & (j < n)
-        tl.store(sums + 2 * n + i * n + j, tl.sum(dz, axis=0), mask=in_sums)
-        tl.store(sums + M + 2 * n + i * n + j, tl.sum(dz * normed, axis=0), mask=in_sums)
+        row, col = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+        in_sums = (row < n) & (col < n)
+        tl.store(sums + 2 * n + row * n + col, tl.sum(dz, axis=0), mask=in_sums)
+        tl.store(sums + M + 2 * n + row * n + col, tl.sum(dz * normed, axis=0), mask=in_sums)
 
     tl.store(x_factor_ptr + rows, -dinv * inv_rms * inv_rms * inv_rms / (n * D), mask=in_batch)
 
@@ -187,64 +188,67 @@ def mhc_pre_dx_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    # All streams of a program are one tile [BLOCK_T, STREAMS·BLOCK_D], column s·BLOCK_D + d: few, large operations.
     GROUPS: tl.constexpr = n // STREAMS
     first = tl.program_id(0) % GROUPS * STREAMS
-    d = (tl.program_id(0) // GROUPS * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
-    m = tl.arange(0, BLOCK_M)
+    begin_d = tl.program_id(0) // GROUPS * BLOCK_D
+    column = tl.arange(0, STREAMS * BLOCK_D)[None, :]
+    in_rows = begin_d + column % BLOCK_D < D
+    k = (first + column // BLOCK_D) * D + begin_d + column % BLOCK_D
+    d = begin_d + tl.arange(0, BLOCK_D)[None, :]
     in_row = d < D
+    stream = first + tl.arange(0, STREAMS)[None, :]
+    m = tl.arange(0, BLOCK_M)
     slices = tl.num_programs(1)
     T64 = T.to(tl.int64)
 
     phi = ()
-    minus_A = ()
-    for s in tl.static_range(STREAMS):
-        parts = ()
-        for p in tl.static_range(PARTS):
-            rows = phi_ptr + (p * BLOCK_M + m).to(tl.int64)[:, None] * K_padded
-            parts = parts + (tl.load(rows + (first + s) * D + d, mask=in_row, other=0.0),)
-        phi = phi + (parts,)
-        minus_A = minus_A + (tl.zeros([BLOCK_D, BLOCK_M], tl.float32),)
+    for p in tl.static_range(PARTS):
+        rows = (p * BLOCK_M + m)[:, None] * K_padded
+        phi = phi + (tl.load(phi_ptr + (rows + k), mask=in_rows, other=0.0),)
+    minus_A = tl.zeros([STREAMS * BLOCK_D, BLOCK_M], tl.float32)
 
     # Last tokens first: they are what pass A left in the L2 cache.
     blocks = tl.cdiv(T, BLOCK_T)
+    local = tl.arange(0, BLOCK_T)[:, None]
     for done in tl.range(tl.program_id(1), blocks, slices, num_stages=STAGES):
-        t = ((blocks - 1 - done).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-        in_batch = t < T
+        # Addresses are 64 bits of the block's first token and 32 bits from there: half the registers.
+        begin = (blocks - 1 - done).to(tl.int64) * BLOCK_T
+        in_batch = local < T - begin
         in_tile = in_batch if EVEN_D else in_batch & in_row
+        in_tiles = in_batch if EVEN_D else in_batch & in_rows
         dh_mix = ()
         for p in tl.static_range(PARTS):
-            dh_mix = dh_mix + (tl.load(dh_mix_ptr + (p * T64 + t) * BLOCK_M + m[None, :], mask=in_batch, other=0.0),)
-        x_factor = tl.load(x_factor_ptr + t, mask=in_batch, other=0.0)
+            at = dh_mix_ptr + (p * T64 + begin) * BLOCK_M
+            dh_mix = dh_mix + (tl.load(at + (local * BLOCK_M + m[None, :]), mask=in_batch, other=0.0),)
+        x = tl.load(x_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
+        wide = x.to(tl.float32)
+        product = tl.zeros([STREAMS * BLOCK_D, BLOCK_M], tl.float32)
+        for p in tl.static_range(PARTS):
+            product = tl.dot((x if PARTS == 2 else wide).T, dh_mix[p], product, input_precision=PRECISION)
+        minus_A -= product  # subtracted for the reason given in mhc_pre_project_kernel
+        x_factor = tl.load(x_factor_ptr + begin + local, mask=in_batch, other=0.0)
+        dx = dot_parts(dh_mix, phi, PARTS, PRECISION) + x_factor * wide
+        if (dx_next_ptr is not None) & (h_res_ptr is None):
+            more = tl.load(dx_next_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
+            dx += more.to(tl.float32)
+        dx = tl.reshape(dx, [BLOCK_T, STREAMS, BLOCK_D])
         if dh_in_ptr is not None:
-            dh_in = tl.load(dh_in_ptr + t * D + d, mask=in_tile, other=0.0).to(tl.float32)
-        dx_next = ()
+            dh_in = tl.load(dh_in_ptr + begin * D + (local * D + d), mask=in_tile, other=0.0).to(tl.float32)
+            h_pre = tl.load(h_pre_ptr + begin * n + (local * n + stream), mask=in_batch, other=0.0)
+            dx += h_pre[:, :, None] * dh_in[:, None, :]
         if h_res_ptr is not None:
             for j in tl.static_range(n):
-                loaded = tl.load(dx_next_ptr + (t * n + j) * D + d, mask=in_tile, other=0.0)
-                dx_next = dx_next + (loaded.to(tl.float32),)
-        sums = ()
-        for s in tl.static_range(STREAMS):
-            row = t * n + first + s
-            x = tl.load(x_ptr + row * D + d, mask=in_tile, other=0.0)
-            wide = x.to(tl.float32)
-            dx = dot_parts(dh_mix, phi[s], PARTS, PRECISION) + x_factor * wide
-            if dh_in_ptr is not None:
-                dx += tl.load(h_pre_ptr + row, mask=in_batch, other=0.0) * dh_in
-            if h_res_ptr is not None:
-                for j in tl.static_range(n):
-                    dx += tl.load(h_res_ptr + row * n + j, mask=in_batch, other=0.0) * dx_next[j]
-            elif dx_next_ptr is not None:
-                dx += tl.load(dx_next_ptr + row * D + d, mask=in_tile, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), mask=in_tile)
-            product = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-            for p in tl.static_range(PARTS):
-                product = tl.dot((x if PARTS == 2 else wide).T, dh_mix[p], product, input_precision=PRECISION)
-            sums = sums + (minus_A[s] - product,)  # subtracted for the reason given in mhc_pre_project_kernel
-        minus_A = sums
+                at = dx_next_ptr + begin * n * D + (local * (n * D) + j * D + d)
+                dx_next = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+                at = h_res_ptr + begin * (n * n) + ((local * n + j) * n + stream)
+                weight = tl.load(at, mask=in_batch, other=0.0)
+                dx += weight[:, :, None] * dx_next[:, None, :]
+        dx = tl.reshape(dx, [BLOCK_T, STREAMS * BLOCK_D]).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + begin * n * D + (local * (n * D) + k), dx, mask=in_tiles)
 
-    out = A_ptr + (tl.program_id(1) * M + m).to(tl.int64)[:, None] * (n * D) + d
-    for s in tl.static_range(STREAMS):
-        tl.store(out + (first + s) * D, -minus_A[s].T, mask=(m < M)[:, None] & in_row)
+    out = A_ptr + (tl.program_id(1) * M + m).to(tl.int64)[:, None] * (n * D) + k
+    tl.store(out, -minus_A.T, mask=(m < M)[:, None] & in_rows)
 
 
 def mhc_pre_bwd(

@@ -6,9 +6,9 @@
 The head is the same with the pre rows of phi alone.
 
 How K is cut into slices, and slices into groups, depends on n and D only. A slice is summed from zero by one program;
-slices are added in order to their group, groups in order to the total. With many tokens a program walks whole groups
-and a piece is a group; with few it takes less than a group, a piece is a slice, and the finishing kernel adds the
-groups up: the same sums in the same order, so a token's bits do not depend on the batch.
+slices are added in order to their group, groups in order to the total. With many tokens a program takes a group, and a
+piece is a group; with few it takes a slice, and the finishing kernel adds the groups up: the same sums in the same
+order, so a token's bits do not depend on the batch.
 """
 
 import torch
@@ -17,46 +17,32 @@ import triton.language as tl
 
 from ...core import device
 from . import configs
-from .parts import alpha_of_row, phi_parts
+from .parts import LANE, alpha_of_row, own_sums, phi_parts, stacked_rows, sum_parts
 from .sinkhorn import matrices, sinkhorn
 
 
-# At the end of a slice its sums are added to those of the piece; at the end of a piece they are stored.
+# partials[piece, begin + t, m] = piece_mix[t, m];  partials[piece, begin + t, M] = piece_squares[t]
 @triton.jit
-def flush_sums(
-    minus_mix,
-    squares,
+def store_piece(
     piece_mix,
     piece_squares,
     partials_ptr,
-    t,
+    piece,
+    begin,
     T,
-    step,
-    last,
-    slice_steps,
-    piece_steps,
     M: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    if ((step + 1) % slice_steps == 0) | (step + 1 == last):
-        piece_mix -= tl.sum(tl.reshape(minus_mix, [BLOCK_T, PARTS, BLOCK_M]), axis=1)
-        piece_squares += squares
-        minus_mix = tl.zeros([BLOCK_T, PARTS * BLOCK_M], tl.float32)
-        squares = tl.zeros([BLOCK_T], tl.float32)
-        if ((step + 1) % piece_steps == 0) | (step + 1 == last):
-            m = tl.arange(0, BLOCK_M)[None, :]
-            out = partials_ptr + (step // piece_steps * T.to(tl.int64) + t) * (M + 1)
-            tl.store(out[:, None] + m, piece_mix, mask=(t < T)[:, None] & (m < M))
-            tl.store(out + M, piece_squares, mask=t < T)
-            piece_mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-            piece_squares = tl.zeros([BLOCK_T], tl.float32)
-    return minus_mix, squares, piece_mix, piece_squares
+    m, local = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_T)
+    in_batch = local < T - begin
+    out = partials_ptr + (piece * T.to(tl.int64) + begin) * (M + 1)
+    tl.store(out + (local[:, None] * (M + 1) + m), piece_mix, mask=in_batch[:, None] & (m < M))
+    tl.store(out + (local * (M + 1) + M), piece_squares, mask=in_batch)
 
 
 # partials[piece, t, m] = Σ_{k in piece} x[t, k]·phi[m, k];  partials[piece, t, M] = Σ_{k in piece} x[t, k]²
-@triton.jit(do_not_specialize=["T", "slice_steps", "piece_steps", "steps", "splits"])
+@triton.jit(do_not_specialize=["T", "steps", "pieces"])
 def mhc_pre_project_kernel(
     x_ptr,
     parts_ptr,
@@ -64,10 +50,9 @@ def mhc_pre_project_kernel(
     T,
     K,
     K_padded,
-    slice_steps,  # blocks of K per slice
-    piece_steps,  # blocks of K per piece: of a slice, or of a group
-    steps,  # blocks of K per program, whole pieces
-    splits,  # programs per block of tokens
+    steps,  # blocks of K per piece
+    pieces,
+    SLICE_STEPS: tl.constexpr,  # blocks of K per slice
     M: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -77,46 +62,38 @@ def mhc_pre_project_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    split = tl.program_id(0) % splits
-    t = (tl.program_id(0) // splits).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_batch = t < T
-    row = tl.arange(0, PARTS * BLOCK_M)  # the parts of phi, one below the other
-    parts = parts_ptr + row.to(tl.int64)[:, None] * K_padded
-    is_map = (row % BLOCK_M < M)[:, None]
+    piece = tl.program_id(0) % pieces
+    begin = (tl.program_id(0) // pieces).to(tl.int64) * BLOCK_T
+    local = tl.arange(0, BLOCK_T)[:, None]
+    in_batch = local < T - begin
+    row, p = stacked_rows(PARTS, BLOCK_M)
+    parts = parts_ptr + (p * BLOCK_M + row).to(tl.int64)[:, None] * K_padded
+    is_map = (row < M)[:, None]
 
-    first = split * steps
+    first = piece * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
     minus_mix = tl.zeros([BLOCK_T, PARTS * BLOCK_M], tl.float32)
-    squares = tl.zeros([BLOCK_T], tl.float32)
+    squares = tl.zeros([BLOCK_T, BLOCK_K // LANE], tl.float32)  # summed over its columns at the end of a slice
     piece_mix = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
     piece_squares = tl.zeros([BLOCK_T], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         k = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-        in_tile = in_batch[:, None] if EVEN_K else in_batch[:, None] & (k < K)
-        x = tl.load(x_ptr + t[:, None] * K + k, mask=in_tile, other=0.0)
+        in_tile = in_batch if EVEN_K else in_batch & (k < K)
+        x = tl.load(x_ptr + begin * K + (local * K + k), mask=in_tile, other=0.0)
         part = tl.load(parts + k, mask=is_map, other=0.0)
         wide = x.to(tl.float32)
         # Subtracted, because triton folds an addition into the product's own accumulator and then lets the next loads
         # overwrite x while the asynchronous product still reads it: errors of 1e-2, new ones in each run (3.6, Hopper).
         minus_mix -= tl.dot(x if PARTS == 2 else wide, part.T, input_precision=PRECISION)
-        squares += tl.sum(wide * wide, axis=1)
-        minus_mix, squares, piece_mix, piece_squares = flush_sums(
-            minus_mix,
-            squares,
-            piece_mix,
-            piece_squares,
-            partials_ptr,
-            t,
-            T,
-            step,
-            last,
-            slice_steps,
-            piece_steps,
-            M,
-            PARTS,
-            BLOCK_T,
-            BLOCK_M,
-        )
+        squares += own_sums(wide * wide, BLOCK_T, BLOCK_K)
+        if (step + 1) % SLICE_STEPS == 0:
+            piece_mix -= sum_parts(minus_mix, BLOCK_T, PARTS, BLOCK_M)
+            piece_squares += tl.sum(squares, axis=1)
+            minus_mix = tl.zeros(minus_mix.shape, tl.float32)
+            squares = tl.zeros(squares.shape, tl.float32)
+    piece_mix -= sum_parts(minus_mix, BLOCK_T, PARTS, BLOCK_M)  # of a last, short slice
+    piece_squares += tl.sum(squares, axis=1)
+    store_piece(piece_mix, piece_squares, partials_ptr, piece, begin, T, M, BLOCK_T, BLOCK_M)
 
 
 # Σ_pieces partials[piece, t, column]: pieces are added to their group in order, groups in order to the total
@@ -199,15 +176,16 @@ def mhc_pre_finish_kernel(
             tl.store(h_pre_ptr + rows * n + g, h_pre, mask=is_gate & (g < n))
         if M > n:
             tl.store(h_post_ptr + rows * n + (g - n), post_mult * gate, mask=is_gate & (g >= n))
-            at, present = matrices(t, T, n, N)
-            column = 2 * n + at - t[:, None, None] * (n * n)
-            mix = sum_pieces(partials_ptr, t[:, None, None], column, present, T, M, PIECES, GROUP_PIECES)
-            tl.store(h_mix_ptr + t[:, None, None] * M + column, mix, mask=present)
-            bias = tl.load(bias_ptr + column, mask=present, other=0.0).to(tl.float32)
-            z = mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + bias
+            at, is_res = matrices(t, T, n, N)
+            token = t[:, None, None]
+            m = 2 * n + at - token * (n * n)
+            res_mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, GROUP_PIECES)
+            tl.store(h_mix_ptr + token * M + m, res_mix, mask=is_res)
+            res_bias = tl.load(bias_ptr + m, mask=is_res, other=0.0).to(tl.float32)
+            h_res = res_mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + res_bias
             if iters > 0:
-                z = sinkhorn(z, iters, sinkhorn_eps, n, N)
-            tl.store(h_res_ptr + at, z, mask=present)
+                h_res = sinkhorn(h_res, iters, sinkhorn_eps, n, N)
+            tl.store(h_res_ptr + at, h_res, mask=is_res)
 
 
 def finish(x, partials, cut, alpha, bias, norm_eps, hc_eps, post_mult, iters, sinkhorn_eps, *outputs):
@@ -256,17 +234,16 @@ def project(x, phi, gamma):
     token_blocks = configs.cdiv(T, tile.block_t)
     cut = configs.cut(K, tile.block_k, token_blocks, processors)
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
-    mhc_pre_project_kernel[(token_blocks * cut.splits,)](
+    mhc_pre_project_kernel[(token_blocks * cut.pieces,)](
         x,
         parts,
         partials,
         T,
         K,
         parts.shape[2],
-        cut.slice_steps,
-        cut.piece_steps,
         cut.steps,
-        cut.splits,
+        cut.pieces,
+        SLICE_STEPS=cut.slice_steps,
         M=M,
         PARTS=exact.parts,
         PRECISION=exact.precision,

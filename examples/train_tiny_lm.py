@@ -1,0 +1,300 @@
+"""A small character-level transformer on "Pride and Prejudice", once with plain residuals and once with mHC.
+
+    python examples/train_tiny_lm.py                      a few minutes on a CPU
+    python examples/train_tiny_lm.py --device cuda
+    python examples/train_tiny_lm.py --n 8 --steps 1000 --out streams8.png
+
+Both networks start from the same weights, so that they compute the same at step 0, and see the same batches in the same
+order. Written are the curves as CSV and, where matplotlib is installed, a picture of them: the losses, and how far the
+residual maps of mHC are from doubly stochastic.
+"""
+
+import argparse
+import csv
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mhc_ops import HyperConnection, HyperHead, mhc_expand, mhc_pre
+from mhc_ops.measure.report import progress, table
+
+TEXT = Path(__file__).parent / "data" / "pride_and_prejudice.txt"
+EVALUATIONS = 40  # points of a curve
+HEAD_DIM = 32
+
+
+# The model. The two sub-layers are the same in both networks: [B, S, D] -> [B, S, D], each with its own norm.
+
+
+class Attention(nn.Module):
+    def __init__(self, D: int):
+        super().__init__()
+        self.heads = max(1, D // HEAD_DIM)
+        self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Sequential):
+    def __init__(self, D: int):
+        super().__init__(nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+
+
+class Residual(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+class TinyLM(nn.Module):
+    """n = 0: plain residuals. Otherwise mHC with n residual streams: three lines ask for n."""
+
+    def __init__(self, vocabulary: int, context: int, D: int, depth: int, n: int):
+        super().__init__()
+        self.n, self.context = n, context
+        self.characters, self.positions = nn.Embedding(vocabulary, D), nn.Embedding(context, D)
+        layers = [layer for _ in range(depth) for layer in (Attention(D), MLP(D))]
+        self.norm, self.logits = nn.LayerNorm(D), nn.Linear(D, vocabulary)
+        # Last, so that everything above has drawn the same random weights in both networks.
+        self.layers = nn.ModuleList(HyperConnection(layer, n, D) if n else Residual(layer) for layer in layers)
+        self.head = HyperHead(n, D) if n else nn.Identity()
+
+    def start(self, ids: Tensor) -> Tensor:
+        x = self.characters(ids) + self.positions.weight[: ids.shape[-1]]
+        return mhc_expand(x, self.n) if self.n else x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.start(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.logits(self.norm(self.head(x)))
+
+
+@torch.no_grad()
+def stochastic_errors(model: TinyLM, ids: Tensor) -> dict[str, float]:
+    """How far the rows and columns of h_res are from a sum of 1, over all layers and tokens."""
+    x, maps = model.start(ids), []
+    for layer in model.layers:
+        maps.append(mhc_pre(x, layer.phi, layer.alpha, layer.bias, layer.gamma, **layer.options)[2])
+        x = layer(x)
+    h_res = torch.stack(maps)
+    rows, columns = ((h_res.sum(dim) - 1).abs() for dim in (-1, -2))
+    return {"rows": rows.max().item(), "rows_mean": rows.mean().item(), "columns": columns.max().item()}
+
+
+# Training.
+
+
+@dataclass
+class Run:
+    name: str
+    parameters: int
+    curve: list[dict[str, float]] = field(default_factory=list)  # step, val, train and, for mHC, the stochastic_errors
+    seconds: float = 0.0  # of the training steps, without the evaluations
+
+    def __str__(self) -> str:
+        """The losses so far, for the progress bar."""
+        return "  ".join(
+            f"{key} {value:.4g}" for key, value in self.curve[-1].items() if key in ("step", "val", "train")
+        )
+
+
+def optimizer_of(model: TinyLM, lr: float) -> torch.optim.Optimizer:
+    """AdamW; weight decay for matrices, but not for phi, alpha and bias of the hyper-connections."""
+    hyper = [module for module in model.modules() if isinstance(module, HyperConnection | HyperHead)]
+    kept = {id(p) for module in hyper for p in module.parameters(recurse=False)}
+    groups: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for p in model.parameters():
+        groups[p.dim() >= 2 and id(p) not in kept].append(p)
+    return torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1], "weight_decay": 0.1}], lr, betas=(0.9, 0.99)
+    )
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Share of the largest one: up over the first twentieth, then half a cosine down to a tenth."""
+    warmup = steps / 20
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def train(name: str, n: int, text: Tensor, vocabulary: int, options: argparse.Namespace) -> tuple[TinyLM, Run]:
+    device, context, steps = options.device, options.context, options.steps
+    torch.manual_seed(options.seed)
+    model = TinyLM(vocabulary, context, options.D, options.depth, n).to(device)
+    optimizer = optimizer_of(model, options.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, steps))
+    order = torch.Generator().manual_seed(options.seed)
+    run = Run(name, sum(p.numel() for p in model.parameters()))
+
+    known, held_out = text.split([len(text) * 9 // 10, len(text) - len(text) * 9 // 10])
+    windows = held_out.unfold(0, context + 1, 1)  # every window of the held-out text
+    validation = windows[torch.linspace(0, len(windows) - 1, 64).long()].to(device)
+
+    def loss_of(batch: Tensor) -> Tensor:
+        with torch.autocast(torch.device(device).type, options.dtype, enabled=options.dtype != torch.float32):
+            return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    @torch.no_grad()
+    def evaluate(step: int, losses: list[float]) -> None:
+        point = {"step": step, "val": loss_of(validation).item()}
+        if losses:
+            point["train"] = sum(losses) / len(losses)
+        if n:
+            point |= stochastic_errors(model, validation[:16, :-1])
+        run.curve.append(point)
+
+    evaluate(0, [])
+    every = max(1, steps // EVALUATIONS)
+    spans = [range(begin, min(begin + every, steps)) for begin in range(0, steps, every)]
+    for _, span in zip(progress([run] * len(spans), f"{name:5}"), spans):  # the bar says how the run stands
+        clock, losses = time.perf_counter(), []
+        for _ in span:
+            starts = torch.randint(len(known) - context, (options.batch, 1), generator=order)
+            loss = loss_of(known[starts + torch.arange(context + 1)].to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        run.seconds += time.perf_counter() - clock
+        evaluate(span.stop, losses)
+    return model, run
+
+
+@torch.no_grad()
+def sample(model: TinyLM, prompt: list[int], length: int, device: str) -> list[int]:
+    ids = torch.tensor([prompt], device=device)
+    for _ in range(length):
+        probabilities = torch.softmax(model(ids[:, -model.context :])[:, -1].float() / 0.8, -1)
+        ids = torch.cat([ids, torch.multinomial(probabilities, 1)], 1)
+    return ids[0].tolist()
+
+
+# The results.
+
+
+def write_curves(runs: list[Run], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        rows = csv.DictWriter(file, ["network", "step", "train", "val", "rows", "rows_mean", "columns"])
+        rows.writeheader()
+        rows.writerows({"network": run.name, **point} for run in runs for point in run.curve)
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    from matplotlib.figure import Figure  # not a dependency of the package
+
+    plain, mhc = runs
+    figure = Figure((8, 3.7), dpi=200, layout="constrained")
+    losses, errors = figure.subplots(1, 2, width_ratios=(3, 2))
+
+    def line(axes: Any, run: Run, key: str, label: str, style: str, **look: Any) -> None:
+        points = [(point["step"], point[key]) for point in run.curve if key in point]
+        axes.plot(*zip(*points), style, label=label, **look)
+
+    # Orange and blue are distinct also for the colour-blind; the wide line shows under the narrow one.
+    orange, blue = {"color": "#E69F00", "linewidth": 3}, {"color": "#0072B2", "linewidth": 1.4}
+    for run, look in ((plain, orange), (mhc, blue)):
+        line(losses, run, "val", f"{run.name}, validation: {run.curve[-1]['val']:.3f}", "-", **look)
+        line(losses, run, "train", f"{run.name}, training: {run.curve[-1]['train']:.3f}", ":", **look)
+    first, last = plain.curve[0]["val"], plain.curve[-1]["val"]
+    losses.set(title="Loss in nats per character", ylim=(None, last + 0.45 * (first - last)))
+    losses.legend(frameon=False, title=f"both start at {first:.3f}", alignment="left")
+    line(errors, mhc, "rows", "rows, worst token", "-", **blue)
+    line(errors, mhc, "rows_mean", "rows, average", "--", **blue)
+    line(errors, mhc, "columns", "columns, worst token", "-", color="#009E73", linewidth=2)
+    errors.set(title="mHC: |sum − 1| of h_res", yscale="log")
+    errors.legend(frameon=False)
+    for axes in (losses, errors):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="0.92")
+        axes.set(xlabel="step", xlim=(0, None))
+    figure.savefig(path)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=4, help="residual streams of mHC (%(default)s)")
+    parser.add_argument("--D", type=int, default=128, help=f"channels, a multiple of {HEAD_DIM} (%(default)s)")
+    parser.add_argument("--depth", type=int, default=3, help="blocks of attention and MLP (%(default)s)")
+    parser.add_argument("--context", type=int, default=64, help="characters the model sees (%(default)s)")
+    parser.add_argument("--batch", type=int, help="texts per step (16, on a GPU 64)")
+    parser.add_argument("--steps", type=int, default=800, help="(%(default)s)")
+    # The best for the plain network among 1e-3, 3e-3, 6e-3 and 1e-2, and used for both.
+    parser.add_argument("--lr", type=float, default=6e-3, help="the largest learning rate (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="(%(default)s)")
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, help="of the layers' products (float32, on a GPU bfloat16)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("train_tiny_lm.png"), help="picture (%(default)s); curves in .csv"
+    )
+    options = parser.parse_args()
+    if options.D % HEAD_DIM or min(options.D, options.n, options.depth, options.steps, options.context) < 1:
+        parser.error(f"--D must be a multiple of {HEAD_DIM}, and --n, --depth, --steps and --context at least 1")
+    if options.out.suffix != ".png":
+        parser.error(f"--out must end in .png, got {options.out}")
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    on_cpu = torch.device(options.device).type == "cpu"
+    options.batch = options.batch or (16 if on_cpu else 64)
+    options.dtype = getattr(torch, options.dtype or ("float32" if on_cpu else "bfloat16"))
+    return options
+
+
+def main() -> int:
+    options = parse()
+    characters = TEXT.read_text(encoding="ascii")
+    alphabet = sorted(set(characters))
+    number = {character: index for index, character in enumerate(alphabet)}
+    text = torch.tensor([number[character] for character in characters])
+
+    _, plain = train("plain", 0, text, len(alphabet), options)
+    model, mhc = train("mHC", options.n, text, len(alphabet), options)
+
+    first = [run.curve[0]["val"] for run in (plain, mhc)]
+    assert math.isclose(*first, rel_tol=1e-5 if options.dtype == torch.float32 else 2**-8), first
+    print(f"step 0: validation loss {first[0]:.6f} plain, {first[1]:.6f} mHC, the same up to rounding\n")
+
+    tokens = options.steps * options.batch * options.context
+    rows = []
+    for run in (plain, mhc):
+        last = run.curve[-1]
+        speed = tokens / run.seconds
+        cells = (f"{last['train']:.4f}", f"{last['val']:.4f}", f"{run.seconds:.0f}", f"{speed:,.0f}")
+        rows.append((run.name, f"{run.parameters:,}", *cells))
+    print(table(("network", "parameters", "train loss", "val loss", "seconds", "tokens/s"), rows))
+
+    torch.manual_seed(options.seed)
+    ids = sample(model, [number[character] for character in "Elizabeth "], 200, options.device)
+    print("\nA sample of the mHC network:\n" + "".join(alphabet[index] for index in ids) + "\n")
+
+    curves = options.out.with_suffix(".csv")
+    write_curves([plain, mhc], curves)
+    print(f"curves:  {curves}")
+    try:
+        draw([plain, mhc], options.out)
+    except ImportError:
+        print("picture: none; `pip install matplotlib` draws it")
+    else:
+        print(f"picture: {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
