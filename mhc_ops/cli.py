@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     bench = commands.add_parser("bench", help="time, bandwidth and memory beside eager, torch.compile and a copy")
     bench.add_argument("--case", metavar="TEXT", default="", help="only cases whose name contains this")
+    bench.add_argument(
+        "--skip", metavar="TEXT", nargs="*", default=[], help='leave these out: "provider op TxnxD type"'
+    )
     bench.add_argument("--peers", action="store_true", help="beside them, other libraries that are installed")
     bench.add_argument("--json", metavar="FILE", type=Path, help="write everything measured to this file")
     bench.set_defaults(command=run_bench)
@@ -83,15 +86,18 @@ def run_check(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    chosen = cases.BENCH if options.device.type == "cuda" else cases.BENCH_CPU
+    on_gpu = options.device.type == "cuda"
+    chosen = (*cases.BENCH, *cases.DECODE) if on_gpu else cases.BENCH_CPU
     work = [case for case in chosen if options.case in str(case)]
+    others = ["eager", *([] if speed.why_no_compiler() else ["torch.compile"])]
     installed = [peer.name for peer in peers.PEERS if options.peers and peers.version(peer) is not None]
     measurements: list[speed.Measurement] = []
     for case in report.progress(work, "bench"):
         kernels = [backend for backend in wanted(options) if backend != "reference" and runs(case, backend, options)]
-        others = ["eager", *([] if speed.why_no_compiler() else ["torch.compile"]), *installed]
-        measurements += speed.measure(case, [*kernels, *others], options.device)
-    stack = speed.stack_peaks(*STACK, options.device) if options.device.type == "cuda" else {}
+        providers = [*kernels, *([] if case in cases.DECODE else others), *installed]
+        skipped = [provider for provider in providers if f"{provider} {case}" in options.skip]
+        measurements += speed.measure(case, [p for p in providers if p not in skipped], options.device)
+    stack = speed.stack_peaks(*STACK, options.device) if on_gpu and not options.case else {}
     print(speed_table(measurements))
     for name, megabytes in stack.items():
         print(f"stack of {speed.STACKED_LAYERS} HyperConnections {STACK}, {name}: peak {megabytes:.0f} MB")

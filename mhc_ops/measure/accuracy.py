@@ -54,7 +54,9 @@ def _run(
     results = dict(zip(subject.outputs, outputs))
     if cotangents is not None:
         used = [(o, c) for o, c in zip(outputs, cotangents) if c is not None]
-        gradients = torch.autograd.grad([o for o, _ in used], list(leaves.values()), [c for _, c in used])
+        gradients = torch.autograd.grad(
+            [o for o, _ in used], list(leaves.values()), [c for _, c in used], materialize_grads=True
+        )
         results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients)}
     return {name: result.detach() for name, result in results.items()}
 

@@ -45,7 +45,7 @@ def test_check_passes(small, capsys):
     ]
     assert len([line for line in lines if line.endswith("PASS")]) == 11
     assert lines[-1] == "11 passed, 0 failed"
-    assert "check 1/1: 9x2x8 bfloat16 reference" in printed.err
+    assert "check 1/1: mhc_forward_pre 9x2x8 bfloat16 reference" in printed.err
 
 
 def test_check_fails(small, capsys, monkeypatch):
@@ -80,7 +80,7 @@ def test_bench(small, capsys, tmp_path, cxx):
     assert cli.main(["bench", "--device", "cpu", "--backend", "reference", "--json", str(file)]) == 0
     content = json.loads(file.read_text())
     assert {m["provider"] for m in content["measurements"]} == {"eager", "torch.compile"}
-    assert {m["direction"] for m in content["measurements"]} == {"forward", "backward"}
+    assert {m["direction"] for m in content["measurements"]} == {"forward", "backward", "both"}
     assert content["versions"]["torch"] == torch.__version__
     assert "torch.compile" in capsys.readouterr().out
 

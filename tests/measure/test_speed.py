@@ -24,7 +24,7 @@ def test_a_wrong_kernel_is_not_timed():
 def test_measures_forward_and_backward():
     rows = list(speed.measure(CASE, ["reference", "eager"], CPU))
     assert [(row.provider, row.direction) for row in rows] == [
-        (provider, direction) for provider in ("reference", "eager") for direction in ("forward", "backward")
+        (provider, direction) for provider in ("reference", "eager") for direction in ("forward", "backward", "both")
     ]
     for row in rows:
         assert row.microseconds > 0
@@ -35,7 +35,7 @@ def test_measures_forward_and_backward():
 def test_bytes_moved():
     case = cases.Case(cases.MHC_FORWARD_PRE, (8192,), 4, 4096)
     X = 8192 * 4 * 4096 * 2
-    assert case.bytes_moved() == {"forward": 2.25 * X, "backward": 3.5 * X}
+    assert case.bytes_moved() == {"forward": 2.25 * X, "backward": 3.5 * X, "both": 5.75 * X}
 
 
 def test_table():

@@ -89,15 +89,15 @@ class Project:
 
 @cache
 def project(M: int, K: int, wide: bool, kind: str) -> Project:
-    """64 tokens × 64 of K, 4 warps, 3 stages: 77.4 µs at T = 8192, D = 4096 (the same loads without a product: 76);
-    64 × 128 79.7, 128 × 64 with 8 warps 80, 4 stages 79.3, 128 × 128 with 8 warps and 2 stages 107.
+    """64 tokens × 128 of K, 4 warps, 3 stages: 79.7 µs at T = 8192, D = 4096 (the same loads without a product: 76) and
+    31.8 at T = 4096, D = 2560; 64 × 64 77.4 and 38.4, 128 × 64 with 8 warps 80, 128 × 128 with 2 stages 107.
 
     `wide`: x is not bf16. Rows of phi in parts fill the registers as n grows, addresses do where rows are unaligned."""
     if kind == "cpu":
         return Project(128, 64, 4, 1)
     rows = padded_maps(M) * (1 if wide else 2)
     small = wide or rows > 128 or not aligned(K)
-    block_k = 32 if small else 64
+    block_k = 32 if small else LONGEST_BLOCK_K if rows <= 64 else 64
     cramped = rows > 128 if kind == "hip" else M == maps(8) and not aligned(K)
     return Project(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if kind == "hip" else 3)
 
@@ -164,7 +164,7 @@ def dmaps(n: int, kind: str) -> Tile:
     2 warps 15.2, 32 with 4 warps 28."""
     if kind == "cpu":
         return Tile(64, 0, 4)
-    return Tile(32 if n <= 4 else 8, 0, 1)
+    return Tile(32, 0, 1) if n <= 4 else Tile(8, 0, 2)
 
 
 @dataclass(frozen=True)
@@ -240,11 +240,17 @@ def post_bwd(n: int, D: int, wide: bool, kind: str) -> Tile:
 
 @cache
 def post_project(n: int, D: int, wide: bool, kind: str) -> Tile | None:
-    """None where the maps, streams and parts of phi do not fit the registers: two kernels are faster then."""
+    """64 tokens × 64 channels of 4 streams, 8 warps, 3 stages: 186 µs at T = 8192, D = 4096; 32 × 32 with 4 warps and 4
+    stages 221 (the parts of phi are read once per block of tokens), 64 × 32 with 4 warps 230, 128 × 32 with 8 warps
+    235, 2 stages 242.
+
+    None where the maps, streams and parts of phi do not fit the registers: two kernels are faster then."""
     if kind == "cpu":
         return Tile(128, 64, 4)
+    if D < 16 or (n > 4 and (wide or kind == "hip")):
+        return None
     if n > 4:
-        return None if wide or kind == "hip" else Tile(16, 16, 8, 2)
+        return Tile(16, 16, 8, 2)
     if wide or not aligned(D):
         return Tile(16, 16, 4, 2)
-    return Tile(32, 32, 4, 2) if kind == "hip" else Tile(64, 32, 4, 3)
+    return Tile(32, 32, 4, 2) if kind == "hip" else Tile(64, 64, 8, 3)

@@ -149,14 +149,14 @@ def store_parts(dh_mix_ptr, t, m, dh_mix, present, T, PARTS: tl.constexpr, BLOCK
         tl.store(at, part_of(dh_mix, p, dh_mix_ptr.dtype.element_ty), mask=present)
 
 
-# left · right for factors in parts: the parts of the smallest order are left out, 2^-16 of the product
+# total + left · right for factors in parts: the parts of the smallest order are left out, 2^-16 of the product
 @triton.jit
-def dot_parts(left, right, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    product = tl.dot(left[0], right[0], input_precision=PRECISION)
+def dot_parts(left, right, total, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    total = tl.dot(left[0], right[0], total, input_precision=PRECISION)
     if PARTS == 2:
-        product = tl.dot(left[0], right[1], product)
-        product = tl.dot(left[1], right[0], product)
-    return product
+        total = tl.dot(left[0], right[1], total)
+        total = tl.dot(left[1], right[0], total)
+    return total
 
 
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
@@ -223,15 +223,16 @@ def mhc_pre_dx_kernel(
             dh_mix = dh_mix + (tl.load(at + (local * BLOCK_M + m[None, :]), mask=in_batch, other=0.0),)
         x = tl.load(x_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
         wide = x.to(tl.float32)
+        x_factor = tl.load(x_factor_ptr + begin + local, mask=in_batch, other=0.0)
         product = tl.zeros([STREAMS * BLOCK_D, BLOCK_M], tl.float32)
         for p in tl.static_range(PARTS):
             product = tl.dot((x if PARTS == 2 else wide).T, dh_mix[p], product, input_precision=PRECISION)
         minus_A -= product  # subtracted for the reason given in mhc_pre_project_kernel
-        x_factor = tl.load(x_factor_ptr + begin + local, mask=in_batch, other=0.0)
-        dx = dot_parts(dh_mix, phi, PARTS, PRECISION) + x_factor * wide
+        dx = x_factor * wide
         if (dx_next_ptr is not None) & (h_res_ptr is None):
             more = tl.load(dx_next_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
             dx += more.to(tl.float32)
+        dx = dot_parts(dh_mix, phi, dx, PARTS, PRECISION)
         dx = tl.reshape(dx, [BLOCK_T, STREAMS, BLOCK_D])
         if dh_in_ptr is not None:
             dh_in = tl.load(dh_in_ptr + begin * D + (local * D + d), mask=in_tile, other=0.0).to(tl.float32)

@@ -26,7 +26,7 @@ def softmax(z, n: tl.constexpr, N: tl.constexpr):
     return c / tl.sum(c, axis=2, keep_dims=True)
 
 
-# what c is divided by to make its sums along an axis 1: [tokens, 1, N] for axis 1 (columns), [tokens, N, 1] for 2 (rows)
+# what c is divided by to make its sums along an axis 1: [tokens, 1, N] for axis 1 (columns), else [tokens, N, 1] (rows)
 @triton.jit
 def divisor_of(c, axis: tl.constexpr, eps, n: tl.constexpr, N: tl.constexpr):
     at = tl.arange(0, N)[None, None, :] if axis == 1 else tl.arange(0, N)[None, :, None]

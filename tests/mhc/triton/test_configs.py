@@ -11,26 +11,25 @@ TOKEN_BLOCKS = [1, 2, 3, 5, 16, 31, 64, 66, 100, 128, 132, 133, 256, 500, 10_000
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_cut(n):
+    M = configs.maps(n)
     for D in WIDTHS:
-        K, block_k = n * D, configs.project(n, D, False, "cuda").block_k
-        steps = configs.cdiv(K, block_k)
-        shapes = set()
-        for token_blocks in TOKEN_BLOCKS:
-            cut = configs.cut(K, block_k, token_blocks, 132)
-            stored = []
-            for split in range(cut.splits):
-                first, last = split * cut.steps, min((split + 1) * cut.steps, steps)
-                ends = [s for s in range(first, last) if (s + 1) % cut.piece_steps == 0 or s + 1 == last]
-                stored += [step // cut.piece_steps for step in ends]
-                assert first % cut.piece_steps == 0, "a program starts with a piece"
-            assert stored == list(range(cut.pieces)), "each piece is stored once, by one program"
-            shapes.add((cut.slice_steps, cut.group_pieces * cut.piece_steps))
-        assert len(shapes) == 1, "slices and groups depend on n and D alone"
+        K = n * D
+        for block_k in (configs.project(M, K, False, "cuda").block_k, n * 32):
+            steps = configs.cdiv(K, block_k)
+            shapes = set()
+            for token_blocks in TOKEN_BLOCKS:
+                cut = configs.cut(K, block_k, token_blocks, 132)
+                shares = [min((p + 1) * cut.steps, steps) - p * cut.steps for p in range(cut.pieces)]
+                assert min(shares) >= 1, "no program is idle"
+                assert sum(shares) == steps, "each block is summed once"
+                assert cut.steps % cut.slice_steps == 0, "a program starts with a slice"
+                shapes.add((cut.slice_steps, cut.group_pieces * cut.steps))
+            assert len(shapes) == 1, "slices and groups depend on n and D alone"
 
 
 def test_few_tokens_fill_the_device():
-    assert configs.cut(4 * 4096, 128, 1, 132).splits == 32
-    assert configs.cut(4 * 7168, 128, 2, 132).splits == 32
+    assert configs.cut(4 * 4096, 128, 1, 132).pieces == 32
+    assert configs.cut(4 * 7168, 128, 2, 132).pieces == 32
 
 
 def test_many_tokens_store_groups():
@@ -42,8 +41,9 @@ def test_many_tokens_store_groups():
 def test_token_slices(T):
     for n in range(1, 9):
         for D in WIDTHS:
-            tile = configs.dx(n, D, False, "cuda")
+            tile = configs.dx(n, D, False, True, "cuda")
             assert n % tile.streams == 0
+            assert tile.streams.bit_count() == 1
             blocks = configs.cdiv(D, tile.block_d) * (n // tile.streams)
             slices = configs.token_slices(T, configs.maps(n), blocks, tile, 132)
             assert 1 <= slices <= min(16, configs.cdiv(T, tile.block_t))

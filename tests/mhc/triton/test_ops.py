@@ -1,0 +1,324 @@
+"""Every mHC op in Triton, in the interpreter and on a GPU: exact, deterministic, a token the same in any batch."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import mhc_ops
+from mhc_ops.measure import accuracy, cases
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+STREAMED = [subject for subject in cases.SUBJECTS if subject is not cases.SINKHORN]
+by_subject = pytest.mark.parametrize("subject", STREAMED, ids=lambda subject: subject.name)
+by_any_subject = pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda subject: subject.name)
+
+
+def accuracy_cases(subject):
+    """test_pre.py has more of mhc_forward_pre, whose kernels the others share. The seeds: at n = 1 some of the head's
+    gradients are single sums, which cancel to almost nothing for others."""
+    return [
+        cases.Case(subject, (37,), 1, 40, bf16, seed=3),
+        cases.Case(subject, (37,), 3, 96, fp32),
+        cases.Case(subject, (37,), 4, 96, bf16),
+        cases.Case(subject, (5, 3), 4, 7, fp16, seed=1),
+        cases.Case(subject, (19,), 8, 33, bf16),
+        cases.Case(subject, (21,), 2, 64, bf16, parameter_dtype=bf16),
+        cases.Case(subject, (), 4, 33, bf16, gamma=False),
+        *(cases.Case(subject, (19,), 4, 70, bf16, scale=scale) for scale in (1e-3, 1e3)),
+        *(cases.Case(subject, (40,), 4, 40, dtype, sigma=sigma) for sigma in (0.1, 3, 8) for dtype in (bf16, fp32)
+          if subject in cases.MIXED),
+    ]  # fmt: skip
+
+
+SMALL = [case for subject in STREAMED[1:] for case in accuracy_cases(subject)]
+SINKHORN = [
+    *(cases.Case(cases.SINKHORN, (33,), n, 0, dtype) for n in range(1, 9) for dtype in (fp32, bf16)),
+    *(cases.Case(cases.SINKHORN, (65,), n, 0, fp32, sigma=sigma) for sigma in (0.1, 1, 3, 8) for n in (3, 4)),
+]
+
+
+def seed(subject):
+    """Of the seeds that were tried, one for which the head's dalpha, a single sum, does not cancel to almost nothing."""
+    return 5 if subject is cases.MHC_HEAD else 0
+
+
+# Sizes that only a GPU gets through: many slices and groups of K, full grids, every config with aligned and odd D.
+LARGE = [
+    *(
+        cases.Case(subject, (1500,), n, 512, dtype, seed=seed(subject))
+        for subject in STREAMED
+        for n in range(1, 9)
+        for dtype in (bf16, fp16, fp32)
+    ),
+    *(cases.Case(subject, (700,), n, 257, dtype) for subject in STREAMED for n in (3, 4, 8) for dtype in (bf16, fp32)),
+    *(cases.Case(subject, (4096,), 4, 2560, bf16, gamma=False, seed=seed(subject)) for subject in STREAMED),
+    *(cases.Case(subject, (2048,), 4, 4096, bf16, seed=seed(subject)) for subject in STREAMED),
+    *(cases.Case(subject, (128,), 4, 7168, bf16, seed=seed(subject)) for subject in STREAMED),
+    *(cases.Case(cases.SINKHORN, (5000,), n, 0, fp32) for n in range(1, 9)),
+]
+
+
+def assert_accurate(case, on):
+    rows = accuracy.measure(case, "triton", on)
+    assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
+
+
+def cotangents_of(subject, tensors, seed=0):
+    return accuracy.random_cotangents(subject, accuracy.run(subject, tensors, "triton"), seed)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *SINKHORN], ids=str)
+def test_exact_to_one_rounding(case, kernel_device, poisoned):
+    assert_accurate(case, kernel_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_exact_and_same_bits_twice(case, poisoned):
+    assert_accurate(case, "cuda")
+    tensors = case.inputs("cuda")
+    cotangents = cotangents_of(case.subject, tensors)
+    first, second = (accuracy.run(case.subject, tensors, "triton", cotangents) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def rows_of(subject, tensors, rows):
+    """The same call for some of the tokens."""
+    per_token = ("x", "h_out", "h_post", "h_res", "logits")
+    return subject.call(**{name: t[rows] if name in per_token else t for name, t in tensors.items()}, backend="triton")
+
+
+def assert_same_in_any_batch(subject, T, D, on):
+    tensors = cases.Case(subject, (T,), 4, D, bf16).inputs(on)
+    whole = rows_of(subject, tensors, slice(None))
+    for rows in (slice(0, 1), slice(3, 10), slice(5, 133), slice(T - 7, T)):
+        assert all(torch.equal(p, w[rows]) for p, w in zip(rows_of(subject, tensors, rows), whole))
+
+
+@by_any_subject
+def test_token_is_the_same_in_any_batch(subject, kernel_device):
+    assert_same_in_any_batch(subject, 300, 300, kernel_device)
+
+
+@pytest.mark.gpu
+@by_any_subject
+def test_token_is_the_same_in_a_batch_that_fills_the_device(subject):
+    """Alone, among 7, among 128, and among 4096 and more."""
+    for T, D in ((4096, 4096), (16384, 1280)):
+        assert_same_in_any_batch(subject, T, D, "cuda")
+
+
+@by_any_subject
+def test_same_bits_twice(subject, kernel_device):
+    tensors = cases.Case(subject, (50,), 4, 60, bf16).inputs(kernel_device)
+    cotangents = cotangents_of(subject, tensors)
+    first, second = (accuracy.run(subject, tensors, "triton", cotangents) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@by_any_subject
+def test_layouts(subject, kernel_device):
+    """Strided inputs and cotangents give the bits of contiguous ones, and are left as they were."""
+    tensors = cases.Case(subject, (6,), 3, 40, bf16).inputs(kernel_device)
+    cotangents = cotangents_of(subject, tensors)
+    expected = accuracy.run(subject, tensors, "triton", cotangents)
+    strided = {name: torch.stack([t, t], -1)[..., 0] for name, t in tensors.items()}
+    if "x" in strided:
+        strided["x"] = tensors["x"].transpose(1, 2).contiguous().transpose(1, 2)
+    before = {name: t.clone() for name, t in strided.items()}
+    results = accuracy.run(subject, strided, "triton", [torch.stack([c, c], -1)[..., 0] for c in cotangents])
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+    assert all(torch.equal(strided[name], before[name]) for name in strided)
+
+
+@by_any_subject
+def test_expanded_cotangents(subject, kernel_device):
+    """The gradient of a sum arrives with stride 0."""
+    tensors = cases.Case(subject, (6,), 3, 40, fp32, seed=1).inputs(kernel_device)
+    outputs = accuracy.run(subject, tensors, "triton")
+    count = len(subject.outputs) - subject.intermediates
+    expanded = [outputs[name].new_ones(()).expand_as(outputs[name]) for name in subject.outputs[:count]]
+    results = accuracy.run(subject, tensors, "triton", expanded)
+    exact = accuracy.truth(subject, tensors, expanded, outputs)
+    names = [name for name in exact if name != "dlogits"]  # the sum of a Sinkhorn matrix is constant: no gradient
+    assert all(accuracy.close(results[name], exact[name]) for name in names)
+
+
+UNUSED = [(s, i) for s in STREAMED for i in range(len(s.outputs) - s.intermediates) if len(s.outputs) > 1]
+
+
+@pytest.mark.parametrize(("subject", "used"), UNUSED, ids=[f"{s.name}-{s.outputs[i]}" for s, i in UNUSED])
+def test_unused_outputs(subject, used, kernel_device, poisoned):
+    """One output alone has a cotangent."""
+    tensors = cases.Case(subject, (9,), 3, 20, fp32).inputs(kernel_device)
+    outputs = accuracy.run(subject, tensors, "triton")
+    every = accuracy.random_cotangents(subject, outputs, seed=0)
+    chosen = [c if i == used else None for i, c in enumerate(every)]
+    results = accuracy.run(subject, tensors, "triton", chosen)
+    exact = accuracy.truth(subject, tensors, chosen, outputs)
+    for name in exact:
+        assert accuracy.close(results[name], exact[name]), name
+
+
+@pytest.mark.parametrize("gamma", [False, True])
+@by_any_subject
+def test_empty_batch(subject, gamma, kernel_device, poisoned):
+    tensors = cases.Case(subject, (2, 0), 4, 32, bf16, gamma=gamma).inputs(kernel_device)
+    results = accuracy.run(subject, tensors, "triton", cotangents_of(subject, tensors))
+    assert all(results[name].shape[:2] == (2, 0) for name in subject.outputs)
+    assert all(results[f"d{name}"].shape == tensor.shape for name, tensor in tensors.items())
+    parameters = [name for name in tensors if name in ("phi", "alpha", "bias", "gamma")]
+    assert all(not results[f"d{name}"].any() for name in parameters)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@by_subject
+def test_bad_values_stay_in_their_token(subject, value, kernel_device):
+    tensors = cases.Case(subject, (8,), 3, 40, bf16).inputs(kernel_device)
+    clean = accuracy.run(subject, tensors, "triton")
+    tensors["x"][5, 1, 7] = value
+    outputs = accuracy.run(subject, tensors, "triton")
+    others = [0, 1, 2, 3, 4, 6, 7]
+    count = len(subject.outputs) - subject.intermediates
+    for name in subject.outputs[:count]:
+        assert torch.equal(outputs[name][others], clean[name][others])
+        assert not outputs[name][5].isfinite().all()
+    cotangents = [torch.ones_like(outputs[name]) for name in subject.outputs[:count]]
+    dx = accuracy.run(subject, tensors, "triton", cotangents)["dx"]
+    assert dx[others].isfinite().all()
+    if subject is not cases.MHC_POST:  # whose dx does not depend on x
+        assert not dx[5].isfinite().all()
+
+
+@by_any_subject
+def test_double_backward_raises(subject, kernel_device):
+    tensors = cases.Case(subject, (3,), 2, 8, fp32).inputs(kernel_device)
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+    first = subject.call(**leaves, backend="triton")[0]
+    gradient, *_ = torch.autograd.grad(first.square().sum(), next(iter(leaves.values())), create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiat"):
+        gradient.sum().backward()
+
+
+@pytest.mark.gpu
+@by_any_subject
+def test_cuda_graph(subject):
+    """Forward and backward, captured and replayed on new values."""
+    tensors = cases.Case(subject, (64,), 4, 512, bf16).inputs("cuda")
+    cotangents = cotangents_of(subject, tensors)
+
+    def step():
+        return accuracy.run(subject, tensors, "triton", cotangents)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    first = next(iter(tensors.values()))
+    first.copy_(torch.randn_like(first))
+    graph.replay()
+    expected = step()
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+
+
+def test_boundary_is_the_composition(kernel_device):
+    """mhc_post_pre is mhc_post, then mhc_pre: the bits of x_next, the maps up to fp32 rounding."""
+    tensors = cases.Case(cases.MHC_POST_PRE, (70,), 4, 200, bf16).inputs(kernel_device)
+    x_next, h_in, h_post, h_res = mhc_ops.mhc_post_pre(**tensors, backend="triton")
+    of_post = {name: tensors.pop(name) for name in cases.MHC_POST.inputs}
+    assert torch.equal(x_next, mhc_ops.mhc_post(**of_post, backend="triton"))
+    expected = mhc_ops.mhc_pre(x_next, **tensors, backend="triton")
+    for result, other in zip((h_in, h_post, h_res), expected):
+        assert accuracy.close(result, other.double())
+
+
+def test_layer_is_the_composition(kernel_device):
+    """mhc_layer gives the bits of mhc_pre and mhc_post, and one rounding less in dx."""
+    case = cases.Case(cases.MHC_LAYER, (40,), 4, 60, bf16)
+    tensors = case.inputs(kernel_device)
+    h_out = tensors.pop("h_out")
+    h_in, h_post, h_res = mhc_ops.mhc_pre(**tensors, backend="triton")
+    x_next = mhc_ops.mhc_post(tensors["x"], h_out, h_post, h_res, backend="triton")
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            results = case.subject.call(**tensors, h_out=h_out, backend="triton")
+        assert torch.equal(results[0], x_next)
+        assert torch.equal(results[1], h_in)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 1])
+def test_sinkhorn_sums(sigma, kernel_device):
+    """20 iterations: columns sum to 1 within 2e-6 (they come last, eps is 1e-6), rows as in fp64."""
+    logits = cases.Case(cases.SINKHORN, (500,), 4, 0, fp32, sigma=sigma).inputs(kernel_device)["logits"]
+    h_res = mhc_ops.sinkhorn(logits, backend="triton").double()
+    exact = mhc_ops.sinkhorn(logits.double(), backend="reference")
+    assert (h_res.sum(-2) - 1).abs().max() < 2e-6
+    assert accuracy.close(h_res.sum(-1).float(), exact.sum(-1))
+
+
+@pytest.mark.parametrize("iters", [1, 2, 7, 50])
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-2])
+def test_sinkhorn_options(iters, eps, kernel_device):
+    logits = cases.Case(cases.SINKHORN, (9,), 3, 0, fp32).inputs(kernel_device)["logits"].requires_grad_()
+    cotangent = torch.randn(9, 3, 3, generator=torch.Generator().manual_seed(0)).to(kernel_device)
+    h_res = mhc_ops.sinkhorn(logits, iters, eps, backend="triton")
+    (dlogits,) = torch.autograd.grad(h_res, logits, cotangent)
+    wide = logits.detach().double().requires_grad_()
+    exact = mhc_ops.sinkhorn(wide, iters, eps, backend="reference")
+    assert accuracy.close(h_res, exact)
+    assert accuracy.close(dlogits, torch.autograd.grad(exact, wide, cotangent.double())[0])
+
+
+def test_pre_options(kernel_device):
+    options = {"norm_eps": 1e-2, "hc_eps": 1e-2, "post_mult": 1.3, "sinkhorn_iters": 3, "sinkhorn_eps": 1e-3}
+    tensors = cases.Case(cases.MHC_PRE, (9,), 3, 20, fp32).inputs(kernel_device)
+
+    def run(values, backend):
+        leaves = {name: t.detach().requires_grad_() for name, t in values.items()}
+        outputs = mhc_ops.mhc_pre(**leaves, **options, backend=backend)
+        generator = torch.Generator().manual_seed(0)
+        cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), cotangents)]
+
+    exact = run({name: t.double() for name, t in tensors.items()}, "reference")
+    assert all(accuracy.close(result, e) for result, e in zip(run(tensors, "triton"), exact))
+
+
+def test_h_out_of_another_type(kernel_device):
+    """Under autocast a layer returns bf16 beside fp32 streams."""
+    tensors = cases.Case(cases.MHC_POST, (9,), 3, 20, fp32).inputs(kernel_device)
+    tensors["h_out"] = tensors["h_out"].to(bf16)
+    cotangents = cotangents_of(cases.MHC_POST, tensors)
+    results = accuracy.run(cases.MHC_POST, tensors, "triton", cotangents)
+    exact = accuracy.truth(cases.MHC_POST, tensors, cotangents)
+    assert (results["x_next"].dtype, results["dh_out"].dtype) == (fp32, bf16)
+    assert all(accuracy.close(results[name], exact[name]) for name in exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("subject", [cases.MHC_LAYER, cases.MHC_POST_PRE], ids=lambda subject: subject.name)
+def test_more_than_2_to_the_31_elements(subject):
+    """The last tokens of tensors past 2^31 elements have the bits they have alone, forward and in dx."""
+    T, n, D = 140_000, 4, 4096
+    needed = 10 * T * n * D * 2
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed / 1e9:.0f} GB of free GPU memory")
+    tail = cases.Case(subject, (100,), n, D, gamma=False).inputs("cuda")
+    per_token = [name for name in tail if name in ("x", "h_out", "h_post", "h_res")]
+    whole = dict(tail)
+    for name in per_token:
+        whole[name] = tail[name].new_zeros((T, *tail[name].shape[1:]))
+        whole[name][-100:] = tail[name]
+
+    def run(tensors):
+        leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+        outputs = subject.call(**leaves, backend="triton")
+        gradients = torch.autograd.grad(outputs, [leaves["x"], leaves["h_out"]], [torch.ones_like(o) for o in outputs])
+        return [result[-100:].clone() for result in (*outputs, *gradients)]
+
+    assert whole["x"].numel() > 2**31
+    assert all(torch.equal(one, other) for one, other in zip(run(whole), run(tail)))
