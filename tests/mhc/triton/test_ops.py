@@ -38,7 +38,7 @@ SINKHORN = [
 
 
 def seed(subject):
-    """Of the seeds that were tried, one for which the head's dalpha, a single sum, does not cancel to almost nothing."""
+    """Of those tried, one for which the head's dalpha, a single sum, does not cancel to almost nothing."""
     return 5 if subject is cases.MHC_HEAD else 0
 
 
