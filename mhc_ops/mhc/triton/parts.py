@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...core.launch import launch
 from . import configs
 
 LANE = tl.constexpr(8)  # columns that a thread loads at once
@@ -98,7 +99,9 @@ def phi_parts(
     columns = K // n * stride if stride else K
     K_padded = configs.cdiv(columns, configs.LONGEST_BLOCK_K) * configs.LONGEST_BLOCK_K
     parts = torch.empty((exact.parts, padded, K_padded), dtype=exact.dtype, device=phi.device)
-    phi_parts_kernel[(K_padded // tile.block_d,)](
+    launch(
+        phi_parts_kernel,
+        (K_padded // tile.block_d,),
         phi,
         gamma,
         alpha,

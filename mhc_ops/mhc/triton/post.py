@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from ...core import device
+from ...core.launch import launch
 from . import configs
 from .parts import LANE, own_sums
 
@@ -127,7 +128,9 @@ def mhc_post_fwd(x, h_out, h_post, h_res, x_next):
     T, tile = h_out.numel() // D, configs.post_fwd(n, D, x.dtype == torch.float32, device.kind(x.device))
     if T == 0:
         return
-    mhc_post_fwd_kernel[(configs.cdiv(T, tile.block_t), configs.cdiv(D, tile.block_d))](
+    launch(
+        mhc_post_fwd_kernel,
+        (configs.cdiv(T, tile.block_t), configs.cdiv(D, tile.block_d)),
         x,
         h_out,
         h_post,
@@ -152,7 +155,9 @@ def mhc_post_bwd(x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post
     T, tile = h_out.numel() // D, configs.post_bwd(n, D, wide, device.kind(x.device))
     if T == 0:
         return
-    mhc_post_bwd_kernel[(configs.cdiv(T, tile.block_t),)](
+    launch(
+        mhc_post_bwd_kernel,
+        (configs.cdiv(T, tile.block_t),),
         x,
         h_out,
         h_post,

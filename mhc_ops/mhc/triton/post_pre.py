@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ...core import device
+from ...core.launch import launch
 from . import configs
 from .parts import LANE, own_sums, phi_parts, stacked_rows, sum_parts
 from .post import load_maps, mhc_post_bwd, mhc_post_fwd, mix
@@ -156,7 +157,9 @@ def post_project(x, h_out, h_post, h_res, phi, gamma, x_next, tile):
     token_blocks = configs.cdiv(T, tile.block_t)
     cut = configs.cut(K, n * tile.block_d, token_blocks, processors)
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
-    mhc_post_project_kernel[(token_blocks * cut.pieces,)](
+    launch(
+        mhc_post_project_kernel,
+        (token_blocks * cut.pieces,),
         x,
         h_out,
         h_post,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ...core import device
+from ...core.launch import launch
 from . import configs
 from .parts import alpha_of_row, part_of, phi_parts
 from .pre_sums import sum_gradients
@@ -296,7 +297,9 @@ def mhc_pre_bwd(
     if dh_in is not None:
         dh_pre = scratch(T, n)
         stream = configs.dh_pre(n, D, exact.parts == 1, kind)
-        mhc_pre_dh_pre_kernel[(configs.cdiv(T, stream.block_t),)](
+        launch(
+            mhc_pre_dh_pre_kernel,
+            (configs.cdiv(T, stream.block_t),),
             x,
             dh_in,
             dh_pre,
@@ -314,7 +317,9 @@ def mhc_pre_bwd(
     dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
     sums = scratch(programs, 2, M)
     through_sinkhorn = sinkhorn_iters > 0 and not (dh_res is None and h_res is None)
-    mhc_pre_dmaps_kernel[(programs,)](
+    launch(
+        mhc_pre_dmaps_kernel,
+        (programs,),
         dh_pre,
         dh_post,
         dh_res,
@@ -348,7 +353,9 @@ def mhc_pre_bwd(
     blocks = configs.cdiv(D, stream.block_d) * (n // stream.streams)
     slices = configs.token_slices(T, M, blocks, stream, processors)
     A = scratch(slices, M, K)
-    mhc_pre_dx_kernel[(blocks, slices)](
+    launch(
+        mhc_pre_dx_kernel,
+        (blocks, slices),
         x,
         dh_in,
         dx_next,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ...core import device
+from ...core.launch import launch
 from . import configs
 from .parts import LANE, alpha_of_row, own_sums, phi_parts, stacked_rows, sum_parts
 from .sinkhorn import matrices, sinkhorn
@@ -196,7 +197,9 @@ def finish(x, partials, cut, alpha, bias, norm_eps, hc_eps, post_mult, iters, si
     tile = configs.finish(D, kind)
     token_blocks, channel_blocks = configs.cdiv(T, tile.block_t), configs.cdiv(D, tile.block_d)
     blocks_each = configs.channel_blocks_each(channel_blocks, token_blocks, processors)
-    mhc_pre_finish_kernel[(token_blocks, configs.cdiv(channel_blocks, blocks_each))](
+    launch(
+        mhc_pre_finish_kernel,
+        (token_blocks, configs.cdiv(channel_blocks, blocks_each)),
         x,
         partials,
         alpha,
@@ -234,7 +237,9 @@ def project(x, phi, gamma):
     token_blocks = configs.cdiv(T, tile.block_t)
     cut = configs.cut(K, tile.block_k, token_blocks, processors)
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
-    mhc_pre_project_kernel[(token_blocks * cut.pieces,)](
+    launch(
+        mhc_pre_project_kernel,
+        (token_blocks * cut.pieces,),
         x,
         parts,
         partials,

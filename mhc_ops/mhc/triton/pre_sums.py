@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...core.launch import launch
 from . import configs
 from .parts import alpha_of_row, rest_of
 
@@ -99,7 +100,9 @@ def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, db
     tile = configs.dphi(M)
     blocks = configs.cdiv(K, tile.block_d)
     missing = torch.empty((blocks, M), dtype=torch.float32, device=A.device)
-    mhc_pre_dphi_kernel[(blocks,)](
+    launch(
+        mhc_pre_dphi_kernel,
+        (blocks,),
         A,
         phi,
         gamma,
@@ -116,7 +119,9 @@ def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, db
         BLOCK_K=tile.block_d,
         num_warps=tile.warps,
     )
-    mhc_pre_dalpha_kernel[(1,)](
+    launch(
+        mhc_pre_dalpha_kernel,
+        (1,),
         sums,
         missing,
         dalpha,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ...core import device
+from ...core.launch import launch
 from . import configs
 
 
@@ -147,7 +148,9 @@ def sinkhorn_fwd(logits, iters, eps, h_res):
     T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.kind(logits.device))
     if T == 0:
         return
-    sinkhorn_fwd_kernel[(configs.cdiv(T, tile.block_t),)](
+    launch(
+        sinkhorn_fwd_kernel,
+        (configs.cdiv(T, tile.block_t),),
         logits,
         h_res,
         T,
@@ -165,7 +168,9 @@ def sinkhorn_bwd(logits, dh_res, iters, eps, dlogits):
     T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.kind(logits.device))
     if T == 0:
         return
-    sinkhorn_bwd_kernel[(configs.cdiv(T, tile.block_t),)](
+    launch(
+        sinkhorn_bwd_kernel,
+        (configs.cdiv(T, tile.block_t),),
         logits,
         dh_res,
         dlogits,
