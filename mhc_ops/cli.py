@@ -97,6 +97,7 @@ def run_bench(options: argparse.Namespace) -> int:
         providers = [*kernels, *([] if case in cases.DECODE else others), *installed]
         skipped = [provider for provider in providers if f"{provider} {case}" in options.skip]
         measurements += speed.measure(case, [p for p in providers if p not in skipped], options.device)
+        write_json(options, measurements, {})  # after each case: an interrupted run keeps what it has
     stack = speed.stack_peaks(*STACK, options.device) if on_gpu and not options.case else {}
     print(speed_table(measurements))
     for name, megabytes in stack.items():
@@ -107,6 +108,13 @@ def run_bench(options: argparse.Namespace) -> int:
             print(f"{peer.name} did not run: it is not installed (pip install {peer.package})")
     if speed.why_no_compiler():
         print(f"torch.compile did not run: {speed.why_no_compiler()}")
+    write_json(options, measurements, stack)
+    return 0 if measurements else 2
+
+
+def write_json(
+    options: argparse.Namespace, measurements: Sequence[speed.Measurement], stack: dict[str, float | None]
+) -> None:
     if options.json:
         content = {
             "date": datetime.date.today().isoformat(),
@@ -115,7 +123,6 @@ def run_bench(options: argparse.Namespace) -> int:
             "peak megabytes of a stack": stack,
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n")
-    return 0 if measurements else 2
 
 
 def wanted(options: argparse.Namespace) -> Sequence[str]:
