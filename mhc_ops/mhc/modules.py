@@ -12,7 +12,51 @@ from .ops import mhc_forward_pre, mhc_head, mhc_layer
 MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
 
 
-class MHCBlock(nn.Module):
+class _Maps(nn.Module):
+    """What the modules here have: phi [maps, nD], alpha [scales], bias [maps] and, if asked for, gamma [n, D]."""
+
+    phi: nn.Parameter
+    alpha: nn.Parameter
+    bias: nn.Parameter
+    gamma: nn.Parameter | None
+
+    def __init__(
+        self,
+        n: int,
+        D: int,
+        maps: int,
+        scales: int,
+        gamma: bool,
+        options: dict[str, Any],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ):
+        super().__init__()
+        if n < 1 or D < 1:
+            raise ValueError(f"{type(self).__name__}: n and D must be at least 1, got n={n}, D={D}")
+        self.n, self.D, self.options = n, D, options
+        self.phi = nn.Parameter(torch.empty(maps, n * D, device=device, dtype=dtype))
+        self.alpha = nn.Parameter(torch.empty(scales, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(maps, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.empty(n, D, device=device, dtype=dtype)) if gamma else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """phi = 0, alpha = 0.01, gamma = 1; the maps are those of the bias."""
+        nn.init.zeros_(self.phi)
+        nn.init.constant_(self.alpha, 0.01)
+        if self.gamma is not None:
+            nn.init.ones_(self.gamma)
+
+    def extra_repr(self) -> str:
+        """n=4, D=64, what was switched on, and the backend where one was named."""
+        flags = {"gamma": self.gamma is not None, "checkpoint": getattr(self, "checkpoint", False)}
+        words = [f"n={self.n}", f"D={self.D}", *(f"{name}=True" for name, on in flags.items() if on)]
+        backend = self.options["backend"]
+        return ", ".join(words + ([f"backend={backend!r}"] if backend else []))
+
+
+class MHCBlock(_Maps):
     """The trainable maps of one mHC layer: `h_in, h_post, h_res = block(x)` for x [..., n, D].
 
     h_in [..., D] is what the layer reads; h_post [..., n] and h_res [..., n, n] (raw logits, no Sinkhorn) say how its
@@ -35,14 +79,8 @@ class MHCBlock(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = torch.float32,
     ):
-        super().__init__()
-        self.n, self.D = n, D
-        self.options: dict[str, Any] = {"norm_eps": norm_eps, "hc_eps": hc_eps, "backend": backend}
-        M = n * n + 2 * n
-        self.phi = nn.Parameter(torch.empty(M, n * D, device=device, dtype=dtype))
-        self.alpha = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(M, device=device, dtype=dtype))
-        self.reset_parameters()
+        options = {"norm_eps": norm_eps, "hc_eps": hc_eps, "backend": backend}
+        super().__init__(n, D, n * n + 2 * n, 3, False, options, device, dtype)
 
     def reset_parameters(self) -> None:
         """phi ~ N(0, 0.02²), alpha = 0.01, bias = 0."""
@@ -53,11 +91,8 @@ class MHCBlock(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return mhc_forward_pre(x, self.phi, self.alpha, self.bias, **self.options)
 
-    def extra_repr(self) -> str:
-        return _words(self)
 
-
-class HyperConnection(nn.Module):
+class HyperConnection(_Maps):
     """A layer of a network with n residual streams: `x_next = HyperConnection(layer, n, D)(x)` for x [..., n, D].
 
     Where a residual network computes x + layer(x), this reads a weighted sum h_in of the streams, runs the layer on it
@@ -97,9 +132,7 @@ class HyperConnection(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = torch.float32,
     ):
-        super().__init__()
-        self.layer, self.n, self.D, self.checkpoint = layer, n, D, checkpoint
-        self.options: dict[str, Any] = {
+        options = {
             "norm_eps": norm_eps,
             "hc_eps": hc_eps,
             "post_mult": post_mult,
@@ -107,21 +140,14 @@ class HyperConnection(nn.Module):
             "sinkhorn_eps": sinkhorn_eps,
             "backend": backend,
         }
-        M = n * n + 2 * n
-        self.phi = nn.Parameter(torch.empty(M, n * D, device=device, dtype=dtype))
-        self.alpha = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(M, device=device, dtype=dtype))
-        self.gamma = nn.Parameter(torch.empty(n, D, device=device, dtype=dtype)) if gamma else None
-        self.reset_parameters()
+        super().__init__(n, D, n * n + 2 * n, 3, gamma, options, device, dtype)
+        self.layer, self.checkpoint = layer, checkpoint
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """phi = 0, alpha = 0.01, gamma = 1; bias: h_pre random with sum 1, h_post = 1, h_res 4 above the rest on its
         diagonal (95 % of a stream stays where it is, n = 4). The wrapped layer is left as it is."""
-        nn.init.zeros_(self.phi)
-        nn.init.constant_(self.alpha, 0.01)
-        if self.gamma is not None:
-            nn.init.ones_(self.gamma)
+        super().reset_parameters()
         pre, post, res = self.bias.split([self.n, self.n, self.n**2])
         share = torch.softmax(torch.randn(self.n, device=self.bias.device), 0)
         pre.copy_(torch.logit((share - self.options["hc_eps"]).clamp(max=MOST)))
@@ -137,11 +163,8 @@ class HyperConnection(nn.Module):
             return checkpoint(run, x, *parameters, use_reentrant=False)
         return run(x, *parameters)
 
-    def extra_repr(self) -> str:
-        return _words(self, gamma=self.gamma is not None, checkpoint=self.checkpoint)
 
-
-class HyperHead(nn.Module):
+class HyperHead(_Maps):
     """The end of a network with n residual streams: a weighted sum of them, [..., n, D] to [..., D] (see `mhc_head`).
 
     Fresh, it is their mean (1 − 2⁻⁸ of the one stream with n = 1). Parameters: phi [n, nD], alpha [1], bias [n] and,
@@ -163,36 +186,18 @@ class HyperHead(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = torch.float32,
     ):
-        super().__init__()
-        self.n, self.D = n, D
-        self.options: dict[str, Any] = {"norm_eps": norm_eps, "hc_eps": hc_eps, "backend": backend}
-        self.phi = nn.Parameter(torch.empty(n, n * D, device=device, dtype=dtype))
-        self.alpha = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(n, device=device, dtype=dtype))
-        self.gamma = nn.Parameter(torch.empty(n, D, device=device, dtype=dtype)) if gamma else None
-        self.reset_parameters()
+        options = {"norm_eps": norm_eps, "hc_eps": hc_eps, "backend": backend}
+        super().__init__(n, D, n, 1, gamma, options, device, dtype)
 
     def reset_parameters(self) -> None:
         """phi = 0, alpha = 0.01, gamma = 1; bias: every weight is 1/n."""
-        nn.init.zeros_(self.phi)
-        nn.init.constant_(self.alpha, 0.01)
-        if self.gamma is not None:
-            nn.init.ones_(self.gamma)
+        super().reset_parameters()
         nn.init.constant_(self.bias, _logit(1 / self.n - self.options["hc_eps"]))
 
     def forward(self, x: Tensor) -> Tensor:
         return mhc_head(x, self.phi, self.alpha, self.bias, self.gamma, **self.options)
 
-    def extra_repr(self) -> str:
-        return _words(self, gamma=self.gamma is not None)
-
 
 def _logit(probability: float) -> float:
     probability = min(probability, MOST)
     return math.log(probability / (1 - probability))
-
-
-def _words(module: Any, **flags: bool) -> str:
-    """n=4, D=64, what was switched on, and the backend where one was named."""
-    words = [f"n={module.n}", f"D={module.D}", *(f"{name}=True" for name, on in flags.items() if on)]
-    return ", ".join(words + ([f"backend={module.options['backend']!r}"] if module.options["backend"] else []))

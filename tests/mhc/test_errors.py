@@ -90,3 +90,53 @@ def test_reference_takes_any_n():
     h_in, _, h_res = mhc_ops.mhc_forward_pre(**cases.Case(cases.MHC_FORWARD_PRE, (2,), 9, 3).inputs())
     assert h_in.shape == (2, 3)
     assert h_res.shape == (2, 9, 9)
+
+
+POST = [
+    ({"h_out": torch.zeros(2, 3, N, D)}, ValueError, "h_out must be [2, 3, 16], got [2, 3, 4, 16]"),
+    ({"h_post": torch.zeros(2, 3)}, ValueError, "h_post must be [2, 3, 4], got [2, 3]"),
+    ({"h_res": torch.zeros(2, 3, N, 3)}, ValueError, "h_res must be [2, 3, 4, 4], got [2, 3, 4, 3]"),
+    ({"h_res": None}, TypeError, "h_res must be a torch.Tensor, got NoneType"),
+    ({"h_out": torch.zeros(2, 3, D, dtype=torch.int32)}, TypeError,
+     "h_out must be bfloat16, float16, float32 or float64, got int32"),
+    ({"h_post": torch.zeros(2, 3, N, device="meta")}, ValueError, "h_post must be on cpu as x is, got meta"),
+    ({"x": torch.zeros(D)}, ValueError, "x must be [..., n, D] with n and D at least 1, got [16]"),
+]  # fmt: skip
+PRE = [case for case in FORWARD if "x" not in case[0]] + [
+    ({"sinkhorn_iters": 0}, ValueError, "sinkhorn_iters must be at least 1, got 0"),
+]
+HEAD = [
+    ({"phi": torch.zeros(M, N * D)}, ValueError, "phi must be [4, 64], got [24, 64]"),
+    ({"alpha": torch.zeros(3)}, ValueError, "alpha must be [1] or [], got [3]"),
+    ({"bias": torch.zeros(M)}, ValueError, "bias must be [4], got [24]"),
+    ({"gamma": torch.zeros(D, N)}, ValueError, "gamma must be [4, 16], got [16, 4]"),
+]
+SINKHORN = [
+    ({"logits": torch.zeros(2, 3)}, ValueError, "logits must be [..., n, n] with n at least 1, got [2, 3]"),
+    ({"logits": torch.zeros(4)}, ValueError, "logits must be [..., n, n] with n at least 1, got [4]"),
+    ({"logits": 1.0}, TypeError, "logits must be a torch.Tensor, got float"),
+    ({"iters": 0}, ValueError, "iters must be at least 1, got 0"),
+]
+EXPAND = [
+    ({"n": 0}, ValueError, "n must be at least 1, got 0"),
+    ({"x": torch.zeros(())}, ValueError, "x must be [..., D], got []"),
+]
+CALLS = {
+    "mhc_pre": (cases.MHC_PRE, PRE),
+    "mhc_post": (cases.MHC_POST, POST),
+    "mhc_post_pre": (cases.MHC_POST_PRE, POST + PRE),
+    "mhc_head": (cases.MHC_HEAD, HEAD),
+    "sinkhorn": (cases.SINKHORN, SINKHORN),
+    "mhc_expand": (None, EXPAND),
+}
+EVERY = [(name, *bad) for name, (_, bads) in CALLS.items() for bad in bads]
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), EVERY, ids=[f"{e[0]}-{e[3]}" for e in EVERY])
+def test_layer_functions(name, changes, error, message):
+    subject = CALLS[name][0]
+    good = {"x": torch.zeros(2, 3, D), "n": N}
+    if subject is not None:
+        good = cases.Case(subject, (2, 3), N, D, torch.float32).inputs()
+    with pytest.raises(error, match=f"^{name}: {re.escape(message)}$"):
+        getattr(mhc_ops, name)(**{**good, **changes})

@@ -1,12 +1,14 @@
-"""MHCBlock: the guide's module, trainable."""
+"""The modules: what they start as, what they keep, what they print."""
 
 import copy
 
 import pytest
 import torch
+from torch import nn
 
 import mhc_ops
-from mhc_ops import MHCBlock
+from mhc_ops import HyperConnection, HyperHead, MHCBlock, mhc_expand
+from mhc_ops.measure import accuracy
 
 
 def test_outputs_and_parameters():
@@ -61,3 +63,80 @@ def test_trains_on_kernels():
         optimizer.step()
         losses.append(loss.item())
     assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("post_mult", [2.0, 3.0])
+@pytest.mark.parametrize("gamma", [False, True])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_fresh_model_is_a_residual_network(n, gamma, post_mult):
+    """In fp64, where only the epsilons of the maps are left: 1e-6 each, over three layers."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
+    wrapped = (HyperConnection(layer, n, 16, gamma=gamma, post_mult=post_mult) for layer in layers)
+    model = nn.Sequential(*wrapped, HyperHead(n, 16, gamma=gamma)).double()
+    x = torch.randn(5, 16, dtype=torch.float64)
+    expected = x
+    for layer in layers:
+        expected = expected + layer(expected)
+    assert (model(mhc_expand(x, n)) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_one_stream_starts_a_rounding_short():
+    """h_pre is 1 − 2⁻⁸, the nearest to 1 at which a sigmoid still learns; h_post and h_res are 1."""
+    module = HyperConnection(lambda h: h, 1, 16)
+    x = torch.randn(5, 1, 16)
+    assert (module(x) - (2 - 2**-8) * x).norm() <= 1e-5 * x.norm()
+    assert (HyperHead(1, 16)(x) - (1 - 2**-8) * x[:, 0]).norm() <= 1e-5 * x.norm()
+
+
+def test_fresh_streams_do_not_stay_equal():
+    """They get different gradients, though they start with the same values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(HyperConnection(nn.Linear(8, 8), 4, 8) for _ in range(2)), HyperHead(4, 8))
+    streams = mhc_expand(torch.randn(3, 8), 4).requires_grad_()
+    model(streams).square().sum().backward()
+    first, *others = streams.grad.unbind(-2)
+    assert all((first - other).norm() > 0.01 * first.norm() for other in others)
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert model[0].phi.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("gamma", [False, True])
+def test_layer_state_survives_a_round_trip(gamma, tmp_path):
+    one, other = (nn.Sequential(HyperConnection(nn.Linear(8, 8), 2, 8, gamma=gamma), HyperHead(2, 8)) for _ in range(2))
+    torch.save(one.state_dict(), tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    x = torch.randn(3, 2, 8)
+    assert torch.equal(one(x), other(x))
+    names = {"0.phi", "0.alpha", "0.bias", "0.layer.weight", "0.layer.bias", "1.phi", "1.alpha", "1.bias"}
+    assert set(one.state_dict()) == names | ({"0.gamma"} if gamma else set())
+
+
+def test_repr():
+    text = repr(HyperConnection(nn.Identity(), 4, 64, gamma=True, checkpoint=True, backend="reference"))
+    assert "n=4, D=64, gamma=True, checkpoint=True, backend='reference'" in text
+    assert "(layer): Identity()" in text
+    assert repr(HyperHead(4, 64)) == "HyperHead(n=4, D=64)"
+
+
+@pytest.mark.parametrize("module", [MHCBlock, HyperHead, lambda n, D: HyperConnection(nn.Identity(), n, D)])
+def test_sizes_are_checked(module):
+    with pytest.raises(ValueError, match=r": n and D must be at least 1, got n=0, D=8$"):
+        module(0, 8)
+
+
+def test_device_and_dtype_of_the_layer():
+    module = HyperConnection(nn.Identity(), 2, 8, gamma=True, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
+
+
+def test_expand():
+    x = torch.randn(2, 5, requires_grad=True)
+    streams = mhc_expand(x, 3)
+    assert streams.shape == (2, 3, 5)
+    assert streams.is_contiguous()
+    assert all(torch.equal(stream, x) for stream in streams.unbind(1))
+    cotangent = torch.randn(2, 3, 5)
+    (dx,) = torch.autograd.grad(streams, x, cotangent)
+    assert accuracy.close(dx, cotangent.double().sum(1))
+    assert mhc_expand(x, 1).data_ptr() != x.data_ptr(), "a copy, not a view"

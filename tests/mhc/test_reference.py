@@ -129,3 +129,56 @@ def test_backward_carries_no_graph():
 def test_meta_tensors():
     outputs = mhc_ops.MHCBlock(3, 20, device="meta")(torch.empty(7, 3, 20, device="meta"))
     assert [tuple(output.shape) for output in outputs] == [(7, 20), (7, 3), (7, 3, 3)]
+
+
+def test_equations_of_post_and_sinkhorn():
+    """The formulas of the documentation, spelled out for one token in plain loops."""
+    n, D = 3, 4
+    tensors = {name: t.double() for name, t in cases.Case(cases.MHC_POST, (), n, D).inputs().items()}
+    x, h_out, h_post, h_res = tensors.values()
+    x_next = mhc_ops.mhc_post(x, h_out, h_post, h_res)
+    for j in range(n):
+        for d in range(D):
+            expected = h_post[j] * h_out[d] + sum(h_res[i, j] * x[i, d] for i in range(n))
+            assert accuracy.close(x_next[j, d], expected)
+
+    z, eps = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), 1e-3
+    c = [[torch.exp(z[i, j]) / sum(torch.exp(z[i, k]) for k in range(n)) + eps for j in range(n)] for i in range(n)]
+    for half_step in range(2 * 5 - 1):
+        if half_step % 2 == 0:
+            c = [[c[i][j] / (sum(c[k][j] for k in range(n)) + eps) for j in range(n)] for i in range(n)]
+        else:
+            c = [[c[i][j] / (sum(c[i][k] for k in range(n)) + eps) for j in range(n)] for i in range(n)]
+    assert accuracy.close(mhc_ops.sinkhorn(z, 5, eps), torch.tensor(c, dtype=torch.float64))
+
+
+def test_equation_of_the_head():
+    x, phi, alpha, bias, gamma = doubles(cases.Case(cases.MHC_HEAD, (), 2, 3)).values()
+    v = x.flatten()
+    inv_rms = 1 / ((v * v).mean() + 1e-6).sqrt()
+    h = [
+        1 / (1 + torch.exp(-alpha[0] * (phi[i] * gamma.flatten() * v).sum() * inv_rms - bias[i])) + 1e-6 for i in (0, 1)
+    ]
+    assert accuracy.close(mhc_ops.mhc_head(x, phi, alpha, bias, gamma), h[0] * x[0] + h[1] * x[1])
+    assert torch.equal(mhc_ops.mhc_head(x, phi, alpha[0], bias, gamma), mhc_ops.mhc_head(x, phi, alpha, bias, gamma))
+
+
+@pytest.mark.parametrize("subject", cases.SUBJECTS[1:], ids=lambda subject: subject.name)
+def test_gradcheck_of_the_layer(subject):
+    tensors = doubles(cases.Case(subject, (2,), 3, 4))
+    leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+    names = list(tensors)
+
+    def call(*values):
+        return subject.call(**dict(zip(names, values)), backend="reference")
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+def test_sinkhorn_is_doubly_stochastic():
+    """As far as 20 iterations go: columns come last."""
+    logits = cases.Case(cases.SINKHORN, (500,), 4, 0, torch.float32, sigma=1).inputs()["logits"]
+    h_res = mhc_ops.sinkhorn(logits)
+    assert (h_res.double().sum(-2) - 1).abs().max() < 2e-6
+    assert accuracy.close(h_res.sum(-1), mhc_ops.sinkhorn(logits.double()).sum(-1))
+    assert mhc_ops.sinkhorn(logits.bfloat16()).dtype == torch.float32
