@@ -19,10 +19,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if _INTERPRETED:
         kernel[grid](*arguments, **constants)
         return
-    # Triton specialises on types, on pointers that 16 divides, and on integers.
-    words = [(a.dtype, a.data_ptr() % 16, a.get_device()) if isinstance(a, Tensor) else a for a in arguments]
-    key = (id(kernel), grid, *words, *constants.values())
-    kept = _kept.get(key)
+    # Triton specialises on types, on pointers that 16 divides, and on integers. The first argument is a tensor.
+    key: list[Any] = [id(kernel), grid, arguments[0].get_device()]
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            key += argument.dtype, argument.data_ptr() & 15
+        else:
+            key += argument.__class__, argument
+    key += constants.values()
+    words = tuple(key)
+    kept = _kept.get(words)
     if kept is not None:
         run, more = kept
         run(*arguments, *more)
@@ -32,4 +38,4 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         if len(_kept) >= MOST_KEPT:
             _kept.clear()
         more = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        _kept[key] = compiled[(*grid, 1, 1)[:3]], more
+        _kept[words] = compiled[(*grid, 1, 1)[:3]], more

@@ -127,7 +127,11 @@ def is_eager(arguments: tuple[Any, ...]) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all(not isinstance(a, Tensor) or type(a) in (Tensor, torch.nn.Parameter) for a in arguments)
+    for argument in arguments:
+        kind = type(argument)
+        if kind is not Tensor and kind is not torch.nn.Parameter and isinstance(argument, Tensor):
+            return False
+    return True
 
 
 def has_tangent(arguments: tuple[Any, ...]) -> bool:

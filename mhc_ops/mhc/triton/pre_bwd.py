@@ -55,11 +55,11 @@ def mhc_pre_dh_pre_kernel(
 # sums[program] = Σ_t dz, Σ_t dz·m
 @triton.jit(do_not_specialize=["T", "iters"])
 def mhc_pre_dmaps_kernel(
+    h_mix_ptr,
+    inv_rms_ptr,
     dh_pre_ptr,
     dh_post_ptr,
     dh_res_ptr,
-    h_mix_ptr,
-    inv_rms_ptr,
     alpha_ptr,
     bias_ptr,
     dh_mix_ptr,
@@ -320,11 +320,11 @@ def mhc_pre_bwd(
     launch(
         mhc_pre_dmaps_kernel,
         (programs,),
+        h_mix,
+        inv_rms,
         dh_pre,
         dh_post,
         dh_res,
-        h_mix,
-        inv_rms,
         alpha,
         bias,
         dh_mix,
