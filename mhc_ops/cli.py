@@ -90,34 +90,39 @@ def run_bench(options: argparse.Namespace) -> int:
     chosen = (*cases.BENCH, *cases.DECODE) if on_gpu else cases.BENCH_CPU
     work = [case for case in chosen if options.case in str(case)]
     others = ["eager", *([] if speed.why_no_compiler() else ["torch.compile"])]
-    installed = [peer.name for peer in peers.PEERS if options.peers and peers.version(peer) is not None]
+    missing = {peer.name: peers.why_not(peer) for peer in peers.PEERS} if options.peers else {}
+    installed = [name for name, reason in missing.items() if reason is None]
     measurements: list[speed.Measurement] = []
     for case in report.progress(work, "bench"):
         kernels = [backend for backend in wanted(options) if backend != "reference" and runs(case, backend, options)]
         providers = [*kernels, *([] if case in cases.DECODE else others), *installed]
-        skipped = [provider for provider in providers if f"{provider} {case}" in options.skip]
-        measurements += speed.measure(case, [p for p in providers if p not in skipped], options.device)
-        write_json(options, measurements, {})  # after each case: an interrupted run keeps what it has
+        chosen_ones = [p for p in providers if not any(text in f"{p} {case}" for text in options.skip)]
+        measurements += speed.measure(case, chosen_ones, options.device)
+        write_json(options, measurements, {}, complete=False)  # an interrupted run keeps what it has
     stack = speed.stack_peaks(*STACK, options.device) if on_gpu and not options.case else {}
     print(speed_table(measurements))
     for name, megabytes in stack.items():
         print(f"stack of {speed.STACKED_LAYERS} HyperConnections {STACK}, {name}: peak {megabytes:.0f} MB")
     print_missing(options)
-    for peer in peers.PEERS if options.peers else ():
-        if peers.version(peer) is None:
-            print(f"{peer.name} did not run: it is not installed (pip install {peer.package})")
+    for name, reason in missing.items():
+        if reason is not None:
+            print(f"{name} did not run: {reason}")
     if speed.why_no_compiler():
         print(f"torch.compile did not run: {speed.why_no_compiler()}")
-    write_json(options, measurements, stack)
+    write_json(options, measurements, stack, complete=True)
     return 0 if measurements else 2
 
 
 def write_json(
-    options: argparse.Namespace, measurements: Sequence[speed.Measurement], stack: dict[str, float | None]
+    options: argparse.Namespace,
+    measurements: Sequence[speed.Measurement],
+    stack: dict[str, float | None],
+    complete: bool,
 ) -> None:
     if options.json:
         content = {
             "date": datetime.date.today().isoformat(),
+            "complete": complete,
             "versions": {**report.versions(), **{peer.name: peers.version(peer) or "-" for peer in peers.PEERS}},
             "measurements": [measurement.as_json() for measurement in measurements],
             "peak megabytes of a stack": stack,

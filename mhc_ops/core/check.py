@@ -46,3 +46,19 @@ def check_shapes(function: str, **arguments: tuple[Tensor, tuple[int, ...]]) -> 
 def check_range(function: str, name: str, value: int, low: int, high: int, context: str = "") -> None:
     if not low <= value <= high:
         raise ValueError(f"{function}: {name} must be {low} to {high}{context}, got {value}")
+
+
+def check_count(function: str, name: str, value: object) -> None:
+    """A whole number from 1 up."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{function}: {name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{function}: {name} must be at least 1, got {value}")
+
+
+def check_numbers(function: str, **values: object) -> tuple[float, ...]:
+    """The values as floats: kernels are compiled for the type of a number."""
+    for name, value in values.items():
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"{function}: {name} must be a number, got {type(value).__name__}")
+    return tuple(float(value) for value in values.values())  # type: ignore[arg-type]

@@ -64,12 +64,16 @@ class Op:
     def _fake(self, *inputs_and_backend: Any) -> Any:
         return self.contract(*inputs_and_backend[:-1])
 
-    def gradient(self, outputs: int, saved: tuple[int, ...] | None = None) -> Callable[[Gradient], Gradient]:
+    def gradient(
+        self, outputs: int, saved: tuple[int, ...] | None = None, unread: tuple[int, ...] = ()
+    ) -> Callable[[Gradient], Gradient]:
         """Decorator: `gradient(run, inputs, saved, cotangents)` returns one gradient per tensor input.
 
         `run(other_op, *inputs)` calls another op on the path and backend of the forward. The first `outputs` outputs
         have cotangents, each contiguous, or None where nothing used that output; no gradient flows through the others,
         the intermediates. Outputs at the indices `saved` are kept for the backward: all intermediates by default.
+        Inputs at the indices `unread` are not kept and come as None. Where nothing used any output, there is no
+        gradient.
         """
 
         def register(gradient: Gradient) -> Gradient:
@@ -78,12 +82,17 @@ class Op:
                 ctx.set_materialize_grads(False)
                 ctx.mark_non_differentiable(*results[outputs:])
                 ctx.constants = [None if isinstance(value, Tensor) else value for value in inputs]
-                tensors = [value if isinstance(value, Tensor) else None for value in inputs]
+                tensors = [
+                    value if isinstance(value, Tensor) and index not in unread else None
+                    for index, value in enumerate(inputs)
+                ]
                 kept = range(outputs, len(results)) if saved is None else saved
                 ctx.save_for_backward(*tensors, *[results[index] for index in kept])
 
             def backward(ctx: Any, cotangents: tuple[Tensor | None, ...], path: str) -> tuple[Any, ...]:
                 count = len(ctx.constants)
+                if all(cotangent is None for cotangent in cotangents[:outputs]):
+                    return (None,) * count
                 unpacked = ctx.saved_tensors  # once: checkpointing and offloading unpack on each access
                 tensors, of_output = unpacked[:count], unpacked[count:]
                 *inputs, backend = (

@@ -43,12 +43,14 @@ class Peer:
     """A library with mHC operators of its own.
 
     package: its distribution's name on PyPI
+    load: its module with the functions used here; RuntimeError where it is not installed or does not import
     prepare: (subject, our tensors with the tokens in one dimension) -> None where the peer lacks that op or cannot take
              these sizes and types; RuntimeError where it is not installed or does not import
     """
 
     name: str
     package: str
+    load: Callable[[], ModuleType]
     prepare: Callable[[str, Tensors], Prepared | None]
 
 
@@ -58,6 +60,15 @@ def version(peer: Peer) -> str | None:
         return importlib.metadata.version(peer.package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def why_not(peer: Peer) -> str | None:
+    """Why it cannot run here, or None."""
+    try:
+        peer.load()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _import(module: str, peer: Peer) -> ModuleType:
@@ -124,7 +135,7 @@ _LIGER_CALLS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 def _prepare_liger(subject: str, ours: Tensors) -> Prepared | None:
     if subject not in _LIGER_CALLS or not _liger_takes(ours):
         return None
-    ops = _import("liger_kernel.transformers.functional", LIGER)
+    ops = _liger()
     ours = {name: tensor.detach() for name, tensor in ours.items()}
     x = ours["x"]
     theirs = {"x": x}
@@ -141,6 +152,10 @@ def _prepare_liger(subject: str, ours: Tensors) -> Prepared | None:
         theirs |= {"phi": phi.T.to(x.dtype).contiguous(), "b": bias.float()}
         theirs |= dict(zip(("alpha_pre", "alpha_post", "alpha_res"), scalars))
     return Prepared(theirs, partial(_LIGER_CALLS[subject], ops))
+
+
+def _liger() -> ModuleType:
+    return _import("liger_kernel.transformers.functional", LIGER)
 
 
 def _liger_takes(ours: Tensors) -> bool:
@@ -294,6 +309,6 @@ def _tile_kernels() -> ModuleType:
     return _import("tile_kernels.modeling.mhc.functional", TILE_KERNELS)
 
 
-LIGER = Peer("Liger", "liger-kernel", _prepare_liger)
-TILE_KERNELS = Peer("TileKernels", "tile-kernels", _prepare_tile_kernels)
+LIGER = Peer("Liger", "liger-kernel", _liger, _prepare_liger)
+TILE_KERNELS = Peer("TileKernels", "tile-kernels", _tile_kernels, _prepare_tile_kernels)
 PEERS: tuple[Peer, ...] = (LIGER, TILE_KERNELS)

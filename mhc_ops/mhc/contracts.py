@@ -42,9 +42,7 @@ def mhc_pre_fwd(
     sinkhorn_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """h_in, h_post, h_res, inv_rms, h_mix, h_pre"""
-    *outer, n, D = x.shape
-    h_in = x.new_empty((*outer, D))
-    return h_in, *_maps(x, (n,), (n, n), (), (n * n + 2 * n,), (n,))
+    return _h_in(x), *_pre_maps(x), *_maps(x, (x.shape[-2],))
 
 
 @op("mhc")
@@ -65,7 +63,7 @@ def mhc_pre_bwd(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, dphi, dalpha, dbias, dgamma. Where dx_next is given, dx has the residual part Σ_j h_res[i, j]·dx_next[j]."""
+    """dx, dphi, dalpha, dbias, dgamma. With dx_next (and Sinkhorn), dx includes Σ_j h_res[i, j]·dx_next[j]."""
     return torch.empty_like(x), *_parameter_gradients(phi, alpha, bias, gamma)
 
 
@@ -119,10 +117,9 @@ def mhc_layer_pre(
     sinkhorn_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """h_in, h_post, h_res, link, inv_rms, h_mix"""
-    *outer, n, D = x.shape
-    h_post, h_res, inv_rms, h_mix = _maps(x, (n,), (n, n), (), (n * n + 2 * n,))
+    h_post, h_res, inv_rms, h_mix = _pre_maps(x)
     link = x.new_zeros(()).expand(x.shape)
-    return x.new_empty((*outer, D)), h_post, h_res, link, inv_rms, h_mix
+    return _h_in(x), h_post, h_res, link, inv_rms, h_mix
 
 
 @op("mhc")
@@ -137,7 +134,7 @@ def mhc_layer_pre_gradient(run, inputs, saved, cotangents):
     return _pre_gradients(run, x, phi, alpha, bias, gamma, *saved, *cotangents, *options)
 
 
-@mhc_layer_post.gradient(outputs=1)
+@mhc_layer_post.gradient(outputs=1, unread=(0,))
 def mhc_layer_post_gradient(run, inputs, saved, cotangents):
     _, *tensors = inputs
     (dx_next,) = cotangents
@@ -162,9 +159,7 @@ def mhc_post_pre_fwd(
     sinkhorn_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x_next, and of the next layer h_in, h_post, h_res, inv_rms, h_mix"""
-    *outer, n, D = x.shape
-    h_in = x.new_empty((*outer, D))
-    return torch.empty_like(x), h_in, *_maps(x, (n,), (n, n), (), (n * n + 2 * n,))
+    return torch.empty_like(x), _h_in(x), *_pre_maps(x)
 
 
 @op("mhc")
@@ -207,8 +202,7 @@ def mhc_head_fwd(
     x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, norm_eps: float, hc_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted sum of the streams, inv_rms, h_mix"""
-    *outer, n, D = x.shape
-    return x.new_empty((*outer, D)), *_maps(x, (), (n,))
+    return _h_in(x), *_maps(x, (), (x.shape[-2],))
 
 
 @op("mhc")
@@ -232,6 +226,16 @@ def mhc_head_gradient(run, inputs, saved, cotangents):
     *tensors, _, hc_eps = inputs
     *gradients, dgamma = run(mhc_head_bwd, *tensors, *saved, *cotangents, hc_eps)
     return *gradients, None if tensors[-1] is None else dgamma
+
+
+def _h_in(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-2], x.shape[-1]))
+
+
+def _pre_maps(x: Tensor) -> Any:
+    """h_post, h_res, inv_rms, h_mix"""
+    n = x.shape[-2]
+    return _maps(x, (n,), (n, n), (), (n * n + 2 * n,))
 
 
 def _maps(x: Tensor, *shapes: tuple[int, ...]) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..core.check import check_count, check_numbers
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
 
 MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
@@ -32,8 +33,15 @@ class _Maps(nn.Module):
         dtype: torch.dtype | None,
     ):
         super().__init__()
-        if n < 1 or D < 1:
-            raise ValueError(f"{type(self).__name__}: n and D must be at least 1, got n={n}, D={D}")
+        kind = type(self).__name__
+        check_count(kind, "n", n)
+        check_count(kind, "D", D)
+        check_count(kind, "sinkhorn_iters", options.get("sinkhorn_iters", 1))
+        hc_eps, post_mult = check_numbers(kind, hc_eps=options["hc_eps"], post_mult=options.get("post_mult", 1.0))
+        if not 0 <= hc_eps < 1:
+            raise ValueError(f"{kind}: hc_eps must be 0 or more and below 1, got {hc_eps}")
+        if post_mult <= 0:
+            raise ValueError(f"{kind}: post_mult must be above 0, got {post_mult}")
         self.n, self.D, self.options = n, D, options
         self.phi = nn.Parameter(torch.empty(maps, n * D, device=device, dtype=dtype))
         self.alpha = nn.Parameter(torch.empty(scales, device=device, dtype=dtype))
@@ -47,6 +55,10 @@ class _Maps(nn.Module):
         nn.init.constant_(self.alpha, 0.01)
         if self.gamma is not None:
             nn.init.ones_(self.gamma)
+
+    def check(self, x: Tensor) -> None:
+        if x.shape[-2:] != (self.n, self.D):
+            raise ValueError(f"{type(self).__name__}: x must be [..., {self.n}, {self.D}], got {list(x.shape)}")
 
     def extra_repr(self) -> str:
         """n=4, D=64, what was switched on, and the backend where one was named."""
@@ -89,6 +101,7 @@ class MHCBlock(_Maps):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.check(x)
         return mhc_forward_pre(x, self.phi, self.alpha, self.bias, **self.options)
 
 
@@ -109,7 +122,7 @@ class HyperConnection(_Maps):
     phi is 0, so that the maps are those of the bias; h_pre sums to 1 and the columns of h_res do, so that equal streams
     are read and kept as they are, and h_post is 1. h_pre is random (not 1/n each), otherwise the streams would get the
     same gradients and stay equal for ever. With n = 1 h_pre would have to be 1, which a sigmoid does not reach: it
-    starts at 1 − 2⁻⁸, and so does h_post where post_mult is 1.
+    starts at 1 − 2⁻⁸; with post_mult at most 1, h_post starts at (1 − 2⁻⁸)·post_mult.
 
     gamma: learn a norm weight [n, D]. checkpoint: keep only x for the backward and run everything, the layer included,
     again there. Other options as in `mhc_pre`. Parameters are fp32 unless dtype says otherwise.
@@ -150,7 +163,7 @@ class HyperConnection(_Maps):
         super().reset_parameters()
         pre, post, res = self.bias.split([self.n, self.n, self.n**2])
         share = torch.softmax(torch.randn(self.n, device=self.bias.device), 0)
-        pre.copy_(torch.logit((share - self.options["hc_eps"]).clamp(max=MOST)))
+        pre.copy_(torch.logit((share - self.options["hc_eps"]).clamp(1 - MOST, MOST)))
         post.fill_(_logit(1 / self.options["post_mult"]))
         res.copy_(4 * torch.eye(self.n, device=self.bias.device).flatten())
 
@@ -158,6 +171,7 @@ class HyperConnection(_Maps):
         def run(x: Tensor, *parameters: Any) -> Any:
             return mhc_layer(x, lambda h_in: self.layer(h_in, *args, **kwargs), *parameters, **self.options)
 
+        self.check(x)
         parameters = (self.phi, self.alpha, self.bias, self.gamma)
         if self.checkpoint and torch.is_grad_enabled():
             return checkpoint(run, x, *parameters, use_reentrant=False)
@@ -195,9 +209,10 @@ class HyperHead(_Maps):
         nn.init.constant_(self.bias, _logit(1 / self.n - self.options["hc_eps"]))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
         return mhc_head(x, self.phi, self.alpha, self.bias, self.gamma, **self.options)
 
 
 def _logit(probability: float) -> float:
-    probability = min(probability, MOST)
+    probability = max(1 - MOST, min(probability, MOST))
     return math.log(probability / (1 - probability))

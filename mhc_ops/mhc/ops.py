@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from ..core.backend import choose
-from ..core.check import KERNEL_FLOATS, check_dtype, check_range, check_shapes, check_tensors
+from ..core.check import (
+    KERNEL_FLOATS,
+    check_count,
+    check_dtype,
+    check_numbers,
+    check_range,
+    check_shapes,
+    check_tensors,
+)
 from . import contracts, manual, reference
 
 MAX_STREAMS = 8  # of the kernels; the reference takes any n
@@ -34,7 +42,9 @@ def mhc_forward_pre(
     Returns h_in [..., D] typed as x, h_post [..., n], h_res [..., n, n]; with outflag also inv_rms [...],
     h_mix [..., n² + 2n], h_pre [..., n], which carry no gradient. Differentiable in x, phi, alpha, bias and gamma.
     """
-    outputs = _pre("mhc_forward_pre", x, phi, alpha, bias, gamma, (norm_eps, hc_eps, 2.0, 0, 0.0), backend)
+    function = "mhc_forward_pre"
+    numbers = check_numbers(function, norm_eps=norm_eps, hc_eps=hc_eps)
+    outputs = _pre(function, x, phi, alpha, bias, gamma, (*numbers, 2.0, 0, 0.0), backend)
     return outputs if outflag else outputs[:3]
 
 
@@ -61,8 +71,7 @@ def mhc_pre(
     Returns h_in [..., D] typed as x, h_post [..., n] and h_res [..., n, n], doubly stochastic. Differentiable in x,
     phi, alpha, bias and gamma.
     """
-    _check_iters("mhc_pre", sinkhorn_iters)
-    options = (norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
+    options = _options("mhc_pre", norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
     h_in, h_post, h_res, *_ = _pre("mhc_pre", x, phi, alpha, bias, gamma, options, backend)
     return h_in, h_post, h_res
 
@@ -74,7 +83,7 @@ def _pre(
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
-    options: tuple[float, float, float, int, float],
+    options: tuple[Any, ...],
     backend: str | None,
 ) -> tuple[Tensor, ...]:
     _check_pre(function, x, phi, alpha, bias, gamma)
@@ -124,11 +133,10 @@ def mhc_post_pre(
     next layer's maps is made while x_next is still in registers. Differentiable in everything.
     """
     function = "mhc_post_pre"
-    _check_iters(function, sinkhorn_iters)
+    options = _options(function, norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
     _check_post(function, x, h_out, h_post, h_res)
     _check_pre(function, x, phi, alpha, bias, gamma)
     name = choose(function, "mhc", backend, x.device)
-    options = (norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
     if name == "reference":
         return reference.mhc_post_pre(x, h_out, h_post, h_res, phi, alpha, bias, gamma, *options)[:4]
     _check_kernel_limits(function, x, name)
@@ -159,10 +167,11 @@ def mhc_layer(
     layer and past it, are added in one kernel and rounded once.
     """
     function = "mhc_layer"
-    _check_iters(function, sinkhorn_iters)
+    if not callable(layer):
+        raise TypeError(f"{function}: layer must be callable, got {type(layer).__name__}")
+    options = _options(function, norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
     _check_pre(function, x, phi, alpha, bias, gamma)
     name = choose(function, "mhc", backend, x.device)
-    options = (norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
     if name == "reference":
         streams = reference.accumulate(x)  # once: the two parts of dx meet before they are rounded
         h_in, h_post, h_res, *_ = reference.mhc_pre(streams, phi, alpha, bias, gamma, *options)
@@ -171,10 +180,12 @@ def mhc_layer(
         _check_kernel_limits(function, x, name)
         streams, *parameters = _contiguous(x, phi, alpha, bias, gamma)
         linked = torch.is_grad_enabled()
-        pre = contracts.mhc_layer_pre if linked else contracts.mhc_pre_fwd
-        h_in, h_post, h_res, link, *_ = pre(streams, *parameters, *options, name)
+        if linked:
+            h_in, h_post, h_res, link, *_ = contracts.mhc_layer_pre(streams, *parameters, *options, name)
+        else:
+            h_in, h_post, h_res, *_ = contracts.mhc_pre_fwd(streams, *parameters, *options, name)
     result = layer(h_in)
-    h_out, *rest = result if isinstance(result, tuple) else (result,)
+    h_out, *rest = result if isinstance(result, tuple) and result else (result,)
     _check_post(function, x, h_out, h_post, h_res)
     if name == "reference":
         x_next = reference.mhc_post(streams, h_out, h_post, h_res).to(x.dtype)
@@ -207,11 +218,12 @@ def mhc_head(
     check_shapes(function, phi=(phi, (n, n * D)), bias=(bias, (n,)))
     if alpha.shape not in ((1,), ()):
         raise ValueError(f"{function}: alpha must be [1] or [], got {list(alpha.shape)}")
+    numbers = check_numbers(function, norm_eps=norm_eps, hc_eps=hc_eps)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        return reference.mhc_head(x, phi, alpha, bias, gamma, norm_eps, hc_eps)
+        return reference.mhc_head(x, phi, alpha, bias, gamma, *numbers)
     _check_kernel_limits(function, x, name)
-    return contracts.mhc_head_fwd(*_contiguous(x, phi, alpha, bias, gamma), norm_eps, hc_eps, name)[0]
+    return contracts.mhc_head_fwd(*_contiguous(x, phi, alpha, bias, gamma), *numbers, name)[0]
 
 
 def mhc_expand(x: Tensor, n: int) -> Tensor:
@@ -219,8 +231,7 @@ def mhc_expand(x: Tensor, n: int) -> Tensor:
     check_tensors("mhc_expand", x=x)
     if x.dim() < 1:
         raise ValueError(f"mhc_expand: x must be [..., D], got {list(x.shape)}")
-    if n < 1:
-        raise ValueError(f"mhc_expand: n must be at least 1, got {n}")
+    check_count("mhc_expand", "n", n)
     return reference.mhc_expand(x, n)
 
 
@@ -233,7 +244,8 @@ def sinkhorn(logits: Tensor, iters: int = 20, eps: float = 1e-6, *, backend: str
     """
     function = "sinkhorn"
     check_tensors(function, logits=logits)
-    _check_iters(function, iters, "iters")
+    check_count(function, "iters", iters)
+    (eps,) = check_numbers(function, eps=eps)
     if logits.dim() < 2 or logits.shape[-1] != logits.shape[-2] or logits.shape[-1] < 1:
         raise ValueError(f"{function}: logits must be [..., n, n] with n at least 1, got {list(logits.shape)}")
     name = choose(function, "mhc", backend, logits.device)
@@ -321,9 +333,14 @@ def _check_post(function: str, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: 
     check_shapes(function, h_out=(h_out, (*outer, D)), h_post=(h_post, (*outer, n)), h_res=(h_res, (*outer, n, n)))
 
 
-def _check_iters(function: str, iters: int, name: str = "sinkhorn_iters") -> None:
-    if iters < 1:
-        raise ValueError(f"{function}: {name} must be at least 1, got {iters}")
+def _options(
+    function: str, norm_eps: float, hc_eps: float, post_mult: float, sinkhorn_iters: int, sinkhorn_eps: float
+) -> tuple[Any, ...]:
+    """The options of pre, checked, in the order of the contracts."""
+    check_count(function, "sinkhorn_iters", sinkhorn_iters)
+    numbers = {"norm_eps": norm_eps, "hc_eps": hc_eps, "post_mult": post_mult, "sinkhorn_eps": sinkhorn_eps}
+    norm_eps, hc_eps, post_mult, sinkhorn_eps = check_numbers(function, **numbers)
+    return norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps
 
 
 def _check_kernel_limits(function: str, x: Tensor, backend: str, name: str = "x") -> None:

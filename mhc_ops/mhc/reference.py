@@ -80,7 +80,8 @@ def mhc_post_pre(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, *next_
     """mhc_post, then mhc_pre (its arguments after x) of the x_next that was stored."""
     x_next = mhc_post(accumulate(x), h_out, h_post, h_res)
     # Rounded as stored, but not in the backward: the two gradients of x_next meet before they are rounded.
-    stored = x_next + (x_next.to(x.dtype) - x_next).detach()
+    rounding = (x_next.to(x.dtype) - x_next).detach()
+    stored = x_next + rounding.nan_to_num(0.0, torch.inf, -torch.inf)  # inf − inf: an inf stays what it is
     h_in, *maps = mhc_pre(stored, *next_pre)
     return stored.to(x.dtype), h_in.to(x.dtype), *maps
 

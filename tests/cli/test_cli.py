@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mhc_ops import cli
-from mhc_ops.measure import cases
+from mhc_ops.measure import cases, peers
 
 SMALL = (cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16),)
 
@@ -83,6 +83,30 @@ def test_bench(small, capsys, tmp_path, cxx):
     assert {m["direction"] for m in content["measurements"]} == {"forward", "backward", "both"}
     assert content["versions"]["torch"] == torch.__version__
     assert "torch.compile" in capsys.readouterr().out
+
+
+def test_bench_skips_and_says_what_is_missing(small, capsys, tmp_path):
+    file = tmp_path / "bench.json"
+    arguments = ["bench", "--device", "cpu", "--peers", "--skip", "torch.compile mhc", "--json", str(file)]
+    assert cli.main(arguments) == 0
+    content = json.loads(file.read_text())
+    assert {m["provider"] for m in content["measurements"]} == {"eager"}
+    assert content["complete"] is True
+    printed = capsys.readouterr().out
+    assert all(peers.why_not(peer) is None or f"{peer.name} did not run: " in printed for peer in peers.PEERS)
+
+
+def test_an_interrupted_bench_keeps_what_it_has(small, monkeypatch, tmp_path):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    file = tmp_path / "bench.json"
+    monkeypatch.setattr(cli, "speed_table", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["bench", "--device", "cpu", "--skip", "torch.compile", "--json", str(file)])
+    content = json.loads(file.read_text())
+    assert content["complete"] is False
+    assert len(content["measurements"]) == 3
 
 
 def test_bench_without_cases(small):

@@ -23,6 +23,7 @@ def test_not_installed(peer, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     assert peers.version(peer) is None
+    assert peers.why_not(peer) == f"{peer.name} is not installed: pip install {peer.package}"
     with pytest.raises(RuntimeError, match=f"{peer.name} is not installed: pip install {peer.package}"):
         peer.prepare("mhc_pre", tensors_of(cases.MHC_PRE))
 

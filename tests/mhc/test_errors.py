@@ -104,7 +104,12 @@ POST = [
 ]  # fmt: skip
 PRE = [case for case in FORWARD if "x" not in case[0]] + [
     ({"sinkhorn_iters": 0}, ValueError, "sinkhorn_iters must be at least 1, got 0"),
+    ({"sinkhorn_iters": 20.0}, TypeError, "sinkhorn_iters must be an int, got float"),
+    ({"sinkhorn_iters": True}, TypeError, "sinkhorn_iters must be an int, got bool"),
+    ({"post_mult": None}, TypeError, "post_mult must be a number, got NoneType"),
+    ({"norm_eps": "1e-6"}, TypeError, "norm_eps must be a number, got str"),
 ]
+LAYER = [*PRE, ({"layer": None}, TypeError, "layer must be callable, got NoneType")]
 HEAD = [
     ({"phi": torch.zeros(M, N * D)}, ValueError, "phi must be [4, 64], got [24, 64]"),
     ({"alpha": torch.zeros(3)}, ValueError, "alpha must be [1] or [], got [3]"),
@@ -116,8 +121,10 @@ SINKHORN = [
     ({"logits": torch.zeros(4)}, ValueError, "logits must be [..., n, n] with n at least 1, got [4]"),
     ({"logits": 1.0}, TypeError, "logits must be a torch.Tensor, got float"),
     ({"iters": 0}, ValueError, "iters must be at least 1, got 0"),
+    ({"eps": None}, TypeError, "eps must be a number, got NoneType"),
 ]
 EXPAND = [
+    ({"n": 2.5}, TypeError, "n must be an int, got float"),
     ({"n": 0}, ValueError, "n must be at least 1, got 0"),
     ({"x": torch.zeros(())}, ValueError, "x must be [..., D], got []"),
 ]
@@ -125,6 +132,7 @@ CALLS = {
     "mhc_pre": (cases.MHC_PRE, PRE),
     "mhc_post": (cases.MHC_POST, POST),
     "mhc_post_pre": (cases.MHC_POST_PRE, POST + PRE),
+    "mhc_layer": (cases.MHC_PRE, LAYER),
     "mhc_head": (cases.MHC_HEAD, HEAD),
     "sinkhorn": (cases.SINKHORN, SINKHORN),
     "mhc_expand": (None, EXPAND),
@@ -138,5 +146,7 @@ def test_layer_functions(name, changes, error, message):
     good = {"x": torch.zeros(2, 3, D), "n": N}
     if subject is not None:
         good = cases.Case(subject, (2, 3), N, D, torch.float32).inputs()
+    if name == "mhc_layer":
+        good["layer"] = torch.tanh
     with pytest.raises(error, match=f"^{name}: {re.escape(message)}$"):
         getattr(mhc_ops, name)(**{**good, **changes})

@@ -71,7 +71,7 @@ def step(network, x):
 
 
 def assert_close(results, expected):
-    assert all(accuracy.close(result, e.double()) for result, e in zip(results, expected))
+    assert all(accuracy.close(result, e.double()) for result, e in zip(results, expected, strict=True))
 
 
 def test_gradients(place):
@@ -155,7 +155,11 @@ def test_autocast(place):
         out = network(x)
     assert seen == [torch.bfloat16]
     assert out.dtype == torch.float32
-    torch.autograd.grad(out.sum(), [x, *network.parameters()])
+    gradients = torch.autograd.grad(out.sum(), [x, *network.parameters()])
+    expected = step(network, x)[1:]
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert (gradient.dtype, gradient.shape) == (other.dtype, other.shape)
+        assert gradient.isfinite().all()
 
 
 def test_inference_mode(place):
@@ -175,9 +179,9 @@ def test_export(place):
 def test_cuda_graph():
     place = ("triton", "cuda")
     network, x = model(place), streams(place)
-    out = torch.cuda.make_graphed_callables(network, (x,))(x)
-    assert torch.equal(out, network(x))
-    out.sum().backward()
+    expected = step(network, x)
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(network), (x,))
+    assert all(torch.equal(a, b) for a, b in zip(step(graphed, x), expected, strict=True))
 
 
 @pytest.mark.parametrize("gamma", [False, True])

@@ -121,8 +121,33 @@ def test_repr():
 
 @pytest.mark.parametrize("module", [MHCBlock, HyperHead, lambda n, D: HyperConnection(nn.Identity(), n, D)])
 def test_sizes_are_checked(module):
-    with pytest.raises(ValueError, match=r": n and D must be at least 1, got n=0, D=8$"):
+    with pytest.raises(ValueError, match=r": n must be at least 1, got 0$"):
         module(0, 8)
+    with pytest.raises(TypeError, match=r": D must be an int, got float$"):
+        module(2, 8.0)
+    with pytest.raises(ValueError, match=r": x must be \[\.\.\., 2, 8\], got \[3, 4, 8\]$"):
+        module(2, 8)(torch.zeros(3, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"sinkhorn_iters": 0}, ValueError, "sinkhorn_iters must be at least 1, got 0"),
+        ({"sinkhorn_iters": 2.5}, TypeError, "sinkhorn_iters must be an int, got float"),
+        ({"post_mult": 0}, ValueError, "post_mult must be above 0, got 0.0"),
+        ({"post_mult": "2"}, TypeError, "post_mult must be a number, got str"),
+        ({"hc_eps": 1.5}, ValueError, "hc_eps must be 0 or more and below 1, got 1.5"),
+    ],
+)
+def test_options_are_checked(options, error, message):
+    with pytest.raises(error, match=f"^HyperConnection: {message}$"):
+        HyperConnection(nn.Identity(), 2, 8, **options)
+
+
+def test_extreme_options_start_finite():
+    for options in ({"hc_eps": 0.5}, {"post_mult": 0.5}, {"post_mult": 100.0}):
+        assert HyperConnection(nn.Identity(), 4, 8, **options).bias.isfinite().all()
+    assert HyperHead(4, 8, hc_eps=0.5).bias.isfinite().all()
 
 
 def test_device_and_dtype_of_the_layer():

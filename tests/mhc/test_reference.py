@@ -182,3 +182,11 @@ def test_sinkhorn_is_doubly_stochastic():
     assert (h_res.double().sum(-2) - 1).abs().max() < 2e-6
     assert accuracy.close(h_res.sum(-1), mhc_ops.sinkhorn(logits.double()).sum(-1))
     assert mhc_ops.sinkhorn(logits.bfloat16()).dtype == torch.float32
+
+
+def test_inf_stays_inf_at_the_boundary():
+    """x_next of mhc_post_pre has the bits of mhc_post."""
+    tensors = cases.Case(cases.MHC_POST_PRE, (3,), 2, 5, torch.bfloat16).inputs()
+    tensors["x"][1, 0, 2] = float("inf")
+    of_post = {name: tensors[name] for name in cases.MHC_POST.inputs}
+    assert torch.equal(mhc_ops.mhc_post_pre(**tensors)[0], mhc_ops.mhc_post(**of_post))

@@ -79,27 +79,19 @@ def phi_parts(M: int) -> Tile:
     return Tile(0, 128 if padded_maps(M) <= 32 else 32, 4)
 
 
-@dataclass(frozen=True)
-class Project:
-    block_t: int
-    block_k: int
-    warps: int
-    stages: int
-
-
 @cache
-def project(M: int, K: int, wide: bool, kind: str) -> Project:
+def project(M: int, K: int, wide: bool, kind: str) -> Tile:
     """64 tokens × 128 of K, 4 warps, 3 stages: 79.7 µs at T = 8192, D = 4096 (the same loads without a product: 76) and
     31.8 at T = 4096, D = 2560; 64 × 64 77.4 and 38.4, 128 × 64 with 8 warps 80, 128 × 128 with 2 stages 107.
 
     `wide`: x is not bf16. Rows of phi in parts fill the registers as n grows, addresses do where rows are unaligned."""
     if kind == "cpu":
-        return Project(128, 64, 4, 1)
+        return Tile(128, 64, 4, 1)
     rows = padded_maps(M) * (1 if wide else 2)
     small = wide or rows > 128 or not aligned(K)
     block_k = 32 if small else LONGEST_BLOCK_K if rows <= 64 else 64
     cramped = rows > 128 if kind == "hip" else M == maps(8) and not aligned(K)
-    return Project(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if kind == "hip" else 3)
+    return Tile(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if kind == "hip" else 3)
 
 
 def aligned(row: int) -> bool:

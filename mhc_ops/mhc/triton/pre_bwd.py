@@ -292,24 +292,25 @@ def mhc_pre_bwd(
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     h_pre, x_factor = scratch(T, n), scratch(T)
+    assert dx_next is None or not mixed or sinkhorn_iters > 0
     h_res = scratch(T, n, n) if mixed and dx_next is not None else None
     dh_pre = None
     if dh_in is not None:
         dh_pre = scratch(T, n)
-        stream = configs.dh_pre(n, D, exact.parts == 1, kind)
+        pass_a = configs.dh_pre(n, D, exact.parts == 1, kind)
         launch(
             mhc_pre_dh_pre_kernel,
-            (configs.cdiv(T, stream.block_t),),
+            (configs.cdiv(T, pass_a.block_t),),
             x,
             dh_in,
             dh_pre,
             T,
             D,
             n=n,
-            BLOCK_T=stream.block_t,
+            BLOCK_T=pass_a.block_t,
             BLOCK_N=configs.next_power_of_2(n),
-            BLOCK_D=stream.block_d,
-            num_warps=stream.warps,
+            BLOCK_D=pass_a.block_d,
+            num_warps=pass_a.warps,
         )
 
     dmaps = configs.dmaps(n, kind)
@@ -349,9 +350,9 @@ def mhc_pre_bwd(
         num_warps=dmaps.warps,
     )
 
-    stream = configs.dx(n, D, exact.parts == 1, dx_next is not None, kind)
-    blocks = configs.cdiv(D, stream.block_d) * (n // stream.streams)
-    slices = configs.token_slices(T, M, blocks, stream, processors)
+    pass_b = configs.dx(n, D, exact.parts == 1, dx_next is not None, kind)
+    blocks = configs.cdiv(D, pass_b.block_d) * (n // pass_b.streams)
+    slices = configs.token_slices(T, M, blocks, pass_b, processors)
     A = scratch(slices, M, K)
     launch(
         mhc_pre_dx_kernel,
@@ -373,13 +374,13 @@ def mhc_pre_bwd(
         M=M,
         PARTS=exact.parts,
         PRECISION=exact.precision,
-        EVEN_D=D % stream.block_d == 0,
-        STREAMS=stream.streams,
-        BLOCK_T=stream.block_t,
+        EVEN_D=D % pass_b.block_d == 0,
+        STREAMS=pass_b.streams,
+        BLOCK_T=pass_b.block_t,
         BLOCK_M=padded,
-        BLOCK_D=stream.block_d,
-        STAGES=stream.stages,
-        num_warps=stream.warps,
+        BLOCK_D=pass_b.block_d,
+        STAGES=pass_b.stages,
+        num_warps=pass_b.warps,
     )
 
     sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias)

@@ -235,7 +235,7 @@ def project(x, phi, gamma):
     parts = phi_parts(phi, gamma, None, n, exact)
     tile = configs.project(M, K, exact.parts == 1, kind)
     token_blocks = configs.cdiv(T, tile.block_t)
-    cut = configs.cut(K, tile.block_k, token_blocks, processors)
+    cut = configs.cut(K, tile.block_d, token_blocks, processors)
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     launch(
         mhc_pre_project_kernel,
@@ -252,10 +252,10 @@ def project(x, phi, gamma):
         M=M,
         PARTS=exact.parts,
         PRECISION=exact.precision,
-        EVEN_K=K % tile.block_k == 0,
+        EVEN_K=K % tile.block_d == 0,
         BLOCK_T=tile.block_t,
         BLOCK_M=configs.padded_maps(M),
-        BLOCK_K=tile.block_k,
+        BLOCK_K=tile.block_d,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )

@@ -14,7 +14,7 @@ def test_cut(n):
     M = configs.maps(n)
     for D in WIDTHS:
         K = n * D
-        for block_k in (configs.project(M, K, False, "cuda").block_k, n * 32):
+        for block_k in (configs.project(M, K, False, "cuda").block_d, n * 32):
             steps = configs.cdiv(K, block_k)
             shapes = set()
             for token_blocks in TOKEN_BLOCKS:

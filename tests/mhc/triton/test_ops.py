@@ -190,6 +190,28 @@ def test_bad_values_stay_in_their_token(subject, value, kernel_device):
         assert not dx[5].isfinite().all()
 
 
+class Dropped(torch.autograd.Function):
+    """The identity, whose gradient is None."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return None
+
+
+@by_any_subject
+def test_no_cotangent_at_all(subject, kernel_device):
+    tensors = cases.Case(subject, (3,), 2, 8, fp32).inputs(kernel_device)
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+    count = len(subject.outputs) - subject.intermediates
+    outputs = subject.call(**leaves, backend="triton")[:count]
+    sum(Dropped.apply(output).sum() for output in outputs).backward()
+    assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
+
+
 @by_any_subject
 def test_double_backward_raises(subject, kernel_device):
     tensors = cases.Case(subject, (3,), 2, 8, fp32).inputs(kernel_device)
@@ -237,7 +259,7 @@ def test_boundary_is_the_composition(kernel_device):
 
 
 def test_layer_is_the_composition(kernel_device):
-    """mhc_layer gives the bits of mhc_pre and mhc_post, and one rounding less in dx."""
+    """mhc_layer gives the bits of mhc_pre and mhc_post, with and without gradients."""
     case = cases.Case(cases.MHC_LAYER, (40,), 4, 60, bf16)
     tensors = case.inputs(kernel_device)
     h_out = tensors.pop("h_out")
