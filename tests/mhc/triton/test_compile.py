@@ -15,14 +15,14 @@ from mhc_ops.mhc.triton import configs
 pytestmark = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-# (n, D, dtype): every n in bf16, each other type where it takes another config, an aligned and an odd D
+# (n, D, dtype): each n and type that takes another config, an aligned and an odd D; the GPU tests run every n
 CONFIGS = [
-    *((n, 4096, bf16) for n in range(1, 9)),
+    *((n, 4096, bf16) for n in (1, 2, 3, 4, 5, 8)),
     *((n, 1280, dtype) for n, dtype in ((3, fp32), (4, fp16), (8, fp32))),
-    *((n, 257, dtype) for n, dtype in ((1, bf16), (4, bf16), (8, fp32))),
+    *((n, 257, bf16) for n in (1, 4)),
 ]
 # On gfx942, the largest of each kind of config; gfx950 differs from it in shared memory alone.
-AMD = [(4, 4096, bf16), (8, 4096, bf16), (4, 1280, fp16), (4, 257, bf16), (8, 257, fp32)]
+AMD = [(4, 4096, bf16), (8, 4096, bf16), (4, 257, bf16)]
 COMPILED = [
     *((*config, "sm_90") for config in CONFIGS),
     *((*config, "gfx942") for config in AMD),
