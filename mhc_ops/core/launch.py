@@ -1,7 +1,8 @@
 """Launch Triton kernels without what triton repeats in every call: binding, specialising and hashing the arguments.
 
 `launch(kernel, grid, *arguments, **constants)` is `kernel[grid](*arguments, **constants)`. After the first such call
-the compiled kernel is kept by what it was specialised for, and called directly: about half the time on the host.
+the compiled kernel is kept by what it was specialised for, and called directly. What that saves on
+the host has not been measured yet.
 """
 
 from typing import Any

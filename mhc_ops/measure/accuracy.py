@@ -3,7 +3,7 @@
 Tolerances follow from the type that a result is stored in:
   16 bits  one rounding of the exact value: 2^-8 (bf16) or 2^-11 (fp16) of the largest magnitude in the row, for every
            element; and 2e-3 or 3e-4 in norm, from 1,000 elements up (fewer do not average)
-  fp32     1e-5 in norm; 3e-5 where Sinkhorn gets logits of σ = 8, of which 6e-8 are an error of 5e-7 already
+  fp32     1e-5 in norm; 3e-5 behind Sinkhorn where its logits have σ = 8: errors of the logits grow with them
   fp64     1e-12 in norm
 """
 
@@ -19,6 +19,7 @@ NORM_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-5
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ENOUGH_TO_AVERAGE = 1000
 STEEP_LOGITS, STEEP_TOLERANCE = 8.0, 3e-5
+NOT_BEHIND_SINKHORN = ("h_in", "h_post", "inv_rms", "h_mix", "h_pre", "out")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def judge(case: Case | None, backend: str, name: str, result: Tensor, exact: Ten
     if result.shape != exact.shape:
         raise AssertionError(f"{words}: {name} is {list(result.shape)}, should be {list(exact.shape)}")
     tolerance = NORM_TOLERANCE[result.dtype]
-    if result.dtype == torch.float32 and case is not None and case.sigma >= STEEP_LOGITS:
+    steep = case is not None and case.sigma >= STEEP_LOGITS and name not in NOT_BEHIND_SINKHORN
+    if steep and result.dtype == torch.float32:
         tolerance = STEEP_TOLERANCE
     error = (result.double() - exact).abs()
     if exact.numel() == 0:

@@ -85,3 +85,9 @@ def test_cases_are_the_same_each_time():
     case = cases.CHECK[1]
     assert all(torch.equal(a, b) for a, b in zip(case.inputs().values(), case.inputs().values()))
     assert str(case) == "mhc_forward_pre 2x128x4x256 bfloat16"
+
+
+@pytest.mark.parametrize(("output", "passes"), [("h_res", True), ("dphi", True), ("h_post", False), ("h_mix", False)])
+def test_steep_logits_allow_more_only_behind_sinkhorn(output, passes, exact):
+    case = cases.Case(cases.MHC_PRE, (64,), 4, 32, sigma=8)
+    assert accuracy.judge(case, "backend", output, (exact * (1 + 2e-5)).float(), exact).passed is passes
