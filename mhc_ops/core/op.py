@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import backend as backends
-from . import device
+from . import device, replay
+from .modes import has_tangent, is_eager, needs_grad
 
 Run = Callable[..., Any]
 Gradient = Callable[[Run, tuple[Any, ...], tuple[Tensor, ...], list[Tensor | None]], tuple[Tensor | None, ...]]
@@ -50,7 +50,7 @@ class Op:
             raise NotImplementedError(f"{self.name}: forward-mode differentiation works with backend='reference' only")
         if not is_eager(inputs_and_backend):
             return self.traced(*inputs_and_backend)
-        if self.function is not None and torch.is_grad_enabled() and needs_grad(inputs_and_backend):
+        if self.function is not None and needs_grad(inputs_and_backend):
             return self.function.apply(*inputs_and_backend)
         return self.launch(*inputs_and_backend)
 
@@ -58,7 +58,8 @@ class Op:
         *inputs, backend = inputs_and_backend
         outputs = self.contract(*inputs)
         with device.current(inputs[0]):
-            backends.load(self.family, backend, self.name)(*inputs, *as_tuple(outputs))
+            launcher = backends.load(self.family, backend, self.name)
+            replay.fill(self.name, backend, launcher, inputs, as_tuple(outputs))
         return outputs
 
     def _fake(self, *inputs_and_backend: Any) -> Any:
@@ -126,32 +127,6 @@ class Op:
             return gradient
 
         return register
-
-
-def is_eager(arguments: tuple[Any, ...]) -> bool:
-    """Plain tensors and nothing that watches: no compiler, no dispatch or function mode, no functorch transform."""
-    if torch.compiler.is_compiling():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    for argument in arguments:
-        kind = type(argument)
-        if kind is not Tensor and kind is not torch.nn.Parameter and isinstance(argument, Tensor):
-            return False
-    return True
-
-
-def has_tangent(arguments: tuple[Any, ...]) -> bool:
-    """Forward-mode differentiation is under way; without a check, kernels would drop the tangents in silence."""
-    if forward_ad._current_level < 0:
-        return False
-    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments)
-
-
-def needs_grad(arguments: tuple[Any, ...]) -> bool:
-    return any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:

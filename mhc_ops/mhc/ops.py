@@ -16,11 +16,13 @@ from ..core.check import (
     check_shapes,
     check_tensors,
 )
+from ..core.replay import replayed
 from . import contracts, manual, reference
 
 MAX_STREAMS = 8  # of the kernels; the reference takes any n
 
 
+@replayed
 def mhc_forward_pre(
     x: Tensor,
     phi: Tensor,
@@ -48,6 +50,7 @@ def mhc_forward_pre(
     return outputs if outflag else outputs[:3]
 
 
+@replayed
 def mhc_pre(
     x: Tensor,
     phi: Tensor,
@@ -94,6 +97,7 @@ def _pre(
     return contracts.mhc_pre_fwd(*_contiguous(x, phi, alpha, bias, gamma), *options, name)
 
 
+@replayed
 def mhc_post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, *, backend: str | None = None) -> Tensor:
     """Write a layer's output back into the streams: x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i].
 
@@ -109,6 +113,7 @@ def mhc_post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, *, backend
     return contracts.mhc_post_fwd(*_contiguous(x, h_out, h_post, h_res), name)
 
 
+@replayed
 def mhc_post_pre(
     x: Tensor,
     h_out: Tensor,
@@ -196,6 +201,7 @@ def mhc_layer(
     return (x_next, *rest) if isinstance(result, tuple) else x_next
 
 
+@replayed
 def mhc_head(
     x: Tensor,
     phi: Tensor,
@@ -235,6 +241,7 @@ def mhc_expand(x: Tensor, n: int) -> Tensor:
     return reference.mhc_expand(x, n)
 
 
+@replayed
 def sinkhorn(logits: Tensor, iters: int = 20, eps: float = 1e-6, *, backend: str | None = None) -> Tensor:
     """Doubly stochastic matrices from logits [..., n, n], by Sinkhorn-Knopp with the gradient of exactly its steps.
 

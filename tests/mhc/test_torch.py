@@ -11,7 +11,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
-from mhc_ops.core.op import is_eager
+from mhc_ops.core.modes import is_eager
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.contracts import mhc_pre_bwd, mhc_pre_fwd
 

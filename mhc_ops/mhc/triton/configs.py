@@ -94,6 +94,10 @@ def project(M: int, K: int, wide: bool, kind: str) -> Tile:
     return Tile(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if kind == "hip" else 3)
 
 
+# Up to this many blocks of tokens the projection cuts phi into parts itself, which saves a launch.
+FEW_TOKEN_BLOCKS = 2
+
+
 def aligned(row: int) -> bool:
     """Whether rows of this many elements are read 16 bytes at a time. Triton knows of a size if 16 divides it."""
     return row % 16 == 0

@@ -51,6 +51,15 @@ def alpha_of_row(alpha_ptr, m, M: tl.constexpr, n: tl.constexpr):
     return tl.load(alpha_ptr + section, mask=m < M, other=0.0).to(tl.float32)
 
 
+# gamma[k]·phi[m, k] in fp32; zero where m ≥ M or k ≥ K
+@triton.jit
+def load_phi(phi_ptr, gamma_ptr, m, k, K, M: tl.constexpr):
+    value = tl.load(phi_ptr + m * K + k, mask=(m < M) & (k < K), other=0.0).to(tl.float32)
+    if gamma_ptr is not None:
+        value *= tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    return value
+
+
 # parts[p, m, k] of gamma[k]·phi[m, k], times alpha[section of m] where that is given; zero where m ≥ M or k ≥ K
 # Columns k = i·D + d as in phi or, where STRIDE > 0, d·STRIDE + i, zero where i ≥ n.
 @triton.jit
@@ -74,9 +83,7 @@ def phi_parts_kernel(
     if STRIDE > 0:
         k = tl.where(to % STRIDE < n, to % STRIDE * (K // n) + to // STRIDE, K)
         k = tl.where(to // STRIDE < K // n, k, K)
-    value = tl.load(phi_ptr + m * K + k, mask=(m < M) & (k < K), other=0.0).to(tl.float32)
-    if gamma_ptr is not None:
-        value *= tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    value = load_phi(phi_ptr, gamma_ptr, m, k, K, M)
     if alpha_ptr is not None:
         value *= alpha_of_row(alpha_ptr, m, M, n)
     for p in tl.static_range(PARTS):

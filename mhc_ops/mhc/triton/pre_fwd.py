@@ -18,7 +18,7 @@ import triton.language as tl
 from ...core import device
 from ...core.launch import launch
 from . import configs
-from .parts import LANE, alpha_of_row, own_sums, phi_parts, stacked_rows, sum_parts
+from .parts import LANE, alpha_of_row, load_phi, own_sums, phi_parts, rest_of, stacked_rows, sum_parts
 from .sinkhorn import matrices, sinkhorn
 
 
@@ -46,7 +46,9 @@ def store_piece(
 @triton.jit(do_not_specialize=["T", "steps", "pieces"])
 def mhc_pre_project_kernel(
     x_ptr,
-    parts_ptr,
+    parts_ptr,  # phi in parts, or None: then it is cut here
+    phi_ptr,
+    gamma_ptr,
     partials_ptr,
     T,
     K,
@@ -68,8 +70,7 @@ def mhc_pre_project_kernel(
     local = tl.arange(0, BLOCK_T)[:, None]
     in_batch = local < T - begin
     row, p = stacked_rows(PARTS, BLOCK_M)
-    parts = parts_ptr + (p * BLOCK_M + row).to(tl.int64)[:, None] * K_padded
-    is_map = (row < M)[:, None]
+    row, p = row.to(tl.int64)[:, None], p[:, None]
 
     first = piece * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
@@ -81,7 +82,12 @@ def mhc_pre_project_kernel(
         k = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
         in_tile = in_batch if EVEN_K else in_batch & (k < K)
         x = tl.load(x_ptr + begin * K + (local * K + k), mask=in_tile, other=0.0)
-        part = tl.load(parts + k, mask=is_map, other=0.0)
+        if parts_ptr is not None:
+            part = tl.load(parts_ptr + (p * BLOCK_M + row) * K_padded + k, mask=row < M, other=0.0)
+        else:
+            part = load_phi(phi_ptr, gamma_ptr, row, k, K, M)
+            if PARTS == 2:
+                part = tl.where(p == 0, part, rest_of(part, 1, x.dtype)).to(x.dtype)
         wide = x.to(tl.float32)
         # Subtracted, because triton folds an addition into the product's own accumulator and then lets the next loads
         # overwrite x while the asynchronous product still reads it: errors of 1e-2, new ones in each run (3.6, Hopper).
@@ -232,20 +238,22 @@ def project(x, phi, gamma):
     T = x.numel() // K
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
     exact = configs.arithmetic(x.dtype, kind)
-    parts = phi_parts(phi, gamma, None, n, exact)
     tile = configs.project(M, K, exact.parts == 1, kind)
     token_blocks = configs.cdiv(T, tile.block_t)
     cut = configs.cut(K, tile.block_d, token_blocks, processors)
+    parts = phi_parts(phi, gamma, None, n, exact) if token_blocks > configs.FEW_TOKEN_BLOCKS else None
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     launch(
         mhc_pre_project_kernel,
         (token_blocks * cut.pieces,),
         x,
         parts,
+        phi,
+        gamma,
         partials,
         T,
         K,
-        parts.shape[2],
+        0 if parts is None else parts.shape[2],
         cut.steps,
         cut.pieces,
         SLICE_STEPS=cut.slice_steps,

@@ -1,0 +1,39 @@
+"""What may be watching a call: compilers, modes, transforms, forward-mode differentiation."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def is_eager(arguments: tuple[Any, ...]) -> bool:
+    """Plain tensors and nothing that watches."""
+    return not watched() and not any(isinstance(a, Tensor) and not is_plain(a) for a in arguments)
+
+
+def watched() -> bool:
+    """By a compiler, a dispatch or function mode, or a functorch transform."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def is_plain(value: object) -> bool:
+    """A Tensor or Parameter, no subclass that has its own ways."""
+    kind = type(value)
+    return kind is Tensor or kind is torch.nn.Parameter
+
+
+def has_tangent(arguments: tuple[Any, ...]) -> bool:
+    """Forward-mode differentiation is under way; without a check, kernels would drop the tangents in silence."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments)
+
+
+def needs_grad(arguments: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
