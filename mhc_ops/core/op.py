@@ -25,24 +25,24 @@ Run = Callable[..., Any]
 Gradient = Callable[[Run, tuple[Any, ...], tuple[Tensor, ...], list[Tensor | None]], tuple[Tensor | None, ...]]
 
 
-def op(family: str) -> Callable[[Callable[..., Any]], "Op"]:
-    """Decorator: make an Op of a contract."""
-    return lambda contract: Op(family, contract)
+def op(family: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], "Op"]:
+    """Decorator: make an Op of a contract. mutates: the inputs that its launchers write to."""
+    return lambda contract: Op(family, contract, mutates)
 
 
 class Op:
     """Call it as op(*inputs, backend); all inputs are positional, tensors contiguous and checked by the caller."""
 
-    def __init__(self, family: str, contract: Callable[..., Any]):
+    def __init__(self, family: str, contract: Callable[..., Any], mutates: tuple[str, ...]):
         self.family = family
         self.name = contract.__name__
         self.contract = contract
         self.function: type[torch.autograd.Function] | None = None
         if family not in backends.families():
             backends.register_family(family)
-        inputs, outputs = torch.library.infer_schema(contract, mutates_args=()).split(" -> ")
+        inputs, outputs = torch.library.infer_schema(contract, mutates_args=mutates).split(" -> ")
         schema = f"{inputs.removesuffix(')')}, str backend) -> {outputs}"
-        self.traced = torch.library.custom_op(f"mhc_ops::{self.name}", self.launch, mutates_args=(), schema=schema)
+        self.traced = torch.library.custom_op(f"mhc_ops::{self.name}", self.launch, mutates_args=mutates, schema=schema)
         self.traced.register_fake(self._fake)
 
     def __call__(self, *inputs_and_backend: Any) -> Any:
@@ -73,8 +73,8 @@ class Op:
         `run(other_op, *inputs)` calls another op on the path and backend of the forward. The first `outputs` outputs
         have cotangents, each contiguous, or None where nothing used that output; no gradient flows through the others,
         the intermediates. Outputs at the indices `saved` are kept for the backward: all intermediates by default.
-        Inputs at the indices `unread` are not kept and come as None. Where nothing used any output, there is no
-        gradient.
+        Of inputs at the indices `unread` only the type is kept and comes in their place. Where nothing used any output,
+        there is no gradient.
         """
 
         def register(gradient: Gradient) -> Gradient:
@@ -82,11 +82,12 @@ class Op:
                 results = as_tuple(output)
                 ctx.set_materialize_grads(False)
                 ctx.mark_non_differentiable(*results[outputs:])
-                ctx.constants = [None if isinstance(value, Tensor) else value for value in inputs]
-                tensors = [
-                    value if isinstance(value, Tensor) and index not in unread else None
+                values = [
+                    value.dtype if index in unread and isinstance(value, Tensor) else value
                     for index, value in enumerate(inputs)
                 ]
+                ctx.constants = [None if isinstance(value, Tensor) else value for value in values]
+                tensors = [value if isinstance(value, Tensor) else None for value in values]
                 kept = range(outputs, len(results)) if saved is None else saved
                 ctx.save_for_backward(*tensors, *[results[index] for index in kept])
 

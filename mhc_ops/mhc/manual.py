@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from .reference import accumulate, per_row, section_sizes, without_autocast
+from ..core.precision import accumulate, without_autocast
+from .reference import per_row, section_sizes
 
 
 def mhc_pre_bwd(

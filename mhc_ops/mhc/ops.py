@@ -16,6 +16,7 @@ from ..core.check import (
     check_shapes,
     check_tensors,
 )
+from ..core.precision import accumulate
 from ..core.replay import replayed
 from . import contracts, manual, reference
 
@@ -178,7 +179,7 @@ def mhc_layer(
     _check_pre(function, x, phi, alpha, bias, gamma)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        streams = reference.accumulate(x)  # once: the two parts of dx meet before they are rounded
+        streams = accumulate(x)  # once: the two parts of dx meet before they are rounded
         h_in, h_post, h_res, *_ = reference.mhc_pre(streams, phi, alpha, bias, gamma, *options)
         h_in = h_in.to(x.dtype)
     else:

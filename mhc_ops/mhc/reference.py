@@ -10,14 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def accumulate(x: Tensor) -> Tensor:
-    """x in the type that sums are kept in: fp32, and fp64 stays."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def without_autocast(x: Tensor) -> torch.autocast:
-    return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)
+from ..core.precision import accumulate, without_autocast
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:

@@ -14,8 +14,8 @@ KERNEL_FOLDERS = {"triton", "tilelang", "hip"}
 # layer -> layers it may import from
 ALLOWED = {
     "core": {"core"},
-    "reference": set(),
-    "manual": {"reference"},
+    "reference": {"core"},
+    "manual": {"core", "reference"},
     "contracts": {"core"},
     "ops": {"core", "contracts", "reference", "manual"},
     "modules": {"core", "ops"},

@@ -10,18 +10,7 @@ from functools import cache, lru_cache
 
 import torch
 
-
-# triton's own cdiv and next_power_of_2 take 6 µs a call on the host.
-def cdiv(value: int, divisor: int) -> int:
-    return -(-value // divisor)
-
-
-def next_power_of_2(value: int) -> int:
-    return 1 << (value - 1).bit_length()
-
-
-def floor_power_of_2(value: int) -> int:
-    return 1 << max(1, value).bit_length() - 1
+from ...core.sizes import cdiv, floor_power_of_2, next_power_of_2
 
 
 def maps(n: int) -> int:

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from ...core.launch import launch
+from ...core.sizes import cdiv
 from . import configs
 
 LANE = tl.constexpr(8)  # columns that a thread loads at once
@@ -104,7 +105,7 @@ def phi_parts(
     M, K = phi.shape
     padded, tile = configs.padded_maps(M), configs.phi_parts(M)
     columns = K // n * stride if stride else K
-    K_padded = configs.cdiv(columns, configs.LONGEST_BLOCK_K) * configs.LONGEST_BLOCK_K
+    K_padded = cdiv(columns, configs.LONGEST_BLOCK_K) * configs.LONGEST_BLOCK_K
     parts = torch.empty((exact.parts, padded, K_padded), dtype=exact.dtype, device=phi.device)
     launch(
         phi_parts_kernel,

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from ...core import device
 from ...core.launch import launch
+from ...core.sizes import cdiv
 from . import configs
 from .parts import LANE, own_sums
 
@@ -130,7 +131,7 @@ def mhc_post_fwd(x, h_out, h_post, h_res, x_next):
         return
     launch(
         mhc_post_fwd_kernel,
-        (configs.cdiv(T, tile.block_t), configs.cdiv(D, tile.block_d)),
+        (cdiv(T, tile.block_t), cdiv(D, tile.block_d)),
         x,
         h_out,
         h_post,
@@ -157,7 +158,7 @@ def mhc_post_bwd(x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post
         return
     launch(
         mhc_post_bwd_kernel,
-        (configs.cdiv(T, tile.block_t),),
+        (cdiv(T, tile.block_t),),
         x,
         h_out,
         h_post,

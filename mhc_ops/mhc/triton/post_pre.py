@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ...core import device
 from ...core.launch import launch
+from ...core.sizes import cdiv, next_power_of_2
 from . import configs
 from .parts import LANE, own_sums, phi_parts, stacked_rows, sum_parts
 from .post import load_maps, mhc_post_bwd, mhc_post_fwd, mix
@@ -150,11 +151,11 @@ def post_project(x, h_out, h_post, h_res, phi, gamma, x_next, tile):
     """Fills x_next; returns the partial sums [pieces, T, M + 1], and how K was cut."""
     n, D = x.shape[-2:]
     M, K = phi.shape
-    T, N = x.numel() // K, configs.next_power_of_2(n)
+    T, N = x.numel() // K, next_power_of_2(n)
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
     exact = configs.arithmetic(x.dtype, kind)
     parts = phi_parts(phi, gamma, None, n, exact, stride=N)
-    token_blocks = configs.cdiv(T, tile.block_t)
+    token_blocks = cdiv(T, tile.block_t)
     cut = configs.cut(K, n * tile.block_d, token_blocks, processors)
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     launch(

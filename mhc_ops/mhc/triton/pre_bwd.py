@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ...core import device
 from ...core.launch import launch
+from ...core.sizes import cdiv, next_power_of_2
 from . import configs
 from .parts import alpha_of_row, part_of, phi_parts
 from .pre_sums import sum_gradients
@@ -300,7 +301,7 @@ def mhc_pre_bwd(
         pass_a = configs.dh_pre(n, D, exact.parts == 1, kind)
         launch(
             mhc_pre_dh_pre_kernel,
-            (configs.cdiv(T, pass_a.block_t),),
+            (cdiv(T, pass_a.block_t),),
             x,
             dh_in,
             dh_pre,
@@ -308,13 +309,13 @@ def mhc_pre_bwd(
             D,
             n=n,
             BLOCK_T=pass_a.block_t,
-            BLOCK_N=configs.next_power_of_2(n),
+            BLOCK_N=next_power_of_2(n),
             BLOCK_D=pass_a.block_d,
             num_warps=pass_a.warps,
         )
 
     dmaps = configs.dmaps(n, kind)
-    programs = configs.cdiv(T, dmaps.block_t)
+    programs = cdiv(T, dmaps.block_t)
     dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
     sums = scratch(programs, 2, M)
     through_sinkhorn = sinkhorn_iters > 0 and not (dh_res is None and h_res is None)
@@ -341,17 +342,17 @@ def mhc_pre_bwd(
         sinkhorn_iters,
         sinkhorn_eps,
         n=n,
-        N=configs.next_power_of_2(n),
+        N=next_power_of_2(n),
         M=M,
         PARTS=exact.parts,
         BLOCK_T=dmaps.block_t,
-        BLOCK_G=configs.next_power_of_2(padded - (n * n if M > n else 0)),
+        BLOCK_G=next_power_of_2(padded - (n * n if M > n else 0)),
         BLOCK_M=padded,
         num_warps=dmaps.warps,
     )
 
     pass_b = configs.dx(n, D, exact.parts == 1, dx_next is not None, kind)
-    blocks = configs.cdiv(D, pass_b.block_d) * (n // pass_b.streams)
+    blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
     slices = configs.token_slices(T, M, blocks, pass_b, processors)
     A = scratch(slices, M, K)
     launch(

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ...core import device
 from ...core.launch import launch
+from ...core.sizes import cdiv, next_power_of_2
 from . import configs
 from .parts import LANE, alpha_of_row, load_phi, own_sums, phi_parts, rest_of, stacked_rows, sum_parts
 from .sinkhorn import matrices, sinkhorn
@@ -201,11 +202,11 @@ def finish(x, partials, cut, alpha, bias, norm_eps, hc_eps, post_mult, iters, si
     T, M = partials.shape[1], partials.shape[2] - 1
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
     tile = configs.finish(D, kind)
-    token_blocks, channel_blocks = configs.cdiv(T, tile.block_t), configs.cdiv(D, tile.block_d)
+    token_blocks, channel_blocks = cdiv(T, tile.block_t), cdiv(D, tile.block_d)
     blocks_each = configs.channel_blocks_each(channel_blocks, token_blocks, processors)
     launch(
         mhc_pre_finish_kernel,
-        (token_blocks, configs.cdiv(channel_blocks, blocks_each)),
+        (token_blocks, cdiv(channel_blocks, blocks_each)),
         x,
         partials,
         alpha,
@@ -220,12 +221,12 @@ def finish(x, partials, cut, alpha, bias, norm_eps, hc_eps, post_mult, iters, si
         iters,
         sinkhorn_eps,
         n=n,
-        N=configs.next_power_of_2(n),
+        N=next_power_of_2(n),
         M=M,
         PIECES=cut.pieces,
         GROUP_PIECES=cut.group_pieces,
         BLOCK_T=tile.block_t,
-        BLOCK_G=configs.next_power_of_2(2 * n + 1),
+        BLOCK_G=next_power_of_2(2 * n + 1),
         BLOCK_D=tile.block_d,
         num_warps=tile.warps,
     )
@@ -239,7 +240,7 @@ def project(x, phi, gamma):
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
     exact = configs.arithmetic(x.dtype, kind)
     tile = configs.project(M, K, exact.parts == 1, kind)
-    token_blocks = configs.cdiv(T, tile.block_t)
+    token_blocks = cdiv(T, tile.block_t)
     cut = configs.cut(K, tile.block_d, token_blocks, processors)
     parts = phi_parts(phi, gamma, None, n, exact) if token_blocks > configs.FEW_TOKEN_BLOCKS else None
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from ...core.launch import launch
+from ...core.sizes import cdiv
 from . import configs
 from .parts import alpha_of_row, rest_of
 
@@ -98,7 +99,7 @@ def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, db
     """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel."""
     slices, M, K = A.shape
     tile = configs.dphi(M)
-    blocks = configs.cdiv(K, tile.block_d)
+    blocks = cdiv(K, tile.block_d)
     missing = torch.empty((blocks, M), dtype=torch.float32, device=A.device)
     launch(
         mhc_pre_dphi_kernel,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ...core import device
 from ...core.launch import launch
+from ...core.sizes import cdiv, next_power_of_2
 from . import configs
 
 
@@ -150,14 +151,14 @@ def sinkhorn_fwd(logits, iters, eps, h_res):
         return
     launch(
         sinkhorn_fwd_kernel,
-        (configs.cdiv(T, tile.block_t),),
+        (cdiv(T, tile.block_t),),
         logits,
         h_res,
         T,
         iters,
         eps,
         n=n,
-        N=configs.next_power_of_2(n),
+        N=next_power_of_2(n),
         BLOCK_T=tile.block_t,
         num_warps=tile.warps,
     )
@@ -170,7 +171,7 @@ def sinkhorn_bwd(logits, dh_res, iters, eps, dlogits):
         return
     launch(
         sinkhorn_bwd_kernel,
-        (configs.cdiv(T, tile.block_t),),
+        (cdiv(T, tile.block_t),),
         logits,
         dh_res,
         dlogits,
@@ -179,7 +180,7 @@ def sinkhorn_bwd(logits, dh_res, iters, eps, dlogits):
         iters,
         eps,
         n=n,
-        N=configs.next_power_of_2(n),
+        N=next_power_of_2(n),
         BLOCK_T=tile.block_t,
         num_warps=tile.warps,
     )

@@ -3,6 +3,7 @@
 import pytest
 
 pytest.importorskip("triton")
+from mhc_ops.core.sizes import cdiv
 from mhc_ops.mhc.triton import configs
 
 WIDTHS = [1, 7, 64, 96, 160, 257, 512, 700, 1000, 1280, 2048, 2560, 3584, 4096, 5120, 7168, 8192, 12288]
@@ -15,7 +16,7 @@ def test_cut(n):
     for D in WIDTHS:
         K = n * D
         for block_k in (configs.project(M, K, False, "cuda").block_d, n * 32):
-            steps = configs.cdiv(K, block_k)
+            steps = cdiv(K, block_k)
             shapes = set()
             for token_blocks in TOKEN_BLOCKS:
                 cut = configs.cut(K, block_k, token_blocks, 132)
@@ -44,6 +45,6 @@ def test_token_slices(T):
             tile = configs.dx(n, D, False, True, "cuda")
             assert n % tile.streams == 0
             assert tile.streams.bit_count() == 1
-            blocks = configs.cdiv(D, tile.block_d) * (n // tile.streams)
+            blocks = cdiv(D, tile.block_d) * (n // tile.streams)
             slices = configs.token_slices(T, configs.maps(n), blocks, tile, 132)
-            assert 1 <= slices <= min(16, configs.cdiv(T, tile.block_t))
+            assert 1 <= slices <= min(16, cdiv(T, tile.block_t))

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 import mhc_ops
 from mhc_ops.core import device
+from mhc_ops.core.sizes import cdiv
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.contracts import mhc_pre_bwd
 from mhc_ops.mhc.triton import configs
@@ -50,7 +51,7 @@ def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypat
         monkeypatch.setattr(device, "multiprocessors", lambda _, count=processors: count)
         results.append(mhc_ops.mhc_forward_pre(**tensors, outflag=True, backend="triton"))
         project = configs.project(24, 4 * 2100, False, "cuda" if kernel_device == "cuda" else "cpu")
-        token_blocks = configs.cdiv(70, project.block_t)
+        token_blocks = cdiv(70, project.block_t)
         pieces.add(configs.cut(4 * 2100, project.block_d, token_blocks, processors).pieces)
     assert len(pieces) == 2, "both ways were taken"
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))

@@ -1,0 +1,140 @@
+"""The meaning of the causal convolution in plain torch: any device, any float type, forward only; torch differentiates.
+
+x [B, L, D], weight [D, W], state [N, S, D] with S = (W − 1)·dilation: the S inputs before a sequence's first token.
+Computed in fp32, or fp64 where x is fp64; autocast is off.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.precision import accumulate, without_autocast
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    silu: bool,
+    dilation: int,
+) -> tuple[Tensor, Tensor]:
+    """y and the final state: the last S inputs of each sequence, the initial state shifting in where it is shorter.
+
+    z[t] = bias + Σ_k weight[:, k] · x[t − (W−1−k)·dilation]        y = z or silu(z), + residual; 0 at padding
+    """
+    with without_autocast(x):
+        wide, state = accumulate(x), None if initial_state is None else accumulate(initial_state)
+        if cu_seqlens is None:
+            taps, last, real = dense(wide, state, seq_idx, weight.shape[-1], dilation)
+        else:
+            taps, last, real = packed(wide, state, cu_seqlens, weight.shape[-1], dilation)
+        y = sum(tap * weight[:, k].to(wide.dtype) for k, tap in enumerate(taps))
+        if bias is not None:
+            y = y + bias.to(wide.dtype)
+        if silu:
+            y = F.silu(y)
+        if residual is not None:
+            y = y + residual.to(wide.dtype)
+        if real is not None:
+            y = torch.where(real, y, 0)
+        return y.to(x.dtype), last.to(x.dtype)
+
+
+Taps = tuple[list[Tensor], Tensor, Tensor | None]
+
+
+def dense(x: Tensor, state: Tensor | None, seq_idx: Tensor | None, W: int, dilation: int) -> Taps:
+    """What lies under each of the W taps, [B, L, D] each; the final state; which tokens are no padding (None: all).
+
+    Selected, not multiplied: a NaN of another sequence or in padding stays where it is.
+    """
+    B, L, D = x.shape
+    S = (W - 1) * dilation
+    before = x.new_zeros(B, S, D) if state is None else state
+    everything = torch.cat([before, x], 1)
+    taps = [everything[:, k * dilation : k * dilation + L] for k in range(W)]
+    if seq_idx is None:
+        return taps, everything[:, L:], None
+    ids, real = F.pad(seq_idx, (S, 0), value=-1), (seq_idx >= 0)[..., None]
+    for k in range(W):
+        same = ids[:, k * dilation : k * dilation + L] == seq_idx
+        taps[k] = torch.where(real & same[..., None], taps[k], 0)
+    return taps, everything[:, L:], real
+
+
+def packed(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, W: int, dilation: int) -> Taps:
+    """The same for sequences cu_seqlens[i] to cu_seqlens[i + 1] of x [1, L, D], each with its own states."""
+    _, L, D = x.shape
+    N, S = cu_seqlens.numel() - 1, (W - 1) * dilation
+    before = x.new_zeros(N, S, D) if state is None else state
+    everything = torch.cat([x.new_zeros(1, D), before.flatten(0, 1), x[0]])  # nothing, the states, the tokens
+    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+
+    def at(time: Tensor, sequence: Tensor, start: Tensor) -> Tensor:
+        """Rows of everything: a token from the start of its sequence on, before it the state."""
+        return torch.where(time >= start, 1 + N * S + time, 1 + sequence * S + S + time - start)
+
+    t = torch.arange(L, device=x.device)
+    sequence = torch.searchsorted(cu_seqlens, t, right=True) - 1
+    real = (sequence >= 0) & (sequence < N)
+    start = torch.cat([begin, begin.new_zeros(1)])[torch.where(real, sequence, N)]
+    taps = []
+    for k in range(W):
+        rows = torch.where(real, at(t - (W - 1 - k) * dilation, sequence, start), 0)
+        taps.append(everything[rows][None])
+    s = torch.arange(S, device=x.device)
+    last = at(end[:, None] - S + s, torch.arange(N, device=x.device)[:, None], begin[:, None])
+    return taps, everything[last], real[None, :, None]
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache_seqlens: Tensor | None,
+    slots: Tensor | None,
+    silu: bool,
+    dilation: int,
+    pad_slot_id: int,
+) -> tuple[Tensor, Tensor]:
+    """y of a few tokens x [B, T, D], and what state [slots, length, D] is after them.
+
+    Without cache_seqlens the newest input is last and older ones shift out. With it, the state is a ring: the input at
+    time t, counted from the sequence's begin, is at t modulo length, and cache_seqlens inputs came before these.
+    """
+    B, T, D = x.shape
+    length, S = state.shape[1], (weight.shape[1] - 1) * dilation
+    rows = torch.arange(B, device=x.device) if slots is None else slots.long()
+    real = torch.ones(B, dtype=torch.bool, device=x.device) if slots is None else slots != pad_slot_id
+    mine = state[torch.where(real, rows, 0)] if len(state) else x.new_zeros(B, length, D)
+    if cache_seqlens is not None:  # oldest first
+        turn = (torch.arange(length, device=x.device) + cache_seqlens.long()[:, None]) % length
+        mine = mine.gather(1, turn[..., None].expand_as(mine))
+    everything = torch.cat([mine, x], 1)
+    before = everything[:, length - S : length]
+    y, _ = causal_conv1d(x, weight, bias, None, None, None, before, silu, dilation)
+    after = everything[:, T:]
+    if cache_seqlens is not None:
+        turn = (torch.arange(length, device=x.device) - cache_seqlens.long()[:, None] - T) % length
+        after = after.gather(1, turn[..., None].expand_as(after))
+    y = torch.where(real[:, None, None], y, 0)
+    return y, state.index_put((rows[real],), after[real])
+
+
+def short_conv(x: Tensor, gamma: Tensor, weight: Tensor, norm_eps: float, dilation: int, residual: bool) -> Tensor:
+    """silu(conv(rmsnorm(x))), + x with `residual`: x [B, L, n, D], gamma [n, D], weight [nD, W]
+
+    rmsnorm(x) = gamma · x · rsqrt(mean(x²) + norm_eps), of each stream over its D channels
+    """
+    with without_autocast(x):
+        wide = accumulate(x)  # once: the parts of dx meet before they are rounded
+        inv_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps)
+        normed = (wide * inv_rms * gamma.to(wide.dtype)).flatten(-2)
+        added = wide.flatten(-2) if residual else None
+        y, _ = causal_conv1d(normed, weight, None, added, None, None, None, True, dilation)
+        return y.view_as(x).to(x.dtype)

@@ -1,0 +1,124 @@
+"""Causal conv1d, forward."""
+
+import triton
+import triton.language as tl
+
+from ...core.launch import launch
+from .rows import cut, filtered, load_filter, load_id, load_row, rows_before, under_taps, walk
+from .states import final_state as fill_final_state
+from .states import sequence_ids
+
+
+# y[t] = act(bias + Σ_k weight[k]·x[t − (W−1−k)·dilation]) + residual[t];  0 at padding
+@triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
+def causal_conv1d_fwd_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    ids_ptr,
+    bounds_ptr,
+    state_ptr,
+    y_ptr,
+    L,
+    D,
+    x_batch,
+    x_row,
+    residual_batch,
+    residual_row,
+    rows_each,
+    ranges,
+    dilation,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    HAS_IDS: tl.constexpr = ids_ptr is not None
+    d, _, b, phase, first, last, _ = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
+    in_row = d < D if not EVEN_D else d >= 0
+    x_ptr += b * x_batch
+    y_ptr += b * L * D
+    if residual_ptr is not None:
+        residual_ptr += b * residual_batch
+    if HAS_IDS:
+        ids_ptr += b * L
+    weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
+    window, ids = rows_before(
+        x_ptr, x_row, ids_ptr, state_ptr, b, phase, first, dilation, L, D, d, in_row, bounds_ptr is not None, W
+    )
+    for i in tl.range(first, last, STEP, num_stages=STAGES):
+        rows, all_ids = window, ids
+        for r in tl.static_range(STEP):
+            t = phase + (i + r) * dilation
+            rows = rows + (load_row(x_ptr, t, x_row, d, in_row & (i + r < last)),)
+            if HAS_IDS:
+                all_ids = all_ids + (load_id(ids_ptr, t, L),)
+        for r in tl.static_range(STEP):
+            t = phase + (i + r) * dilation
+            taps = under_taps(rows, all_ids, r, state_ptr, bounds_ptr, t, dilation, D, d, in_row, HAS_IDS, W)
+            y = filtered(taps, weight, bias, W)
+            if SILU:
+                y *= tl.sigmoid(y)
+            present = in_row & (i + r < last)
+            if residual_ptr is not None:
+                y += load_row(residual_ptr, t, residual_row, d, present)
+            if HAS_IDS:
+                y = tl.where(all_ids[r + W - 1] >= 0, y, 0.0)
+            tl.store(y_ptr + t.to(tl.int64) * D + d, y.to(y_ptr.dtype.element_ty), mask=present)
+        window = rows[STEP:]
+        ids = all_ids[STEP:]
+
+
+def causal_conv1d_fwd(
+    x,
+    weight,
+    bias,
+    residual,
+    seq_idx,
+    cu_seqlens,
+    initial_state,
+    silu,
+    dilation,
+    output_final_state,
+    y,
+    final_state,
+):
+    if output_final_state and final_state.numel():
+        fill_final_state(x, cu_seqlens, initial_state, final_state)
+    if not x.numel():
+        return
+    B, L, D = x.shape
+    W = weight.shape[1]
+    ids = seq_idx if cu_seqlens is None else sequence_ids(cu_seqlens, L)
+    march, ranges, _, programs = cut(x, B, L, D, W, dilation, False, ids is not None)
+    launch(
+        causal_conv1d_fwd_kernel,
+        (programs,),
+        x,
+        weight,
+        bias,
+        residual,
+        ids,
+        cu_seqlens,
+        initial_state,
+        y,
+        L,
+        D,
+        x.stride(0),
+        x.stride(1),
+        0 if residual is None else residual.stride(0),
+        0 if residual is None else residual.stride(1),
+        march.rows,
+        ranges,
+        dilation,
+        W=W,
+        SILU=silu,
+        EVEN_D=D % march.block_d == 0,
+        BLOCK_D=march.block_d,
+        STEP=march.step,
+        STAGES=march.stages,
+        num_warps=march.warps,
+    )

@@ -1,0 +1,132 @@
+"""Marching through time: the walk that forward and backward share.
+
+A program owns a block of channels and walks down the rows of one phase, the tokens t = phase + dilation·i, because taps
+only ever reach tokens of the same phase. It holds the last W − 1 rows in registers, so every element of x is loaded
+once, whatever W and the dilation.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core import device
+from ...core.sizes import cdiv
+from . import configs
+
+
+class Walk(NamedTuple):
+    """How sequences are cut into pieces, each of which one program per block of channels walks."""
+
+    march: configs.March
+    ranges: int  # of a phase of a sequence
+    pieces: int
+    programs: int
+
+
+def cut(x: torch.Tensor, sequences: int, L: int, D: int, W: int, dilation: int, backward: bool, ids: bool) -> Walk:
+    kind, processors = device.kind(x.device), device.multiprocessors(x.device)
+    march = configs.march(sequences * L, D, W, x.element_size(), backward, ids, kind, processors)
+    ranges = cdiv(cdiv(L, dilation), march.rows)
+    pieces = sequences * dilation * ranges
+    return Walk(march, ranges, pieces, pieces * cdiv(D, march.block_d))
+
+
+# Which channels and rows this program walks: channels, piece, batch, phase, first row, last row, rows of the phase
+@triton.jit
+def walk(L, D, rows_each, ranges, dilation, BLOCK_D: tl.constexpr):
+    blocks = tl.cdiv(D, BLOCK_D)
+    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    piece = (tl.program_id(0) // blocks).to(tl.int64)
+    b, phase = piece // ranges // dilation, (piece // ranges % dilation).to(tl.int32)
+    count = tl.cdiv(L - phase, dilation)
+    first = (piece % ranges).to(tl.int32) * rows_each
+    return d, piece, b, phase, first, tl.minimum(first + rows_each, count), count
+
+
+# x[t] in fp32 where `present`, else 0
+@triton.jit
+def load_row(x_ptr, t, stride, d, present):
+    return tl.load(x_ptr + t.to(tl.int64) * stride + d, mask=present, other=0.0).to(tl.float32)
+
+
+# The sequence of token t; −1 is padding, and what is before or behind all tokens
+@triton.jit
+def load_id(ids_ptr, t, L):
+    return tl.load(ids_ptr + t, mask=(t >= 0) & (t < L), other=-1)
+
+
+# What the initial state of a sequence holds for a time before its start, else 0
+@triton.jit
+def load_state(state_ptr, sequence, back, S, D, d, present):
+    row = sequence.to(tl.int64) * S + S - back  # `back` tokens before the start
+    return tl.load(state_ptr + row * D + d, mask=present & (back > 0) & (back <= S), other=0.0).to(tl.float32)
+
+
+# The W − 1 rows before row i: of x, before time 0 of the initial state; and their sequences
+@triton.jit
+def rows_before(
+    x_ptr, stride, ids_ptr, state_ptr, b, phase, i, dilation, L, D, d, in_row, PACKED: tl.constexpr, W: tl.constexpr
+):
+    window, ids = (), ()
+    for j in tl.static_range(W - 1):
+        t = phase + (i - (W - 1) + j) * dilation
+        row = load_row(x_ptr, t, stride, d, in_row & (t >= 0) & (t < L))
+        if state_ptr is not None and not PACKED:
+            row = tl.where(t >= 0, row, load_state(state_ptr, b, -t, (W - 1) * dilation, D, d, in_row))
+        window = window + (row,)
+        if ids_ptr is not None:
+            ids = ids + (load_id(ids_ptr, t, L),)
+    return window, ids
+
+
+# What lies under the taps of the row at index r + W − 1 of `rows`, at time t: rows of its own sequence. In packed
+# sequences with initial states, what the state holds where a tap reaches back behind the start.
+@triton.jit
+def under_taps(
+    rows, ids, r: tl.constexpr, state_ptr, bounds_ptr, t, dilation, D, d, in_row, HAS_IDS: tl.constexpr, W: tl.constexpr
+):
+    taps = ()
+    for k in tl.static_range(W):
+        tap = rows[r + k]
+        if HAS_IDS:
+            own = ids[r + W - 1]
+            tap = tl.where((own >= 0) & (ids[r + k] == own), tap, 0.0)
+            if state_ptr is not None:
+                start = tl.load(bounds_ptr + own, mask=own >= 0, other=0).to(tl.int32)
+                back = start - (t - (W - 1 - k) * dilation)
+                state = load_state(state_ptr, own, back, (W - 1) * dilation, D, d, in_row & (own >= 0))
+                tap = tl.where((own >= 0) & (back > 0), state, tap)
+        taps = taps + (tap,)
+    return taps
+
+
+# bias + Σ_k weight[k]·taps[k]
+@triton.jit
+def filtered(taps, weight, bias, W: tl.constexpr):
+    z = bias + weight[0] * taps[0]
+    for k in tl.static_range(1, W):
+        z += weight[k] * taps[k]
+    return z
+
+
+# Σ_k weight[k]·gs[W − 1 − k]: what comes back through the taps of the W rows from the first of gs on
+@triton.jit
+def filtered_back(gs, weight, W: tl.constexpr):
+    dx = weight[W - 1] * gs[0]
+    for j in tl.static_range(1, W):
+        dx += weight[W - 1 - j] * gs[j]
+    return dx
+
+
+# weight[:, k] for each k, and the bias, in fp32
+@triton.jit
+def load_filter(weight_ptr, bias_ptr, d, in_row, W: tl.constexpr):
+    weight = ()
+    for k in tl.static_range(W):
+        weight = weight + (tl.load(weight_ptr + d.to(tl.int64) * W + k, mask=in_row, other=0.0).to(tl.float32),)
+    bias = tl.zeros(d.shape, tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + d, mask=in_row, other=0.0).to(tl.float32)
+    return weight, bias
