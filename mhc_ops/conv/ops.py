@@ -142,15 +142,14 @@ def causal_conv1d_update(
         raise TypeError(f"{function}: pad_slot_id must be an int, got {type(pad_slot_id).__name__}")
     name = choose(function, "conv", backend, x.device)
     state = conv_state.transpose(1, 2)
-    options = (silu, dilation, pad_slot_id)
     if name == "reference":
         places = (cache_seqlens, conv_state_indices)
-        y, after = reference.causal_conv1d_update(tokens, state, weight, bias, *places, *options)
+        y, after = reference.causal_conv1d_update(tokens, state, weight, bias, *places, silu, dilation, pad_slot_id)
         state.copy_(after)
         return y.view(x.shape)
     _check_kernel_limits(function, x, weight, name)
     inputs = _contiguous(weight, bias, cache_seqlens, conv_state_indices)
-    return contracts.causal_conv1d_update_(x, state, *inputs, *options, name)
+    return contracts.causal_conv1d_update_(x, state, *inputs, silu, dilation, pad_slot_id, name)
 
 
 @replayed

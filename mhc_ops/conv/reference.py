@@ -32,7 +32,7 @@ def causal_conv1d(
             taps, last, real = dense(wide, state, seq_idx, weight.shape[-1], dilation)
         else:
             taps, last, real = packed(wide, state, cu_seqlens, weight.shape[-1], dilation)
-        y = sum(tap * weight[:, k].to(wide.dtype) for k, tap in enumerate(taps))
+        y = sum((tap * weight[:, k].to(wide.dtype) for k, tap in enumerate(taps)), wide.new_zeros(()))
         if bias is not None:
             y = y + bias.to(wide.dtype)
         if silu:

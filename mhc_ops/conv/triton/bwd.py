@@ -8,9 +8,20 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .rows import cut, filtered, filtered_back, load_filter, load_id, load_row, rows_before, under_taps, walk
+from .rows import (
+    cut,
+    filtered,
+    filtered_back,
+    load_filter,
+    load_id,
+    load_row,
+    rows_before,
+    through_activation,
+    under_taps,
+    walk,
+)
 from .states import dinitial_state as fill_dinitial_state
-from .states import sequence_ids, through_activation
+from .states import sequence_ids
 
 
 # dfinal_state[sequence] where the final state holds x[t], else 0
@@ -20,13 +31,91 @@ def kept_in_final_state(dfinal_ptr, bounds_ptr, sequence, t, S, L, D, d, present
     if bounds_ptr is not None:
         end = tl.load(bounds_ptr + sequence + 1, mask=sequence >= 0, other=0).to(tl.int32)
     s = t - (end - S)
-    return load_row(dfinal_ptr, sequence * S + s, D, d, present & (s >= 0))
+    return load_row(dfinal_ptr + (sequence * S + s) * D + d, present & (s >= 0))
+
+
+# partials[channels of this program] = Σ over its ranges
+@triton.jit
+def store_sums(partials_ptr, sums, D, BLOCK_D: tl.constexpr):
+    d = tl.program_id(0) % tl.cdiv(D, BLOCK_D) * BLOCK_D + tl.arange(0, BLOCK_D)
+    tl.store(partials_ptr + d, tl.sum(sums, axis=0), mask=d < D)
+
+
+# STEP rows on: dx of the rows that are W − 1 before them, and what the first SUMS sums gain
+@triton.jit
+def step_back(
+    i,
+    window,
+    ids,
+    before,
+    sums,
+    x_ptr,
+    dy_ptr,
+    dx_ptr,
+    x_step,
+    y_step,
+    weight,
+    bias,
+    ids_ptr,
+    bounds_ptr,
+    state_ptr,
+    dfinal_ptr,
+    b,
+    t,
+    rows_here,
+    left,
+    dilation,
+    L,
+    D,
+    d,
+    in_row,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    CUDA: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    HAS_IDS: tl.constexpr = ids_ptr is not None
+    rows, incoming = window, ()
+    for r in tl.static_range(STEP):
+        present = in_row & (i + r < left)
+        rows = rows + (load_row(x_ptr + (i + r) * x_step, present),)
+        incoming = incoming + (load_row(dy_ptr + (i + r) * y_step, present),)
+        if HAS_IDS:
+            ids = ids + (load_id(ids_ptr, t + (i + r) * dilation, L),)
+    gs = before
+    for r in tl.static_range(STEP):
+        time = t + (i + r) * dilation
+        taps = under_taps(rows, ids, r, state_ptr, bounds_ptr, time, dilation, D, d, in_row, HAS_IDS, W)
+        g = through_activation(incoming[r], filtered(taps, weight, bias, W), SILU, CUDA)
+        if HAS_IDS:
+            g = tl.where(ids[r + W - 1] >= 0, g, 0.0)
+        gs = gs + (g,)
+        if SUMS > 0:
+            new_sums = ()
+            for k in tl.static_range(SUMS):
+                new_sums = new_sums + (sums[k] + (g * taps[k] if k < W else g),)
+            sums = new_sums
+        # the row W − 1 before this one is complete
+        row = i + r - (W - 1)
+        reached = ()
+        for j in tl.static_range(W):
+            g = gs[r + j]
+            reached = reached + (tl.where(ids[r + j] == ids[r], g, 0.0) if HAS_IDS else g,)
+        dx = filtered_back(reached, weight, W)
+        present = in_row & (row >= 0) & (row < rows_here)
+        if dfinal_ptr is not None:
+            sequence = ids[r].to(tl.int64) if HAS_IDS else b
+            known, at = present & (sequence >= 0), t + row * dilation
+            dx += kept_in_final_state(dfinal_ptr, bounds_ptr, sequence, at, (W - 1) * dilation, L, D, d, known)
+        tl.store(dx_ptr + row * y_step, dx.to(dx_ptr.dtype.element_ty), mask=present)
+    return rows[STEP:], ids[STEP:], gs[STEP:], sums
 
 
 # g[t] = dy[t], behind SiLU dy[t]·σ(z)(1 + z(1 − σ(z)));  0 at padding
 # dx[t] = Σ_k weight[k]·g[t + (W−1−k)·dilation], and dfinal_state where the final state holds x[t]
 # partials[piece, k] = Σ_{t in piece} g[t]·x[t − (W−1−k)·dilation];  partials[piece, W] = Σ g[t]
-@triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
+@triton.jit(do_not_specialize=["L", "rows_each", "groups", "dilation"])
 def causal_conv1d_bwd_kernel(
     x_ptr,
     weight_ptr,
@@ -43,75 +132,48 @@ def causal_conv1d_bwd_kernel(
     x_batch,
     x_row,
     rows_each,
-    ranges,
+    groups,
     dilation,
     W: tl.constexpr,
     SILU: tl.constexpr,
+    CUDA: tl.constexpr,
     SUMS: tl.constexpr,  # W, and one more with a bias
     EVEN_D: tl.constexpr,
+    RANGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    HAS_IDS: tl.constexpr = ids_ptr is not None
-    d, piece, b, phase, first, last, count = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
+    d, piece, b, t, rows_here, left = walk(L, D, rows_each, groups, dilation, RANGES, BLOCK_D)
     in_row = d < D if not EVEN_D else d >= 0
-    x_ptr += b * x_batch
-    dy_ptr += b * L * D
-    dx_ptr += b * L * D
-    if HAS_IDS:
+    wide, by = t.to(tl.int64), dilation.to(tl.int64)
+    x_ptr += b * x_batch + wide * x_row + d
+    dy_ptr += b * L * D + wide * D + d
+    dx_ptr += b * L * D + wide * D + d
+    x_step, y_step = by * x_row, by * D
+    if ids_ptr is not None:
         ids_ptr += b * L
     weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
     window, ids = rows_before(
-        x_ptr, x_row, ids_ptr, state_ptr, b, phase, first, dilation, L, D, d, in_row, bounds_ptr is not None, W
+        x_ptr, x_step, ids_ptr, state_ptr, b, t, dilation, L, D, d, in_row, bounds_ptr is not None, W
     )
-    # dx of a row takes the g of W − 1 rows behind it, so the walk goes that far past its last row
     before, sums = (), ()
     for j in tl.static_range(W - 1):
-        before = before + (tl.zeros([BLOCK_D], tl.float32),)
+        before = before + (tl.zeros([RANGES, BLOCK_D], tl.float32),)
     for k in tl.static_range(SUMS):
-        sums = sums + (tl.zeros([BLOCK_D], tl.float32),)
-    for i in tl.range(first, last + W - 1, STEP, num_stages=STAGES):
-        rows, all_ids, incoming = window, ids, ()
-        for r in tl.static_range(STEP):
-            t = phase + (i + r) * dilation
-            present = in_row & (i + r < count)
-            rows = rows + (load_row(x_ptr, t, x_row, d, present),)
-            incoming = incoming + (load_row(dy_ptr, t, D, d, present),)
-            if HAS_IDS:
-                all_ids = all_ids + (load_id(ids_ptr, t, L),)
-        gs = before
-        for r in tl.static_range(STEP):
-            t = phase + (i + r) * dilation
-            taps = under_taps(rows, all_ids, r, state_ptr, bounds_ptr, t, dilation, D, d, in_row, HAS_IDS, W)
-            g = through_activation(incoming[r], filtered(taps, weight, bias, W), SILU)
-            if HAS_IDS:
-                g = tl.where(all_ids[r + W - 1] >= 0, g, 0.0)
-            gs = gs + (g,)
-            own = tl.where(i + r < last, g, 0.0)
-            new_sums = ()
-            for k in tl.static_range(SUMS):
-                new_sums = new_sums + (sums[k] + (own * taps[k] if k < W else own),)
-            sums = new_sums
-            # the row W − 1 before this one is complete
-            u = i + r - (W - 1)
-            t = phase + u * dilation
-            reached = ()
-            for j in tl.static_range(W):
-                g = gs[r + j]
-                reached = reached + (tl.where(all_ids[r + j] == all_ids[r], g, 0.0) if HAS_IDS else g,)
-            dx = filtered_back(reached, weight, W)
-            present = in_row & (u >= first) & (u < last)
-            if dfinal_ptr is not None:
-                sequence = all_ids[r].to(tl.int64) if HAS_IDS else b
-                known = present & (sequence >= 0)
-                dx += kept_in_final_state(dfinal_ptr, bounds_ptr, sequence, t, (W - 1) * dilation, L, D, d, known)
-            tl.store(dx_ptr + t.to(tl.int64) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=present)
-        window = rows[STEP:]
-        ids = all_ids[STEP:]
-        before = gs[STEP:]
+        sums = sums + (tl.zeros([RANGES, BLOCK_D], tl.float32),)
+    for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
+        window, ids, before, sums = step_back(
+            i, window, ids, before, sums, x_ptr, dy_ptr, dx_ptr, x_step, y_step, weight, bias, ids_ptr, bounds_ptr,
+            state_ptr, dfinal_ptr, b, t, rows_here, left, dilation, L, D, d, in_row, W, SILU, CUDA, SUMS, STEP,
+        )  # fmt: skip
+    # dx of the last rows takes the g of W − 1 rows behind them, whose sums are the next range's affair
+    step_back(
+        rows_each, window, ids, before, sums, x_ptr, dy_ptr, dx_ptr, x_step, y_step, weight, bias, ids_ptr, bounds_ptr,
+        state_ptr, dfinal_ptr, b, t, rows_here, left, dilation, L, D, d, in_row, W, SILU, CUDA, 0, W - 1,
+    )  # fmt: skip
     for k in tl.static_range(SUMS):
-        tl.store(partials_ptr + (piece * SUMS + k) * D + d, sums[k], mask=in_row)
+        store_sums(partials_ptr + (piece * SUMS + k) * D, sums[k], D, BLOCK_D)
 
 
 # dweight[d, k] = Σ_piece partials[piece, k, d];  dbias[d] = Σ_piece partials[piece, W, d], of each stream
@@ -189,7 +251,9 @@ def causal_conv1d_bwd(
     B, L, D = x.shape
     W = weight.shape[1]
     ids = seq_idx if cu_seqlens is None else sequence_ids(cu_seqlens, L)
-    march, ranges, pieces, programs = cut(x, B, L, D, W, dilation, True, ids is not None)
+    with_states = dfinal_state is not None or (ids is not None and initial_state is not None)
+    name = "backward with states" if with_states else "backward" if ids is None else "backward with ids"
+    march, groups, pieces, programs = cut(x, B, L, D, W, dilation, name)
     count = W if bias is None else W + 1
     partials = torch.empty((pieces, count, D), dtype=torch.float32, device=x.device)
     launch(
@@ -210,12 +274,14 @@ def causal_conv1d_bwd(
         x.stride(0),
         x.stride(1),
         march.rows,
-        ranges,
+        groups,
         dilation,
         W=W,
         SILU=silu,
+        CUDA=device.kind(x.device) == "cuda",
         SUMS=count,
         EVEN_D=D % march.block_d == 0,
+        RANGES=march.ranges,
         BLOCK_D=march.block_d,
         STEP=march.step,
         STAGES=march.stages,

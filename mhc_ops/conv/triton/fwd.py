@@ -3,14 +3,15 @@
 import triton
 import triton.language as tl
 
+from ...core import device
 from ...core.launch import launch
-from .rows import cut, filtered, load_filter, load_id, load_row, rows_before, under_taps, walk
+from .rows import cut, filtered, load_filter, load_id, load_row, rows_before, sigmoid, under_taps, walk
 from .states import final_state as fill_final_state
 from .states import sequence_ids
 
 
 # y[t] = act(bias + Σ_k weight[k]·x[t − (W−1−k)·dilation]) + residual[t];  0 at padding
-@triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
+@triton.jit(do_not_specialize=["L", "rows_each", "groups", "dilation"])
 def causal_conv1d_fwd_kernel(
     x_ptr,
     weight_ptr,
@@ -27,47 +28,50 @@ def causal_conv1d_fwd_kernel(
     residual_batch,
     residual_row,
     rows_each,
-    ranges,
+    groups,
     dilation,
     W: tl.constexpr,
     SILU: tl.constexpr,
+    CUDA: tl.constexpr,
     EVEN_D: tl.constexpr,
+    RANGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     HAS_IDS: tl.constexpr = ids_ptr is not None
-    d, _, b, phase, first, last, _ = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
+    d, _, b, t, rows_here, _ = walk(L, D, rows_each, groups, dilation, RANGES, BLOCK_D)
     in_row = d < D if not EVEN_D else d >= 0
-    x_ptr += b * x_batch
-    y_ptr += b * L * D
+    wide, by = t.to(tl.int64), dilation.to(tl.int64)
+    x_ptr += b * x_batch + wide * x_row + d
+    y_ptr += b * L * D + wide * D + d
+    x_step, y_step, residual_step = by * x_row, by * D, by * residual_row
     if residual_ptr is not None:
-        residual_ptr += b * residual_batch
+        residual_ptr += b * residual_batch + wide * residual_row + d
     if HAS_IDS:
         ids_ptr += b * L
     weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
     window, ids = rows_before(
-        x_ptr, x_row, ids_ptr, state_ptr, b, phase, first, dilation, L, D, d, in_row, bounds_ptr is not None, W
+        x_ptr, x_step, ids_ptr, state_ptr, b, t, dilation, L, D, d, in_row, bounds_ptr is not None, W
     )
-    for i in tl.range(first, last, STEP, num_stages=STAGES):
+    for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         rows, all_ids = window, ids
         for r in tl.static_range(STEP):
-            t = phase + (i + r) * dilation
-            rows = rows + (load_row(x_ptr, t, x_row, d, in_row & (i + r < last)),)
+            rows = rows + (load_row(x_ptr + (i + r) * x_step, in_row & (i + r < rows_here)),)
             if HAS_IDS:
-                all_ids = all_ids + (load_id(ids_ptr, t, L),)
+                all_ids = all_ids + (load_id(ids_ptr, t + (i + r) * dilation, L),)
         for r in tl.static_range(STEP):
-            t = phase + (i + r) * dilation
-            taps = under_taps(rows, all_ids, r, state_ptr, bounds_ptr, t, dilation, D, d, in_row, HAS_IDS, W)
+            time = t + (i + r) * dilation
+            taps = under_taps(rows, all_ids, r, state_ptr, bounds_ptr, time, dilation, D, d, in_row, HAS_IDS, W)
             y = filtered(taps, weight, bias, W)
             if SILU:
-                y *= tl.sigmoid(y)
-            present = in_row & (i + r < last)
+                y *= sigmoid(y, CUDA)
+            present = in_row & (i + r < rows_here)
             if residual_ptr is not None:
-                y += load_row(residual_ptr, t, residual_row, d, present)
+                y += load_row(residual_ptr + (i + r) * residual_step, present)
             if HAS_IDS:
                 y = tl.where(all_ids[r + W - 1] >= 0, y, 0.0)
-            tl.store(y_ptr + t.to(tl.int64) * D + d, y.to(y_ptr.dtype.element_ty), mask=present)
+            tl.store(y_ptr + (i + r) * y_step, y.to(y_ptr.dtype.element_ty), mask=present)
         window = rows[STEP:]
         ids = all_ids[STEP:]
 
@@ -93,7 +97,7 @@ def causal_conv1d_fwd(
     B, L, D = x.shape
     W = weight.shape[1]
     ids = seq_idx if cu_seqlens is None else sequence_ids(cu_seqlens, L)
-    march, ranges, _, programs = cut(x, B, L, D, W, dilation, False, ids is not None)
+    march, groups, _, programs = cut(x, B, L, D, W, dilation, "forward")
     launch(
         causal_conv1d_fwd_kernel,
         (programs,),
@@ -112,11 +116,13 @@ def causal_conv1d_fwd(
         0 if residual is None else residual.stride(0),
         0 if residual is None else residual.stride(1),
         march.rows,
-        ranges,
+        groups,
         dilation,
         W=W,
         SILU=silu,
+        CUDA=device.kind(x.device) == "cuda",
         EVEN_D=D % march.block_d == 0,
+        RANGES=march.ranges,
         BLOCK_D=march.block_d,
         STEP=march.step,
         STAGES=march.stages,

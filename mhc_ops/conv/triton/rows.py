@@ -1,8 +1,9 @@
 """Marching through time: the walk that forward and backward share.
 
-A program owns a block of channels and walks down the rows of one phase, the tokens t = phase + dilation·i, because taps
-only ever reach tokens of the same phase. It holds the last W − 1 rows in registers, so every element of x is loaded
-once, whatever W and the dilation.
+A program owns a block of channels and a few ranges of rows of one phase: the tokens t = phase + dilation·row, because
+taps only ever reach tokens of the same phase. It walks down its ranges side by side, one warp each, and keeps the last
+W − 1 rows in registers, so every element of x is loaded once, whatever W and the dilation. What differs between ranges
+is [RANGES, 1]; channels are [RANGES, BLOCK_D] from the start, so that triton keeps everything in one layout.
 """
 
 from typing import NamedTuple
@@ -20,35 +21,37 @@ class Walk(NamedTuple):
     """How sequences are cut into pieces, each of which one program per block of channels walks."""
 
     march: configs.March
-    ranges: int  # of a phase of a sequence
+    groups: int  # of ranges, in a phase of a sequence
     pieces: int
     programs: int
 
 
-def cut(x: torch.Tensor, sequences: int, L: int, D: int, W: int, dilation: int, backward: bool, ids: bool) -> Walk:
+def cut(x: torch.Tensor, sequences: int, L: int, D: int, W: int, dilation: int, kernel: str) -> Walk:
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
-    march = configs.march(sequences * L, D, W, x.element_size(), backward, ids, kind, processors)
-    ranges = cdiv(cdiv(L, dilation), march.rows)
-    pieces = sequences * dilation * ranges
-    return Walk(march, ranges, pieces, pieces * cdiv(D, march.block_d))
+    aligned = D % 16 == 0 and x.stride(1) % 16 == 0  # what triton knows to be so
+    march = configs.march(kernel, sequences * L, D, W, x.element_size(), aligned, kind, processors)
+    groups = cdiv(cdiv(L, dilation), march.rows * march.ranges)
+    pieces = sequences * dilation * groups
+    return Walk(march, groups, pieces, pieces * cdiv(D, march.block_d))
 
 
-# Which channels and rows this program walks: channels, piece, batch, phase, first row, last row, rows of the phase
+# Of this program: channels, piece, sequence, time of each range's first row, rows of each range, rows from there to the
+# end of the sequence
 @triton.jit
-def walk(L, D, rows_each, ranges, dilation, BLOCK_D: tl.constexpr):
+def walk(L, D, rows_each, groups, dilation, RANGES: tl.constexpr, BLOCK_D: tl.constexpr):
     blocks = tl.cdiv(D, BLOCK_D)
-    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    d = (tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D))[None, :] + tl.zeros([RANGES, 1], tl.int32)
     piece = (tl.program_id(0) // blocks).to(tl.int64)
-    b, phase = piece // ranges // dilation, (piece // ranges % dilation).to(tl.int32)
-    count = tl.cdiv(L - phase, dilation)
-    first = (piece % ranges).to(tl.int32) * rows_each
-    return d, piece, b, phase, first, tl.minimum(first + rows_each, count), count
+    sequence, phase = piece // groups // dilation, (piece // groups % dilation).to(tl.int32)
+    first = ((piece % groups).to(tl.int32) * RANGES + tl.arange(0, RANGES)[:, None]) * rows_each
+    left = tl.cdiv(L - phase, dilation) - first
+    return d, piece, sequence, phase + first * dilation, tl.minimum(rows_each, left), left
 
 
-# x[t] in fp32 where `present`, else 0
+# A row in fp32 where `present`, else 0
 @triton.jit
-def load_row(x_ptr, t, stride, d, present):
-    return tl.load(x_ptr + t.to(tl.int64) * stride + d, mask=present, other=0.0).to(tl.float32)
+def load_row(row_ptr, present):
+    return tl.load(row_ptr, mask=present, other=0.0).to(tl.float32)
 
 
 # The sequence of token t; −1 is padding, and what is before or behind all tokens
@@ -57,27 +60,28 @@ def load_id(ids_ptr, t, L):
     return tl.load(ids_ptr + t, mask=(t >= 0) & (t < L), other=-1)
 
 
-# What the initial state of a sequence holds for a time before its start, else 0
+# What the initial state of a sequence holds for the time `back` tokens before its start, else 0
 @triton.jit
 def load_state(state_ptr, sequence, back, S, D, d, present):
-    row = sequence.to(tl.int64) * S + S - back  # `back` tokens before the start
-    return tl.load(state_ptr + row * D + d, mask=present & (back > 0) & (back <= S), other=0.0).to(tl.float32)
+    row = sequence.to(tl.int64) * S + S - back
+    return load_row(state_ptr + row * D + d, present & (back > 0) & (back <= S))
 
 
-# The W − 1 rows before row i: of x, before time 0 of the initial state; and their sequences
+# The W − 1 rows before time t: of x, before time 0 of the initial state; and their sequences
 @triton.jit
 def rows_before(
-    x_ptr, stride, ids_ptr, state_ptr, b, phase, i, dilation, L, D, d, in_row, PACKED: tl.constexpr, W: tl.constexpr
+    x_ptr, x_step, ids_ptr, state_ptr, sequence, t, dilation, L, D, d, in_row, PACKED: tl.constexpr, W: tl.constexpr
 ):
     window, ids = (), ()
     for j in tl.static_range(W - 1):
-        t = phase + (i - (W - 1) + j) * dilation
-        row = load_row(x_ptr, t, stride, d, in_row & (t >= 0) & (t < L))
+        back = W - 1 - j
+        time = t - back * dilation
+        row = load_row(x_ptr - back * x_step, in_row & (time >= 0) & (time < L))
         if state_ptr is not None and not PACKED:
-            row = tl.where(t >= 0, row, load_state(state_ptr, b, -t, (W - 1) * dilation, D, d, in_row))
+            row = tl.where(time >= 0, row, load_state(state_ptr, sequence, -time, (W - 1) * dilation, D, d, in_row))
         window = window + (row,)
         if ids_ptr is not None:
-            ids = ids + (load_id(ids_ptr, t, L),)
+            ids = ids + (load_id(ids_ptr, time, L),)
     return window, ids
 
 
@@ -125,8 +129,33 @@ def filtered_back(gs, weight, W: tl.constexpr):
 def load_filter(weight_ptr, bias_ptr, d, in_row, W: tl.constexpr):
     weight = ()
     for k in tl.static_range(W):
-        weight = weight + (tl.load(weight_ptr + d.to(tl.int64) * W + k, mask=in_row, other=0.0).to(tl.float32),)
+        weight = weight + (load_row(weight_ptr + d.to(tl.int64) * W + k, in_row),)
     bias = tl.zeros(d.shape, tl.float32)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + d, mask=in_row, other=0.0).to(tl.float32)
+        bias = load_row(bias_ptr + d, in_row)
     return weight, bias
+
+
+# σ(z) to 2^-22. Triton's own takes 14 instructions, which is what limits a kernel that reads and writes 2 bytes each.
+@triton.jit
+def sigmoid(z, CUDA: tl.constexpr):
+    if CUDA:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
+            " rcp.approx.ftz.f32 $0, e; }",
+            "=f,f",
+            [z],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.sigmoid(z)
+
+
+# g = dy, or dy·σ(z)(1 + z(1 − σ(z))) behind SiLU
+@triton.jit
+def through_activation(dy, z, SILU: tl.constexpr, CUDA: tl.constexpr):
+    if SILU:
+        gate = sigmoid(z, CUDA)
+        dy *= gate * (1 + z - z * gate)
+    return dy

@@ -1,11 +1,11 @@
 """ShortConv: RMSNorm of each stream, causal convolution, SiLU and residual, without storing anything in between.
 
 Forward: one kernel for inv_rms, one that marches as the convolution does and normalises each row as it comes. Backward,
-dx of a token needs Σ_d over its whole stream, which no program sees: a first walk leaves the sums of each block of
-channels, a second one adds them up and writes dx. With v̂ = x·inv_rms:
+dx of a token needs a mean over its whole stream, which no program sees: a first walk leaves the sums of each block of
+channels, a second one writes dx. With v = x·inv_rms:
 
-  z[t] = Σ_k weight[k]·gamma·v̂[t − (W−1−k)·dilation]    g = dy·silu'(z)    dv[t] = Σ_k weight[k]·g[t + (W−1−k)·dilation]
-  dx = inv_rms·(gamma·dv − v̂·mean_d(gamma·dv·v̂)), + dy    dgamma = Σ_t dv·v̂    dweight[k] = gamma·Σ_t g[t]·v̂[t − …]
+  z[t] = Σ_k weight[k]·gamma·v[t − (W−1−k)·dilation]    g = dy·silu'(z)    dv[t] = Σ_k weight[k]·g[t + (W−1−k)·dilation]
+  dx = inv_rms·(gamma·dv − v·mean_d(gamma·dv·v)), + dy    dgamma = Σ_t dv·v    dweight[k] = gamma·Σ_t g[t]·v[t − …]
 """
 
 import torch
@@ -16,9 +16,8 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
 from . import configs
-from .bwd import add_partials
-from .rows import cut, filtered, filtered_back, load_filter, load_row, walk
-from .states import through_activation
+from .bwd import add_partials, store_sums
+from .rows import cut, filtered, filtered_back, load_filter, load_row, sigmoid, through_activation, walk
 
 
 # inv_rms[row] = rsqrt(Σ_d x[row, d]² / D + norm_eps)
@@ -28,26 +27,21 @@ def inv_rms_kernel(x_ptr, inv_rms_ptr, rows, D, norm_eps, BLOCK_R: tl.constexpr,
     squares = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for begin in range(0, D, BLOCK_D):
         d = begin + tl.arange(0, BLOCK_D)[None, :]
-        x = tl.load(x_ptr + row[:, None] * D + d, mask=(row < rows)[:, None] & (d < D), other=0.0).to(tl.float32)
+        x = load_row(x_ptr + row[:, None] * D + d, (row < rows)[:, None] & (d < D))
         squares += x * x
     tl.store(inv_rms_ptr + row, tl.rsqrt(tl.sum(squares, axis=1) / D + norm_eps), mask=row < rows)
 
 
-# v̂[t] = x[t]·inv_rms[t] of one stream, and x[t]; both 0 where t is not `present`
+# The W − 1 normalised rows before time t
 @triton.jit
-def load_normed(x_ptr, inv_rms_ptr, t, n, D, d, in_row, present):
-    x = load_row(x_ptr, t, n * D, d, in_row & present)
-    return x * tl.load(inv_rms_ptr + t.to(tl.int64) * n, mask=present, other=0.0), x
-
-
-# The W − 1 normalised rows before row i
-@triton.jit
-def normed_before(x_ptr, inv_rms_ptr, n, phase, i, dilation, D, d, in_row, W: tl.constexpr):
+def normed_before(x_ptr, inv_rms_ptr, x_step, inv_step, t, dilation, L, in_row, W: tl.constexpr):
     window = ()
     for j in tl.static_range(W - 1):
-        t = phase + (i - (W - 1) + j) * dilation
-        row, _ = load_normed(x_ptr, inv_rms_ptr, t, n, D, d, in_row, t >= 0)
-        window = window + (row,)
+        back = W - 1 - j
+        time = t - back * dilation
+        there = (time >= 0) & (time < L)
+        x = load_row(x_ptr - back * x_step, in_row & there)
+        window = window + (x * load_row(inv_rms_ptr - back * inv_step, there),)
     return window
 
 
@@ -60,17 +54,8 @@ def scaled(weight, gamma, W: tl.constexpr):
     return products
 
 
-# What lies under the taps of the row at index r + W − 1
-@triton.jit
-def taps_of(rows, r: tl.constexpr, W: tl.constexpr):
-    taps = ()
-    for k in tl.static_range(W):
-        taps = taps + (rows[r + k],)
-    return taps
-
-
 # y[t] = silu(z[t]), + x[t]
-@triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
+@triton.jit(do_not_specialize=["L", "rows_each", "groups", "dilation"])
 def short_conv_fwd_kernel(
     x_ptr,
     gamma_ptr,
@@ -82,43 +67,112 @@ def short_conv_fwd_kernel(
     n,
     D,
     rows_each,
-    ranges,
+    groups,
     dilation,
     W: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    CUDA: tl.constexpr,
     EVEN_D: tl.constexpr,
+    RANGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, _, sequence, phase, first, last, _ = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
+    d, _, sequence, t, rows_here, _ = walk(L, D, rows_each, groups, dilation, RANGES, BLOCK_D)
     stream, b = sequence // B, sequence % B
     in_row = d < D if not EVEN_D else d >= 0
-    x_ptr += (b * L * n + stream) * D
-    y_ptr += (b * L * n + stream) * D
-    inv_rms_ptr += b * L * n + stream
-    gamma = tl.load(gamma_ptr + stream * D + d, mask=in_row, other=0.0).to(tl.float32)
+    token = (b * L + t) * n + stream
+    inv_step = dilation.to(tl.int64) * n
+    x_step = inv_step * D
+    x_ptr += token * D + d
+    y_ptr += token * D + d
+    inv_rms_ptr += token
+    gamma = load_row(gamma_ptr + stream * D + d, in_row)
     weight, none = load_filter(weight_ptr + stream * D * W, None, d, in_row, W)
     weight = scaled(weight, gamma, W)
-    window = normed_before(x_ptr, inv_rms_ptr, n, phase, first, dilation, D, d, in_row, W)
-    for i in tl.range(first, last, STEP, num_stages=STAGES):
+    window = normed_before(x_ptr, inv_rms_ptr, x_step, inv_step, t, dilation, L, in_row, W)
+    for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         rows, raw = window, ()
         for r in tl.static_range(STEP):
-            row, x = load_normed(x_ptr, inv_rms_ptr, phase + (i + r) * dilation, n, D, d, in_row, i + r < last)
-            rows, raw = rows + (row,), raw + (x,)
+            there = i + r < rows_here
+            x = load_row(x_ptr + (i + r) * x_step, in_row & there)
+            raw = raw + (x,)
+            rows = rows + (x * load_row(inv_rms_ptr + (i + r) * inv_step, there),)
         for r in tl.static_range(STEP):
-            y = filtered(taps_of(rows, r, W), weight, none, W)
-            y *= tl.sigmoid(y)
+            y = filtered(rows[r : r + W], weight, none, W)
+            y *= sigmoid(y, CUDA)
             if RESIDUAL:
                 y += raw[r]
-            at = (phase + (i + r) * dilation).to(tl.int64) * n * D
-            tl.store(y_ptr + at + d, y.to(y_ptr.dtype.element_ty), mask=in_row & (i + r < last))
+            tl.store(y_ptr + (i + r) * x_step, y.to(y_ptr.dtype.element_ty), mask=in_row & (i + r < rows_here))
         window = rows[STEP:]
 
 
-# Without dx: dots[t, block] = Σ_{d in block} gamma·dv[t]·v̂[t]. With it: dx, and
-# partials[piece, k] = Σ_{t in piece} g[t]·v̂[t − (W−1−k)·dilation];  partials[piece, W] = Σ_{t in piece} dv[t]·v̂[t]
-@triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
+# STEP rows on. Without dx, the sums Σ_d gamma·dv·v of the rows that are W − 1 before them, over this block of channels;
+# with it, their dx, and what the first SUMS sums gain.
+@triton.jit
+def short_step_back(
+    i,
+    window,
+    before,
+    before_dy,
+    sums,
+    x_ptr,
+    dy_ptr,
+    dx_ptr,
+    inv_rms_ptr,
+    dots_ptr,
+    x_step,
+    inv_step,
+    dots_step,
+    weight,
+    of_taps,
+    none,
+    gamma,
+    rows_here,
+    left,
+    D,
+    in_row,
+    W: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    CUDA: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    rows, incoming, gs = window, before_dy, before
+    for r in tl.static_range(STEP):
+        there = i + r < left
+        x = load_row(x_ptr + (i + r) * x_step, in_row & there)
+        rows = rows + (x * load_row(inv_rms_ptr + (i + r) * inv_step, there),)
+        incoming = incoming + (load_row(dy_ptr + (i + r) * x_step, in_row & there),)
+    for r in tl.static_range(STEP):
+        taps = rows[r : r + W]
+        g = through_activation(incoming[r + W - 1], filtered(taps, of_taps, none, W), True, CUDA)
+        gs = gs + (g,)
+        # the row W − 1 before this one is complete
+        row = i + r - (W - 1)
+        mine = (row >= 0) & (row < rows_here)
+        v, dv = taps[0], filtered_back(gs[r : r + W], weight, W)
+        if dx_ptr is None:
+            dot = tl.sum(tl.where(in_row, gamma * dv * v, 0.0), axis=1)
+            tl.store(dots_ptr + row * dots_step, dot[:, None], mask=mine)
+        else:
+            if SUMS > 0:
+                new_sums = ()
+                for k in tl.static_range(W):
+                    new_sums = new_sums + (sums[k] + g * taps[k],)
+                sums = new_sums + (sums[W],)
+            sums = sums[:W] + (sums[W] + tl.where(mine, dv * v, 0.0),)
+            dot = load_row(dots_ptr + row * inv_step, mine)
+            dx = load_row(inv_rms_ptr + row * inv_step, mine) * (gamma * dv - v * (dot / D))
+            if RESIDUAL:
+                dx += incoming[r]
+            tl.store(dx_ptr + row * x_step, dx.to(dx_ptr.dtype.element_ty), mask=in_row & mine)
+    return rows[STEP:], gs[STEP:], incoming[STEP:], sums
+
+
+# Without dx: dots[t, block] = Σ_{d in block} gamma·dv[t]·v[t]. With it, dots[t] is their sum; dx, and
+# partials[piece, k] = gamma·Σ_{t in piece} g[t]·v[t − (W−1−k)·dilation];  partials[piece, W] = Σ dv[t]·v[t]
+@triton.jit(do_not_specialize=["L", "rows_each", "groups", "dilation"])
 def short_conv_bwd_kernel(
     x_ptr,
     gamma_ptr,
@@ -133,75 +187,64 @@ def short_conv_bwd_kernel(
     n,
     D,
     rows_each,
-    ranges,
+    groups,
     dilation,
     W: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of channels, rounded up to a power of two
+    CUDA: tl.constexpr,
     EVEN_D: tl.constexpr,
+    RANGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, piece, sequence, phase, first, last, count = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
+    d, piece, sequence, t, rows_here, left = walk(L, D, rows_each, groups, dilation, RANGES, BLOCK_D)
     stream, b = sequence // B, sequence % B
     in_row = d < D if not EVEN_D else d >= 0
-    x_ptr += (b * L * n + stream) * D
-    dy_ptr += (b * L * n + stream) * D
-    inv_rms_ptr += b * L * n + stream
-    dots_ptr += (b * L * n + stream) * BLOCKS
-    gamma = tl.load(gamma_ptr + stream * D + d, mask=in_row, other=0.0).to(tl.float32)
+    token = (b * L + t) * n + stream
+    inv_step = dilation.to(tl.int64) * n
+    x_step, dots_step = inv_step * D, inv_step * tl.cdiv(D, BLOCK_D)
+    x_ptr += token * D + d
+    dy_ptr += token * D + d
+    inv_rms_ptr += token
+    if dx_ptr is None:
+        dots_ptr += token * tl.cdiv(D, BLOCK_D) + tl.program_id(0) % tl.cdiv(D, BLOCK_D)
+    else:
+        dots_ptr += token
+        dx_ptr += token * D + d
+    gamma = load_row(gamma_ptr + stream * D + d, in_row)
     weight, none = load_filter(weight_ptr + stream * D * W, None, d, in_row, W)
     of_taps = scaled(weight, gamma, W)
-    window = normed_before(x_ptr, inv_rms_ptr, n, phase, first, dilation, D, d, in_row, W)
+    window = normed_before(x_ptr, inv_rms_ptr, x_step, inv_step, t, dilation, L, in_row, W)
     before, before_dy, sums = (), (), ()
     for j in tl.static_range(W - 1):
-        before = before + (tl.zeros([BLOCK_D], tl.float32),)
-        before_dy = before_dy + (tl.zeros([BLOCK_D], tl.float32),)
+        before = before + (tl.zeros([RANGES, BLOCK_D], tl.float32),)
+        before_dy = before_dy + (tl.zeros([RANGES, BLOCK_D], tl.float32),)
     for k in tl.static_range(W + 1):
-        sums = sums + (tl.zeros([BLOCK_D], tl.float32),)
-    for i in tl.range(first, last + W - 1, STEP, num_stages=STAGES):
-        rows, incoming = window, before_dy
-        for r in tl.static_range(STEP):
-            t = phase + (i + r) * dilation
-            row, _x = load_normed(x_ptr, inv_rms_ptr, t, n, D, d, in_row, i + r < count)
-            rows = rows + (row,)
-            incoming = incoming + (load_row(dy_ptr, t, n * D, d, in_row & (i + r < count)),)
-        gs = before
-        for r in tl.static_range(STEP):
-            taps = taps_of(rows, r, W)
-            g = through_activation(incoming[r + W - 1], filtered(taps, of_taps, none, W), True)
-            gs = gs + (g,)
-            # the row W − 1 before this one is complete
-            u = i + r - (W - 1)
-            mine = (u >= first) & (u < last)
-            token = (phase + u * dilation).to(tl.int64)
-            dv = filtered_back(taps_of(gs, r, W), weight, W)
-            if dx_ptr is None:
-                block = tl.program_id(0) % tl.cdiv(D, BLOCK_D)
-                tl.store(dots_ptr + token * n * BLOCKS + block, tl.sum(gamma * dv * taps[0], axis=0), mask=mine)
-            else:
-                own = tl.where(i + r < last, g, 0.0)
-                new_sums = ()
-                for k in tl.static_range(W):
-                    new_sums = new_sums + (sums[k] + own * taps[k],)
-                sums = new_sums + (sums[W] + tl.where(mine, dv * taps[0], 0.0),)
-                block = tl.arange(0, BLOCKS)
-                there = mine & (block < tl.cdiv(D, BLOCK_D))
-                dot = tl.sum(tl.load(dots_ptr + token * n * BLOCKS + block, mask=there, other=0.0), axis=0)
-                inv_rms = tl.load(inv_rms_ptr + token * n, mask=mine, other=0.0)
-                dx = inv_rms * (gamma * dv - taps[0] * (dot / D))
-                if RESIDUAL:
-                    dx += incoming[r]
-                at = dx_ptr + (b * L * n + stream) * D + token * n * D + d
-                tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=in_row & mine)
-        window = rows[STEP:]
-        before = gs[STEP:]
-        before_dy = incoming[STEP:]
+        sums = sums + (tl.zeros([RANGES, BLOCK_D], tl.float32),)
+    for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
+        window, before, before_dy, sums = short_step_back(
+            i, window, before, before_dy, sums, x_ptr, dy_ptr, dx_ptr, inv_rms_ptr, dots_ptr, x_step, inv_step,
+            dots_step, weight, of_taps, none, gamma, rows_here, left, D, in_row, W, RESIDUAL, CUDA, W + 1, STEP,
+        )  # fmt: skip
+    window, before, before_dy, sums = short_step_back(
+        rows_each, window, before, before_dy, sums, x_ptr, dy_ptr, dx_ptr, inv_rms_ptr, dots_ptr, x_step, inv_step,
+        dots_step, weight, of_taps, none, gamma, rows_here, left, D, in_row, W, RESIDUAL, CUDA, 0, W - 1,
+    )  # fmt: skip
     if dx_ptr is not None:
         for k in tl.static_range(W + 1):
-            scale = gamma if k < W else 1.0
-            tl.store(partials_ptr + (piece * (W + 1) + k) * D + d, sums[k] * scale, mask=in_row)
+            total = sums[k] * gamma if k < W else sums[k]
+            store_sums(partials_ptr + (piece * (W + 1) + k) * D, total, D, BLOCK_D)
+
+
+# dots[row] = Σ_block partials[row, block]
+@triton.jit(do_not_specialize=["rows"])
+def add_dots_kernel(partials_ptr, dots_ptr, rows, blocks, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    block = tl.arange(0, BLOCK_B)[None, :]
+    there = (row < rows)[:, None] & (block < blocks)
+    total = tl.sum(load_row(partials_ptr + row[:, None] * blocks + block, there), axis=1)
+    tl.store(dots_ptr + row, total, mask=row < rows)
 
 
 def short_conv_fwd(x, gamma, weight, norm_eps, dilation, residual, y, inv_rms):
@@ -221,8 +264,8 @@ def short_conv_fwd(x, gamma, weight, norm_eps, dilation, residual, y, inv_rms):
         BLOCK_D=tile.block_d,
         num_warps=tile.warps,
     )
-    _, grid, sizes, constants = walk_of(x, weight, dilation, residual, backward=False)
-    launch(short_conv_fwd_kernel, grid, x, gamma, weight, inv_rms, y, *sizes, **constants)
+    programs, _, sizes, constants = marching(x, weight, dilation, residual, "forward")
+    launch(short_conv_fwd_kernel, (programs,), x, gamma, weight, inv_rms, y, *sizes, **constants)
 
 
 def short_conv_bwd(x, gamma, weight, inv_rms, dy, dilation, residual, dx, dgamma, dweight):
@@ -230,30 +273,44 @@ def short_conv_bwd(x, gamma, weight, inv_rms, dy, dilation, residual, dx, dgamma
         dgamma.zero_()
         dweight.zero_()
         return
-    n, D = x.shape[2:]
-    march, grid, sizes, constants = walk_of(x, weight, dilation, residual, backward=True)
-    blocks = next_power_of_2(cdiv(D, march.block_d))
-    dots = torch.empty((*inv_rms.shape, blocks), dtype=torch.float32, device=x.device)
-    pieces = grid[0] // cdiv(D, march.block_d)
-    partials = torch.empty((pieces, weight.shape[1] + 1, D), dtype=torch.float32, device=x.device)
-    inputs = (x, gamma, weight, inv_rms, dy, dots)
-    for outputs in ((None, None), (dx, partials)):
-        launch(short_conv_bwd_kernel, grid, *inputs, *outputs, *sizes, **constants, BLOCKS=blocks)
+    (_, _, n, D), W, rows = x.shape, weight.shape[1], inv_rms.numel()
+    inputs = (x, gamma, weight, inv_rms, dy)
+    programs, pieces, sizes, constants = marching(x, weight, dilation, residual, "short backward")
+    blocks = programs // pieces
+    of_blocks = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
+    launch(short_conv_bwd_kernel, (programs,), *inputs, of_blocks, None, None, *sizes, **constants)
+    dots = torch.empty_like(inv_rms)
+    tile = configs.ADD_DOTS
+    launch(
+        add_dots_kernel,
+        (cdiv(rows, tile.rows),),
+        of_blocks,
+        dots,
+        rows,
+        blocks,
+        BLOCK_R=tile.rows,
+        BLOCK_B=next_power_of_2(blocks),
+        num_warps=tile.warps,
+    )
+    partials = torch.empty((pieces, W + 1, D), dtype=torch.float32, device=x.device)
+    launch(short_conv_bwd_kernel, (programs,), *inputs, dots, dx, partials, *sizes, **constants)
     add_partials(partials, n, dweight, dgamma)
 
 
-def walk_of(x, weight, dilation, residual, backward):
-    """What the marching kernels share: the march, the grid, sizes and constants. Sequences are [stream, batch]."""
+def marching(x, weight, dilation, residual, kernel):
+    """What the marching kernels share: programs, pieces, sizes and constants. Sequences are [stream, batch]."""
     B, L, n, D = x.shape
     W = weight.shape[1]
-    march, ranges, _, programs = cut(x, n * B, L, D, W, dilation, backward, ids=False)
+    march, groups, pieces, programs = cut(x, n * B, L, D, W, dilation, kernel)
     constants = {
         "W": W,
         "RESIDUAL": residual,
+        "CUDA": device.kind(x.device) == "cuda",
         "EVEN_D": D % march.block_d == 0,
+        "RANGES": march.ranges,
         "BLOCK_D": march.block_d,
         "STEP": march.step,
         "STAGES": march.stages,
         "num_warps": march.warps,
     }
-    return march, (programs,), (B, L, n, D, march.rows, ranges, dilation), constants
+    return programs, pieces, (B, L, n, D, march.rows, groups, dilation), constants

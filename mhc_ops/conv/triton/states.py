@@ -8,7 +8,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .rows import filtered, load_filter, load_row, load_state
+from .rows import filtered, load_filter, load_row, load_state, through_activation
 
 TOKENS = 1024  # of a program that looks up sequences
 
@@ -58,7 +58,7 @@ def span(bounds_ptr, b, L):
 # x at `time` of a sequence that begins at `begin`; before it, its initial state
 @triton.jit
 def at_time(x_ptr, x_row, state_ptr, b, begin, time, S, D, d, present):
-    row = load_row(x_ptr, time, x_row, d, present & (time >= begin))
+    row = load_row(x_ptr + time * x_row + d, present & (time >= begin))
     if state_ptr is not None:
         row = tl.where(time >= begin, row, load_state(state_ptr, b, begin - time, S, D, d, present))
     return row
@@ -95,15 +95,6 @@ def final_state(x, cu_seqlens, initial_state, final):
     )
 
 
-# g = dy, or dy·σ(z)(1 + z(1 − σ(z))) behind SiLU
-@triton.jit
-def through_activation(dy, z, SILU: tl.constexpr):
-    if SILU:
-        gate = tl.sigmoid(z)
-        dy *= gate * (1 + z * (1 - gate))
-    return dy
-
-
 # dinitial_state[b, s] = Σ_k weight[k]·g[s − S + (W−1−k)·dilation], and dfinal_state where the sequence is so short that
 # the final state still holds initial state
 @triton.jit(do_not_specialize=["L", "dilation"])
@@ -123,6 +114,7 @@ def dinitial_state_kernel(
     dilation,
     W: tl.constexpr,
     SILU: tl.constexpr,
+    CUDA: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     S = (W - 1) * dilation
@@ -138,17 +130,17 @@ def dinitial_state_kernel(
     for k in tl.static_range(W):
         t = begin + s - S + (W - 1 - k) * dilation
         present = in_row & (t >= begin) & (t < end)
-        g = load_row(dy_ptr, t, D, d, present)
+        g = load_row(dy_ptr + t * D + d, present)
         if SILU:
             taps = ()
             for j in tl.static_range(W):
                 time = t - (W - 1 - j) * dilation
                 taps = taps + (at_time(x_ptr, x_row, state_ptr, b, begin, time, S, D, d, present),)
-            g = through_activation(g, filtered(taps, weight, bias, W), SILU)
+            g = through_activation(g, filtered(taps, weight, bias, W), SILU, CUDA)
         total += tl.where(present, weight[k] * g, 0.0)
     if dfinal_ptr is not None:
         shifted = s - (end - begin)
-        total += load_row(dfinal_ptr, b * S + shifted, D, d, in_row & (shifted >= 0))
+        total += load_row(dfinal_ptr + (b * S + shifted) * D + d, in_row & (shifted >= 0))
     tl.store(dinitial_ptr + (b * S + s) * D + d, total.to(dinitial_ptr.dtype.element_ty), mask=in_row)
 
 
@@ -173,6 +165,7 @@ def dinitial_state(x, weight, bias, cu_seqlens, initial_state, dy, dfinal_state,
         dilation,
         W=weight.shape[1],
         SILU=silu,
+        CUDA=device.kind(x.device) == "cuda",
         BLOCK_D=block_d,
         num_warps=4,
     )

@@ -7,6 +7,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
+from .rows import sigmoid
 
 
 # y[t] = act(bias + Σ_k weight[k]·input[t − (W−1−k)·dilation]), where inputs before these T tokens are in the state:
@@ -33,6 +34,7 @@ def causal_conv1d_update_kernel(
     pad_slot_id,
     W: tl.constexpr,
     SILU: tl.constexpr,
+    CUDA: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -66,7 +68,7 @@ def causal_conv1d_update_kernel(
             new = tl.load(x_ptr - back * x_row, mask=written & (back <= 0), other=0.0)
             z += weight * tl.where(back > 0, old, new).to(tl.float32)
         if SILU:
-            z *= tl.sigmoid(z)
+            z *= sigmoid(z, CUDA)
         y = tl.where(in_use, z, 0.0).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + (b * T + t) * D + d, y, mask=in_row)
     tl.debug_barrier()  # the taps of all threads are read before a state is written
@@ -87,7 +89,8 @@ def causal_conv1d_update_(x, state, weight, bias, cache_seqlens, slots, silu, di
         return
     B, D = x.shape[0], x.shape[-1]
     T, x_row = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    block_d = configs.channels(D, device.kind(x.device))
+    kind = device.kind(x.device)
+    block_d = configs.channels(D, kind)
     launch(
         causal_conv1d_update_kernel,
         (B, cdiv(D, block_d)),
@@ -109,6 +112,7 @@ def causal_conv1d_update_(x, state, weight, bias, cache_seqlens, slots, silu, di
         pad_slot_id,
         W=weight.shape[1],
         SILU=silu,
+        CUDA=kind == "cuda",
         BLOCK_D=block_d,
         num_warps=configs.UPDATE_WARPS,
     )
