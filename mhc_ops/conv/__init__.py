@@ -1,0 +1,1 @@
+"""Channel-last causal conv1d."""
