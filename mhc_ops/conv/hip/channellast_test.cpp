@@ -8,9 +8,19 @@
 namespace {
 
 #if defined(MHC_CONV_ONLY_WIDTH_4)
-constexpr int64_t kLeastWidth = 4;
+const std::vector<int64_t> kWidths = {4};
 #else
-constexpr int64_t kLeastWidth = 2;
+const std::vector<int64_t> kWidths = {2, 3, 4};
+#endif
+#if defined(MHC_CONV_ONLY_FP32)
+const std::vector<ConvType> kTypes = {kConvFloat};
+#else
+const std::vector<ConvType> kTypes = {kConvFloat, kConvHalf, kConvBf16};
+#endif
+#if defined(MHC_OPS_ASAN)
+constexpr bool kTwice = false;  // a slow build, to find other errors
+#else
+constexpr bool kTwice = true;
 #endif
 constexpr bool kOnCpu = MHC_OPS_PLATFORM[1] == 'P';
 const char* const kTypeNames[] = {"fp32", "fp16", "bf16"};
@@ -27,13 +37,12 @@ std::vector<Case> presets() {
 std::vector<Case> more_cases() {
     std::vector<Case> cases;
     auto add = [&](const char* name, int64_t B, int64_t D, int64_t L, int64_t W, bool bias, bool silu, ConvType type,
-                   Mode mode = kPlain, int64_t gap = 0) {
-        if (W >= kLeastWidth) cases.push_back({name, B, D, L, W, bias, silu, type, mode, gap});
-    };
-    for (ConvType type : {kConvFloat, kConvHalf, kConvBf16}) {
-        for (int64_t W : {2, 3, 4}) {
+                   Mode mode = kPlain,
+                   int64_t gap = 0) { cases.push_back({name, B, D, L, W, bias, silu, type, mode, gap}); };
+    for (ConvType type : kTypes) {
+        for (int64_t W : kWidths) {
             for (Mode mode : {kPlain, kPacked, kPadded, kStates}) {
-                add("vectors", 2, 320, 140, W, true, true, type, mode);
+                add("vectors", 1, 320, 140, W, true, true, type, mode);
                 add("one by one", 2, 65, 140, W, true, false, type, mode);
                 add("no bias", 1, 64, 70, W, false, mode == kPadded, type, mode);
             }
@@ -43,11 +52,11 @@ std::vector<Case> more_cases() {
                 add("short", 1, 8, L, W, true, true, type);
             }
         }
-        for (int64_t D : {1, 7, 65, 4097}) add("odd D", 1, D, 40, 4, true, true, type);
+        for (int64_t D : {1, 7, 65, 4097}) add("odd D", 1, D, D < 4000 ? 40 : 6, 4, true, true, type);
         add("long rows, vectors", 2, 64, 70, 4, true, true, type, kPlain, 64);
         add("long rows, one by one", 2, 64, 70, 4, true, true, type, kStates, 1);
-        add("many ranges", 2, 264, 777, 4, true, true, type);
-        add("many ranges", 1, 9, 1029, 3, true, true, type, kPadded);
+        add("many ranges", 2, 72, 777, 4, true, true, type);
+        add("many ranges", 1, 9, 1029, 4, true, true, type, kPadded);
     }
     return cases;
 }
@@ -73,7 +82,7 @@ Difference compare(const Values& got, const Values& want, ConvType type) {
     return difference;
 }
 
-bool same_bits_twice(const Outputs& a, const Outputs& b) {
+bool same_bits(const Outputs& a, const Outputs& b) {
     auto same = [](const Values& p, const Values& q) {
         return p.size() == q.size() && (p.empty() || std::memcmp(p.data(), q.data(), p.size() * sizeof(double)) == 0);
     };
@@ -85,7 +94,7 @@ bool passes(const Case& c, bool quiet) {
     return with_type(c.type, [&](auto type) {
         typedef decltype(type) T;
         const Inputs in = make_inputs(c, [](double value) { return double(to_float(from_float<T>(float(value)))); });
-        const Outputs want = truth(c, in), got = Device<T>(c, in).run(), again = Device<T>(c, in).run();
+        const Outputs want = truth(c, in), got = Device<T>(c, in).run();
         struct {
             const char* name;
             Difference difference;
@@ -97,7 +106,7 @@ bool passes(const Case& c, bool quiet) {
             {"final_state", compare(got.final_state, want.final_state, c.type)},
             {"dinitial_state", compare(got.dinitial_state, want.dinitial_state, c.type)},
         };
-        const bool same = same_bits_twice(got, again);
+        const bool same = !kTwice || same_bits(got, Device<T>(c, in).run());
         bool passed = same;
         for (const auto& row : rows) passed = passed && row.difference.errors == 0;
         if (quiet && passed) return true;
@@ -172,8 +181,9 @@ void performance_of(const Case& c, Device<T>& device, bool backward) {
 
 void performance() {
     std::vector<Case> cases = presets();
-    for (ConvType type : {kConvBf16, kConvFloat})
+    for (ConvType type : kTypes)
         for (bool silu : {false, true}) {
+            if (type == kConvHalf) continue;  // as bf16
             if (kOnCpu) {
                 cases.push_back({"Larger", 1, 512, 256, 4, true, silu, type});
             } else {

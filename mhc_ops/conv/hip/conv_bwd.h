@@ -143,7 +143,7 @@ __device__ inline void walk_back(const T* __restrict__ x, const float* __restric
 }
 
 template <class T, int W, bool SILU, bool SEQ, int V>
-__global__ void __launch_bounds__(kLanes* kBackwardWaves, MHC_CONV_BWD_BLOCKS)
+__global__ void __launch_bounds__(kLanes* kBackwardWaves, fewer_with_ids(MHC_CONV_BWD_BLOCKS, SEQ))
     conv_bwd_kernel(const T* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
                     const int* __restrict__ seq_idx, const T* __restrict__ initial_state, const T* __restrict__ dy,
                     const T* __restrict__ dfinal_state, T* __restrict__ dx, T* __restrict__ dinitial_state,

@@ -14,7 +14,7 @@ constexpr int kForwardWaves = MHC_CONV_FWD_WAVES;
 constexpr int kForwardTokens = MHC_CONV_FWD_TOKENS;
 
 template <class T, int W, bool SILU, bool SEQ, int V>
-__global__ void __launch_bounds__(kLanes* kForwardWaves, MHC_CONV_FWD_BLOCKS)
+__global__ void __launch_bounds__(kLanes* kForwardWaves, fewer_with_ids(MHC_CONV_FWD_BLOCKS, SEQ))
     conv_fwd_kernel(const T* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
                     const int* __restrict__ seq_idx, const T* __restrict__ initial_state, T* __restrict__ y,
                     T* __restrict__ final_state, Shape shape) {

@@ -165,8 +165,10 @@ inline hipError_t hipGetLastError() { return hipSuccess; }
 inline hipError_t hipDeviceSynchronize() { return hipSuccess; }
 template <class T>
 hipError_t hipMalloc(T** pointer, size_t bytes) {
-    *pointer = static_cast<T*>(std::aligned_alloc(256, bytes));  // as a GPU aligns; the end is exact, for the sanitizer
-    return *pointer == nullptr;
+    void* block = nullptr;
+    const int error = posix_memalign(&block, 256, bytes);  // aligned as by a GPU, and not a byte longer than asked for
+    *pointer = static_cast<T*>(block);
+    return error;
 }
 inline hipError_t hipFree(void* pointer) { return std::free(pointer), hipSuccess; }
 inline hipError_t hipMemset(void* to, int value, size_t bytes) { return std::memset(to, value, bytes), hipSuccess; }

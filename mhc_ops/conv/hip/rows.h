@@ -33,6 +33,9 @@ struct Place {
     }
 };
 
+// Kernels with seq_idx also keep ids: they may have the registers of one block more.
+constexpr int fewer_with_ids(int blocks, bool seq) { return seq && blocks > 1 ? blocks - 1 : blocks; }
+
 // V values as they are in memory, moved in one access.
 template <int BYTES>
 struct alignas(BYTES) Words {

@@ -46,7 +46,8 @@
 #define MHC_CONV_BWD_WAVES 2
 #endif
 
-// What bounds the registers: blocks that fit on one multiprocessor (CUDA), or waves on one SIMD (HIP).
+// What bounds the registers: blocks that fit on one multiprocessor (CUDA), or waves on one SIMD (HIP); one less with
+// seq_idx, which has ids to keep.
 #ifndef MHC_CONV_FWD_BLOCKS
 #define MHC_CONV_FWD_BLOCKS 3
 #endif
