@@ -44,14 +44,14 @@ __device__ inline void walk_back(const T* __restrict__ x, const float* __restric
     int id[S + ROWS];
     typename Channels<T, V>::Raw x_ahead[ROWS], dy_ahead[ROWS];
     int id_ahead[ROWS];
-    auto fetch = [&](int r, int t) {
-        t = t < last ? t : last;
+    auto fetch = [&](int r, int t, bool clamp) {
+        if (clamp) t = t < last ? t : last;
         x_ahead[r] = channels.load(x_b + t * shape.x_token_stride);
         dy_ahead[r] = channels.load(dy_b + int64_t(t) * shape.D);
         if constexpr (SEQ) id_ahead[r] = id_b[t];
     };
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) fetch(r, start + r);
+    for (int r = 0; r < ROWS; r++) fetch(r, start + r, true);
 #pragma unroll
     for (int r = 0; r < S; r++) {
         const int t = start - S + r;
@@ -61,7 +61,7 @@ __device__ inline void walk_back(const T* __restrict__ x, const float* __restric
         for (int i = 0; i < V; i++) g[r][i] = 0.0f;  // of tokens whose dx is another wave's
     }
 
-    // MASKED: the step is the first or one of the last of a walk, or reaches over a boundary between sequences.
+    // MASKED: the step is the first or one of the last of a walk, or crosses into another sequence.
     auto step = [&](int first, auto masked) {
         constexpr bool MASKED = decltype(masked)::value;
 #pragma unroll
@@ -69,7 +69,8 @@ __device__ inline void walk_back(const T* __restrict__ x, const float* __restric
             const int t = first + r, back = t - S;
             channels.unpack(x_ahead[r], window[S + r]);
             channels.unpack(dy_ahead[r], g[S + r]);
-            fetch(r, t + ROWS);
+            fetch(r, t + ROWS, MASKED);
+            issue_loads();
             auto counts = [&](int token, int tap) { return !(SEQ && MASKED) || id[r + token] == id[r + tap]; };
             const bool live = !MASKED || (t < L && !(SEQ && id[r + S] < 0));
             float out[V];
@@ -132,7 +133,7 @@ __device__ inline void walk_back(const T* __restrict__ x, const float* __restric
             for (int r = 0; r < ROWS; r++) id[S + r] = id_ahead[r];
             if (!one_sequence(id)) return false;
         }
-        return first >= start + S && first + ROWS <= end;
+        return first >= start + S && first + ROWS <= end && first + 2 * ROWS <= last + 1;
     };
 
     // Whole steps in a loop of their own: what is on its way to a register is never moved, which would wait for it.

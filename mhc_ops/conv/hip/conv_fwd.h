@@ -36,13 +36,13 @@ __global__ void __launch_bounds__(kLanes* kForwardWaves, fewer_with_ids(MHC_CONV
     int id[S + ROWS];
     typename Channels<T, V>::Raw ahead[ROWS];
     int id_ahead[ROWS];
-    auto fetch = [&](int r, int t) {
-        t = t < end ? t : end - 1;
+    auto fetch = [&](int r, int t, bool clamp) {
+        if (clamp) t = t < end ? t : end - 1;
         ahead[r] = channels.load(x_b + t * shape.x_token_stride);
         if constexpr (SEQ) id_ahead[r] = id_b[t];
     };
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) fetch(r, start + r);
+    for (int r = 0; r < ROWS; r++) fetch(r, start + r, true);
 #pragma unroll
     for (int r = 0; r < S; r++) {
         const int t = start - S + r;
@@ -50,14 +50,15 @@ __global__ void __launch_bounds__(kLanes* kForwardWaves, fewer_with_ids(MHC_CONV
         if constexpr (SEQ) id[r] = t < 0 ? kBeforeFirst : id_b[t];
     }
 
-    // MASKED: the step reaches past the last token, or over a boundary between sequences.
+    // MASKED: the step or the fetch for the next one reaches past the last token, or it crosses into another sequence.
     auto step = [&](int first, auto masked) {
         constexpr bool MASKED = decltype(masked)::value;
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const int t = first + r;
             channels.unpack(ahead[r], window[S + r]);
-            fetch(r, t + ROWS);
+            fetch(r, t + ROWS, MASKED);
+            issue_loads();
             float out[V];
 #pragma unroll
             for (int i = 0; i < V; i++) {
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kLanes* kForwardWaves, fewer_with_ids(MHC_CONV
             for (int r = 0; r < ROWS; r++) id[S + r] = id_ahead[r];
             if (!one_sequence(id)) return false;
         }
-        return first + ROWS <= end;
+        return first + 2 * ROWS <= end;
     };
 
     // Whole steps in a loop of their own: what is on its way to a register is never moved, which would wait for it.

@@ -1,7 +1,7 @@
 """Device code for GPUs that are not here: registers, shared memory, waves, and no spills."""
 
-import pytest
 import hip_toolchain as toolchain
+import pytest
 
 # What 3 blocks of 128 threads leave to each on sm_90, and 3 waves per SIMD on gfx942; 2 with seq_idx.
 MOST_REGISTERS, MOST_WITH_IDS = 168, 255

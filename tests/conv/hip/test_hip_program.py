@@ -5,8 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
 import hip_toolchain as toolchain
+import pytest
 
 from mhc_ops.conv.hip import build
 
