@@ -35,7 +35,7 @@ __device__ inline void walk_back(const T* __restrict__ x, const float* __restric
     const T* x_b = x + b * shape.x_batch_stride;
     const T* dy_b = dy + b * L * shape.D;
     T* dx_b = dx + b * L * shape.D;
-    const int* id_b = seq_idx + b * L;
+    const int* id_b = SEQ ? seq_idx + b * L : nullptr;
     float w[W][V], of_bias[V];
     load_weights<W>(weight, bias, channels.first, w, of_bias);
 

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kLanes* kForwardWaves, fewer_with_ids(MHC_CONV
     const int64_t b = place.b;
     const T* x_b = x + b * shape.x_batch_stride;
     T* y_b = y + b * shape.L * shape.D;
-    const int* id_b = seq_idx + b * shape.L;
+    const int* id_b = SEQ ? seq_idx + b * shape.L : nullptr;
     float w[W][V], of_bias[V];
     load_weights<W>(weight, bias, channels.first, w, of_bias);
 

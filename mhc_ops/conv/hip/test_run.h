@@ -49,12 +49,14 @@ class Buffer {
 template <class T>
 std::vector<T> narrow(const Values& values) {
     std::vector<T> narrowed;
+    narrowed.reserve(values.size());
     for (double value : values) narrowed.push_back(from_float<T>(float(value)));
     return narrowed;
 }
 template <class T>
 Values widen(const std::vector<T>& values) {
     Values wide;
+    wide.reserve(values.size());
     for (T value : values) wide.push_back(to_float(value));
     return wide;
 }

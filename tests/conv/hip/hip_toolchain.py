@@ -27,6 +27,7 @@ CONSTANT(unsigned int, ABI_version, 600)
 """
 ISA = {"gfx942": 9402, "gfx950": 9500}
 REGISTERS_PER_LANE, GRANULE, MOST_WAVES = 512, 8, 8  # of one SIMD of gfx942 and gfx950
+SHARED, SIMDS, LANES = 64 * 1024, 4, 64  # of one compute unit of gfx942; gfx950 has more shared memory
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Kernel:
 
     @property
     def waves_per_simd(self) -> int:
-        return min(MOST_WAVES, REGISTERS_PER_LANE // (-(-self.registers // GRANULE) * GRANULE))
+        by_registers = REGISTERS_PER_LANE // (-(-self.registers // GRANULE) * GRANULE)
+        by_shared = SHARED // max(self.shared, 1) * (self.threads // LANES) // SIMDS
+        return min(MOST_WAVES, by_registers, by_shared)
 
 
 def compile_amd(arch: str, folder: Path, *flags: str) -> list[Kernel]:

@@ -53,7 +53,8 @@ def test_every_case(tmp_path):
 
 
 def test_script_says_what_it_does():
-    done = script("--all")
+    """Here the threads of a block run last to first: a result that depends on their order would differ."""
+    done = script("--all", flags=f"{FAST} -DMHC_OPS_CPU_REVERSED")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Building for cpu" in done.stdout
     number = r"max_diff=\d\.\d{3}e[+-]\d\d, errors=0/\d+"
@@ -73,18 +74,12 @@ def test_a_wrong_kernel_fails():
     assert "Accuracy Summary: 0 / 6 PASSED" in done.stdout
 
 
-def test_order_of_threads_does_not_matter():
-    done = script("--accuracy", flags=f"{FAST} -DMHC_OPS_CPU_REVERSED")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_sanitizers():
     flags = f"-O0 {toolchain.WIDTH_4} -fsanitize=address,undefined -fno-sanitize-recover=all"
     done = script("-a", flags=flags)
-    if "sanitize" in done.stderr and "Accuracy" not in done.stdout and "runtime error" not in done.stderr:
-        missing = re.search(r".*(cannot find|unrecognized).*", done.stderr)
-        if missing:
-            pytest.skip(f"needs the sanitizers: {missing[0]}")
+    missing = re.search(r".*cannot find.*(asan|ubsan).*", done.stderr)
+    if missing:
+        pytest.skip(f"needs the sanitizers: {missing[0]}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "6 / 6 PASSED" in done.stdout
 
