@@ -14,6 +14,8 @@ const std::vector<int64_t> kWidths = {2, 3, 4};
 #endif
 #if defined(MHC_CONV_ONLY_FP32)
 const std::vector<ConvType> kTypes = {kConvFloat};
+#elif defined(MHC_CONV_WITHOUT_FP16)
+const std::vector<ConvType> kTypes = {kConvFloat, kConvBf16};
 #else
 const std::vector<ConvType> kTypes = {kConvFloat, kConvHalf, kConvBf16};
 #endif

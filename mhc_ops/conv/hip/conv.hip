@@ -32,7 +32,9 @@ const char* dispatch(int32_t type, int64_t W, bool silu, bool seq, Run run) {
 #else
     switch (type) {
         case kConvFloat: return with_width(float());
+#if !defined(MHC_CONV_WITHOUT_FP16)
         case kConvHalf: return with_width(Half());
+#endif
         case kConvBf16: return with_width(Bf16());
     }
 #endif

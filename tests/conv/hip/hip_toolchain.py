@@ -13,7 +13,9 @@ from mhc_ops.conv.hip import build
 
 SOURCE = build.SOURCE
 CLANG = "clang++-22"
+# Fewer kernels, to compile faster.
 WIDTH_4, FP32, BF16 = (f"-DMHC_CONV_ONLY_{what}" for what in ("WIDTH_4", "FP32", "BF16"))
+NO_FP16 = "-DMHC_CONV_WITHOUT_FP16"
 # What ROCm's device libraries ask about the target; the ones shipped with triton leave it open.
 DEVICE_CONSTANTS = """
 #define CONSTANT(type, name, value) \\

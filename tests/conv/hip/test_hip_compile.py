@@ -34,9 +34,9 @@ def test_amd(arch, flags, types, tmp_path):
 
 
 def test_nvidia(tmp_path):
-    kernels = toolchain.compile_nvidia(tmp_path, toolchain.WIDTH_4)
+    kernels = toolchain.compile_nvidia(tmp_path, toolchain.WIDTH_4, toolchain.NO_FP16)
     show("sm_90", kernels)
-    check(kernels, 3)
+    check(kernels, 2)
 
 
 def test_a_spill_is_seen(tmp_path):

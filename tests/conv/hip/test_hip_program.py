@@ -75,7 +75,7 @@ def test_a_wrong_kernel_fails():
 
 
 def test_sanitizers():
-    flags = f"-O0 {toolchain.WIDTH_4} -fsanitize=address,undefined -fno-sanitize-recover=all"
+    flags = f"-O0 {toolchain.WIDTH_4} {toolchain.NO_FP16} -fsanitize=address,undefined -fno-sanitize-recover=all"
     done = script("-a", flags=flags)
     missing = re.search(r".*cannot find.*(asan|ubsan).*", done.stderr)
     if missing:
