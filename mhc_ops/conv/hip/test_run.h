@@ -63,7 +63,7 @@ Values widen(const std::vector<T>& values) {
 
 template <class T>
 struct Device {
-    const Case c;
+    Case c;
     const int64_t rows = c.B * c.L, states = c.mode == kStates ? c.B * (c.W - 1) * c.D : 0, stride = c.D + c.gap;
     Buffer<T> x{rows * stride}, dy{rows * c.D}, initial_state{states}, dfinal_state{states};
     Buffer<float> weight{c.D * c.W}, bias{c.bias ? c.D : 0}, workspace{conv_workspace(c.B, c.L, c.D, c.W)};
