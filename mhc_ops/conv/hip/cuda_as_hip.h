@@ -25,7 +25,5 @@
 #define hipEventRecord cudaEventRecord
 #define hipEventSynchronize cudaEventSynchronize
 #define hipEventElapsedTime cudaEventElapsedTime
-#define hipDeviceProp_t cudaDeviceProp
-#define hipGetDeviceProperties cudaGetDeviceProperties
 #define hipLaunchKernelGGL(kernel, grid, block, shared, stream, ...) \
     kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
