@@ -1,0 +1,150 @@
+"""Channel-last causal conv1d in HIP C++: on ROCm, and on CPU tensors the same kernels with fibers for threads.
+
+conv_fwd.h and conv_bwd.h are the kernels, conv.hip chooses and launches, platform.h hides the compiler, tuning.h has
+the numbers. Internally a state is [B, S, D], S = W − 1.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ...core import device
+from ...core.check import name_of
+from . import build
+
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+WIDTHS = (2, 3, 4)
+
+
+def _struct(pointers: str) -> type[ctypes.Structure]:
+    """As in conv.h: pointers, sizes, type and activation."""
+    sizes = ("B", "L", "D", "W", "x_batch_stride", "x_token_stride")
+    fields = [
+        *[(name, ctypes.c_void_p) for name in pointers.split()],
+        *[(name, ctypes.c_int64) for name in sizes],
+        *[(name, ctypes.c_int32) for name in ("type", "silu")],
+    ]
+    return type("Call", (ctypes.Structure,), {"_fields_": fields})
+
+
+Forward = _struct("x weight bias seq_idx initial_state y final_state")
+Backward = _struct(
+    "x weight bias seq_idx initial_state dy dfinal_state dx dweight dbias dinitial_state workspace",
+)
+
+
+def causal_conv1d_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    silu: bool,
+    dilation: int,
+    output_final_state: bool,
+    y: Tensor,
+    final_state: Tensor,
+) -> None:
+    _refuse(x, weight, residual, cu_seqlens, dilation)
+    if x.numel() == 0:
+        _fill(final_state, initial_state)
+        return
+    tensors = (x, _fp32(weight), _fp32(bias), seq_idx, initial_state, y, final_state)
+    library = _library(x)
+    _run(library, "conv_forward", Forward, tensors, x, weight, silu)
+
+
+def causal_conv1d_bwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    dy: Tensor,
+    dfinal_state: Tensor | None,
+    silu: bool,
+    dilation: int,
+    dx: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    dinitial_state: Tensor,
+) -> None:
+    _refuse(x, weight, None, cu_seqlens, dilation)
+    if x.numel() == 0:
+        dweight.zero_()
+        dbias.zero_()
+        _fill(dinitial_state, dfinal_state)
+        return
+    library = _library(x)
+    workspace = x.new_empty(library.conv_workspace(*x.shape, weight.shape[1]), dtype=torch.float32)
+    sums = [t if t.dtype == torch.float32 else torch.empty_like(t, dtype=torch.float32) for t in (dweight, dbias)]
+    inputs = (x, _fp32(weight), _fp32(bias), seq_idx, initial_state, dy, dfinal_state)
+    tensors = (*inputs, dx, *sums, dinitial_state, workspace)
+    _run(library, "conv_backward", Backward, tensors, x, weight, silu)
+    for result, total in zip((dweight, dbias), sums):
+        if result is not total:
+            result.copy_(total)
+
+
+def _refuse(x: Tensor, weight: Tensor, residual: Tensor | None, cu_seqlens: Tensor | None, dilation: int) -> None:
+    """What these kernels do not do, by name."""
+    missing = None
+    if residual is not None:
+        missing = "residual"
+    elif cu_seqlens is not None:
+        missing = "cu_seqlens"
+    elif dilation != 1:
+        missing = f"dilation (got {dilation})"
+    elif weight.shape[1] not in WIDTHS:
+        missing = f"width {weight.shape[1]} (2 to 4)"
+    elif x.dtype not in TYPES:
+        missing = name_of(x.dtype)
+    if missing is not None:
+        raise NotImplementedError(f'causal_conv1d: the hip backend has no {missing}; use backend="triton"')
+
+
+def _library(x: Tensor) -> ctypes.CDLL:
+    kind = device.kind(x.device)
+    if kind == "hip":
+        return build.hip_library(x.get_device())
+    if kind == "cpu":
+        return build.cpu_library()
+    raise RuntimeError(f"causal_conv1d: the hip backend runs on ROCm and on CPU tensors, the tensors are on {kind}")
+
+
+def _run(
+    library: ctypes.CDLL,
+    name: str,
+    struct: type[ctypes.Structure],
+    tensors: tuple[Tensor | None, ...],
+    x: Tensor,
+    weight: Tensor,
+    silu: bool,
+) -> None:
+    # An output that nobody wants has no elements, so its pointer is null.
+    pointers = [None if tensor is None or tensor.numel() == 0 else tensor.data_ptr() for tensor in tensors]
+    # The stride of a dimension of size 1 means nothing; as 0 it does not stand in the way of vectors.
+    strides = [x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1)]
+    call = struct(*pointers, *x.shape, weight.shape[1], *strides, TYPES[x.dtype], silu)
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+    error = getattr(library, name)(ctypes.addressof(call), stream)
+    if error is not None:
+        raise RuntimeError(f"causal_conv1d: {name} failed: {error.decode()}")
+
+
+def _fp32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
+
+
+def _fill(state: Tensor, source: Tensor | None) -> None:
+    """The state after no tokens is the state before them; no state is zeros."""
+    if state.numel() == 0:
+        return
+    if source is None:
+        state.zero_()
+    else:
+        state.copy_(source)

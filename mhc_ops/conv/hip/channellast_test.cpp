@@ -1,0 +1,233 @@
+// Test program of the channel-last conv kernels: channellast_test [0 all | 1 accuracy | 2 performance].
+// Exits with 0 when everything passed, 1 when something failed, 2 when a call went wrong.
+#include <algorithm>
+#include <cstring>
+
+#include "test_run.h"
+
+namespace {
+
+#if defined(MHC_CONV_ONLY_WIDTH_4)
+const std::vector<int64_t> kWidths = {4};
+#else
+const std::vector<int64_t> kWidths = {2, 3, 4};
+#endif
+#if defined(MHC_CONV_ONLY_FP32)
+const std::vector<ConvType> kTypes = {kConvFloat};
+#elif defined(MHC_CONV_WITHOUT_FP16)
+const std::vector<ConvType> kTypes = {kConvFloat, kConvBf16};
+#else
+const std::vector<ConvType> kTypes = {kConvFloat, kConvHalf, kConvBf16};
+#endif
+#if defined(MHC_OPS_ASAN)
+constexpr bool kTwice = false;  // a slow build, to find other errors
+#else
+constexpr bool kTwice = true;
+#endif
+constexpr bool kOnCpu = MHC_OPS_PLATFORM[1] == 'P';
+const char* const kTypeNames[] = {"fp32", "fp16", "bf16"};
+const char* const kModeNames[] = {"", ", seq_idx", ", seq_idx with padding", ", states"};
+
+std::vector<Case> presets() {
+    return {
+        {"Tiny", 1, 32, 64, 4, true, false},      {"Small", 2, 64, 256, 4, true, false},
+        {"Medium", 4, 64, 512, 4, true, false},   {"Large", 4, 64, 1024, 4, true, false},
+        {"No Bias", 2, 64, 256, 4, false, false}, {"With SiLU", 2, 64, 256, 4, true, true},
+    };
+}
+
+std::vector<Case> more_cases() {
+    std::vector<Case> cases;
+    auto add = [&](const char* name, int64_t B, int64_t D, int64_t L, int64_t W, bool bias, bool silu, ConvType type,
+                   Mode mode = kPlain,
+                   int64_t gap = 0) { cases.push_back({name, B, D, L, W, bias, silu, type, mode, gap}); };
+    for (ConvType type : kTypes) {
+        for (int64_t W : kWidths) {
+            for (Mode mode : {kPlain, kPacked, kPadded, kStates}) {
+                add("vectors", 1, 320, 140, W, true, true, type, mode);
+                add("one by one", 2, 65, 140, W, true, false, type, mode);
+                add("no bias", 1, 64, 70, W, false, mode == kPadded, type, mode);
+            }
+            for (int64_t L : {1, 2, 3, 4, 5}) {
+                add("short", 2, 24, L, W, true, true, type, kStates);
+                add("short", 1, 7, L, W, true, false, type, kStates);
+                add("short", 1, 8, L, W, true, true, type);
+            }
+        }
+        for (int64_t D : {1, 7, 65, 4097}) add("odd D", 1, D, D < 4000 ? 40 : 6, 4, true, true, type);
+        add("long rows, vectors", 2, 64, 70, 4, true, true, type, kPlain, 64);
+        add("long rows, one by one", 2, 64, 70, 4, true, true, type, kStates, 1);
+        add("many ranges", 2, 72, 777, 4, true, true, type);
+        add("many ranges", 1, 9, 1029, 4, true, true, type, kPadded);
+    }
+    return cases;
+}
+
+// |got − want| ≤ one rounding of the output's type + 1e-5 of the tensor's root mean square, for sums in fp32.
+struct Difference {
+    double most = 0.0;
+    int64_t errors = 0, count = 0;
+};
+Difference compare(const Values& got, const Values& want, ConvType type) {
+    const double rounding = type == kConvBf16 ? 0x1p-8 : type == kConvHalf ? 0x1p-11 : 0x1p-24;
+    double squares = 0.0;
+    for (double value : want) squares += value * value;
+    const double floor =
+        1e-5 * std::sqrt(squares / std::max<size_t>(want.size(), 1)) + (type == kConvHalf ? 0x1p-25 : 0);
+    Difference difference;
+    difference.count = int64_t(want.size());
+    for (size_t i = 0; i < want.size(); i++) {
+        const double off = std::fabs(got[i] - want[i]);
+        if (!(off <= difference.most)) difference.most = off;  // NaN too
+        if (!(off <= rounding * std::fabs(want[i]) + floor)) difference.errors++;
+    }
+    return difference;
+}
+
+bool same_bits(const Outputs& a, const Outputs& b) {
+    auto same = [](const Values& p, const Values& q) {
+        return p.size() == q.size() && (p.empty() || std::memcmp(p.data(), q.data(), p.size() * sizeof(double)) == 0);
+    };
+    return same(a.y, b.y) && same(a.dx, b.dx) && same(a.dweight, b.dweight) && same(a.dbias, b.dbias) &&
+           same(a.final_state, b.final_state) && same(a.dinitial_state, b.dinitial_state);
+}
+
+bool passes(const Case& c, bool quiet) {
+    return with_type(c.type, [&](auto type) {
+        typedef decltype(type) T;
+        const Inputs in = make_inputs(c, [](double value) { return double(to_float(from_float<T>(float(value)))); });
+        const Outputs want = truth(c, in), got = Device<T>(c, in).run();
+        struct {
+            const char* name;
+            Difference difference;
+        } rows[] = {
+            {"dx", compare(got.dx, want.dx, c.type)},
+            {"dweight", compare(got.dweight, want.dweight, kConvFloat)},
+            {"dbias", compare(got.dbias, want.dbias, kConvFloat)},
+            {"y", compare(got.y, want.y, c.type)},
+            {"final_state", compare(got.final_state, want.final_state, c.type)},
+            {"dinitial_state", compare(got.dinitial_state, want.dinitial_state, c.type)},
+        };
+        const bool same = !kTwice || same_bits(got, Device<T>(c, in).run());
+        bool passed = same;
+        for (const auto& row : rows) passed = passed && row.difference.errors == 0;
+        if (quiet && passed) return true;
+        std::printf("%s: batch=%lld, dim=%lld, seqlen=%lld, width=%lld, bias=%s, silu=%s, %s%s\n", c.name.c_str(),
+                    (long long)c.B, (long long)c.D, (long long)c.L, (long long)c.W, c.bias ? "yes" : "no",
+                    c.silu ? "yes" : "no", kTypeNames[c.type], kModeNames[c.mode]);
+        for (const auto& row : rows)
+            if (row.difference.count)
+                std::printf("  %s: max_diff=%.3e, errors=%lld/%lld\n", row.name, row.difference.most,
+                            (long long)row.difference.errors, (long long)row.difference.count);
+        if (!same) std::printf("  a second run gave other bits\n");
+        std::printf("  Status: %s\n", passed ? "PASSED" : "FAILED");
+        return passed;
+    });
+}
+
+bool accuracy() {
+    int passed = 0, more_passed = 0;
+    for (const Case& c : presets()) passed += passes(c, false);
+    std::printf("Accuracy Summary: %d / %zu PASSED\n", passed, presets().size());
+    const std::vector<Case> more = more_cases();
+    for (const Case& c : more) more_passed += passes(c, true);
+    std::printf("More cases: %d / %zu PASSED\n", more_passed, more.size());
+    return size_t(passed) == presets().size() && size_t(more_passed) == more.size();
+}
+
+struct Times {
+    double mean, least;
+};
+template <class Run>
+Times measure(Run run) {
+    const int warm_up = kOnCpu ? 1 : 10, count = kOnCpu ? 3 : 100;
+    for (int i = 0; i < warm_up; i++) run();
+    hipEvent_t start, stop;
+    CHECK(hipEventCreate(&start));
+    CHECK(hipEventCreate(&stop));
+    Times times = {0.0, INFINITY};
+    for (int i = 0; i < count; i++) {
+        float ms;
+        CHECK(hipEventRecord(start, nullptr));
+        run();
+        CHECK(hipEventRecord(stop, nullptr));
+        CHECK(hipEventSynchronize(stop));
+        CHECK(hipEventElapsedTime(&ms, start, stop));
+        times.mean += ms / count;
+        times.least = std::min(times.least, double(ms));
+    }
+    CHECK(hipEventDestroy(start));
+    CHECK(hipEventDestroy(stop));
+    return times;
+}
+
+// Forward: read x, write y. Backward: read x and dout, write dx. Plus weights and their gradients. Beside it a copy on
+// the device that reads and writes the same number of bytes together.
+template <class T>
+void performance_of(Device<T>& device, bool backward) {
+    const Case& c = device.c;
+    const int64_t weights = sizeof(float) * c.D * (c.W + c.bias);
+    const int64_t elements = c.B * c.L * c.D * sizeof(T);
+    const int64_t bytes = backward ? 3 * elements + 2 * weights : 2 * elements + weights;
+    Buffer<char> from(bytes / 2), to(bytes / 2);
+    const Times copy =
+        measure([&] { CHECK(hipMemcpyAsync(to.get(), from.get(), bytes / 2, hipMemcpyDeviceToDevice, nullptr)); });
+    const Times times = measure([&] { backward ? device.backward() : device.forward(); });
+    char name[96];
+    std::snprintf(name, sizeof(name), "%s %lldx%lldx%lld W=%lld %s%s %s", c.name.c_str(), (long long)c.B,
+                  (long long)c.L, (long long)c.D, (long long)c.W, kTypeNames[c.type], c.silu ? " silu" : "",
+                  backward ? "bwd" : "fwd");
+    std::printf("%-44s %9.4f %9.4f %10.1f %9.4f %8.1f%%\n", name, times.mean, times.least, bytes / times.mean * 1e-6,
+                copy.mean, 100.0 * copy.mean / times.mean);
+    std::fflush(stdout);
+}
+
+// Values around 0 that repeat: hundreds of millions of normal ones would take longer to make than to measure.
+void repeat(Values& values, int64_t count) {
+    const int64_t period = 1 << 16;
+    std::mt19937 random(1);
+    values.resize(std::max(count, period));
+    for (int64_t i = 0; i < period; i++) values[i] = double(random()) / random.max() - 0.5;
+    for (int64_t i = period; i < count; i++) values[i] = values[i - period];
+    values.resize(count);
+}
+
+void performance() {
+    std::vector<Case> cases = presets();
+    for (ConvType type : kTypes) {
+        if (type == kConvHalf) continue;  // as bf16
+        const int64_t B = kOnCpu ? 1 : 8, L = kOnCpu ? 256 : 4096, D = kOnCpu ? 512 : 4096;
+        cases.push_back({kOnCpu ? "Larger" : "Full", B, D, L, 4, true, false, type});
+    }
+    std::printf("%-44s %9s %9s %10s %9s %9s\n", "Configuration", "Mean(ms)", "Min(ms)", "BW(GB/s)", "Copy(ms)",
+                "of copy");
+    for (size_t i = 0; i < cases.size(); i++)
+        with_type(cases[i].type, [&](auto type) {
+            const Case& c = cases[i];
+            Case one_row = c;
+            one_row.B = one_row.L = 1;
+            Inputs in = make_inputs(one_row, [](double value) { return value; });
+            repeat(in.x, c.B * c.L * c.D);
+            repeat(in.dy, c.B * c.L * c.D);
+            Device<decltype(type)> device(c, in);
+            for (bool silu : {c.silu, true}) {
+                device.c.silu = silu;
+                for (bool backward : {false, true}) performance_of(device, backward);
+                if (i < presets().size()) break;  // those say themselves whether they have SiLU
+            }
+        });
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    const int mode = count > 1 ? std::atoi(arguments[1]) : 0;
+    if (count > 2 || mode < 0 || mode > 2) {
+        std::fprintf(stderr, "usage: %s [0 all | 1 accuracy | 2 performance]\n", arguments[0]);
+        return 2;
+    }
+    std::printf("Channel-last causal conv1d, %s build\n", MHC_OPS_PLATFORM);
+    const bool passed = mode == 2 || accuracy();
+    if (mode != 1) performance();
+    return passed ? 0 : 1;
+}

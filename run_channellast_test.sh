@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Build the channel-last conv kernels with their test program, for the device that is here, and run it.
+# Options of the compiler can be given in CONV_FLAGS, e.g. CONV_FLAGS="-DMHC_CONV_BWD_ROWS_16=8".
+set -euo pipefail
+
+usage() {
+    echo "usage: $(basename "$0") [--all | --accuracy | -a | --performance | -p | --help | -h]"
+    echo "Builds with hipcc where there is one, else with nvcc where there is an NVIDIA GPU, else for the CPU."
+    echo "Exits non-zero when anything fails. CONV_TARGET=hip, cuda or cpu chooses the build."
+}
+
+mode=0
+[ $# -le 1 ] || { usage >&2; exit 2; }
+case "${1:---all}" in
+    --all) mode=0 ;;
+    --accuracy | -a) mode=1 ;;
+    --performance | -p) mode=2 ;;
+    --help | -h) usage; exit 0 ;;
+    *) usage >&2; exit 2 ;;
+esac
+
+has() { command -v "$1" >/dev/null 2>&1; }
+target=${CONV_TARGET:-}
+if [ -z "$target" ]; then
+    if has hipcc; then
+        target=hip
+    elif has nvcc && has nvidia-smi && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+        target=cuda
+    else
+        target=cpu
+    fi
+fi
+
+read -ra flags <<<"${CONV_FLAGS:-}"
+case "$target" in
+    hip)
+        arch=$(rocminfo 2>/dev/null | grep -om1 'gfx[0-9a-f]*' || true)
+        [ -n "$arch" ] || { echo "rocminfo names no GPU" >&2; exit 2; }
+        # Without the SLP vectorizer: it pairs channels across rows and takes up to 100 registers more.
+        build=(hipcc -x hip -std=c++17 -O3 -fno-slp-vectorize "--offload-arch=$arch")
+        ;;
+    cuda)
+        arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
+        build=(nvcc -x cu -std=c++17 -O3 "-arch=sm_$arch")
+        ;;
+    cpu) build=("${CXX:-c++}" -x c++ -std=c++17 -O1 -Wno-unknown-pragmas) ;;
+    *) echo "CONV_TARGET must be hip, cuda or cpu, got $target" >&2; exit 2 ;;
+esac
+
+source=$(cd "$(dirname "$0")" && pwd)/mhc_ops/conv/hip
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+echo "Building for $target: ${build[*]} ${flags[*]:-}"
+"${build[@]}" ${flags[@]+"${flags[@]}"} "$source/channellast_test.cpp" "$source/conv.hip" -o "$folder/channellast_test"
+"$folder/channellast_test" "$mode"
