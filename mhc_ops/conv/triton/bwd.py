@@ -34,13 +34,6 @@ def kept_in_final_state(dfinal_ptr, bounds_ptr, sequence, t, S, L, D, d, present
     return load_row(dfinal_ptr + (sequence * S + s) * D + d, present & (s >= 0))
 
 
-# partials[channels of this program] = Σ over its ranges
-@triton.jit
-def store_sums(partials_ptr, sums, D, BLOCK_D: tl.constexpr):
-    d = tl.program_id(0) % tl.cdiv(D, BLOCK_D) * BLOCK_D + tl.arange(0, BLOCK_D)
-    tl.store(partials_ptr + d, tl.sum(sums, axis=0), mask=d < D)
-
-
 # STEP rows on: dx of the rows that are W − 1 before them, and what the first SUMS sums gain
 @triton.jit
 def step_back(
@@ -115,7 +108,7 @@ def step_back(
 # g[t] = dy[t], behind SiLU dy[t]·σ(z)(1 + z(1 − σ(z)));  0 at padding
 # dx[t] = Σ_k weight[k]·g[t + (W−1−k)·dilation], and dfinal_state where the final state holds x[t]
 # partials[piece, k] = Σ_{t in piece} g[t]·x[t − (W−1−k)·dilation];  partials[piece, W] = Σ g[t]
-@triton.jit(do_not_specialize=["L", "rows_each", "groups", "dilation"])
+@triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
 def causal_conv1d_bwd_kernel(
     x_ptr,
     weight_ptr,
@@ -132,19 +125,18 @@ def causal_conv1d_bwd_kernel(
     x_batch,
     x_row,
     rows_each,
-    groups,
+    ranges,
     dilation,
     W: tl.constexpr,
     SILU: tl.constexpr,
     CUDA: tl.constexpr,
     SUMS: tl.constexpr,  # W, and one more with a bias
     EVEN_D: tl.constexpr,
-    RANGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, piece, b, t, rows_here, left = walk(L, D, rows_each, groups, dilation, RANGES, BLOCK_D)
+    d, piece, b, t, rows_here, left = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
     in_row = d < D if not EVEN_D else d >= 0
     wide, by = t.to(tl.int64), dilation.to(tl.int64)
     x_ptr += b * x_batch + wide * x_row + d
@@ -159,9 +151,9 @@ def causal_conv1d_bwd_kernel(
     )
     before, sums = (), ()
     for j in tl.static_range(W - 1):
-        before = before + (tl.zeros([RANGES, BLOCK_D], tl.float32),)
+        before = before + (tl.zeros([BLOCK_D], tl.float32),)
     for k in tl.static_range(SUMS):
-        sums = sums + (tl.zeros([RANGES, BLOCK_D], tl.float32),)
+        sums = sums + (tl.zeros([BLOCK_D], tl.float32),)
     for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         window, ids, before, sums = step_back(
             i, window, ids, before, sums, x_ptr, dy_ptr, dx_ptr, x_step, y_step, weight, bias, ids_ptr, bounds_ptr,
@@ -173,7 +165,7 @@ def causal_conv1d_bwd_kernel(
         state_ptr, dfinal_ptr, b, t, rows_here, left, dilation, L, D, d, in_row, W, SILU, CUDA, 0, W - 1,
     )  # fmt: skip
     for k in tl.static_range(SUMS):
-        store_sums(partials_ptr + (piece * SUMS + k) * D, sums[k], D, BLOCK_D)
+        tl.store(partials_ptr + (piece * SUMS + k) * D + d, sums[k], mask=in_row)
 
 
 # dweight[d, k] = Σ_piece partials[piece, k, d];  dbias[d] = Σ_piece partials[piece, W, d], of each stream
@@ -253,7 +245,7 @@ def causal_conv1d_bwd(
     ids = seq_idx if cu_seqlens is None else sequence_ids(cu_seqlens, L)
     with_states = dfinal_state is not None or (ids is not None and initial_state is not None)
     name = "backward with states" if with_states else "backward" if ids is None else "backward with ids"
-    march, groups, pieces, programs = cut(x, B, L, D, W, dilation, name)
+    march, ranges, pieces, programs = cut(x, B, L, D, W, dilation, name)
     count = W if bias is None else W + 1
     partials = torch.empty((pieces, count, D), dtype=torch.float32, device=x.device)
     launch(
@@ -274,14 +266,13 @@ def causal_conv1d_bwd(
         x.stride(0),
         x.stride(1),
         march.rows,
-        groups,
+        ranges,
         dilation,
         W=W,
         SILU=silu,
         CUDA=device.kind(x.device) == "cuda",
         SUMS=count,
         EVEN_D=D % march.block_d == 0,
-        RANGES=march.ranges,
         BLOCK_D=march.block_d,
         STEP=march.step,
         STAGES=march.stages,

@@ -12,36 +12,55 @@ from ...core.sizes import cdiv, floor_power_of_2, next_power_of_2
 
 @dataclass(frozen=True)
 class March:
-    """A program walks `ranges` ranges of `rows` tokens of `block_d` channels, `step` of them at a time."""
+    """A program walks `rows` tokens of `block_d` channels, `step` of them at a time."""
 
     block_d: int
     rows: int
     step: int
     warps: int
     stages: int
-    ranges: int = 1
 
 
-# How often a kernel's registers force a thread's channels to be halved.
-CROWDED = {"forward": 0, "backward": 0, "backward with ids": 1, "backward with states": 2, "short backward": 1}
+# Kernels that hold more per channel than the others: how often the channels of a thread are halved for it. Without
+# that they spill.
+CROWDED = {"forward with states": 1, "backward with ids": 1, "backward with states": 2, "short backward": 1}
 
 
 @lru_cache(maxsize=4096)
 def march(kernel: str, rows: int, D: int, W: int, itemsize: int, aligned: bool, kind: str, processors: int) -> March:
-    """`rows` of D channels in all."""
-    step = 4 if W <= 5 else 8  # at least W − 1
+    """`rows` of D channels in all. 16 bytes a thread (forward: 8), up to 4 warps side by side.
+
+    Forward, with SiLU: 142.2 µs at 8×4096×4096 (91 % of a copy), 28.8 at 4×2048×2560, with 512 channels, 8 rows a step,
+    3 stages, 64 rows; 16 bytes a thread 145 and 29.7; 4 stages 145; 256 rows 147; no stages 147.
+    Backward, with SiLU: 208.3 µs (92 %) with 512 channels, 4 rows a step, 3 stages, 512 rows; 256 rows 216, 8 bytes
+    a thread 219, 4 stages 216, 2 stages 282. At 4×2048×2560 that leaves multiprocessors idle: 8 bytes a thread and 128
+    rows take 52.2, 64 rows 50.5 (but 47 instead of 44 without SiLU).
+    ShortConv at 2×4096×4×4096: forward 219 µs with 512 channels, 8 rows a step, 4 stages, 128 rows; backward 561 with
+    128 channels, 3 stages, 128 rows; 2 stages 600 and more."""
+    forward = kernel in ("forward", "short forward") and kind != "hip"
+    step = 8 if forward or W > 5 else 4  # at least W − 1
     if kind == "cpu":
-        return March(min(4096, next_power_of_2(D)), step, step, 4, 1, 4)
-    backward = kernel != "forward"
-    lane = max(1, 16 // itemsize >> CROWDED[kernel] + (not aligned) + (backward and W > 4))
+        return March(min(4096, next_power_of_2(D)), 16, step, 4, 1)
     threads = 64 if kind == "hip" else 32
-    block_d = min(threads * lane, max(32, next_power_of_2(D)))
-    return March(block_d, rows_each(rows * cdiv(D, block_d), 128, processors), step, 4, 3, 4)
+    lane = 16 // itemsize >> CROWDED.get(kernel, 0) + (not aligned) + (0 if forward else (W > 4) + (W > 6))
+    most = {"forward": 64, "backward": 512}.get(kernel, 128)
+    if kernel == "forward" and itemsize == 2:
+        lane //= 2
+    elif kernel == "backward" and rows_each(rows * cdiv(D, threads * lane), most, processors) < 128:
+        lane, most = lane // 2, 128
+    width = threads * max(1, lane)
+    each = rows_each(rows * cdiv(D, width), most, processors)
+    stages = 4 if kernel == "short forward" else 3
+    if D < width:
+        return March(max(32, next_power_of_2(D)), each, step, 1, stages)
+    blocks = D // width
+    abreast = 1 if D % width or kernel == "short backward" else min(4, max(1, 512 // width), blocks & -blocks)
+    return March(width * abreast, each, step, abreast, stages)
 
 
 def rows_each(rows: int, most: int, processors: int) -> int:
-    """Rows of a range: a power of two from 16 to `most` that gives every multiprocessor 16 ranges."""
-    return max(16, min(most, floor_power_of_2(rows // (16 * processors))))
+    """Rows of a program: a power of two from 16 to `most` that gives every multiprocessor 7 programs."""
+    return max(16, min(most, floor_power_of_2(rows // (7 * processors))))
 
 
 def channels(D: int, kind: str) -> int:

@@ -11,7 +11,7 @@ from .states import sequence_ids
 
 
 # y[t] = act(bias + Σ_k weight[k]·x[t − (W−1−k)·dilation]) + residual[t];  0 at padding
-@triton.jit(do_not_specialize=["L", "rows_each", "groups", "dilation"])
+@triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
 def causal_conv1d_fwd_kernel(
     x_ptr,
     weight_ptr,
@@ -28,19 +28,18 @@ def causal_conv1d_fwd_kernel(
     residual_batch,
     residual_row,
     rows_each,
-    groups,
+    ranges,
     dilation,
     W: tl.constexpr,
     SILU: tl.constexpr,
     CUDA: tl.constexpr,
     EVEN_D: tl.constexpr,
-    RANGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     HAS_IDS: tl.constexpr = ids_ptr is not None
-    d, _, b, t, rows_here, _ = walk(L, D, rows_each, groups, dilation, RANGES, BLOCK_D)
+    d, _, b, t, rows_here, _ = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
     in_row = d < D if not EVEN_D else d >= 0
     wide, by = t.to(tl.int64), dilation.to(tl.int64)
     x_ptr += b * x_batch + wide * x_row + d
@@ -97,7 +96,8 @@ def causal_conv1d_fwd(
     B, L, D = x.shape
     W = weight.shape[1]
     ids = seq_idx if cu_seqlens is None else sequence_ids(cu_seqlens, L)
-    march, groups, _, programs = cut(x, B, L, D, W, dilation, "forward")
+    name = "forward" if ids is None or initial_state is None else "forward with states"
+    march, ranges, _, programs = cut(x, B, L, D, W, dilation, name)
     launch(
         causal_conv1d_fwd_kernel,
         (programs,),
@@ -116,13 +116,12 @@ def causal_conv1d_fwd(
         0 if residual is None else residual.stride(0),
         0 if residual is None else residual.stride(1),
         march.rows,
-        groups,
+        ranges,
         dilation,
         W=W,
         SILU=silu,
         CUDA=device.kind(x.device) == "cuda",
         EVEN_D=D % march.block_d == 0,
-        RANGES=march.ranges,
         BLOCK_D=march.block_d,
         STEP=march.step,
         STAGES=march.stages,

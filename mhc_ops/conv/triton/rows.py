@@ -1,9 +1,8 @@
 """Marching through time: the walk that forward and backward share.
 
-A program owns a block of channels and a few ranges of rows of one phase: the tokens t = phase + dilation·row, because
-taps only ever reach tokens of the same phase. It walks down its ranges side by side, one warp each, and keeps the last
-W − 1 rows in registers, so every element of x is loaded once, whatever W and the dilation. What differs between ranges
-is [RANGES, 1]; channels are [RANGES, BLOCK_D] from the start, so that triton keeps everything in one layout.
+A program owns a block of channels and a range of rows of one phase: the tokens t = phase + dilation·row, because taps
+only ever reach tokens of the same phase. It keeps the last W − 1 rows in registers, so every element of x is loaded
+once, whatever W and the dilation.
 """
 
 from typing import NamedTuple
@@ -21,7 +20,7 @@ class Walk(NamedTuple):
     """How sequences are cut into pieces, each of which one program per block of channels walks."""
 
     march: configs.March
-    groups: int  # of ranges, in a phase of a sequence
+    ranges: int  # of a phase of a sequence
     pieces: int
     programs: int
 
@@ -30,20 +29,19 @@ def cut(x: torch.Tensor, sequences: int, L: int, D: int, W: int, dilation: int, 
     kind, processors = device.kind(x.device), device.multiprocessors(x.device)
     aligned = D % 16 == 0 and x.stride(1) % 16 == 0  # what triton knows to be so
     march = configs.march(kernel, sequences * L, D, W, x.element_size(), aligned, kind, processors)
-    groups = cdiv(cdiv(L, dilation), march.rows * march.ranges)
-    pieces = sequences * dilation * groups
-    return Walk(march, groups, pieces, pieces * cdiv(D, march.block_d))
+    ranges = cdiv(cdiv(L, dilation), march.rows)
+    pieces = sequences * dilation * ranges
+    return Walk(march, ranges, pieces, pieces * cdiv(D, march.block_d))
 
 
-# Of this program: channels, piece, sequence, time of each range's first row, rows of each range, rows from there to the
-# end of the sequence
+# Of this program: channels, piece, sequence, time of its first row, its rows, rows from there to the sequence's end
 @triton.jit
-def walk(L, D, rows_each, groups, dilation, RANGES: tl.constexpr, BLOCK_D: tl.constexpr):
+def walk(L, D, rows_each, ranges, dilation, BLOCK_D: tl.constexpr):
     blocks = tl.cdiv(D, BLOCK_D)
-    d = (tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D))[None, :] + tl.zeros([RANGES, 1], tl.int32)
+    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     piece = (tl.program_id(0) // blocks).to(tl.int64)
-    sequence, phase = piece // groups // dilation, (piece // groups % dilation).to(tl.int32)
-    first = ((piece % groups).to(tl.int32) * RANGES + tl.arange(0, RANGES)[:, None]) * rows_each
+    sequence, phase = piece // ranges // dilation, (piece // ranges % dilation).to(tl.int32)
+    first = (piece % ranges).to(tl.int32) * rows_each
     left = tl.cdiv(L - phase, dilation) - first
     return d, piece, sequence, phase + first * dilation, tl.minimum(rows_each, left), left
 

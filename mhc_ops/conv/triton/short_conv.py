@@ -16,7 +16,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
 from . import configs
-from .bwd import add_partials, store_sums
+from .bwd import add_partials
 from .rows import cut, filtered, filtered_back, load_filter, load_row, sigmoid, through_activation, walk
 
 
@@ -55,7 +55,7 @@ def scaled(weight, gamma, W: tl.constexpr):
 
 
 # y[t] = silu(z[t]), + x[t]
-@triton.jit(do_not_specialize=["L", "rows_each", "groups", "dilation"])
+@triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
 def short_conv_fwd_kernel(
     x_ptr,
     gamma_ptr,
@@ -67,18 +67,17 @@ def short_conv_fwd_kernel(
     n,
     D,
     rows_each,
-    groups,
+    ranges,
     dilation,
     W: tl.constexpr,
     RESIDUAL: tl.constexpr,
     CUDA: tl.constexpr,
     EVEN_D: tl.constexpr,
-    RANGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, _, sequence, t, rows_here, _ = walk(L, D, rows_each, groups, dilation, RANGES, BLOCK_D)
+    d, _, sequence, t, rows_here, _ = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
     stream, b = sequence // B, sequence % B
     in_row = d < D if not EVEN_D else d >= 0
     token = (b * L + t) * n + stream
@@ -153,8 +152,8 @@ def short_step_back(
         mine = (row >= 0) & (row < rows_here)
         v, dv = taps[0], filtered_back(gs[r : r + W], weight, W)
         if dx_ptr is None:
-            dot = tl.sum(tl.where(in_row, gamma * dv * v, 0.0), axis=1)
-            tl.store(dots_ptr + row * dots_step, dot[:, None], mask=mine)
+            dot = tl.sum(tl.where(in_row, gamma * dv * v, 0.0), axis=0)
+            tl.store(dots_ptr + row * dots_step, dot, mask=mine)
         else:
             if SUMS > 0:
                 new_sums = ()
@@ -172,7 +171,7 @@ def short_step_back(
 
 # Without dx: dots[t, block] = Σ_{d in block} gamma·dv[t]·v[t]. With it, dots[t] is their sum; dx, and
 # partials[piece, k] = gamma·Σ_{t in piece} g[t]·v[t − (W−1−k)·dilation];  partials[piece, W] = Σ dv[t]·v[t]
-@triton.jit(do_not_specialize=["L", "rows_each", "groups", "dilation"])
+@triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
 def short_conv_bwd_kernel(
     x_ptr,
     gamma_ptr,
@@ -187,18 +186,17 @@ def short_conv_bwd_kernel(
     n,
     D,
     rows_each,
-    groups,
+    ranges,
     dilation,
     W: tl.constexpr,
     RESIDUAL: tl.constexpr,
     CUDA: tl.constexpr,
     EVEN_D: tl.constexpr,
-    RANGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, piece, sequence, t, rows_here, left = walk(L, D, rows_each, groups, dilation, RANGES, BLOCK_D)
+    d, piece, sequence, t, rows_here, left = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
     stream, b = sequence // B, sequence % B
     in_row = d < D if not EVEN_D else d >= 0
     token = (b * L + t) * n + stream
@@ -218,10 +216,10 @@ def short_conv_bwd_kernel(
     window = normed_before(x_ptr, inv_rms_ptr, x_step, inv_step, t, dilation, L, in_row, W)
     before, before_dy, sums = (), (), ()
     for j in tl.static_range(W - 1):
-        before = before + (tl.zeros([RANGES, BLOCK_D], tl.float32),)
-        before_dy = before_dy + (tl.zeros([RANGES, BLOCK_D], tl.float32),)
+        before = before + (tl.zeros([BLOCK_D], tl.float32),)
+        before_dy = before_dy + (tl.zeros([BLOCK_D], tl.float32),)
     for k in tl.static_range(W + 1):
-        sums = sums + (tl.zeros([RANGES, BLOCK_D], tl.float32),)
+        sums = sums + (tl.zeros([BLOCK_D], tl.float32),)
     for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         window, before, before_dy, sums = short_step_back(
             i, window, before, before_dy, sums, x_ptr, dy_ptr, dx_ptr, inv_rms_ptr, dots_ptr, x_step, inv_step,
@@ -234,7 +232,7 @@ def short_conv_bwd_kernel(
     if dx_ptr is not None:
         for k in tl.static_range(W + 1):
             total = sums[k] * gamma if k < W else sums[k]
-            store_sums(partials_ptr + (piece * (W + 1) + k) * D, total, D, BLOCK_D)
+            tl.store(partials_ptr + (piece * (W + 1) + k) * D + d, total, mask=in_row)
 
 
 # dots[row] = Σ_block partials[row, block]
@@ -264,7 +262,7 @@ def short_conv_fwd(x, gamma, weight, norm_eps, dilation, residual, y, inv_rms):
         BLOCK_D=tile.block_d,
         num_warps=tile.warps,
     )
-    programs, _, sizes, constants = marching(x, weight, dilation, residual, "forward")
+    programs, _, sizes, constants = marching(x, weight, dilation, residual, "short forward")
     launch(short_conv_fwd_kernel, (programs,), x, gamma, weight, inv_rms, y, *sizes, **constants)
 
 
@@ -301,16 +299,15 @@ def marching(x, weight, dilation, residual, kernel):
     """What the marching kernels share: programs, pieces, sizes and constants. Sequences are [stream, batch]."""
     B, L, n, D = x.shape
     W = weight.shape[1]
-    march, groups, pieces, programs = cut(x, n * B, L, D, W, dilation, kernel)
+    march, ranges, pieces, programs = cut(x, n * B, L, D, W, dilation, kernel)
     constants = {
         "W": W,
         "RESIDUAL": residual,
         "CUDA": device.kind(x.device) == "cuda",
         "EVEN_D": D % march.block_d == 0,
-        "RANGES": march.ranges,
         "BLOCK_D": march.block_d,
         "STEP": march.step,
         "STAGES": march.stages,
         "num_warps": march.warps,
     }
-    return programs, pieces, (B, L, n, D, march.rows, groups, dilation), constants
+    return programs, pieces, (B, L, n, D, march.rows, ranges, dilation), constants
