@@ -10,8 +10,12 @@ from pathlib import Path
 import torch
 
 from .core import backend as backends
-from .measure import accuracy, cases, peers, report, speed
+from .measure import accuracy, cases, conv_cases, peers, report, speed
 
+CHECK = (*cases.CHECK, *conv_cases.CHECK)
+BENCH = (*cases.BENCH, *conv_cases.BENCH)
+DECODE = (*cases.DECODE, *conv_cases.DECODE)
+BENCH_CPU = (*cases.BENCH_CPU, *conv_cases.BENCH_CPU)
 STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
 
 
@@ -72,7 +76,7 @@ def run_info(options: argparse.Namespace) -> int:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    work = [(case, backend) for backend in wanted(options) for case in cases.CHECK if runs(case, backend, options)]
+    work = [(case, backend) for backend in wanted(options) for case in CHECK if runs(case, backend, options)]
     rows: list[accuracy.Row] = []
     for case, backend in report.progress(work, "check"):
         rows += accuracy.measure(case, backend, options.device)
@@ -87,7 +91,7 @@ def run_check(options: argparse.Namespace) -> int:
 
 def run_bench(options: argparse.Namespace) -> int:
     on_gpu = options.device.type == "cuda"
-    chosen = (*cases.BENCH, *cases.DECODE) if on_gpu else cases.BENCH_CPU
+    chosen = (*BENCH, *DECODE) if on_gpu else BENCH_CPU
     work = [case for case in chosen if options.case in str(case)]
     others = ["eager", *([] if speed.why_no_compiler() else ["torch.compile"])]
     missing = {peer.name: peers.why_not(peer) for peer in peers.PEERS} if options.peers else {}
@@ -95,7 +99,7 @@ def run_bench(options: argparse.Namespace) -> int:
     measurements: list[speed.Measurement] = []
     for case in report.progress(work, "bench"):
         kernels = [backend for backend in wanted(options) if backend != "reference" and runs(case, backend, options)]
-        providers = [*kernels, *([] if case in cases.DECODE else others), *installed]
+        providers = [*kernels, *([] if case in DECODE else others), *installed]
         chosen_ones = [p for p in providers if not any(text in f"{p} {case}" for text in options.skip)]
         measurements += speed.measure(case, chosen_ones, options.device)
         write_json(options, measurements, {}, complete=False)  # an interrupted run keeps what it has
@@ -134,7 +138,7 @@ def wanted(options: argparse.Namespace) -> Sequence[str]:
     return [options.backend] if options.backend else backends.BACKENDS
 
 
-def runs(case: cases.Case, backend: str, options: argparse.Namespace) -> bool:
+def runs(case: cases.Case | conv_cases.ConvCase, backend: str, options: argparse.Namespace) -> bool:
     return backends.why_not(case.subject.family, backend, options.device.type) is None
 
 

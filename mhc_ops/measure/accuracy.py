@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from .cases import Case, Subject, Tensors
+from .conv_cases import ConvCase
 
 NORM_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-5, torch.float64: 1e-12}
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ENOUGH_TO_AVERAGE = 1000
-STEEP_LOGITS, STEEP_TOLERANCE = 8.0, 3e-5
+STEEP_TOLERANCE = 3e-5
 NOT_BEHIND_SINKHORN = ("h_in", "h_post", "inv_rms", "h_mix", "h_pre", "out")
 
 
@@ -50,15 +51,19 @@ def _run(
     tensors: Tensors,
     cotangents: list[Tensor | None] | None,
 ) -> Tensors:
-    leaves = {name: tensor.detach().requires_grad_(cotangents is not None) for name, tensor in tensors.items()}
+    leaves = {name: tensor.detach() for name, tensor in tensors.items()}
+    leaves |= {name: leaves[name].clone() for name in subject.mutated}
+    wanted = [name for name, tensor in leaves.items() if cotangents and tensor.is_floating_point()]
+    for name in wanted:
+        leaves[name].requires_grad_()
     outputs = call(leaves)
     results = dict(zip(subject.outputs, outputs))
-    if cotangents is not None:
+    if cotangents:
         used = [(o, c) for o, c in zip(outputs, cotangents) if c is not None]
         gradients = torch.autograd.grad(
-            [o for o, _ in used], list(leaves.values()), [c for _, c in used], materialize_grads=True
+            [o for o, _ in used], [leaves[name] for name in wanted], [c for _, c in used], materialize_grads=True
         )
-        results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients)}
+        results |= {f"d{name}": gradient for name, gradient in zip(wanted, gradients)}
     return {name: result.detach() for name, result in results.items()}
 
 
@@ -69,16 +74,15 @@ def random_cotangents(subject: Subject, outputs: Tensors, seed: int) -> list[Ten
     none hides the error of another. Made on the CPU, so that a case is the same on every device.
     """
     generator = torch.Generator().manual_seed(seed + 1)
-    names = subject.outputs[: len(subject.outputs) - subject.intermediates]
     cotangents: list[Tensor | None] = []
-    for name in names:
+    for name in subject.differentiable:
         output = outputs[name]
         normal = torch.randn(output.shape, generator=generator) / max(1, output.shape[-1]) ** 0.5
         cotangents.append(normal.to(output.device, output.dtype))
     return cotangents
 
 
-def measure(case: Case, backend: str, device: torch.device | str = "cpu") -> list[Row]:
+def measure(case: Case | ConvCase, backend: str, device: torch.device | str = "cpu") -> list[Row]:
     """Run a case forward and backward on a backend and compare each result with fp64."""
     tensors = case.inputs(device)
     outputs = run(case.subject, tensors, backend)
@@ -94,17 +98,17 @@ def truth(
     subject: Subject, tensors: Tensors, cotangents: list[Tensor | None], results: Tensors | None = None
 ) -> Tensors:
     """The reference in fp64 on the very same inputs; `results`: what is to be judged, where the subject asks for it."""
-    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     doubled = [None if c is None else c.double() for c in cotangents]
     return _run(subject, lambda leaves: subject.truth(leaves, results or {}), wide, doubled)
 
 
-def judge(case: Case | None, backend: str, name: str, result: Tensor, exact: Tensor) -> Row:
+def judge(case: Case | ConvCase | None, backend: str, name: str, result: Tensor, exact: Tensor) -> Row:
     words = str(case or "")
     if result.shape != exact.shape:
         raise AssertionError(f"{words}: {name} is {list(result.shape)}, should be {list(exact.shape)}")
     tolerance = NORM_TOLERANCE[result.dtype]
-    steep = case is not None and case.sigma >= STEEP_LOGITS and name not in NOT_BEHIND_SINKHORN
+    steep = case is not None and case.steep and name not in NOT_BEHIND_SINKHORN
     if steep and result.dtype == torch.float32:
         tolerance = STEEP_TOLERANCE
     error = (result.double() - exact).abs()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import mhc_ops
 from ..core.check import name_of
 
 Tensors = dict[str, Tensor]
+STEEP_LOGITS = 8.0
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Subject:
     inputs: names of the tensors it takes; outputs: their names, the last `intermediates` of them carry no gradient.
     moved: the bytes that forward and backward must move, in multiples of the bytes of x, given n.
     exact: the outputs in fp64, from fp64 inputs and the results under test (which may be stored in between).
+    mutated: the inputs that a call writes to.
     """
 
     name: str
@@ -33,6 +35,12 @@ class Subject:
     moved: Callable[[int], tuple[float, float]]
     intermediates: int = 0
     exact: Callable[[Tensors, Tensors], tuple[Tensor, ...]] | None = None
+    mutated: tuple[str, ...] = ()
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The outputs that carry a gradient."""
+        return self.outputs[: len(self.outputs) - self.intermediates]
 
     def truth(self, tensors: Tensors, results: Tensors) -> tuple[Tensor, ...]:
         if self.exact is not None:
@@ -171,6 +179,15 @@ class Case:
             }
             tensors |= {name: p.to(self.parameter_dtype) for name, p in parameters.items()}
         return tensors
+
+    @property
+    def steep(self) -> bool:
+        """Logits so large that Sinkhorn makes more of small errors."""
+        return self.sigma >= STEEP_LOGITS
+
+    def smaller(self) -> "Case":
+        """As quick to check as to start."""
+        return replace(self, outer=(min(256, math.prod(self.outer)),))
 
     def bytes_moved(self) -> dict[str, float]:
         """What kernels must move when x does not fit the cache."""

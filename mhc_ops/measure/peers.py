@@ -1,4 +1,4 @@
-"""The mHC operators of other libraries on our tensors, to be timed beside ours.
+"""The operators of other libraries on our tensors, to be timed beside ours.
 
 Each peer runs the way its own modules run it, with our options: 20 Sinkhorn iterations, post_mult 2, every eps 1e-6.
 Nothing of a peer is imported before it is asked to prepare a subject.
@@ -40,7 +40,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Peer:
-    """A library with mHC operators of its own.
+    """A library with such operators of its own.
 
     package: its distribution's name on PyPI
     load: its module with the functions used here; RuntimeError where it is not installed or does not import
@@ -309,6 +309,26 @@ def _tile_kernels() -> ModuleType:
     return _import("tile_kernels.modeling.mhc.functional", TILE_KERNELS)
 
 
+# fla: causal_conv1d on the same tensors; weights of any type.
+
+
+def _prepare_fla(subject: str, ours: Tensors) -> Prepared | None:
+    if subject not in ("causal_conv1d", "causal_conv1d silu") or not {"x", "weight", "bias"} >= set(ours):
+        return None
+    conv = _fla().causal_conv1d
+    activation = "silu" if subject.endswith("silu") else None
+
+    def call(**tensors: Tensor) -> tuple[Tensor, ...]:
+        return (conv(**tensors, activation=activation)[0],)
+
+    return Prepared({name: tensor.detach() for name, tensor in ours.items()}, call)
+
+
+def _fla() -> ModuleType:
+    return _import("fla.modules.causal_conv1d", FLA)
+
+
 LIGER = Peer("Liger", "liger-kernel", _liger, _prepare_liger)
 TILE_KERNELS = Peer("TileKernels", "tile-kernels", _tile_kernels, _prepare_tile_kernels)
-PEERS: tuple[Peer, ...] = (LIGER, TILE_KERNELS)
+FLA = Peer("fla", "flash-linear-attention", _fla, _prepare_fla)
+PEERS: tuple[Peer, ...] = (LIGER, TILE_KERNELS, FLA)

@@ -5,12 +5,11 @@ it is overwritten) and with the host ahead of the device, so that launches cost 
 """
 
 import contextlib
-import math
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -21,9 +20,9 @@ from mhc_ops import HyperConnection
 
 from . import accuracy, peers
 from .cases import Case, Tensors
+from .conv_cases import ConvCase
 
 SAMPLES = 20
-CHECKED_TOKENS = 256
 FLUSHED_BYTES = 256 << 20
 AHEAD_CYCLES = 10_000_000  # about 5 ms of waiting on the device, in which the host enqueues
 
@@ -54,7 +53,7 @@ class Measurement:
 Call = Callable[..., tuple[Tensor, ...]]
 
 
-def measure(case: Case, providers: list[str], device: torch.device) -> Iterator[Measurement]:
+def measure(case: Case | ConvCase, providers: list[str], device: torch.device) -> Iterator[Measurement]:
     """Each provider (a backend's name, "eager", "torch.compile", a peer's name); one that lacks the op is left out."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         copies = {direction: copy_time(size, device) for direction, size in case.bytes_moved().items()}
@@ -70,7 +69,9 @@ def why_no_compiler() -> str | None:
     return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler (g++ or clang++)"
 
 
-def prepare(case: Case, provider: str, tensors: Tensors, device: torch.device) -> tuple[Tensors, Call] | None:
+def prepare(
+    case: Case | ConvCase, provider: str, tensors: Tensors, device: torch.device
+) -> tuple[Tensors, Call] | None:
     """The provider's own tensors, and `call(**tensors)`; None where it lacks the op."""
     call = case.subject.call
     for peer in peers.PEERS:
@@ -82,19 +83,24 @@ def prepare(case: Case, provider: str, tensors: Tensors, device: torch.device) -
     if provider == "torch.compile":
         torch.compiler.reset()
         return tensors, partial(torch.compile(call, dynamic=False, fullgraph=True), backend="reference")
-    checked = replace(case, outer=(min(CHECKED_TOKENS, math.prod(case.outer)),))
-    failed = [row for row in accuracy.measure(checked, provider, device) if not row.passed]
+    failed = [row for row in accuracy.measure(case.smaller(), provider, device) if not row.passed]
     if failed:
         raise AssertionError(f"{provider} is wrong, so it is not timed: {failed}")
     return tensors, partial(call, backend=provider)
 
 
 def _time_provider(
-    case: Case, provider: str, tensors: Tensors, call: Call, copies: dict[str, float], device: torch.device
+    case: Case | ConvCase,
+    provider: str,
+    tensors: Tensors,
+    call: Call,
+    copies: dict[str, float],
+    device: torch.device,
 ) -> Iterator[Measurement]:
     plain = {name: tensor.detach() for name, tensor in tensors.items()}
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
-    differentiable = len(case.subject.outputs) - case.subject.intermediates
+    leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
+    wanted = [tensor for tensor in leaves.values() if tensor.requires_grad]
+    differentiable = len(case.subject.differentiable)
     moved = case.bytes_moved()
 
     def row(direction: str, time: float, host: float | None = None, peak: float | None = None) -> Measurement:
@@ -109,10 +115,12 @@ def _time_provider(
         return list(call(**leaves))[:differentiable]
 
     def backward(outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+        return torch.autograd.grad(outputs, wanted, cotangents)
 
-    cotangents = [torch.randn_like(output) for output in graph()]
     yield row("forward", device_time(forward, device), host=host_time(forward, device))
+    if not differentiable:
+        return
+    cotangents = [torch.randn_like(output) for output in graph()]
     yield row("backward", device_time(backward, device, prepare=lambda: (graph(),)))
     both = device_time(lambda: backward(graph()), device)
     yield row("both", both, peak=peak_memory(lambda: backward(graph()), device))
