@@ -8,21 +8,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import mhc_ops
 from mhc_ops.compat import causal_conv1d as compat
 from mhc_ops.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 from mhc_ops.measure import accuracy
 
-B, D, L = 2, 5, 23  # few channels: torch's fp64 convolution takes them one by one
+B, D, L = 2, 5, 23
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 LAYOUTS = ["channel-last", "channel-first"]
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpreted)])
+def each_backend(request):
+    with mhc_ops.use_backend(request.param):
+        yield
 
 
 def oracle(x, weight, bias=None, initial_states=None, activation=None):
     """out [B, D, L] and the final states, in fp64."""
     x, weight, bias, before = (None if t is None else t.double() for t in (x, weight, bias, initial_states))
-    D, W = weight.shape
+    W = weight.shape[1]
     everything = F.pad(x, (W - 1, 0)) if before is None else torch.cat([before, x], -1)
-    out = F.conv1d(everything, weight[:, None], bias, groups=D)
+    filters = torch.diag_embed(weight.mT).permute(1, 2, 0)  # groups=D, which is slow in fp64
+    out = F.conv1d(everything, filters, bias)
     return F.silu(out) if activation else out, everything[..., everything.shape[-1] - (W - 1) :]
 
 
@@ -117,6 +125,7 @@ def test_any_size(b, d, length, W, layout):
     assert close(gradients(outputs, leaves), gradients(exact, leaves))
 
 
+@pytest.mark.usefixtures("each_backend")
 def test_strides_that_are_neither():
     """As in the package, out is then laid out as [B, D, L] is."""
     x = torch.randn(B, D, 2 * L)[..., ::2]
@@ -126,11 +135,12 @@ def test_strides_that_are_neither():
     assert accuracy.close(out, oracle(x, weight)[0])
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_out_can_be_added_to_in_place(layout):
     """The package's own test does this before its backward."""
     torch.manual_seed(0)
-    x, weight = leaf(sliced(layout, dtype=torch.float64)), leaf(torch.randn(D, 4, dtype=torch.float64))
+    x, weight = leaf(sliced(layout)), leaf(torch.randn(D, 4))
     out, final = causal_conv1d_fn(x, weight, return_final_states=True, activation="silu")
     out += torch.sigmoid(final).sum(-1, keepdim=True)
     exact, exact_final = oracle(x, weight, activation="silu")
@@ -139,18 +149,19 @@ def test_out_can_be_added_to_in_place(layout):
     assert close(gradients([out], [x, weight]), gradients([exact], [x, weight]))
 
 
+@pytest.mark.usefixtures("each_backend")
 class TestFinalStatesOut:
     """A buffer for the final states: written to and returned."""
 
     def arguments(self, requires_grad):
         torch.manual_seed(0)
-        tensors = [sliced("channel-last", dtype=torch.float64), torch.randn(D, 4, dtype=torch.float64)]
+        tensors = [sliced("channel-last"), torch.randn(D, 4)]
         return [tensor.detach().requires_grad_(requires_grad) for tensor in tensors]
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_is_what_is_returned(self, layout):
         x, weight = self.arguments(False)
-        buffer = sliced(layout, L=3, dtype=torch.float64)
+        buffer = sliced(layout, L=3)
         strides, memory = buffer.stride(), buffer.data_ptr()
         _, final = causal_conv1d_fn(x, weight, return_final_states=True, final_states_out=buffer)
         assert final is buffer
@@ -160,7 +171,7 @@ class TestFinalStatesOut:
     def test_carries_gradients(self):
         """The same memory; and the buffer keeps no graph, so that it can serve the next step too."""
         x, weight = self.arguments(True)
-        buffer = torch.full((B, D, 3), float("nan"), dtype=torch.float64)
+        buffer = torch.full((B, D, 3), float("nan"))
         for _ in range(2):
             outputs = causal_conv1d_fn(x, weight, return_final_states=True, final_states_out=buffer)
             assert outputs[1].data_ptr() == buffer.data_ptr()
@@ -170,7 +181,7 @@ class TestFinalStatesOut:
 
     def test_in_the_place_of_the_initial_states(self):
         x, weight = self.arguments(False)
-        state = torch.zeros(B, D, 3, dtype=torch.float64)
+        state = torch.zeros(B, D, 3)
         whole = causal_conv1d_fn(x, weight)
         pieces = [
             causal_conv1d_fn(piece, weight, None, None, state, True, state)[0] for piece in x.split([7, 2, 14], -1)
@@ -180,7 +191,7 @@ class TestFinalStatesOut:
 
     def test_is_ignored_where_no_state_is_asked_for(self):
         x, weight = self.arguments(False)
-        buffer = torch.ones(B, D, 3, dtype=torch.float64)
+        buffer = torch.ones(B, D, 3)
         out = causal_conv1d_fn(x, weight, final_states_out=buffer)
         assert torch.equal(out, causal_conv1d_fn(x, weight))
         assert torch.equal(buffer, torch.ones_like(buffer))
@@ -256,6 +267,7 @@ def test_update(W, extra, layout, T, ring, slots, dtype, has_bias):
     assert torch.equal(state.double(), expected), "in place, and no other slot"
 
 
+@pytest.mark.usefixtures("each_backend")
 def test_update_with_padding():
     """Slot −1: zeros, and nothing is written."""
     torch.manual_seed(0)
@@ -268,6 +280,7 @@ def test_update_with_padding():
     assert torch.equal(state, torch.stack([after[1].float(), after[0].float(), before[2]]))
 
 
+@pytest.mark.usefixtures("each_backend")
 def test_update_continues_fn():
     torch.manual_seed(0)
     x, weight, bias = sliced("channel-last"), torch.randn(D, 4), torch.randn(D)
@@ -302,6 +315,7 @@ def test_varlen_states_of_nothing():
     assert causal_conv1d_varlen_states(torch.ones(4, 3), torch.tensor([0]), 2).shape == (0, 3, 2)
 
 
+@pytest.mark.usefixtures("each_backend")
 def test_varlen_states_continue_a_packed_prefill():
     """The states of packed prompts are those that decoding starts with."""
     torch.manual_seed(0)
