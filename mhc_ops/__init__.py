@@ -1,5 +1,7 @@
 """Fused operators for mHC (manifold-constrained hyper-connections) and channel-last causal conv1d."""
 
+from .conv.modules import ShortConv
+from .conv.ops import causal_conv1d, causal_conv1d_update, short_conv
 from .core.backend import use_backend
 from .mhc.guide import (
     mhc_backward_manual,
@@ -26,6 +28,9 @@ __all__ = [
     "HyperConnection",
     "HyperHead",
     "MHCBlock",
+    "ShortConv",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "mhc_backward",
     "mhc_backward_manual",
     "mhc_backward_triton",
@@ -38,6 +43,7 @@ __all__ = [
     "mhc_post",
     "mhc_post_pre",
     "mhc_pre",
+    "short_conv",
     "sinkhorn",
     "use_backend",
 ]

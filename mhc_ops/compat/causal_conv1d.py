@@ -1,0 +1,145 @@
+"""The functions of Dao-AILab's causal-conv1d: a program that uses that package runs with the import line changed.
+
+    from mhc_ops.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
+
+Arguments, layouts, what is written in place and what is returned are those of the package; its limits are not: any
+width and D, any strides, states and seq_idx in both layouts, CPU tensors. The backend is chosen by the device or by
+`mhc_ops.use_backend`.
+"""
+
+import torch
+from torch import Tensor
+
+import mhc_ops
+
+from ..core.check import check_dtype, check_shapes, check_tensors
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A causal depthwise convolution over the last dimension, then SiLU with activation "silu" or "swish".
+
+    x: [B, D, L] in either layout; where the channels are side by side (a transposed [B, L, D]), nothing is copied.
+    weight: [D, W]   bias: [D]
+    seq_idx: [B, L] int32, which sequence a token belongs to; negative is padding. Not together with states.
+    initial_states: [B, D, W − 1], the inputs before the first token; zeros where it is None
+    final_states_out: [B, D, W − 1], written to where return_final_states is set, and ignored where it is not
+    Returns out, shaped, typed and laid out as x; with return_final_states (out, final_states), where final_states
+    [B, D, W − 1] is final_states_out if there is one. Where gradients flow, what is returned is an alias of
+    final_states_out that carries them, so that a buffer that is used again does not keep the graph of its last use.
+    Differentiable in x, weight, bias and initial_states.
+    """
+    function = "causal_conv1d_fn"
+    _check_activation(function, activation)
+    check_tensors(function, x=x, weight=weight)
+    if x.dim() != 3:
+        raise ValueError(f"{function}: x must be [B, D, L], got {list(x.shape)}")
+    result = mhc_ops.causal_conv1d(
+        x.mT,
+        weight,
+        bias,
+        activation=activation,
+        seq_idx=seq_idx,
+        initial_state=initial_states,
+        output_final_state=bool(return_final_states),
+    )
+    if not return_final_states:
+        return _laid_out_as(x, result)
+    y, final_states = result
+    if final_states_out is None:
+        return _laid_out_as(x, y), final_states
+    check_tensors(function, x=x, final_states_out=final_states_out)
+    check_dtype(function, "final_states_out", final_states_out, (x.dtype,), " as x is")
+    check_shapes(function, final_states_out=(final_states_out, tuple(final_states.shape)))
+    written = final_states_out.detach() if final_states.requires_grad else final_states_out
+    written.copy_(final_states)
+    return _laid_out_as(x, y), written
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """One decoding step, in place on conv_state: out of the next token, or of the next few, in order.
+
+    x: [B, D] or [B, D, T]   weight: [D, W]   bias: [D]
+    conv_state: [slots, D, state_len] typed as x with state_len at least W − 1, in any layout. The newest input is last
+      and older ones shift out.
+    cache_seqlens: [B] int32, how many inputs each sequence had before; conv_state is then a ring buffer, written from
+      cache_seqlens % state_len on.
+    conv_state_indices: [B] int32, the slot of each sequence (slot b for sequence b without it). Where it is −1, out is
+      zero and no state is touched.
+    Returns out, shaped, typed and laid out as x; it carries no gradient.
+    """
+    function = "causal_conv1d_update"
+    _check_activation(function, activation)
+    check_tensors(function, x=x, conv_state=conv_state, weight=weight)
+    if x.dim() not in (2, 3):
+        raise ValueError(f"{function}: x must be [B, D] or [B, D, T], got {list(x.shape)}")
+    several = x.dim() == 3
+    y = mhc_ops.causal_conv1d_update(
+        x.mT if several else x,
+        conv_state,
+        weight,
+        bias,
+        activation=activation,
+        cache_seqlens=cache_seqlens,
+        conv_state_indices=conv_state_indices,
+    )
+    return _laid_out_as(x, y) if several else y
+
+
+@torch.no_grad()
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """The last state_len inputs of each packed sequence, as `causal_conv1d_update` takes them.
+
+    x: [total, D]   cu_seqlens: [N + 1] int32 or int64, where the sequences begin and end; its values are not looked at
+    on the host.
+    Returns states [N, D, state_len], channels side by side in memory; zero before the begin of a sequence that is
+    shorter. They carry no gradient.
+    """
+    function = "causal_conv1d_varlen_states"
+    if not isinstance(x, Tensor) or not isinstance(cu_seqlens, Tensor):
+        name, value = ("cu_seqlens", cu_seqlens) if isinstance(x, Tensor) else ("x", x)
+        raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if x.dim() != 2:
+        raise ValueError(f"{function}: x must be [total, D], got {list(x.shape)}")
+    check_dtype(function, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{function}: cu_seqlens must be [N + 1], got {list(cu_seqlens.shape)}")
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"{function}: cu_seqlens must be on {x.device} as x is, got {cu_seqlens.device}")
+    if not isinstance(state_len, int) or isinstance(state_len, bool):
+        raise TypeError(f"{function}: state_len must be an int, got {type(state_len).__name__}")
+    if state_len < 0:
+        raise ValueError(f"{function}: state_len must be at least 0, got {state_len}")
+    total, D = x.shape
+    if total == 0:
+        return x.new_zeros(cu_seqlens.shape[0] - 1, state_len, D).mT
+    begin, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    time = end - state_len + torch.arange(state_len, device=x.device)
+    states = torch.where((time >= begin)[..., None], x[time.clamp(min=0)], 0)
+    return states.contiguous().mT
+
+
+def _check_activation(function: str, activation: object) -> None:
+    if activation not in (None, "silu", "swish"):
+        raise NotImplementedError(f"{function}: activation must be None, silu, or swish, got {activation!r}")
+
+
+def _laid_out_as(x: Tensor, y: Tensor) -> Tensor:
+    """y [B, L, D] as [B, D, L], in memory as x [B, D, L] is: channels side by side, or else time."""
+    return y.mT if x.stride(1) == 1 and x.stride(2) > 1 else y.mT.contiguous()

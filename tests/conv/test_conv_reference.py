@@ -1,0 +1,445 @@
+"""The reference of the convolution against one token and one tap at a time, in fp64."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mhc_ops
+from mhc_ops.measure import accuracy
+
+NAN = float("nan")
+
+
+def conv(*tensors, **options):
+    return mhc_ops.causal_conv1d(*tensors, **options, backend="reference")
+
+
+def update(*tensors, **options):
+    return mhc_ops.causal_conv1d_update(*tensors, **options, backend="reference")
+
+
+@dataclass(frozen=True)
+class Case:
+    B: int = 2
+    L: int = 9
+    D: int = 5
+    W: int = 4
+    dilation: int = 1
+    bias: bool = True
+    activation: str | None = "silu"
+    residual: bool = False
+    state: bool = False
+    ids: tuple[tuple[int, ...], ...] | None = None
+    cu: tuple[int, ...] | None = None
+
+    def inputs(self, dtype=torch.float64):
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        B, L, D, N = self.B, self.L, self.D, self.B if self.cu is None else len(self.cu) - 1
+        tensors = {"x": normal(B, L, D), "weight": normal(D, self.W)}
+        tensors |= {"bias": normal(D)} if self.bias else {}
+        tensors |= {"residual": normal(B, L, D)} if self.residual else {}
+        return tensors | ({"initial_state": normal(N, D, (self.W - 1) * self.dilation)} if self.state else {})
+
+    def options(self):
+        places = {"seq_idx": self.ids, "cu_seqlens": self.cu}
+        tensors = {name: torch.tensor(ids, dtype=torch.int32) for name, ids in places.items() if ids is not None}
+        return {"activation": self.activation, "dilation": self.dilation, **tensors}
+
+    def __str__(self):
+        differs = {name: value for name, value in vars(self).items() if value != getattr(Case, name)}
+        return " ".join(f"{name}={value}".replace(" ", "") for name, value in differs.items()) or "plain"
+
+
+IDS = ((0, 0, 0, 1, 1, -1, 2, 2, 2), (-1, -1, 3, 3, 0, 0, 3, 3, -1))  # 3 comes back: its taps reach over 0
+PADDED = (0, 4, 4, 5, 7)  # one empty, one of a single token, tokens past the end
+CASES = [
+    *(Case(W=W, state=True) for W in range(1, 9)),
+    *(Case(bias=bias, activation=activation) for bias in (False, True) for activation in (None, "silu", "swish")),
+    *(Case(dilation=dilation, residual=True, state=True) for dilation in (2, 3, 7)),
+    Case(residual=True),
+    *(Case(L=L, state=state) for L in (0, 1, 2) for state in (False, True)),
+    Case(L=2, W=3, dilation=4, state=True),
+    *(Case(B=B, L=L, D=D, state=True) for B, L, D in ((0, 9, 5), (1, 9, 1), (2, 9, 0), (0, 0, 1))),
+    *(Case(ids=IDS, dilation=dilation, residual=residual) for dilation in (1, 2) for residual in (False, True)),
+    Case(ids=IDS, bias=False, activation=None, W=1),
+    Case(ids=((), ()), L=0),
+    *(Case(B=1, cu=PADDED, state=state, residual=state, W=W) for state in (False, True) for W in (1, 3, 8)),
+    Case(B=1, cu=PADDED, state=True, dilation=2, bias=False, activation=None),
+    Case(B=1, cu=(2, 5, 9), state=True),
+    Case(B=1, cu=(0,), state=True),
+    Case(B=1, L=0, cu=(0, 0, 0), state=True),
+    Case(B=1, D=1, cu=(0, 0, 9), state=True),
+]
+
+
+def loop(
+    x, weight, bias=None, residual=None, initial_state=None, *, activation, dilation, seq_idx=None, cu_seqlens=None
+):
+    """y and the final states."""
+    (B, L, D), W = x.shape, weight.shape[1]
+    S = (W - 1) * dilation
+    ends = [(b, 0, L) for b in range(B)] if cu_seqlens is None else [(0, *two) for two in pairwise(cu_seqlens.tolist())]
+    zero = x.new_zeros(D)
+
+    def at(i, time):
+        b, begin, _ = ends[i]
+        if time >= begin:
+            return x[b, time]
+        return zero if initial_state is None else initial_state[i, :, S + time - begin]
+
+    def seen(b, time, t):
+        return seq_idx is None or (time >= 0 and seq_idx[b, time] == seq_idx[b, t])
+
+    y = {(b, t): zero for b in range(B) for t in range(L)}
+    for i, (b, begin, end) in enumerate(ends):
+        for t in range(begin, end):
+            if seq_idx is not None and seq_idx[b, t] < 0:
+                continue
+            z = zero if bias is None else bias
+            for k in range(W):
+                time = t - (W - 1 - k) * dilation
+                if seen(b, time, t):
+                    z = z + weight[:, k] * at(i, time)
+            z = z / (1 + torch.exp(-z)) if activation else z
+            y[b, t] = z if residual is None else z + residual[b, t]
+    states = [at(i, end - S + s) for i, (_, _, end) in enumerate(ends) for s in range(S)]
+
+    def stacked(rows, *shape):
+        return torch.stack(rows).view(shape) if rows else x.new_zeros(shape)
+
+    return stacked(list(y.values()), B, L, D), stacked(states, len(ends), S, D).transpose(1, 2)
+
+
+def gradients(call, tensors, cotangents=None):
+    """Outputs and, for random cotangents or those given, the gradients of all tensors."""
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    outputs = call(**leaves)
+    generator = torch.Generator().manual_seed(1)
+    if cotangents is None:
+        cotangents = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+    used = [(o, c) for o, c in zip(outputs, cotangents) if o.requires_grad]
+    grads = torch.autograd.grad(
+        [o for o, _ in used], list(leaves.values()), [c for _, c in used], materialize_grads=True
+    )
+    return [output.detach() for output in outputs], dict(zip(leaves, grads))
+
+
+def calls(case):
+    """The reference and the loop, both as (y, final_state), or (y,) where there is no state."""
+    options, final = case.options(), case.ids is None
+
+    def reference(**tensors):
+        return conv(**tensors, **options, output_final_state=True) if final else (conv(**tensors, **options),)
+
+    return reference, lambda **tensors: loop(**tensors, **options)[: 1 + final]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_option(case):
+    """Forward and all gradients, those through the final state included."""
+    reference, oracle = calls(case)
+    outputs, grads = gradients(reference, case.inputs())
+    expected, exact = gradients(oracle, case.inputs())
+    assert all(accuracy.close(one, other) for one, other in zip(outputs, expected))
+    assert {name for name in exact if not accuracy.close(grads[name], exact[name])} == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("places", [{"state": True}, {"ids": IDS}, {"B": 1, "cu": PADDED, "state": True}], ids=str)
+def test_rounded_once(places, dtype):
+    """Outputs and gradients have the types of their tensors and are one rounding from fp64 on the same inputs."""
+    case = Case(residual=True, **places)
+    reference, oracle = calls(case)
+    tensors = case.inputs(dtype)
+    outputs, _ = gradients(reference, tensors)
+    torch.manual_seed(0)
+    cotangents = [torch.randn(output.shape).to(dtype) for output in outputs]
+    _, grads = gradients(reference, tensors, cotangents)
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    expected, exact = gradients(oracle, wide, [cotangent.double() for cotangent in cotangents])
+    assert {output.dtype for output in (*outputs, *grads.values())} == {dtype}
+    assert all(accuracy.close(one, other) for one, other in zip(outputs, expected))
+    assert {name for name in exact if not accuracy.close(grads[name], exact[name])} == set()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=2, L=3, D=2, W=3, dilation=2, residual=True, state=True),
+        Case(B=1, L=5, D=2, W=3, dilation=2, residual=True, state=True, cu=(0, 1, 1, 4)),
+        Case(B=1, L=5, D=2, W=3, dilation=2, residual=True, ids=((0, 0, -1, 0, 1),)),
+    ],
+    ids=str,
+)
+def test_gradcheck(case):
+    reference, _ = calls(case)
+    tensors = case.inputs()
+    leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+
+    def call(*values):
+        return reference(**dict(zip(tensors, values)))
+
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+def test_is_torch_conv1d(bias, dilation):
+    case = Case(L=20, bias=bias, activation=None, dilation=dilation)
+    x, weight, *rest = case.inputs().values()
+    padded = F.pad(x.mT, ((case.W - 1) * dilation, 0))
+    expected = F.conv1d(padded, weight[:, None], *rest, dilation=dilation, groups=case.D).mT
+    assert accuracy.close(conv(x, weight, *rest, dilation=dilation), expected)
+
+
+PLACES = [
+    ({"ids": ((0, 0, 0, -1, -1, 1, 1, 1, 1),), "B": 1}, "seq_idx"),
+    ({"cu": (2, 5, 8), "B": 1}, "cu_seqlens"),
+]
+
+
+def real_tokens(case):
+    if case.ids is not None:
+        return torch.tensor(case.ids[0]) >= 0
+    t = torch.arange(case.L)
+    return (t >= case.cu[0]) & (t < case.cu[-1])
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("places", [places for places, _ in PLACES], ids=[name for _, name in PLACES])
+def test_padding_is_inert(places, activation):
+    """NaN in x, residual and cotangent of the padding changes nothing anywhere; y and its gradients are 0 there."""
+    case = Case(residual=True, activation=activation, **places)
+    options, real = case.options(), real_tokens(case)
+
+    def call(**tensors):
+        return (conv(**tensors, **options),)
+
+    tensors = case.inputs()
+    clean, dclean = gradients(call, tensors, [torch.ones(1, case.L, case.D, dtype=torch.float64)])
+    poison = torch.where(real[:, None], 0.0, NAN)
+    poisoned = {name: t + poison if name in ("x", "residual") else t for name, t in tensors.items()}
+    y, dy = gradients(call, poisoned, [1 + poison.expand(1, -1, case.D)])
+    assert torch.equal(y[0], clean[0])
+    assert not y[0][:, ~real].any()
+    assert all(torch.equal(dy[name], dclean[name]) for name in dclean)
+    assert not dy["x"][:, ~real].any()
+    assert not dy["residual"][:, ~real].any()
+    assert dy["x"][:, real].all(), "and what is no padding has gradients"
+
+
+@pytest.mark.parametrize("places", [{"ids": ((0,) * 4 + (1,) * 5,)}, {"cu": (0, 4, 9), "state": True}], ids=str)
+def test_nan_stays_in_its_sequence(places):
+    """Forward and in the gradients of everything that has one per sequence."""
+    case = Case(B=1, residual=True, **places)
+    reference, _ = calls(case)
+    for bad, good in ((slice(0, 4), slice(4, 9)), (slice(4, 9), slice(0, 4))):
+        tensors = case.inputs()
+        clean, dclean = gradients(reference, tensors)
+        tensors["x"][:, bad] = NAN
+        outputs, dx = gradients(reference, tensors)
+        assert outputs[0][:, bad].isnan().all()
+        assert torch.equal(outputs[0][:, good], clean[0][:, good])
+        assert torch.equal(dx["x"][:, good], dclean["x"][:, good])
+        assert torch.equal(dx["residual"], dclean["residual"])
+        if case.state:
+            other = int(bad.start == 0)
+            assert torch.equal(outputs[1][other], clean[1][other])
+            assert torch.equal(dx["initial_state"][other], dclean["initial_state"][other])
+
+
+def test_nan_reaches_as_far_as_the_taps():
+    x, weight = torch.zeros(1, 9, 2), torch.ones(2, 3)
+    x[0, 2, 1] = NAN
+    touched = conv(x, weight, dilation=2, activation="silu").isnan()
+    assert touched.nonzero().tolist() == [[0, t, 1] for t in (2, 4, 6)]
+
+
+def test_expanded_cotangent():
+    case = Case(residual=True, state=True)
+    reference, _ = calls(case)
+    tensors = case.inputs()
+    outputs, _ = gradients(reference, tensors)
+    small = [torch.tensor(0.7, dtype=torch.float64).expand(output.shape) for output in outputs]
+    _, expanded = gradients(reference, tensors, small)
+    _, full = gradients(reference, tensors, [one.contiguous() for one in small])
+    assert all(torch.equal(expanded[name], full[name]) for name in full)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("D", [1, 7, 65])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_pieces_have_the_bits_of_the_whole(dtype, D, activation):
+    case = Case(L=41, D=D, W=3, dilation=2, state=True, activation=activation)
+    x, weight, bias, state = case.inputs(dtype).values()
+    options = {**case.options(), "output_final_state": True}
+    whole, last = conv(x, weight, bias, initial_state=state, **options)
+    pieces = []
+    for piece in x.split([1, 0, 2, 5, 3, 30], 1):
+        y, state = conv(piece, weight, bias, initial_state=state, **options)
+        pieces.append(y)
+    assert torch.equal(torch.cat(pieces, 1), whole)
+    assert torch.equal(state, last)
+    rows = [conv(x[b : b + 1], weight, bias, **case.options()) for b in range(case.B)]
+    assert torch.equal(torch.cat(rows), conv(x, weight, bias, **case.options())), "whatever the batch"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed_is_a_loop_over_sequences(dtype):
+    case = Case(B=1, L=17, cu=(0, 6, 6, 7, 15), W=3, dilation=2, residual=True, state=True)
+    tensors, options = case.inputs(), {"activation": "silu", "dilation": 2, "output_final_state": True}
+    boundaries = torch.tensor(case.cu, dtype=dtype)
+
+    def packed(**tensors):
+        return conv(**tensors, **options, cu_seqlens=boundaries)
+
+    def one_by_one(x, residual, initial_state, **filter):
+        results = [
+            conv(x=x[:, a:e], residual=residual[:, a:e], initial_state=initial_state[i : i + 1], **filter, **options)
+            for i, (a, e) in enumerate(pairwise(case.cu))
+        ]
+        padding = torch.zeros_like(x[:, case.cu[-1] :])
+        return torch.cat([y for y, _ in results] + [padding], 1), torch.cat([last for _, last in results])
+
+    outputs, grads = gradients(packed, tensors)
+    expected, exact = gradients(one_by_one, tensors)
+    assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
+    assert all(accuracy.close(grads[name], exact[name]) for name in exact)
+
+
+def test_seq_idx_is_cu_seqlens():
+    tensors = Case(B=1).inputs()
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1]], dtype=torch.int32)
+    one = conv(**tensors, activation="silu", seq_idx=ids)
+    assert torch.equal(one, conv(**tensors, activation="silu", cu_seqlens=torch.tensor([0, 3, 7])))
+
+
+def test_any_layout_and_nothing_is_modified():
+    case = Case(residual=True, state=True)
+    tensors = case.inputs()
+    expected = conv(**tensors, **case.options(), output_final_state=True)
+    strided = {name: torch.stack([t, t], -1)[..., 0] for name, t in tensors.items()}
+    channels_first = {**tensors, "x": tensors["x"].mT.contiguous().mT}
+    before = {name: t.clone() for name, t in tensors.items()}
+    for other in (strided, channels_first):
+        for one, two in zip(conv(**other, **case.options(), output_final_state=True), expected):
+            assert torch.equal(one, two)
+    assert all(torch.equal(tensors[name], before[name]) for name in before)
+    assert expected[1].stride(1) == 1, "a state has its channels side by side"
+
+
+def test_autocast_changes_nothing():
+    case = Case(residual=True, state=True)
+    tensors = case.inputs(torch.float32)
+    plain = conv(**tensors, **case.options())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(conv(**tensors, **case.options()), plain)
+
+
+UPDATES = [
+    {"T": T, "ring": ring, "slots": slots, "extra": extra, "dilation": dilation, "W": W}
+    for T, ring, slots, extra, dilation, W in [
+        (None, False, False, 0, 1, 4),
+        (None, True, False, 0, 1, 4),
+        (None, True, True, 3, 2, 3),
+        (None, False, False, 2, 1, 1),
+        (1, False, True, 2, 1, 4),
+        (2, False, False, 0, 3, 2),
+        (3, True, False, 0, 1, 4),
+        (4, False, False, 1, 1, 3),
+        (4, True, True, 1, 2, 3),
+        (6, False, True, 0, 1, 3),
+        (6, True, True, 1, 1, 3),
+    ]
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", UPDATES, ids=str)
+def test_update_is_the_whole_sequence(options, dtype):
+    """Bitwise, as is the state at the end; also for more tokens at once than the state is long."""
+    T, W, dilation = options["T"], options["W"], options["dilation"]
+    B, L, D, S = 3, 12, 7, (W - 1) * dilation
+    length = S + options["extra"]
+    x, weight, bias = Case(B=B, L=L, D=D, W=W).inputs(dtype).values()
+    whole = conv(x, weight, bias, activation="silu", dilation=dilation)
+    slots = torch.tensor([4, 0, 2], dtype=torch.int32) if options["slots"] else None
+    used = torch.arange(B) if slots is None else slots.long()
+    state = torch.full((5 if options["slots"] else B, D, length), NAN, dtype=dtype)
+    state[used] = 0
+    tokens = []
+    for t in range(0, L, T or 1):
+        lengths = torch.full((B,), t, dtype=torch.int32) if options["ring"] else None
+        y = update(
+            x[:, t] if T is None else x[:, t : t + T],
+            state,
+            weight,
+            bias,
+            activation="silu",
+            dilation=dilation,
+            cache_seqlens=lengths,
+            conv_state_indices=slots,
+        )
+        tokens.append(y[:, None] if T is None else y)
+    assert torch.equal(torch.cat(tokens, 1), whole)
+    newest = torch.cat([torch.zeros(B, length, D, dtype=dtype), x], 1)[:, L:]
+    if options["ring"]:  # time t is at t modulo length
+        newest = newest[:, [(p - L) % length for p in range(length)]]
+    assert torch.equal(state[used], newest.mT)
+    others = [slot for slot in range(len(state)) if slot not in used]
+    assert state[others].isnan().all()
+
+
+def test_prefill_then_decode():
+    case = Case(L=12)
+    x, weight, bias = case.inputs(torch.float32).values()
+    whole = conv(x, weight, bias, activation="silu")
+    y, state = conv(x[:, :8], weight, bias, activation="silu", output_final_state=True)
+    state = state.clone()
+    steps = [update(x[:, t], state, weight, bias, activation="silu") for t in range(8, 12)]
+    assert torch.equal(torch.cat([y, torch.stack(steps, 1)], 1), whole)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("pad_slot_id", [-1, -7, 1])
+def test_pad_slots(pad_slot_id, ring):
+    """Zeros, even from NaN, and no state is touched; 1 is a slot like the others that is declared to be padding."""
+    x, weight, bias = Case(B=4, L=2).inputs().values()
+    x[1] = x[3] = NAN
+    state = torch.randn(3, 5, 4, dtype=torch.float64)
+    before = state.clone()
+    slots = torch.tensor([2, pad_slot_id, 0, pad_slot_id])
+    lengths = torch.tensor([3, 1, 9, 2]) if ring else None
+    y = update(x, state, weight, bias, conv_state_indices=slots, cache_seqlens=lengths, pad_slot_id=pad_slot_id)
+    assert not y[[1, 3]].any()
+    assert torch.equal(state[1], before[1])
+    alone = before[[2, 0]]
+    lengths = lengths[[0, 2]] if ring else None
+    assert torch.equal(y[[0, 2]], update(x[[0, 2]], alone, weight, bias, cache_seqlens=lengths))
+    assert torch.equal(state[[2, 0]], alone)
+
+
+@pytest.mark.parametrize(("B", "T", "D"), [(0, None, 5), (2, 0, 5), (2, None, 1), (2, 3, 0)])
+def test_update_of_little(B, T, D):
+    x = torch.randn(B, D) if T is None else torch.randn(B, T, D)
+    state = torch.randn(B, D, 4)
+    before = state.clone()
+    y = update(x, state, torch.randn(D, 4))
+    assert y.shape == x.shape
+    new = x[..., None] if T is None else x.mT
+    assert torch.equal(state, torch.cat([before, new], -1)[..., new.shape[-1] :])
+
+
+def test_update_carries_no_gradient():
+    x, weight, bias = (t.requires_grad_() for t in Case().inputs().values())
+    state = torch.zeros(2, 5, 3, dtype=torch.float64)
+    assert not update(x[:, 0], state, weight, bias).requires_grad
+    assert not state.requires_grad
