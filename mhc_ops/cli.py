@@ -11,11 +11,12 @@ import torch
 
 from .core import backend as backends
 from .measure import accuracy, cases, conv_cases, peers, report, speed
+from .measure.conv_cases import AnyCase
 
-CHECK = (*cases.CHECK, *conv_cases.CHECK)
-BENCH = (*cases.BENCH, *conv_cases.BENCH)
-DECODE = (*cases.DECODE, *conv_cases.DECODE)
-BENCH_CPU = (*cases.BENCH_CPU, *conv_cases.BENCH_CPU)
+CHECK: tuple[AnyCase, ...] = (*cases.CHECK, *conv_cases.CHECK)
+BENCH: tuple[AnyCase, ...] = (*cases.BENCH, *conv_cases.BENCH)
+DECODE: tuple[AnyCase, ...] = (*cases.DECODE, *conv_cases.DECODE)
+BENCH_CPU: tuple[AnyCase, ...] = (*cases.BENCH_CPU, *conv_cases.BENCH_CPU)
 STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
 
 
@@ -138,7 +139,7 @@ def wanted(options: argparse.Namespace) -> Sequence[str]:
     return [options.backend] if options.backend else backends.BACKENDS
 
 
-def runs(case: cases.Case | conv_cases.ConvCase, backend: str, options: argparse.Namespace) -> bool:
+def runs(case: AnyCase, backend: str, options: argparse.Namespace) -> bool:
     return backends.why_not(case.subject.family, backend, options.device.type) is None
 
 

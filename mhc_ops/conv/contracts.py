@@ -51,8 +51,10 @@ def causal_conv1d_bwd(
 
 @causal_conv1d_fwd.gradient(outputs=2, unread=(3,))
 def causal_conv1d_gradient(run, inputs, saved, cotangents):
-    x, weight, bias, residual_dtype, seq_idx, cu_seqlens, initial_state, silu, dilation, _ = inputs
+    x, weight, bias, residual_dtype, seq_idx, cu_seqlens, initial_state, silu, dilation, output_final_state = inputs
     dy, dfinal_state = cotangents
+    if not output_final_state:
+        dfinal_state = None  # of the empty stand-in
     if dy is None:
         dy = x.new_zeros(x.shape)
     places = (seq_idx, cu_seqlens, initial_state)

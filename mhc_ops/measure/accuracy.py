@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cases import Case, Subject, Tensors
-from .conv_cases import ConvCase
+from .cases import Subject, Tensors
+from .conv_cases import AnyCase
 
 NORM_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-5, torch.float64: 1e-12}
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -82,7 +82,7 @@ def random_cotangents(subject: Subject, outputs: Tensors, seed: int) -> list[Ten
     return cotangents
 
 
-def measure(case: Case | ConvCase, backend: str, device: torch.device | str = "cpu") -> list[Row]:
+def measure(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> list[Row]:
     """Run a case forward and backward on a backend and compare each result with fp64."""
     tensors = case.inputs(device)
     outputs = run(case.subject, tensors, backend)
@@ -103,7 +103,7 @@ def truth(
     return _run(subject, lambda leaves: subject.truth(leaves, results or {}), wide, doubled)
 
 
-def judge(case: Case | ConvCase | None, backend: str, name: str, result: Tensor, exact: Tensor) -> Row:
+def judge(case: AnyCase | None, backend: str, name: str, result: Tensor, exact: Tensor) -> Row:
     words = str(case or "")
     if result.shape != exact.shape:
         raise AssertionError(f"{words}: {name} is {list(result.shape)}, should be {list(exact.shape)}")

@@ -19,8 +19,8 @@ from torch import Tensor
 from mhc_ops import HyperConnection
 
 from . import accuracy, peers
-from .cases import Case, Tensors
-from .conv_cases import ConvCase
+from .cases import Tensors
+from .conv_cases import AnyCase
 
 SAMPLES = 20
 FLUSHED_BYTES = 256 << 20
@@ -53,7 +53,7 @@ class Measurement:
 Call = Callable[..., tuple[Tensor, ...]]
 
 
-def measure(case: Case | ConvCase, providers: list[str], device: torch.device) -> Iterator[Measurement]:
+def measure(case: AnyCase, providers: list[str], device: torch.device) -> Iterator[Measurement]:
     """Each provider (a backend's name, "eager", "torch.compile", a peer's name); one that lacks the op is left out."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         copies = {direction: copy_time(size, device) for direction, size in case.bytes_moved().items()}
@@ -69,9 +69,7 @@ def why_no_compiler() -> str | None:
     return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler (g++ or clang++)"
 
 
-def prepare(
-    case: Case | ConvCase, provider: str, tensors: Tensors, device: torch.device
-) -> tuple[Tensors, Call] | None:
+def prepare(case: AnyCase, provider: str, tensors: Tensors, device: torch.device) -> tuple[Tensors, Call] | None:
     """The provider's own tensors, and `call(**tensors)`; None where it lacks the op."""
     call = case.subject.call
     for peer in peers.PEERS:
@@ -90,7 +88,7 @@ def prepare(
 
 
 def _time_provider(
-    case: Case | ConvCase,
+    case: AnyCase,
     provider: str,
     tensors: Tensors,
     call: Call,

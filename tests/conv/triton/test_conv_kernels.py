@@ -1,0 +1,262 @@
+"""The Triton kernels of the convolution: against fp64, bit for bit against themselves, and at the edges."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import mhc_ops
+from mhc_ops.core import replay
+from mhc_ops.measure import accuracy
+from mhc_ops.measure.conv_cases import CHECK, PLACES, ConvCase
+
+pytest.importorskip("triton")
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+conv = partial(mhc_ops.causal_conv1d, backend="triton")
+
+# Sizes that fill more than one program in every direction: every kind of kernel, aligned and not
+LARGE = (
+    *(ConvCase(3, 1000, D, W) for D in (512, 1280, 4097) for W in (2, 4, 8)),
+    *(ConvCase(3, 1000, 4096, dtype=dtype, silu=silu) for dtype in (bf16, fp16, fp32) for silu in (False, True)),
+    *(ConvCase(1, 1500, D, places=places, residual=True) for D in (1024, 257) for places in PLACES),
+    *(ConvCase(1, 1500, 512, 8, dtype, places=places) for dtype in (bf16, fp32) for places in PLACES),
+    *(ConvCase(2, 1000, 1024, 4, dtype, dilation=3) for dtype in (bf16, fp32)),
+    *(ConvCase(2, 700, D, W, dtype, n=4, residual=True) for D in (1280, 257) for W in (4, 8) for dtype in (bf16, fp32)),
+    *(ConvCase(64, L, 4096, W, places=p, update=True) for L in (1, 3) for W in (2, 8) for p in ("", "ring", "slots")),
+)
+
+
+@pytest.mark.parametrize("case", CHECK, ids=str)
+def test_accuracy(case, kernel_device, poisoned):
+    rows = accuracy.measure(case, "triton", kernel_device)
+    assert all(row.passed for row in rows), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_accuracy_of_large_sizes(case, poisoned):
+    rows = accuracy.measure(case, "triton", "cuda")
+    assert all(row.passed for row in rows), rows
+
+
+BITS = [
+    ConvCase(2, 37, 65),
+    ConvCase(1, 37, 65, places="cu_seqlens states"),
+    ConvCase(1, 20, 40, n=3, residual=True),
+    ConvCase(3, 2, 65, update=True),
+]
+
+
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_same_bits_twice(case, kernel_device):
+    tensors = case.inputs(kernel_device)
+    outputs = accuracy.run(case.subject, tensors, "triton")
+    cotangents = accuracy.random_cotangents(case.subject, outputs, 0)
+    once, again = (accuracy.run(case.subject, tensors, "triton", cotangents) for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+@pytest.mark.parametrize("dilation", [1, 3])
+def test_pieces_have_the_bits_of_the_whole(dilation, kernel_device):
+    tensors = ConvCase(2, 37, 20, dilation=dilation, places="states").inputs(kernel_device)
+    x, state = tensors.pop("x"), tensors.pop("initial_state")
+    run = partial(conv, **tensors, activation="silu", dilation=dilation, output_final_state=True)
+    whole, last = run(x, initial_state=state)
+    pieces = []
+    for piece in x.split([1, 17, 2, 16, 1], 1):
+        y, state = run(piece, initial_state=state)
+        pieces.append(y)
+    assert torch.equal(torch.cat(pieces, 1), whole)
+    assert torch.equal(state, last)
+
+
+def test_packed_has_the_bits_of_its_sequences(kernel_device):
+    tensors = ConvCase(1, 37, 20, places="cu_seqlens states").inputs(kernel_device)
+    bounds, x, states = (tensors.pop(name) for name in ("cu_seqlens", "x", "initial_state"))
+    run = partial(conv, **tensors, activation="silu", output_final_state=True)
+    y, last = run(x, cu_seqlens=bounds, initial_state=states)
+    for i, (begin, end) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist())):
+        alone, state = run(x[:, begin:end], initial_state=states[i : i + 1])
+        assert torch.equal(y[:, begin:end], alone)
+        assert torch.equal(last[i], state[0])
+    assert not y[:, bounds[-1] :].any()
+
+
+def test_token_by_token_has_the_bits_of_the_whole(kernel_device):
+    tensors = ConvCase(2, 9, 20).inputs(kernel_device)
+    x = tensors.pop("x")
+    whole = conv(x, **tensors, activation="silu")
+    state = x.new_zeros(2, 20, 3)
+    step = partial(mhc_ops.causal_conv1d_update, **tensors, activation="silu", backend="triton")
+    assert torch.equal(torch.stack([step(x[:, t], state) for t in range(9)], 1), whole)
+
+
+@pytest.mark.parametrize("size", [1, 7, pytest.param(300, marks=pytest.mark.gpu)])
+def test_a_sequence_is_the_same_in_any_batch(size, kernel_device):
+    """On a GPU, also in a batch that takes other configs."""
+    if kernel_device == "cpu" and size > 7:
+        pytest.skip("too much for the interpreter")
+    tensors = ConvCase(size, 20, 64).inputs(kernel_device)
+    alone = conv(tensors["x"][:1].clone(), tensors["weight"], tensors["bias"])
+    assert torch.equal(conv(**tensors)[:1], alone)
+
+
+def leaves_of(tensors):
+    return {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
+
+
+def test_padding_keeps_its_nan(kernel_device):
+    """NaN in padding, in x, dy and residual, reaches nothing outside."""
+    tensors = ConvCase(1, 37, 20, places="seq_idx", residual=True, dtype=fp32).inputs(kernel_device)
+    padding = tensors["seq_idx"] < 0
+    clean = leaves_of(tensors)
+    y = conv(**clean, activation="silu")
+    dy = torch.randn_like(y)
+    expected = torch.autograd.grad(y, [t for t in clean.values() if t.requires_grad], dy)
+    for name in ("x", "residual"):
+        tensors[name] = tensors[name].masked_fill(padding[..., None], torch.nan)
+    dirty = leaves_of(tensors)
+    result = conv(**dirty, activation="silu")
+    assert torch.equal(result, y)
+    assert not result[padding].any()
+    gradients = torch.autograd.grad(
+        result, [t for t in dirty.values() if t.requires_grad], dy.masked_fill(padding[..., None], torch.nan)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(gradients, expected))
+    dx, dresidual = gradients[0], gradients[-1]
+    assert not dx[padding].any()
+    assert not dresidual[padding].any()
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 8), (2, 0, 8), (2, 5, 0)], ids=str)
+def test_nothing_to_do(sizes, kernel_device):
+    tensors = leaves_of(ConvCase(*sizes, places="states").inputs(kernel_device))
+    y, last = conv(**tensors, output_final_state=True)
+    assert y.shape == sizes
+    gradients = torch.autograd.grad([y, last], list(tensors.values()), [torch.ones_like(y), torch.ones_like(last)])
+    if sizes[1] == 0:
+        assert torch.equal(last, tensors["initial_state"])
+        assert torch.equal(gradients[-1], torch.ones_like(last))
+    assert not gradients[1].any()
+
+
+def layouts(x):
+    B, L, D = x.shape
+    yield "channels last", x
+    yield "of a wider tensor", torch.cat([x, x + 1], -1)[..., :D]
+    yield "tokens last", x.transpose(1, 2).contiguous().transpose(1, 2)
+    yield "every second token", torch.stack([x, x], 2)[:, :, 0]
+    yield "batch inside", x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def test_layouts_of_x(kernel_device):
+    tensors = ConvCase(2, 20, 24).inputs(kernel_device)
+    x = tensors.pop("x")
+    expected = conv(x, **tensors)
+    for name, view in layouts(x):
+        leaf = view.detach().requires_grad_()
+        y = conv(leaf, **tensors)
+        assert torch.equal(y, expected), name
+        dy = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(0)).to(y).expand_as(y)
+        (dx,) = torch.autograd.grad(y, leaf, dy)  # an expanded cotangent
+        exact = torch.autograd.grad(
+            mhc_ops.causal_conv1d(leaf.double(), **tensors, backend="reference"), leaf, dy.double()
+        )[0]
+        assert accuracy.close(dx, exact.double()), name
+
+
+def test_only_the_final_state_is_used(kernel_device):
+    tensors = leaves_of(ConvCase(2, 2, 24, places="states", dtype=fp32).inputs(kernel_device))
+    _, last = conv(**tensors, output_final_state=True)
+    dlast = torch.randn_like(last)
+    dx, dweight, dinitial = torch.autograd.grad(
+        last, [tensors[name] for name in ("x", "weight", "initial_state")], dlast, materialize_grads=True
+    )
+    assert torch.equal(dx, dlast[..., 1:].transpose(1, 2))
+    assert torch.equal(dinitial[..., 2:], dlast[..., :1])
+    assert not dinitial[..., :2].any()
+    assert not dweight.any()
+
+
+@pytest.mark.parametrize("places", ["", *PLACES])
+def test_opcheck(places, kernel_device):
+    from mhc_ops.conv import contracts
+
+    case = ConvCase(1, 6, 8, places=places, dtype=fp32)
+    tensors = leaves_of(case.inputs(kernel_device))
+    state = tensors.get("initial_state")
+    inputs = [tensors.get(name) for name in ("x", "weight", "bias", "residual", "seq_idx", "cu_seqlens")]
+    inputs.append(None if state is None else state.detach().transpose(1, 2).contiguous().requires_grad_())
+    torch.library.opcheck(contracts.causal_conv1d_fwd.traced, (*inputs, True, 1, state is not None, "triton"))
+
+
+def test_opcheck_of_the_others(kernel_device):
+    from mhc_ops.conv import contracts
+
+    x, gamma, weight = leaves_of(ConvCase(1, 6, 8, n=2, dtype=fp32).inputs(kernel_device)).values()
+    torch.library.opcheck(contracts.short_conv_fwd.traced, (x, gamma, weight, 1e-5, 1, True, "triton"))
+    x, weight, bias, state = ConvCase(2, 1, 8, update=True, dtype=fp32).inputs(kernel_device).values()
+    inputs = (x, state.transpose(1, 2), weight, bias, None, None, True, 1, -1, "triton")
+    torch.library.opcheck(contracts.causal_conv1d_update_.traced, inputs)
+
+
+def test_compiled(kernel_device, cxx):
+    """torch.compile, whole graph, other lengths without another compilation of the graph's function."""
+    tensors = ConvCase(1, 20, 24).inputs(kernel_device)
+    x = tensors.pop("x")
+    compiled = torch.compile(partial(conv, **tensors, activation="silu"), fullgraph=True, backend="aot_eager")
+    for L in (20, 13, 7):
+        assert torch.equal(compiled(x[:, :L]), conv(x[:, :L], **tensors, activation="silu"))
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    """The last tokens of a tensor past 2^31 elements have the bits they have alone, forward and in dx."""
+    L, D = 270_000, 8192
+    needed = 8 * L * D * 2
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed / 1e9:.0f} GB of free GPU memory")
+    tail = ConvCase(1, 100, D).inputs("cuda")
+    whole = {**tail, "x": tail["x"].new_zeros(1, L, D)}
+    whole["x"][:, -100:] = tail["x"]
+    assert whole["x"].numel() > 2**31
+
+    def run(tensors):
+        leaves = leaves_of(tensors)
+        y = conv(**leaves, activation="silu")
+        (dx,) = torch.autograd.grad(y, [leaves["x"]], torch.ones_like(y))
+        return y[:, -100:].clone(), dx[:, -100:].clone()
+
+    assert all(torch.equal(one, other) for one, other in zip(run(whole), run(tail)))
+
+
+@pytest.mark.gpu
+def test_decoding_in_a_cuda_graph():
+    tensors = ConvCase(4, 1, 512, update=True).inputs("cuda")
+    state = tensors.pop("conv_state")
+    captured, eager = state.clone(), state.clone()
+    step = partial(mhc_ops.causal_conv1d_update, **tensors, activation="silu")
+    step(conv_state=captured)
+    captured.copy_(state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step(conv_state=captured)
+    captured.copy_(state)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(y, step(conv_state=eager))
+    assert torch.equal(captured, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [replace(case, L=max(2, case.L)) for case in BITS], ids=str)
+def test_calls_are_replayed(case):
+    """A second call that is like the first starts its kernels directly, and gives the same bits."""
+    replay.forget()
+    tensors = case.inputs("cuda")
+    first, second = (accuracy.run(case.subject, tensors, "triton") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    plans = {key[0]: plan for key, plan in replay._plans.items() if isinstance(key[0], str)}
+    assert plans
+    assert all(plan is not None for plan in plans.values())
