@@ -110,7 +110,7 @@ extern "C" const char* conv_backward(const ConvBackward* arguments, void* stream
     if (const char* error = check(call.B, call.L, call.D)) return error;
     return dispatch(call.type, call.W, call.silu, call.seq_idx, [&](auto type, auto width, auto silu, auto seq) {
         typedef decltype(type) T;
-        constexpr int W = decltype(width)::value, kMost = kBackwardChannels<T>;
+        constexpr int W = decltype(width)::value, kMost = kBackwardChannels<T, decltype(seq)::value>;
         auto run = [&](auto channels) -> const char* {
             constexpr int V = decltype(channels)::value;
             const Shape shape = shape_of(call, V, kBackwardWaves, kBackwardTokens);

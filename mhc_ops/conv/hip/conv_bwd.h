@@ -12,8 +12,10 @@
 
 #include "rows.h"
 
-template <class T>
-constexpr int kBackwardChannels = sizeof(T) == 4 ? MHC_CONV_BWD_CHANNELS_32 : MHC_CONV_BWD_CHANNELS_16;
+template <class T, bool SEQ>  // at most 4 with ids: 8 of 16 bits spill
+constexpr int kBackwardChannels = sizeof(T) == 4                       ? MHC_CONV_BWD_CHANNELS_32
+                                  : SEQ && MHC_CONV_BWD_CHANNELS_16 > 4 ? 4
+                                                                        : MHC_CONV_BWD_CHANNELS_16;
 template <class T>
 constexpr int kBackwardRows = sizeof(T) == 4 ? MHC_CONV_BWD_ROWS_32 : MHC_CONV_BWD_ROWS_16;
 constexpr int kBackwardWaves = MHC_CONV_BWD_WAVES;
