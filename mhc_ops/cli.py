@@ -140,7 +140,7 @@ def wanted(options: argparse.Namespace) -> Sequence[str]:
 
 
 def runs(case: AnyCase, backend: str, options: argparse.Namespace) -> bool:
-    return backends.why_not(case.subject.family, backend, options.device.type) is None
+    return case.runs_on(backend) and backends.why_not(case.subject.family, backend, options.device.type) is None
 
 
 def print_missing(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pkgutil
+import shutil
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,6 +22,7 @@ BACKENDS = ("reference", "triton", "tilelang", "hip")
 _INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "tilelang")}
 _OLDEST = {"triton": (3, 6)}
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+_CXX = any(name and shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++"))
 _FOLDERS: dict[str, frozenset[str]] = {}
 # A plain global: torch.compile guards on it, while a ContextVar breaks the graph.
 _chosen: str | None = os.environ.get("MHC_OPS_BACKEND") or None
@@ -83,6 +85,8 @@ def why_not(family: str, backend: str, device_type: str) -> str | None:
         return f"the package {backend} is not installed (pip install 'mhc-ops[{backend}]')"
     if backend in _TOO_OLD:
         return f"{backend} {_TOO_OLD[backend]} is installed, the kernels need {'.'.join(map(str, _OLDEST[backend]))}"
+    if backend == "hip":
+        return _why_not_hip(device_type)
     if device_type == "cuda":
         return None
     if backend == "triton" and device_type == "cpu":
@@ -90,6 +94,16 @@ def why_not(family: str, backend: str, device_type: str) -> str | None:
             return None
         return "the tensors are on cpu, and triton takes them only in its interpreter (set TRITON_INTERPRET=1 at start)"
     return f"{backend} runs on CUDA and ROCm devices, the tensors are on {device_type}"
+
+
+def _why_not_hip(device_type: str) -> str | None:
+    if device_type == "cpu":
+        return (
+            None if _CXX else "the kernels are compiled on first use, and there is no C++ compiler (c++, g++ or $CXX)"
+        )
+    if device_type == "cuda" and torch.version.hip is None:
+        return "hip runs on ROCm devices and on CPU tensors, the tensors are on a CUDA device"
+    return None if device_type == "cuda" else f"hip runs on ROCm devices and on CPU tensors, not on {device_type}"
 
 
 @functools.cache

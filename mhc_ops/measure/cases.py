@@ -185,6 +185,10 @@ class Case:
         """Logits so large that Sinkhorn makes more of small errors."""
         return self.sigma >= STEEP_LOGITS
 
+    def runs_on(self, backend: str) -> bool:
+        """Whether the backend's kernels have all that the case asks for."""
+        return True
+
     def smaller(self) -> "Case":
         """As quick to check as to start."""
         return replace(self, outer=(min(256, math.prod(self.outer)),))

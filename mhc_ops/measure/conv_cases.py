@@ -112,6 +112,11 @@ class ConvCase:
             tensors["initial_state"] = data(N, D, S)
         return tensors
 
+    def runs_on(self, backend: str) -> bool:
+        """Whether the backend's kernels have all that the case asks for."""
+        plain = self.dilation == 1 and not (self.residual or self.n or self.update)
+        return backend != "hip" or (plain and 2 <= self.W <= 4 and "cu_seqlens" not in self.places)
+
     def smaller(self) -> "ConvCase":
         """As quick to check as to start."""
         return replace(self, B=min(2, self.B), L=min(128, self.L))

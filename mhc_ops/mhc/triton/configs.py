@@ -83,8 +83,8 @@ def project(M: int, K: int, wide: bool, kind: str) -> Tile:
     return Tile(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if kind == "hip" else 3)
 
 
-# Up to this many blocks of tokens the projection cuts phi into parts itself. That saves a launch, about 10 µs on the host,
-# and on the device 0.7 µs at T = 1 and 0.9 at T = 256, D = 4096 (1.1 µs more at D = 7168); at T = 512 it costs 2.
+# Up to this many blocks of tokens the projection cuts phi into parts itself. That saves a launch, about 10 µs on the
+# host; on the device 0.7 µs at T = 1 and 0.9 at T = 256, D = 4096 (1.1 µs more at D = 7168). At T = 512 it costs 2.
 FEW_TOKEN_BLOCKS = 4
 
 
