@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
 # Lint, types and every test that this machine can run: ./run_tests.sh [options of pytest]
+# INSTALL_CLANG=1 ./run_tests.sh first installs clang-22 and lld-22 from Debian's packages (as root), which compile the
+# HIP kernels for AMD GPUs; without them those tests are skipped.
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/venv.sh
 make_venv test
+if [ "${INSTALL_CLANG:-}" = 1 ] && ! command -v clang++-22 >/dev/null; then
+    { apt-get update -qq && apt-get install -y -qq clang-22 lld-22; } >/dev/null ||
+        echo "clang-22 could not be installed: the HIP kernels are not compiled for AMD GPUs" >&2
+fi
 ruff check .
 ruff format --check .
 mypy

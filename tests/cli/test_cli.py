@@ -15,8 +15,8 @@ SMALL = (cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16),)
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(cases, "CHECK", SMALL)
-    monkeypatch.setattr(cases, "BENCH_CPU", SMALL)
+    monkeypatch.setattr(cli, "CHECK", SMALL)
+    monkeypatch.setattr(cli, "BENCH_CPU", SMALL)
 
 
 def test_info(capsys):

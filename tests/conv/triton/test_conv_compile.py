@@ -1,0 +1,88 @@
+"""Every kernel of the convolution compiles for GPUs that are not here, without spills, and once for all lengths."""
+
+import pytest
+import torch
+
+from mhc_ops.conv import contracts
+from mhc_ops.core.backend import _INTERPRETED
+from mhc_ops.core.check import name_of
+
+pytest.importorskip("triton")
+import cross_compile
+
+pytestmark = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
+
+bf16, fp32 = torch.bfloat16, torch.float32
+# (D, W, dtype, what goes with it): each of another config
+CONFIGS = [
+    (4096, 4, bf16, ""),
+    (4096, 4, bf16, "seq_idx"),
+    (4096, 4, bf16, "states"),
+    (4096, 4, bf16, "cu_seqlens states"),
+    (4096, 8, bf16, ""),
+    (4096, 4, fp32, ""),
+    (4097, 4, bf16, ""),
+]
+AMD = [CONFIGS[0], CONFIGS[3]]
+COMPILED = [
+    *((*config, "sm_90") for config in CONFIGS),
+    *((*config, "gfx942") for config in AMD),
+    *((*config, "gfx950") for config in AMD[:1]),
+]
+
+
+def launch_all(L, D, W, dtype, places):
+    """Every op, forward and backward, on meta tensors: shapes and types, no storage."""
+
+    def tensor(*shape, dtype=fp32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, weight, bias = tensor(1, L, D, dtype=dtype), tensor(D, W), tensor(D)
+    seq_idx = tensor(1, L, dtype=torch.int32) if places == "seq_idx" else None
+    bounds = tensor(5, dtype=torch.int32) if "cu_seqlens" in places else None
+    state = tensor(4 if "cu_seqlens" in places else 1, W - 1, D, dtype=dtype) if "states" in places else None
+    where = (seq_idx, bounds, state)
+    launch("causal_conv1d_fwd", x, weight, bias, None, *where, True, 1, state is not None)
+    launch("causal_conv1d_bwd", x, weight, bias, *where, x, state, True, 1)
+    if not places:
+        token, rolling = tensor(8, D, dtype=dtype), tensor(8, W, D, dtype=dtype)
+        launch("causal_conv1d_update_", token, rolling, weight, bias, None, None, True, 1, -1)
+        streams, gamma, filters = tensor(1, L, 4, D, dtype=dtype), tensor(4, D), tensor(4 * D, W)
+        launch("short_conv_fwd", streams, gamma, filters, 1e-5, 1, True)
+        launch("short_conv_bwd", streams, gamma, filters, tensor(1, L, 4), streams, 1, True)
+
+
+def launch(name, *inputs):
+    getattr(contracts, name).launch(*inputs, "triton")
+
+
+@pytest.mark.parametrize(
+    ("D", "W", "dtype", "places", "target"),
+    COMPILED,
+    ids=[f"{D}-W{W}-{name_of(t)}-{p}-{g}" for D, W, t, p, g in COMPILED],
+)
+def test_no_spills(D, W, dtype, places, target, monkeypatch):
+    with cross_compile.compiling_for(target, monkeypatch) as kernels:
+        launch_all(8192, D, W, dtype, places)
+    assert kernels
+    for kernel in kernels:
+        assert kernel.spilled == 0, f"{kernel.name} spills {kernel.spilled} bytes at {kernel.registers} registers"
+        assert kernel.shared <= cross_compile.SHARED_MEMORY[target], f"{kernel.name} takes {kernel.shared} bytes"
+
+
+def test_nothing_is_compiled_per_length(monkeypatch):
+    """Lengths that take the same config: the same binaries."""
+    binaries = []
+    for L in (8192, 8191, 10_000, 12_345):
+        with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
+            launch_all(L, 4096, 4, bf16, "")
+        binaries.append({(kernel.name, kernel.key) for kernel in kernels})
+    assert all(others == binaries[0] for others in binaries)
+
+
+def test_rows_are_copied_ahead(monkeypatch):
+    with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
+        launch_all(8192, 4096, 4, bf16, "")
+    assembly = {kernel.name: kernel.assembly for kernel in kernels}
+    assert "cp.async.cg.shared.global" in assembly["causal_conv1d_bwd_kernel"], "not 16 bytes at a time"
+    assert "cp.async.ca.shared.global" in assembly["causal_conv1d_fwd_kernel"], "not asynchronously"
