@@ -3,9 +3,9 @@
 // Each can be set with -D. docs/hip.md says what was measured.
 #pragma once
 
-// What an H200 measured best, at 8x4096x4096, W = 4, of a copy: bf16 forward 92 % (with SiLU 89), backward 88 (80), fp32
-// 93 and 92 (90); with the numbers below 81 (78), 79 (72), 93 and 83 (82). Those are for an AMD GPU, where more
-// channels per thread and more rows would leave fewer than four waves on a SIMD.
+// The first of two numbers is what an H200 measured best, at 8x4096x4096, W = 4, of a copy: bf16 forward 90 % (with SiLU
+// 88), backward 87 (79), fp32 93 and 91 (89). With the second ones it has 81 (78), 79 (72), 93 and 83 (82): those are for
+// an AMD GPU, where more channels and rows per thread would leave fewer than four waves on a SIMD.
 #if defined(__CUDACC__)
 #define MHC_CONV_DEFAULT(cuda, other) cuda
 #else
