@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mhc_ops.measure import accuracy, cases, peers
+from mhc_ops.measure.conv_cases import ConvCase
 
 by_peer = pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
 by_subject = pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda subject: subject.name)
@@ -25,7 +26,15 @@ def test_not_installed(peer, monkeypatch):
     assert peers.version(peer) is None
     assert peers.why_not(peer) == f"{peer.name} is not installed: pip install {peer.package}"
     with pytest.raises(RuntimeError, match=f"{peer.name} is not installed: pip install {peer.package}"):
-        peer.prepare("mhc_pre", tensors_of(cases.MHC_PRE))
+        if peer is peers.FLA:
+            peer.prepare("causal_conv1d", ConvCase(1, 8, 16).inputs())
+        else:
+            peer.prepare("mhc_pre", tensors_of(cases.MHC_PRE))
+
+
+def test_what_fla_lacks():
+    for case in (ConvCase(1, 8, 16, places="seq_idx"), ConvCase(1, 8, 16, n=2), ConvCase(1, 1, 16, update=True)):
+        assert peers.FLA.prepare(case.subject.name, case.inputs()) is None
 
 
 @by_peer
@@ -62,11 +71,21 @@ def test_computes_the_same_function(peer, subject):
     check(peer, subject, "cuda", torch.float32 if subject is cases.SINKHORN else torch.bfloat16, tolerance=2e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("silu", [False, True])
+def test_fla_computes_the_same_function(silu):
+    case = ConvCase(2, 256, 128, silu=silu)
+    check_prepared(peers.FLA, case.subject, case.inputs("cuda"), tolerance=2e-2)
+
+
 def check(peer, subject, device, dtype, tolerance):
+    check_prepared(peer, subject, tensors_of(subject, dtype=dtype, device=device), tolerance)
+
+
+def check_prepared(peer, subject, ours, tolerance):
     """Outputs, with and without gradients, and the gradient of the first input, which every peer lays out as we do."""
     if peers.version(peer) is None:
         pytest.skip(f"needs {peer.package}")
-    ours = tensors_of(subject, dtype=dtype, device=device)
     prepared = peer.prepare(subject.name, ours)
     if prepared is None:
         pytest.skip(f"{peer.name} has no {subject.name}")

@@ -3,7 +3,8 @@
 import hip_toolchain as toolchain
 import pytest
 
-# What 3 blocks of 128 threads leave to each on sm_90, and 3 waves per SIMD on gfx942; 2 with seq_idx.
+# What 2 blocks of 128 threads leave to each on sm_90, and 3 waves per SIMD on gfx942; 2 with seq_idx.
+MOST_ON_NVIDIA = 255
 MOST_REGISTERS, MOST_WITH_IDS = 168, 255
 LEAST_WAVES, LEAST_WAVES_WITH_IDS = 3, 2
 MOST_SHARED = 16 * 1024
@@ -16,12 +17,12 @@ def show(target, kernels):
         print(f"{k.name:60} {k.registers:9} {k.spilled:8} {k.shared:7} {waves:>11}")
 
 
-def check(kernels, types):
+def check(kernels, types, most=MOST_REGISTERS):
     assert len(kernels) == types * 2 * 2 * 2 * 2 + 1  # silu, seq_idx, channels, directions; and the sums
     for kernel in kernels:
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= MOST_SHARED, kernel
-        assert kernel.registers <= (MOST_WITH_IDS if "seq_idx" in kernel.name else MOST_REGISTERS), kernel
+        assert kernel.registers <= (MOST_WITH_IDS if "seq_idx" in kernel.name else most), kernel
 
 
 @pytest.mark.parametrize("arch, flags, types", [("gfx942", (), 3), ("gfx950", (toolchain.BF16,), 1)])
@@ -36,7 +37,7 @@ def test_amd(arch, flags, types, tmp_path):
 def test_nvidia(tmp_path):
     kernels = toolchain.compile_nvidia(tmp_path, toolchain.WIDTH_4, toolchain.NO_FP16)
     show("sm_90", kernels)
-    check(kernels, 2)
+    check(kernels, 2, MOST_ON_NVIDIA)
 
 
 def test_a_spill_is_seen(tmp_path):
