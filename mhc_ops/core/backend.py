@@ -22,7 +22,8 @@ BACKENDS = ("reference", "triton", "tilelang", "hip")
 _INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "tilelang")}
 _OLDEST = {"triton": (3, 6)}
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-_CXX = any(name and shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++"))
+_COMPILERS = (os.environ.get("CXX"), "c++", "g++", "clang++")
+_CXX = next((name for name in _COMPILERS if name and shutil.which(name)), None)
 _FOLDERS: dict[str, frozenset[str]] = {}
 # A plain global: torch.compile guards on it, while a ContextVar breaks the graph.
 _chosen: str | None = os.environ.get("MHC_OPS_BACKEND") or None

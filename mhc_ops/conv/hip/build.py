@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from ...core import backend
+
 SOURCE = Path(__file__).parent
 CPU_FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-Wno-unknown-pragmas")
 # The SLP vectorizer pairs channels across rows and takes up to 100 registers more.
@@ -23,10 +25,9 @@ def cache_folder() -> Path:
 
 
 def cpu_compiler() -> str:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and shutil.which(name):
-            return name
-    raise RuntimeError("causal_conv1d: the hip backend on CPU tensors needs a C++17 compiler (c++, g++ or $CXX)")
+    if backend._CXX is None:
+        raise RuntimeError("causal_conv1d: the hip backend on CPU tensors needs a C++17 compiler (c++, g++ or $CXX)")
+    return backend._CXX
 
 
 def hip_compiler() -> str:

@@ -30,13 +30,14 @@ CROWDED = {"forward with states": 1, "backward with ids": 1, "backward with stat
 def march(kernel: str, rows: int, D: int, W: int, itemsize: int, aligned: bool, kind: str, processors: int) -> March:
     """`rows` of D channels in all. 16 bytes a thread (forward: 8), up to 4 warps side by side.
 
-    Forward, with SiLU: 142.2 µs at 8×4096×4096 (91 % of a copy), 28.8 at 4×2048×2560, with 512 channels, 8 rows a step,
-    3 stages, 64 rows; 16 bytes a thread 145 and 29.7; 4 stages 145; 256 rows 147; no stages 147.
-    Backward, with SiLU: 208.3 µs (92 %) with 512 channels, 4 rows a step, 3 stages, 512 rows; 256 rows 216, 8 bytes
-    a thread 219, 4 stages 216, 2 stages 282. At 4×2048×2560 that leaves multiprocessors idle: 8 bytes a thread and 128
-    rows take 52.2, 64 rows 50.5 (but 47 instead of 44 without SiLU).
-    ShortConv at 2×4096×4×4096: forward 219 µs with 512 channels, 8 rows a step, 4 stages, 128 rows; backward 561 with
-    128 channels, 3 stages, 128 rows; 2 stages 600 and more."""
+    Forward, with SiLU: 142.2 µs at 8×4096×4096 (91 % of a copy) and 28.8 at 4×2048×2560, with 512 channels, 8 rows a
+    step, 3 stages, 64 rows; 16 bytes a thread 149.3 and 34.4, 4 stages 148.0 and 29.7, none 147.0 and 30.6, 128 rows
+    146.0 and 31.0, 4 rows a step 144.4 and 29.7.
+    Backward, with SiLU: 208.3 µs (92 %) with 512 channels, 4 rows a step, 3 stages, 512 rows; 256 rows 216.1, 4 stages
+    215.7, 2 stages 257.3, 8 bytes a thread 256.5. At 4×2048×2560 that would leave multiprocessors idle: 8 bytes a
+    thread and 128 rows take 54.5 (4 stages 53.1, and 51.3 with 64 rows).
+    ShortConv at 2×4096×4×4096: forward 219.2 µs with 512 channels, 8 rows a step, 4 stages, 128 rows; 3 stages and 64
+    rows 220.5. Backward 560.9 with 128 channels, 3 stages, 128 rows; 256 channels 577.9, 64 rows 592.9."""
     forward = kernel in ("forward", "short forward") and kind != "hip"
     step = 8 if forward or W > 5 else 4  # at least W − 1
     if kind == "cpu":
@@ -74,8 +75,8 @@ UPDATE_WARPS = 1
 
 @lru_cache
 def sums(kind: str) -> March:
-    """The sum of the programs' partial sums, `rows` of them at a time: 8.2 µs for 128 pieces of 4096 channels, 128
-    channels a program 9 and more."""
+    """The sum of the programs' partial sums, `rows` of them at a time: 8.2 µs for 128 pieces of 4096 channels; 32
+    of them at a time 8.4, 8 warps 8.6."""
     return March(4096, 64, 1, 4, 1) if kind == "cpu" else March(32, 64, 1, 4, 1)
 
 

@@ -46,6 +46,6 @@ def test_cuda_tensors_are_refused(monkeypatch):
 
 
 def test_no_compiler_is_said(monkeypatch):
-    monkeypatch.setattr(backend, "_CXX", False)
+    monkeypatch.setattr(backend, "_CXX", None)
     with pytest.raises(RuntimeError, match=r"backend 'hip' cannot run here: .* there is no C\+\+ compiler"):
         mhc_ops.causal_conv1d(torch.zeros(1, 2, 4), torch.zeros(4, 2), backend="hip")
