@@ -4,8 +4,12 @@ from .conv.modules import ShortConv
 from .conv.ops import causal_conv1d, causal_conv1d_update, short_conv
 from .core.backend import use_backend
 from .mhc.guide import (
+    MHCBackwardTileLang,
+    MHCForwardPreTileLang,
     mhc_backward_manual,
+    mhc_backward_tilelang,
     mhc_backward_triton,
+    mhc_forward_pre_tilelang,
     mhc_forward_pre_triton,
     mhc_forward_pre_triton_optimized,
 )
@@ -27,15 +31,19 @@ __version__ = "0.1.0"
 __all__ = [
     "HyperConnection",
     "HyperHead",
+    "MHCBackwardTileLang",
     "MHCBlock",
+    "MHCForwardPreTileLang",
     "ShortConv",
     "causal_conv1d",
     "causal_conv1d_update",
     "mhc_backward",
     "mhc_backward_manual",
+    "mhc_backward_tilelang",
     "mhc_backward_triton",
     "mhc_expand",
     "mhc_forward_pre",
+    "mhc_forward_pre_tilelang",
     "mhc_forward_pre_triton",
     "mhc_forward_pre_triton_optimized",
     "mhc_head",

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pkgutil
+import re
 import shutil
 from collections.abc import Callable, Iterator
 
@@ -20,7 +21,7 @@ BACKENDS = ("reference", "triton", "tilelang", "hip")
 
 # Read at import, so that the choice can be traced by torch.compile.
 _INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "tilelang")}
-_OLDEST = {"triton": (3, 6)}
+_OLDEST = {"triton": (3, 6), "tilelang": (0, 1, 15)}
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 _COMPILERS = (os.environ.get("CXX"), "c++", "g++", "clang++")
 _CXX = next((name for name in _COMPILERS if name and shutil.which(name)), None)
@@ -38,7 +39,7 @@ def _version(package: str) -> str | None:
 
 
 _VERSIONS = {name: version for name in _OLDEST if (version := _version(name)) is not None}
-_TOO_OLD = {name: v for name, v in _VERSIONS.items() if tuple(map(int, v.split(".")[:2])) < _OLDEST[name]}
+_TOO_OLD = {name: v for name, v in _VERSIONS.items() if tuple(map(int, re.findall(r"\d+", v)[:3])) < _OLDEST[name]}
 
 
 def register_family(family: str) -> None:

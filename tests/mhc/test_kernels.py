@@ -1,9 +1,8 @@
-"""Every mHC op in Triton, in the interpreter and on a GPU: exact, deterministic, a token the same in any batch."""
+"""Every mHC op in every kernel backend: exact, deterministic, a token the same in any batch."""
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
 import mhc_ops
 from mhc_ops.measure import accuracy, cases
 
@@ -14,7 +13,7 @@ by_any_subject = pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda s
 
 
 def accuracy_cases(subject):
-    """test_pre.py has more of mhc_forward_pre, whose kernels the others share. The seeds: at n = 1 some of the head's
+    """triton/test_pre.py has more of mhc_forward_pre, whose kernels the others share. The seeds: at n = 1 some of the head's
     gradients are single sums, which cancel to almost nothing for others."""
     return [
         cases.Case(subject, (37,), 1, 40, bf16, seed=3),
@@ -58,87 +57,122 @@ LARGE = [
 ]
 
 
-def assert_accurate(case, on):
-    rows = accuracy.measure(case, "triton", on)
+# Compiling TileLang's kernels takes longer than the rest: every n, every type, aligned and odd D once.
+FEWER = [
+    *(case for case in LARGE if case.D == 512 and case.dtype == (bf16, fp16, fp32)[case.n % 3]),
+    *(case for case in LARGE if case.D == 257 and case.n in (3, 8) and case.dtype == bf16),
+    *(case for case in LARGE if case.D in (0, 2560, 4096)),
+]
+on_gpu = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "tilelang")]
+)
+
+
+def needs(backend):
+    pytest.importorskip(backend)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("triton", "cpu"), marks=pytest.mark.interpreted, id="interpreted"),
+        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu, id="triton"),
+        pytest.param(("tilelang", "cuda"), marks=pytest.mark.gpu, id="tilelang"),
+    ]
+)
+def place(request):
+    """A backend, and a device where it runs."""
+    needs(request.param[0])
+    return request.param
+
+
+def assert_accurate(case, backend, device):
+    rows = accuracy.measure(case, backend, device)
     assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
 
 
-def cotangents_of(subject, tensors, seed=0):
-    return accuracy.random_cotangents(subject, accuracy.run(subject, tensors, "triton"), seed)
+def cotangents_of(subject, tensors, backend):
+    return accuracy.random_cotangents(subject, accuracy.run(subject, tensors, backend), seed=0)
 
 
 @pytest.mark.parametrize("case", [*SMALL, *SINKHORN], ids=str)
-def test_exact_to_one_rounding(case, kernel_device, poisoned):
-    assert_accurate(case, kernel_device)
+def test_exact_to_one_rounding(case, place, poisoned):
+    assert_accurate(case, *place)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", LARGE, ids=str)
-def test_exact_and_same_bits_twice(case, poisoned):
-    assert_accurate(case, "cuda")
+@pytest.mark.parametrize(
+    ("backend", "case"), [("triton", c) for c in LARGE] + [("tilelang", c) for c in FEWER], ids=str
+)
+def test_exact_and_same_bits_twice(backend, case, poisoned):
+    needs(backend)
+    assert_accurate(case, backend, "cuda")
     tensors = case.inputs("cuda")
-    cotangents = cotangents_of(case.subject, tensors)
-    first, second = (accuracy.run(case.subject, tensors, "triton", cotangents) for _ in range(2))
+    cotangents = cotangents_of(case.subject, tensors, backend)
+    first, second = (accuracy.run(case.subject, tensors, backend, cotangents) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def rows_of(subject, tensors, rows):
-    """The same call for some of the tokens."""
+def assert_same_in_any_batch(subject, T, D, backend, device):
+    tensors = cases.Case(subject, (T,), 4, D, bf16).inputs(device)
     per_token = ("x", "h_out", "h_post", "h_res", "logits")
-    return subject.call(**{name: t[rows] if name in per_token else t for name, t in tensors.items()}, backend="triton")
 
+    def call(rows):
+        some = {name: t[rows] if name in per_token else t for name, t in tensors.items()}
+        return subject.call(**some, backend=backend)
 
-def assert_same_in_any_batch(subject, T, D, on):
-    tensors = cases.Case(subject, (T,), 4, D, bf16).inputs(on)
-    whole = rows_of(subject, tensors, slice(None))
+    whole = call(slice(None))
     for rows in (slice(0, 1), slice(3, 10), slice(5, 133), slice(T - 7, T)):
-        assert all(torch.equal(p, w[rows]) for p, w in zip(rows_of(subject, tensors, rows), whole))
+        assert all(torch.equal(p, w[rows]) for p, w in zip(call(rows), whole))
 
 
 @by_any_subject
-def test_token_is_the_same_in_any_batch(subject, kernel_device):
-    assert_same_in_any_batch(subject, 300, 300, kernel_device)
+def test_token_is_the_same_in_any_batch(subject, place):
+    assert_same_in_any_batch(subject, 300, 300, *place)
 
 
-@pytest.mark.gpu
+@on_gpu
 @by_any_subject
-def test_token_is_the_same_in_a_batch_that_fills_the_device(subject):
+def test_token_is_the_same_in_a_batch_that_fills_the_device(subject, backend):
     """Alone, among 7, among 128, and among 4096 and more."""
+    needs(backend)
     for T, D in ((4096, 4096), (16384, 1280)):
-        assert_same_in_any_batch(subject, T, D, "cuda")
+        assert_same_in_any_batch(subject, T, D, backend, "cuda")
 
 
 @by_any_subject
-def test_same_bits_twice(subject, kernel_device):
-    tensors = cases.Case(subject, (50,), 4, 60, bf16).inputs(kernel_device)
-    cotangents = cotangents_of(subject, tensors)
-    first, second = (accuracy.run(subject, tensors, "triton", cotangents) for _ in range(2))
+def test_same_bits_twice(subject, place):
+    backend, device = place
+    tensors = cases.Case(subject, (50,), 4, 60, bf16).inputs(device)
+    cotangents = cotangents_of(subject, tensors, backend)
+    first, second = (accuracy.run(subject, tensors, backend, cotangents) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @by_any_subject
-def test_layouts(subject, kernel_device):
+def test_layouts(subject, place):
     """Strided inputs and cotangents give the bits of contiguous ones, and are left as they were."""
-    tensors = cases.Case(subject, (6,), 3, 40, bf16).inputs(kernel_device)
-    cotangents = cotangents_of(subject, tensors)
-    expected = accuracy.run(subject, tensors, "triton", cotangents)
+    backend, device = place
+    tensors = cases.Case(subject, (6,), 3, 40, bf16).inputs(device)
+    cotangents = cotangents_of(subject, tensors, backend)
+    expected = accuracy.run(subject, tensors, backend, cotangents)
     strided = {name: torch.stack([t, t], -1)[..., 0] for name, t in tensors.items()}
     if "x" in strided:
         strided["x"] = tensors["x"].transpose(1, 2).contiguous().transpose(1, 2)
     before = {name: t.clone() for name, t in strided.items()}
-    results = accuracy.run(subject, strided, "triton", [torch.stack([c, c], -1)[..., 0] for c in cotangents])
+    results = accuracy.run(subject, strided, backend, [torch.stack([c, c], -1)[..., 0] for c in cotangents])
     assert all(torch.equal(results[name], expected[name]) for name in expected)
     assert all(torch.equal(strided[name], before[name]) for name in strided)
 
 
 @by_any_subject
-def test_expanded_cotangents(subject, kernel_device):
+def test_expanded_cotangents(subject, place):
     """The gradient of a sum arrives with stride 0."""
-    tensors = cases.Case(subject, (6,), 3, 40, fp32, seed=1).inputs(kernel_device)
-    outputs = accuracy.run(subject, tensors, "triton")
+    backend, device = place
+    tensors = cases.Case(subject, (6,), 3, 40, fp32, seed=1).inputs(device)
+    outputs = accuracy.run(subject, tensors, backend)
     count = len(subject.outputs) - subject.intermediates
     expanded = [outputs[name].new_ones(()).expand_as(outputs[name]) for name in subject.outputs[:count]]
-    results = accuracy.run(subject, tensors, "triton", expanded)
+    results = accuracy.run(subject, tensors, backend, expanded)
     exact = accuracy.truth(subject, tensors, expanded, outputs)
     names = [name for name in exact if name != "dlogits"]  # the sum of a Sinkhorn matrix is constant: no gradient
     assert all(accuracy.close(results[name], exact[name]) for name in names)
@@ -148,13 +182,14 @@ UNUSED = [(s, i) for s in STREAMED for i in range(len(s.outputs) - s.intermediat
 
 
 @pytest.mark.parametrize(("subject", "used"), UNUSED, ids=[f"{s.name}-{s.outputs[i]}" for s, i in UNUSED])
-def test_unused_outputs(subject, used, kernel_device, poisoned):
+def test_unused_outputs(subject, used, place, poisoned):
     """One output alone has a cotangent."""
-    tensors = cases.Case(subject, (9,), 3, 20, fp32).inputs(kernel_device)
-    outputs = accuracy.run(subject, tensors, "triton")
+    backend, device = place
+    tensors = cases.Case(subject, (9,), 3, 20, fp32).inputs(device)
+    outputs = accuracy.run(subject, tensors, backend)
     every = accuracy.random_cotangents(subject, outputs, seed=0)
     chosen = [c if i == used else None for i, c in enumerate(every)]
-    results = accuracy.run(subject, tensors, "triton", chosen)
+    results = accuracy.run(subject, tensors, backend, chosen)
     exact = accuracy.truth(subject, tensors, chosen, outputs)
     for name in exact:
         assert accuracy.close(results[name], exact[name]), name
@@ -162,9 +197,10 @@ def test_unused_outputs(subject, used, kernel_device, poisoned):
 
 @pytest.mark.parametrize("gamma", [False, True])
 @by_any_subject
-def test_empty_batch(subject, gamma, kernel_device, poisoned):
-    tensors = cases.Case(subject, (2, 0), 4, 32, bf16, gamma=gamma).inputs(kernel_device)
-    results = accuracy.run(subject, tensors, "triton", cotangents_of(subject, tensors))
+def test_empty_batch(subject, gamma, place, poisoned):
+    backend, device = place
+    tensors = cases.Case(subject, (2, 0), 4, 32, bf16, gamma=gamma).inputs(device)
+    results = accuracy.run(subject, tensors, backend, cotangents_of(subject, tensors, backend))
     assert all(results[name].shape[:2] == (2, 0) for name in subject.outputs)
     assert all(results[f"d{name}"].shape == tensor.shape for name, tensor in tensors.items())
     parameters = [name for name in tensors if name in ("phi", "alpha", "bias", "gamma")]
@@ -173,18 +209,19 @@ def test_empty_batch(subject, gamma, kernel_device, poisoned):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @by_subject
-def test_bad_values_stay_in_their_token(subject, value, kernel_device):
-    tensors = cases.Case(subject, (8,), 3, 40, bf16).inputs(kernel_device)
-    clean = accuracy.run(subject, tensors, "triton")
+def test_bad_values_stay_in_their_token(subject, value, place):
+    backend, device = place
+    tensors = cases.Case(subject, (8,), 3, 40, bf16).inputs(device)
+    clean = accuracy.run(subject, tensors, backend)
     tensors["x"][5, 1, 7] = value
-    outputs = accuracy.run(subject, tensors, "triton")
+    outputs = accuracy.run(subject, tensors, backend)
     others = [0, 1, 2, 3, 4, 6, 7]
     count = len(subject.outputs) - subject.intermediates
     for name in subject.outputs[:count]:
         assert torch.equal(outputs[name][others], clean[name][others])
         assert not outputs[name][5].isfinite().all()
     cotangents = [torch.ones_like(outputs[name]) for name in subject.outputs[:count]]
-    dx = accuracy.run(subject, tensors, "triton", cotangents)["dx"]
+    dx = accuracy.run(subject, tensors, backend, cotangents)["dx"]
     assert dx[others].isfinite().all()
     if subject is not cases.MHC_POST:  # whose dx does not depend on x
         assert not dx[5].isfinite().all()
@@ -203,34 +240,37 @@ class Dropped(torch.autograd.Function):
 
 
 @by_any_subject
-def test_no_cotangent_at_all(subject, kernel_device):
-    tensors = cases.Case(subject, (3,), 2, 8, fp32).inputs(kernel_device)
+def test_no_cotangent_at_all(subject, place):
+    backend, device = place
+    tensors = cases.Case(subject, (3,), 2, 8, fp32).inputs(device)
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
     count = len(subject.outputs) - subject.intermediates
-    outputs = subject.call(**leaves, backend="triton")[:count]
+    outputs = subject.call(**leaves, backend=backend)[:count]
     sum(Dropped.apply(output).sum() for output in outputs).backward()
     assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
 
 
 @by_any_subject
-def test_double_backward_raises(subject, kernel_device):
-    tensors = cases.Case(subject, (3,), 2, 8, fp32).inputs(kernel_device)
+def test_double_backward_raises(subject, place):
+    backend, device = place
+    tensors = cases.Case(subject, (3,), 2, 8, fp32).inputs(device)
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-    first = subject.call(**leaves, backend="triton")[0]
+    first = subject.call(**leaves, backend=backend)[0]
     gradient, *_ = torch.autograd.grad(first.square().sum(), next(iter(leaves.values())), create_graph=True)
     with pytest.raises(RuntimeError, match="differentiat"):
         gradient.sum().backward()
 
 
-@pytest.mark.gpu
+@on_gpu
 @by_any_subject
-def test_cuda_graph(subject):
+def test_cuda_graph(subject, backend):
     """Forward and backward, captured and replayed on new values."""
+    needs(backend)
     tensors = cases.Case(subject, (64,), 4, 512, bf16).inputs("cuda")
-    cotangents = cotangents_of(subject, tensors)
+    cotangents = cotangents_of(subject, tensors, backend)
 
     def step():
-        return accuracy.run(subject, tensors, "triton", cotangents)
+        return accuracy.run(subject, tensors, backend, cotangents)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -247,36 +287,39 @@ def test_cuda_graph(subject):
     assert all(torch.equal(results[name], expected[name]) for name in expected)
 
 
-def test_boundary_is_the_composition(kernel_device):
+def test_boundary_is_the_composition(place):
     """mhc_post_pre is mhc_post, then mhc_pre: the bits of x_next, the maps up to fp32 rounding."""
-    tensors = cases.Case(cases.MHC_POST_PRE, (70,), 4, 200, bf16).inputs(kernel_device)
-    x_next, h_in, h_post, h_res = mhc_ops.mhc_post_pre(**tensors, backend="triton")
+    backend, device = place
+    tensors = cases.Case(cases.MHC_POST_PRE, (70,), 4, 200, bf16).inputs(device)
+    x_next, h_in, h_post, h_res = mhc_ops.mhc_post_pre(**tensors, backend=backend)
     of_post = {name: tensors.pop(name) for name in cases.MHC_POST.inputs}
-    assert torch.equal(x_next, mhc_ops.mhc_post(**of_post, backend="triton"))
-    expected = mhc_ops.mhc_pre(x_next, **tensors, backend="triton")
+    assert torch.equal(x_next, mhc_ops.mhc_post(**of_post, backend=backend))
+    expected = mhc_ops.mhc_pre(x_next, **tensors, backend=backend)
     for result, other in zip((h_in, h_post, h_res), expected):
         assert accuracy.close(result, other.double())
 
 
-def test_layer_is_the_composition(kernel_device):
+def test_layer_is_the_composition(place):
     """mhc_layer gives the bits of mhc_pre and mhc_post, with and without gradients."""
+    backend, device = place
     case = cases.Case(cases.MHC_LAYER, (40,), 4, 60, bf16)
-    tensors = case.inputs(kernel_device)
+    tensors = case.inputs(device)
     h_out = tensors.pop("h_out")
-    h_in, h_post, h_res = mhc_ops.mhc_pre(**tensors, backend="triton")
-    x_next = mhc_ops.mhc_post(tensors["x"], h_out, h_post, h_res, backend="triton")
+    h_in, h_post, h_res = mhc_ops.mhc_pre(**tensors, backend=backend)
+    x_next = mhc_ops.mhc_post(tensors["x"], h_out, h_post, h_res, backend=backend)
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            results = case.subject.call(**tensors, h_out=h_out, backend="triton")
+            results = case.subject.call(**tensors, h_out=h_out, backend=backend)
         assert torch.equal(results[0], x_next)
         assert torch.equal(results[1], h_in)
 
 
 @pytest.mark.parametrize("sigma", [0.1, 1])
-def test_sinkhorn_sums(sigma, kernel_device):
+def test_sinkhorn_sums(sigma, place):
     """20 iterations: columns sum to 1 within 2e-6 (they come last, eps is 1e-6), rows as in fp64."""
-    logits = cases.Case(cases.SINKHORN, (500,), 4, 0, fp32, sigma=sigma).inputs(kernel_device)["logits"]
-    h_res = mhc_ops.sinkhorn(logits, backend="triton").double()
+    backend, device = place
+    logits = cases.Case(cases.SINKHORN, (500,), 4, 0, fp32, sigma=sigma).inputs(device)["logits"]
+    h_res = mhc_ops.sinkhorn(logits, backend=backend).double()
     exact = mhc_ops.sinkhorn(logits.double(), backend="reference")
     assert (h_res.sum(-2) - 1).abs().max() < 2e-6
     assert accuracy.close(h_res.sum(-1).float(), exact.sum(-1))
@@ -284,10 +327,11 @@ def test_sinkhorn_sums(sigma, kernel_device):
 
 @pytest.mark.parametrize("iters", [1, 2, 7, 50])
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-2])
-def test_sinkhorn_options(iters, eps, kernel_device):
-    logits = cases.Case(cases.SINKHORN, (9,), 3, 0, fp32).inputs(kernel_device)["logits"].requires_grad_()
-    cotangent = torch.randn(9, 3, 3, generator=torch.Generator().manual_seed(0)).to(kernel_device)
-    h_res = mhc_ops.sinkhorn(logits, iters, eps, backend="triton")
+def test_sinkhorn_options(iters, eps, place):
+    backend, device = place
+    logits = cases.Case(cases.SINKHORN, (9,), 3, 0, fp32).inputs(device)["logits"].requires_grad_()
+    cotangent = torch.randn(9, 3, 3, generator=torch.Generator().manual_seed(0)).to(device)
+    h_res = mhc_ops.sinkhorn(logits, iters, eps, backend=backend)
     (dlogits,) = torch.autograd.grad(h_res, logits, cotangent)
     wide = logits.detach().double().requires_grad_()
     exact = mhc_ops.sinkhorn(wide, iters, eps, backend="reference")
@@ -295,9 +339,10 @@ def test_sinkhorn_options(iters, eps, kernel_device):
     assert accuracy.close(dlogits, torch.autograd.grad(exact, wide, cotangent.double())[0])
 
 
-def test_pre_options(kernel_device):
+def test_pre_options(place):
+    backend, device = place
     options = {"norm_eps": 1e-2, "hc_eps": 1e-2, "post_mult": 1.3, "sinkhorn_iters": 3, "sinkhorn_eps": 1e-3}
-    tensors = cases.Case(cases.MHC_PRE, (9,), 3, 20, fp32).inputs(kernel_device)
+    tensors = cases.Case(cases.MHC_PRE, (9,), 3, 20, fp32).inputs(device)
 
     def run(values, backend):
         leaves = {name: t.detach().requires_grad_() for name, t in values.items()}
@@ -307,24 +352,26 @@ def test_pre_options(kernel_device):
         return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), cotangents)]
 
     exact = run({name: t.double() for name, t in tensors.items()}, "reference")
-    assert all(accuracy.close(result, e) for result, e in zip(run(tensors, "triton"), exact))
+    assert all(accuracy.close(result, e) for result, e in zip(run(tensors, backend), exact))
 
 
-def test_h_out_of_another_type(kernel_device):
+def test_h_out_of_another_type(place):
     """Under autocast a layer returns bf16 beside fp32 streams."""
-    tensors = cases.Case(cases.MHC_POST, (9,), 3, 20, fp32).inputs(kernel_device)
+    backend, device = place
+    tensors = cases.Case(cases.MHC_POST, (9,), 3, 20, fp32).inputs(device)
     tensors["h_out"] = tensors["h_out"].to(bf16)
-    cotangents = cotangents_of(cases.MHC_POST, tensors)
-    results = accuracy.run(cases.MHC_POST, tensors, "triton", cotangents)
+    cotangents = cotangents_of(cases.MHC_POST, tensors, backend)
+    results = accuracy.run(cases.MHC_POST, tensors, backend, cotangents)
     exact = accuracy.truth(cases.MHC_POST, tensors, cotangents)
     assert (results["x_next"].dtype, results["dh_out"].dtype) == (fp32, bf16)
     assert all(accuracy.close(results[name], exact[name]) for name in exact)
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("subject", [cases.MHC_LAYER, cases.MHC_POST_PRE], ids=lambda subject: subject.name)
-def test_more_than_2_to_the_31_elements(subject):
+def test_more_than_2_to_the_31_elements(subject, backend):
     """The last tokens of tensors past 2^31 elements have the bits they have alone, forward and in dx."""
+    needs(backend)
     T, n, D = 140_000, 4, 4096
     needed = 10 * T * n * D * 2
     if torch.cuda.mem_get_info()[0] < needed:
@@ -338,7 +385,7 @@ def test_more_than_2_to_the_31_elements(subject):
 
     def run(tensors):
         leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-        outputs = subject.call(**leaves, backend="triton")
+        outputs = subject.call(**leaves, backend=backend)
         gradients = torch.autograd.grad(outputs, [leaves["x"], leaves["h_out"]], [torch.ones_like(o) for o in outputs])
         return [result[-100:].clone() for result in (*outputs, *gradients)]
 

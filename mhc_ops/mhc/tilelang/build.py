@@ -1,0 +1,90 @@
+"""Compile TileLang kernels, once per set of constants; the pieces that most of them are written with.
+
+All kernels but the two with matrix products are written thread by thread: a thread's values are local arrays, and the
+32 lanes of a group add theirs up with `lane_sum`. The same source compiles for a CPU, where a block is one thread and a
+group one lane; the tests execute it there.
+"""
+
+import contextlib
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang
+import tilelang.language as T
+import torch
+from tilelang.cpu.language import Kernel as CPUKernel
+
+F32, BF16 = "float32", "bfloat16"
+NAMES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: "float16"}
+TYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Threads:
+    """How a kernel that is written thread by thread is spread: groups of lanes, so many groups to a block."""
+
+    groups: int
+    lanes: int = 32  # what lane_sum adds up, on NVIDIA and AMD GPUs alike
+
+    @property
+    def block(self) -> int:
+        return self.groups * self.lanes
+
+
+ON_CPU = Threads(1, 1)
+
+
+def grid(*blocks: Any, threads: Threads) -> Any:
+    return CPUKernel(*blocks) if threads == ON_CPU else T.Kernel(*blocks, threads=threads.block)
+
+
+def thread(threads: Threads) -> Any:
+    """The number of this thread in its block."""
+    return 0 if threads == ON_CPU else T.get_thread_binding()
+
+
+def lane_sum(value: Any, threads: Threads) -> Any:
+    """Σ of a value over the lanes of a group, the same in every lane; always in the same order."""
+    return value if threads == ON_CPU else T.warp_reduce_sum(value)
+
+
+def vector(threads: Threads, D: int, *dtypes: str) -> int:
+    """Neighbouring channels that a thread takes at once: 16 bytes of the widest type, where they divide a row."""
+    widest = 1 if threads == ON_CPU else 4 if F32 in dtypes else 8
+    return next(width for width in (8, 4, 2, 1) if width <= widest and D % width == 0)
+
+
+def kernel(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: `factory(*constants)` returns a PrimFunc; the decorated one, the kernel compiled for this device."""
+
+    @functools.cache
+    def compiled(gpu: int | None, *constants: Any) -> Any:
+        try:
+            return tilelang.compile(factory(*constants), target="c" if gpu is None else "auto")
+        except Exception as error:
+            if gpu is None or torch.version.hip or shutil.which("nvcc") or os.environ.get("CUDA_HOME"):
+                raise
+            message = "TileLang compiles with nvcc of the CUDA toolkit: put it on PATH or set CUDA_HOME"
+            raise RuntimeError(f"{factory.__name__}: {message}") from error
+
+    @functools.wraps(factory)
+    def for_this_device(*constants: Any) -> Any:
+        return compiled(None if ON_CPU in constants else torch.cuda.current_device(), *constants)
+
+    return for_this_device
+
+
+@contextlib.contextmanager
+def in_fp32(*outputs: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """The outputs for kernels to fill, as fp32: themselves, or stand-ins that are copied to them at the end."""
+    wide = [
+        output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32) for output in outputs
+    ]
+    yield wide
+    for output, filled in zip(outputs, wide):
+        if filled is not output:
+            output.copy_(filled)

@@ -1,0 +1,83 @@
+"""Exact products on matrix units: factors are cut into parts of bf16, which the units multiply without loss.
+
+part 0 = bf16(value), part 1 = bf16(value − part 0), ...: two parts hold 16 bits of a value, three all 24 of fp32. A
+product of values is the sum over the pairs of their parts; pairs of the smallest order are left out.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from ...core import device
+from . import configs
+from .build import F32, TYPES, grid, kernel, thread
+
+
+def pairs(left: int, right: int, orders: int = 3) -> tuple[tuple[int, int], ...]:
+    """The pairs of parts that are multiplied, largest products last: 8 bits lie between the orders i + j = 0, 1, 2.
+    They begin with the left parts in order."""
+    kept = [(i, j) for i in range(left) for j in range(right) if i + j < orders]
+    return tuple(sorted(kept, key=sum, reverse=True))
+
+
+def section(m: Any, n: int, head: bool) -> Any:
+    """Which alpha is row m's: pre, post or res; the head has one."""
+    return 0 if head else T.if_then_else(m < n, 0, T.if_then_else(m < 2 * n, 1, 2))
+
+
+def tiles(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
+    return tuple(T.alloc_shared(shape, dtype) for _ in range(count))
+
+
+def fragments(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
+    return tuple(T.alloc_fragment(shape, dtype) for _ in range(count))
+
+
+# out[c·rows + m, k] = part order[c] of alpha[section of m]·gamma[k]·phi[m, k], zero from row M on
+@kernel
+def phi_parts_kernel(n, M, K, order, dtype, scaled, weighted, threads):
+    """`scaled`: with alpha; `weighted`: with gamma."""
+    rows = configs.padded_maps(M)
+    numbered, numbered_places = tuple(range(max(order) + 1)), tuple(range(len(order)))
+
+    @T.prim_func
+    def mhc_phi_parts(
+        phi: T.Tensor((M, K), F32),
+        gamma: T.Tensor((K if weighted else 0,), F32),
+        alpha: T.Tensor(((3 if M > n else 1) if scaled else 0,), F32),
+        out: T.Tensor((len(order) * rows, K), dtype),
+    ):
+        with grid(T.ceildiv(K, threads.block), rows, threads=threads) as (block, m):
+            k = block * threads.block + thread(threads)
+            value = T.alloc_local((1,), F32)
+            part = T.alloc_local((1,), dtype)
+            if k < K:
+                value[0] = 0.0
+                if m < M:
+                    value[0] = phi[m, k]
+                    if weighted:
+                        value[0] *= gamma[k]
+                    if scaled:
+                        value[0] *= alpha[section(m, n, M == n)]
+                for p in numbered:
+                    part[0] = T.cast(value[0], dtype)
+                    for c in numbered_places:
+                        if order[c] == p:
+                            out[c * rows + m, k] = part[0]
+                    value[0] -= T.cast(part[0], F32)
+
+    return mhc_phi_parts
+
+
+def phi_parts(phi, gamma, alpha, n, order, dtype):
+    """The parts `order` of gamma ⊙ phi, times alpha where that is given, as [len(order)·padded_maps, K]; made anew in
+    each call."""
+    M, K = phi.shape
+    out = torch.empty((len(order) * configs.padded_maps(M), K), dtype=TYPES[dtype], device=phi.device)
+    weights = phi.new_empty(0) if gamma is None else gamma.view(K)
+    scales = phi.new_empty(0) if alpha is None else alpha
+    threads = configs.per_column(device.kind(phi.device))
+    scaled, weighted = alpha is not None, gamma is not None
+    phi_parts_kernel(n, M, K, order, dtype, scaled, weighted, threads)(phi, weights, scales, out)
+    return out

@@ -1,0 +1,380 @@
+"""mHC pre, backward: two passes over x with a small step per token between them, then sums in fixed order.
+
+1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>
+2. maps      per token: back through σ, Sinkhorn and the scales to dh_mix, and what multiplies x, dh_in and dx_next in dx
+3. dx        pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
+4. pre_sums.py: dphi and dgamma from A, dalpha and dbias from the sums of step 2
+
+dh_mix is kept without its factor alpha, which dx gets through phi and dphi at the end: alpha may be zero, and the sums
+without it are still needed.
+"""
+
+import tilelang.language as T
+import torch
+
+from ...core import device
+from ...core.sizes import cdiv
+from . import configs
+from .build import F32, NAMES, TYPES, grid, kernel, lane_sum, thread, vector
+from .parts import fragments, pairs, phi_parts, section, tiles
+from .pre_sums import sum_gradients
+from .sinkhorn import divisors, half_steps_back, sinkhorn, softmax_back
+
+
+# dh_pre[t, i] = Σ_d dh_in[t, d]·x[t, i, d]
+@kernel
+def mhc_pre_dh_pre_kernel(n, D, dtype, threads):
+    """A group of lanes takes a token."""
+    tokens = T.dynamic("tokens")
+    width = vector(threads, D, dtype)
+    steps = cdiv(D, threads.lanes * width)
+
+    @T.prim_func
+    def mhc_pre_dh_pre(
+        x: T.Tensor((tokens, n, D), dtype),
+        dh_in: T.Tensor((tokens, D), dtype),
+        dh_pre: T.Tensor((tokens, n), F32),
+    ):
+        with grid(T.ceildiv(tokens, threads.groups), threads=threads) as block:
+            t = block * threads.groups + thread(threads) // threads.lanes
+            lane = thread(threads) % threads.lanes
+            total = T.alloc_local((n,), F32)
+            x_own = T.alloc_local((n * width,), dtype)
+            in_own = T.alloc_local((width,), dtype)
+            if t < tokens:
+                for i in T.unroll(n):
+                    total[i] = 0.0
+                for step in T.serial(steps):
+                    if (step * threads.lanes + lane) * width < D:
+                        d = (step * threads.lanes + lane) * width
+                        for i in T.unroll(n):
+                            for v in T.vectorized(width):
+                                x_own[i * width + v] = x[t, i, d + v]
+                        for v in T.vectorized(width):
+                            in_own[v] = dh_in[t, d + v]
+                        for i in T.unroll(n):
+                            for v in T.unroll(width):
+                                total[i] += T.cast(x_own[i * width + v], F32) * T.cast(in_own[v], F32)
+                for i in T.unroll(n):
+                    total[i] = lane_sum(total[i], threads)
+                if lane == 0:
+                    for i in T.unroll(n):
+                        dh_pre[t, i] = total[i]
+
+    return mhc_pre_dh_pre
+
+
+def factors(n: int, head: bool) -> int:
+    """Numbers per token that pass B multiplies with: x_factor, h_pre[i], h_res[i, j]; in whole 16 bytes."""
+    return cdiv(1 + n + (0 if head else n * n), 4) * 4
+
+
+# m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
+# dz_res = dh_res back through Sinkhorn, or as it is where iters is 0
+# dh_mix = dz·inv_rms, stored in parts (`order`);  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  h_pre = σ(z_pre) + hc_eps
+# sums[0 or 1, m, group] = Σ_t dz or Σ_t dz·m over the tokens of a group of lanes
+@kernel
+def mhc_pre_dmaps_kernel(n, M, K, order, dtype, threads):
+    """In the head, M is n, and dh_post and dh_res are empty."""
+    tokens, groups, half_steps = T.dynamic("tokens, groups, half_steps")
+    head = M == n
+    rows = configs.padded_maps(M)
+    numbered, places = tuple(range(max(order) + 1)), tuple(range(len(order)))
+
+    @T.macro
+    def finish(dz, mix, inv, alpha, m, dinv, dh_mix, sums, t, group, lane):
+        rest = T.alloc_local((1,), F32)
+        part = T.alloc_local((1,), dtype)
+        if t < tokens:
+            dinv[0] += alpha[section(m, n, head)] * dz * mix
+            rest[0] = dz * inv
+            for p in numbered:
+                part[0] = T.cast(rest[0], dtype)
+                for c in places:
+                    if order[c] == p:
+                        dh_mix[t, c * rows + m] = part[0]
+                rest[0] -= T.cast(part[0], F32)
+        rest[0] = lane_sum(dz, threads)
+        if lane == 0:
+            sums[0, m, group] = rest[0]
+        rest[0] = lane_sum(dz * (mix * inv), threads)
+        if lane == 0:
+            sums[1, m, group] = rest[0]
+
+    @T.prim_func
+    def mhc_pre_dmaps(
+        h_mix: T.Tensor((tokens, M), F32),
+        inv_rms: T.Tensor((tokens,), F32),
+        dh_pre: T.Tensor((tokens, n), F32),
+        dh_post: T.Tensor((0 if head else tokens, n), F32),
+        dh_res: T.Tensor((0 if head else tokens, n * n), F32),
+        alpha: T.Tensor((1 if head else 3,), F32),
+        bias: T.Tensor((M,), F32),
+        dh_mix: T.Tensor((tokens, len(order) * rows), dtype),
+        factor: T.Tensor((tokens, factors(n, head)), F32),
+        sums: T.Tensor((2, M, groups), F32),
+        divisors: T.Tensor((half_steps, n, tokens), F32),
+        hc_eps: T.float32,
+        post_mult: T.float32,
+        iters: T.int32,
+        sinkhorn_eps: T.float32,
+    ):
+        with grid(T.ceildiv(tokens, threads.block), threads=threads) as block:
+            t = block * threads.block + thread(threads)
+            group = t // threads.lanes
+            lane = t % threads.lanes
+            mix = T.alloc_local((1,), F32)
+            inv = T.alloc_local((1,), F32)
+            dinv = T.alloc_local((1,), F32)
+            z = T.alloc_local((1,), F32)
+            gate = T.alloc_local((1,), F32)
+            dz = T.alloc_local((1,), F32)
+            c = T.alloc_local((n * n,), F32)
+            dc = T.alloc_local((n * n,), F32)
+            dinv[0] = 0.0
+            inv[0] = 0.0
+            mix[0] = 0.0
+            if t < tokens:
+                inv[0] = inv_rms[t]
+            for g in T.unroll(n if head else 2 * n):
+                dz[0] = 0.0
+                if t < tokens:
+                    mix[0] = h_mix[t, g]
+                    z[0] = alpha[section(g, n, head)] * (mix[0] * inv[0]) + bias[g]
+                    gate[0] = 1.0 / (1.0 + T.exp(-z[0]))
+                    dz[0] = gate[0] / (1.0 + T.exp(z[0]))
+                    if g < n:
+                        factor[t, 1 + g] = gate[0] + hc_eps
+                        dz[0] *= dh_pre[t, g]
+                    else:
+                        dz[0] *= post_mult * dh_post[t, g - n]
+                finish(dz[0], mix[0], inv[0], alpha, g, dinv, dh_mix, sums, t, group, lane)
+            if not head:
+                for ij in T.unroll(n * n):
+                    dc[ij] = 0.0
+                if t < tokens:
+                    if iters > 0:
+                        for ij in T.unroll(n * n):
+                            c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
+                        sinkhorn(c, iters, sinkhorn_eps, n, divisors, t)
+                        for ij in T.unroll(n * n):
+                            factor[t, 1 + n + ij] = c[ij]
+                    for ij in T.unroll(n * n):
+                        dc[ij] = dh_res[t, ij]
+                    if iters > 0:
+                        half_steps_back(c, dc, divisors, t, iters, n)
+                        for ij in T.unroll(n * n):
+                            c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
+                        softmax_back(c, dc, n)
+                for ij in T.unroll(n * n):
+                    if t < tokens:
+                        mix[0] = h_mix[t, 2 * n + ij]
+                    finish(dc[ij], mix[0], inv[0], alpha, 2 * n + ij, dinv, dh_mix, sums, t, group, lane)
+            if t < tokens:
+                factor[t, 0] = -dinv[0] * inv[0] * inv[0] * inv[0] / K
+                for m in T.unroll(M, rows):
+                    for c in places:
+                        dh_mix[t, c * rows + m] = T.cast(0.0, dtype)
+
+    return mhc_pre_dmaps
+
+
+# dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
+#            + Σ_j h_res[t, i, j]·dx_next[t, j] where residual is "mixed", + dx_next[t, i] where it is "added"
+# A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
+@kernel
+def mhc_pre_dx_kernel(n, D, M, dtype, dx_dtype, reads, residual, exact, config):
+    """`reads`: there is a dh_in. A program takes block_d channels of config.streams streams and a slice of the tokens."""
+    tokens, slices = T.dynamic("tokens, slices")
+    K, rows, head = n * D, configs.padded_maps(M), M == n
+    x_parts, parts, part = exact.x_parts, exact.parts, exact.dtype
+    block_t, block_d = config.block_t, config.block_d
+    own = tuple(range(config.streams))
+    needed = tuple(range(n)) if residual == "mixed" else own if residual == "added" else ()
+    numbered = tuple(range(x_parts))
+    for_sums, depth = pairs(x_parts, parts), len(pairs(parts, parts, parts)) * rows
+
+    @T.prim_func
+    def mhc_pre_dx(
+        x: T.Tensor((tokens, K), dtype),
+        dh_in: T.Tensor((tokens if reads else 0, D), dtype),
+        dx_next: T.Tensor((tokens if residual else 0, K), dtype),
+        dh_mix: T.Tensor((tokens, depth), part),
+        phi: T.Tensor((depth, K), part),
+        factor: T.Tensor((tokens, factors(n, head)), F32),
+        dx: T.Tensor((tokens, K), dx_dtype),
+        A: T.Tensor((slices, M, K), F32),
+        steps: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(D, block_d), n // config.streams, slices, threads=config.threads) as (
+            block,
+            streams,
+            piece,
+        ):
+            T.annotate_min_blocks_per_sm(config.resident)
+            if config.resident > 1:
+                T.disable_warp_group_reg_alloc()
+            x_tile = tiles(config.streams, (block_t, block_d), dtype)
+            x_part = tiles(x_parts if x_parts > 1 else 0, (block_t, block_d), part)
+            next_tile = tiles(len(needed), (block_t, block_d), dtype)
+            in_tile = T.alloc_shared((block_t, block_d), dtype)
+            mix_tile = T.alloc_shared((block_t, depth), part)
+            phi_tile = tiles(config.streams, (depth, block_d), part)
+            factor_tile = T.alloc_shared((block_t, factors(n, head)), F32)
+            out_tile = T.alloc_shared((block_t, block_d), dx_dtype)
+            total = T.alloc_fragment((block_t, block_d), F32)
+            rest = T.alloc_fragment((block_t, block_d), F32)
+            sums = fragments(config.streams, (block_d, rows), F32)
+            product = T.alloc_fragment((block_d, rows), F32)
+            d0 = block * block_d
+            first = streams * config.streams
+            for s in own:
+                T.copy(phi[0, (first + s) * D + d0], phi_tile[s])
+                T.clear(sums[s])
+            for step in T.Pipelined(steps, num_stages=config.stages) if config.stages else T.serial(steps):
+                t0 = (piece * steps + step) * block_t
+                for s in own:
+                    T.copy(x[t0, (first + s) * D + d0], x_tile[s])
+                for j in needed:
+                    T.copy(dx_next[t0, ((first if residual == "added" else 0) + j) * D + d0], next_tile[j])
+                if reads:
+                    T.copy(dh_in[t0, d0], in_tile)
+                T.copy(dh_mix[t0, 0], mix_tile)
+                T.copy(factor[t0, 0], factor_tile)
+                for s in own:
+                    if x_parts > 1:
+                        for t, d in T.Parallel(block_t, block_d):
+                            rest[t, d] = T.cast(x_tile[s][t, d], F32)
+                        for p in numbered:
+                            for t, d in T.Parallel(block_t, block_d):
+                                x_part[p][t, d] = T.cast(rest[t, d], part)
+                                rest[t, d] -= T.cast(T.cast(rest[t, d], part), F32)
+                    T.clear(product)
+                    for i, j in for_sums:
+                        T.gemm(
+                            x_part[i] if x_parts > 1 else x_tile[s],
+                            mix_tile[:, j * rows : (j + 1) * rows],
+                            product,
+                            transpose_A=True,
+                        )
+                    for d, m in T.Parallel(block_d, rows):
+                        sums[s][d, m] += product[d, m]
+                    T.clear(total)
+                    T.gemm(mix_tile, phi_tile[s], total)
+                    for t, d in T.Parallel(block_t, block_d):
+                        total[t, d] += factor_tile[t, 0] * T.cast(x_tile[s][t, d], F32)
+                    if reads:
+                        for t, d in T.Parallel(block_t, block_d):
+                            total[t, d] += factor_tile[t, 1 + first + s] * T.cast(in_tile[t, d], F32)
+                    if residual == "mixed":
+                        for j in needed:
+                            for t, d in T.Parallel(block_t, block_d):
+                                total[t, d] += factor_tile[t, 1 + n + (first + s) * n + j] * T.cast(
+                                    next_tile[j][t, d], F32
+                                )
+                    if residual == "added":
+                        for t, d in T.Parallel(block_t, block_d):
+                            total[t, d] += T.cast(next_tile[s][t, d], F32)
+                    T.copy(total, out_tile)
+                    for t, d in T.Parallel(block_t, block_d):
+                        if t0 + t < tokens and d0 + d < D:
+                            dx[t0 + t, (first + s) * D + d0 + d] = out_tile[t, d]
+            for s in own:
+                for d, m in T.Parallel(block_d, rows):
+                    if m < M and d0 + d < D:
+                        A[piece, m, (first + s) * D + d0 + d] = sums[s][d, m]
+
+    return mhc_pre_dx
+
+
+def mhc_pre_bwd(
+    x,
+    phi,
+    alpha,
+    bias,
+    gamma,
+    inv_rms,
+    h_mix,
+    dh_in,
+    dh_post,
+    dh_res,
+    dx_next,
+    hc_eps,
+    post_mult,
+    sinkhorn_iters,
+    sinkhorn_eps,
+    dx,
+    dphi,
+    dalpha,
+    dbias,
+    dgamma,
+    mixed=True,
+):
+    """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is."""
+    n, D = x.shape[-2:]
+    M, K = phi.shape
+    T, dtype, head = inv_rms.numel(), NAMES[x.dtype], M == n
+    if T == 0:
+        for gradient in (dphi, dalpha, dbias, dgamma):
+            gradient.zero_()
+        return
+    phi, alpha, bias = phi.float(), alpha.float().view(-1), bias.float()
+    gamma = None if gamma is None else gamma.float()
+    kind = device.kind(x.device)
+    exact = configs.arithmetic(dtype, kind)
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    def or_zeros(gradient: torch.Tensor | None, *shape: int) -> torch.Tensor:
+        return x.new_zeros(shape, dtype=torch.float32) if gradient is None else gradient.float().view(shape)
+
+    dh_pre = None
+    if dh_in is not None:
+        dh_pre = scratch(T, n)
+        mhc_pre_dh_pre_kernel(n, D, dtype, configs.per_group(kind))(x.view(T, n, D), dh_in.view(T, D), dh_pre)
+
+    left, right = zip(*pairs(exact.parts, exact.parts, exact.parts))  # of dh_mix and of phi, side by side
+    threads = configs.per_token(kind)
+    dh_mix = scratch(T, len(left) * configs.padded_maps(M), dtype=TYPES[exact.dtype])
+    factor = scratch(T, factors(n, head))
+    sums = scratch(2, M, cdiv(T, threads.lanes))
+    mhc_pre_dmaps_kernel(n, M, K, left, exact.dtype, threads)(
+        h_mix.view(T, M),
+        inv_rms.view(T),
+        or_zeros(dh_pre, T, n),
+        scratch(0, n) if head else or_zeros(dh_post, T, n),
+        scratch(0, n * n) if head else or_zeros(dh_res, T, n * n),
+        alpha,
+        bias,
+        dh_mix,
+        factor,
+        sums,
+        divisors(T, n, sinkhorn_iters, x.device),
+        hc_eps,
+        post_mult,
+        sinkhorn_iters,
+        sinkhorn_eps,
+    )
+
+    residual = "" if dx_next is None else "mixed" if mixed else "added"
+    config = configs.dx(n, D, dtype, kind)
+    steps, slices = configs.token_slices(T, n, D, config, device.multiprocessors(x.device))
+    A = scratch(slices, M, K)
+    mhc_pre_dx_kernel(n, D, M, dtype, NAMES[dx.dtype], dh_in is not None, residual, exact, config)(
+        x.view(T, K),
+        x.new_empty(0, D) if dh_in is None else dh_in.view(T, D),
+        x.new_empty(0, K) if dx_next is None else dx_next.view(T, K),
+        dh_mix,
+        phi_parts(phi, gamma, alpha, n, right, exact.dtype),
+        factor,
+        dx.view(T, K),
+        A,
+        steps,
+    )
+    sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias)
+
+
+def mhc_head_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dout, hc_eps, *gradients):
+    no_maps = (None, None, None)  # dh_post, dh_res, dx_next
+    mhc_pre_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dout, *no_maps, hc_eps, 0.0, 0, 0.0, *gradients)

@@ -1,0 +1,241 @@
+"""mHC pre, forward: a projection of x, then one kernel that finishes each token.
+
+1. project   partials[slice, :, t] = phi · x[t] and Σ x², per slice of K = nD
+2. finish    add the slices in order, make the maps (Sinkhorn included), sum the streams to h_in
+
+The head is the same with the pre rows of phi alone. How K is cut into slices depends on n and D only, so a token's bits
+do not depend on the batch.
+"""
+
+import tilelang.language as T
+import torch
+
+from ...core import device
+from ...core.sizes import cdiv
+from . import configs
+from .build import F32, NAMES, ON_CPU, grid, kernel, thread, vector
+from .parts import pairs, phi_parts, tiles
+from .sinkhorn import sinkhorn
+
+
+# partials[slice, m, t] = Σ_{k in slice} phi[m, k]·x[t, k];  partials[slice, M, t] = Σ_{k in slice} x[t, k]²
+@kernel
+def mhc_pre_project_kernel(M, K, dtype, exact, config):
+    tokens = T.dynamic("tokens")
+    rows, x_parts = configs.padded_maps(M), exact.x_parts
+    products = pairs(x_parts, exact.parts)
+    block_t, block_k, slice_k = config.block_t, config.block_k, config.slice_k
+    slices = config.slices(K)
+    numbered = tuple(range(x_parts))
+
+    @T.prim_func
+    def mhc_pre_project(
+        x: T.Tensor((tokens, K), dtype),
+        phi: T.Tensor((exact.parts * rows, K), exact.dtype),
+        partials: T.Tensor((slices, M + 1, tokens), F32),
+    ):
+        with T.Kernel(slices, T.ceildiv(tokens, block_t), threads=config.threads) as (piece, block):
+            T.annotate_min_blocks_per_sm(config.resident)
+            if config.resident > 1:
+                T.disable_warp_group_reg_alloc()
+            x_tile = T.alloc_shared((block_t, block_k), dtype)
+            phi_tile = T.alloc_shared((exact.parts * rows, block_k), exact.dtype)
+            x_part = tiles(x_parts if x_parts > 1 else 0, (block_t, block_k), exact.dtype)
+            own = T.alloc_fragment((block_t, block_k), F32)
+            squares = T.alloc_fragment((block_t, block_k), F32)
+            square = T.alloc_fragment((block_t,), F32)
+            product = T.alloc_fragment((block_t, rows), F32)
+            mix = T.alloc_fragment((block_t, rows), F32)
+            mix_tile = T.alloc_shared((block_t, rows), F32)
+            T.clear(mix)
+            T.clear(squares)
+            for step in T.Pipelined(slice_k // block_k, num_stages=config.stages):
+                T.copy(x[block * block_t, piece * slice_k + step * block_k], x_tile)
+                T.copy(phi[0, piece * slice_k + step * block_k], phi_tile)
+                # A fresh product per step: matrix units truncate as they accumulate.
+                T.clear(product)
+                for t, k in T.Parallel(block_t, block_k):
+                    own[t, k] = T.cast(x_tile[t, k], F32)
+                    squares[t, k] += own[t, k] * own[t, k]
+                if x_parts > 1:
+                    for p in numbered:
+                        for t, k in T.Parallel(block_t, block_k):
+                            x_part[p][t, k] = T.cast(own[t, k], exact.dtype)
+                            own[t, k] -= T.cast(T.cast(own[t, k], exact.dtype), F32)
+                for i, j in products:
+                    T.gemm(
+                        x_part[i] if x_parts > 1 else x_tile,
+                        phi_tile[j * rows : (j + 1) * rows, :],
+                        product,
+                        transpose_B=True,
+                    )
+                for t, m in T.Parallel(block_t, rows):
+                    mix[t, m] += product[t, m]
+            T.reduce_sum(squares, square, dim=1)
+            T.copy(mix, mix_tile)
+            for m, t in T.Parallel(M, block_t):
+                if block * block_t + t < tokens:
+                    partials[piece, m, block * block_t + t] = mix_tile[t, m]
+            for t in T.Parallel(block_t):
+                if block * block_t + t < tokens:
+                    partials[piece, M, block * block_t + t] = square[t]
+
+    return mhc_pre_project
+
+
+# h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
+# h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post);  h_res = sinkhorn(z_res), or z_res where iters is 0
+# h_in = Σ_i h_pre[i]·x[i]
+@kernel
+def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors):
+    """The first blocks make the maps, a thread per token; the others read x, a block per token and block of channels,
+    and make the h_pre of their token themselves. In the head, M is n, and h_post and h_res are empty."""
+    tokens = T.dynamic("tokens")
+    head = M == n
+    width = vector(threads, D, dtype)
+    stride = threads.block * width
+    blocks = cdiv(D, stride * vectors)
+
+    @T.macro
+    def make_maps(
+        t, partials, alpha, bias, h_post, h_res, inv_rms, h_mix, h_pre, norm_eps, hc_eps, post_mult, iters, sinkhorn_eps
+    ):
+        mix = T.alloc_local((M + 1,), F32)
+        inv = T.alloc_local((1,), F32)
+        c = T.alloc_local((n * n,), F32)
+        for m in T.unroll(M + 1):
+            mix[m] = 0.0
+        for piece in T.serial(slices):
+            for m in T.unroll(M + 1):
+                mix[m] += partials[piece, m, t]
+        inv[0] = 1.0 / T.sqrt(mix[M] / (n * D) + norm_eps)
+        inv_rms[t] = inv[0]
+        for m in T.unroll(M):
+            h_mix[t, m] = mix[m]
+        for i in T.unroll(n):
+            h_pre[t, i] = 1.0 / (1.0 + T.exp(-(alpha[0] * (mix[i] * inv[0]) + bias[i]))) + hc_eps
+        if not head:
+            for j in T.unroll(n):
+                h_post[t, j] = post_mult / (1.0 + T.exp(-(alpha[1] * (mix[n + j] * inv[0]) + bias[n + j])))
+            for ij in T.unroll(n * n):
+                c[ij] = alpha[2] * (mix[2 * n + ij] * inv[0]) + bias[2 * n + ij]
+            if iters > 0:
+                sinkhorn(c, iters, sinkhorn_eps, n)
+            for ij in T.unroll(n * n):
+                h_res[t, ij] = c[ij]
+
+    @T.macro
+    def read(t, first, x, partials, alpha, bias, h_in, norm_eps, hc_eps):
+        mix = T.alloc_local((n + 1,), F32)
+        inv = T.alloc_local((1,), F32)
+        x_own = T.alloc_local((vectors * n * width,), dtype)
+        in_own = T.alloc_local((width,), dtype)
+        total = T.alloc_local((1,), F32)
+        for u in T.unroll(vectors):
+            if first + u * stride < D:
+                for i in T.unroll(n):
+                    for v in T.vectorized(width):
+                        x_own[(u * n + i) * width + v] = x[t, i, first + u * stride + v]
+        for i in T.unroll(n + 1):
+            mix[i] = 0.0
+        for piece in T.unroll(slices):
+            for i in T.unroll(n):
+                mix[i] += partials[piece, i, t]
+            mix[n] += partials[piece, M, t]
+        inv[0] = 1.0 / T.sqrt(mix[n] / (n * D) + norm_eps)
+        for i in T.unroll(n):
+            mix[i] = 1.0 / (1.0 + T.exp(-(alpha[0] * (mix[i] * inv[0]) + bias[i]))) + hc_eps
+        for u in T.unroll(vectors):
+            if first + u * stride < D:
+                for v in T.unroll(width):
+                    total[0] = 0.0
+                    for i in T.unroll(n):
+                        total[0] += mix[i] * T.cast(x_own[(u * n + i) * width + v], F32)
+                    in_own[v] = T.cast(total[0], dtype)
+                for v in T.vectorized(width):
+                    h_in[t, first + u * stride + v] = in_own[v]
+
+    @T.prim_func
+    def mhc_pre_finish(
+        x: T.Tensor((tokens, n, D), dtype),
+        partials: T.Tensor((slices, M + 1, tokens), F32),
+        alpha: T.Tensor((1 if head else 3,), F32),
+        bias: T.Tensor((M,), F32),
+        h_in: T.Tensor((tokens, D), dtype),
+        h_post: T.Tensor((0 if head else tokens, n), F32),
+        h_res: T.Tensor((0 if head else tokens, n * n), F32),
+        inv_rms: T.Tensor((tokens,), F32),
+        h_mix: T.Tensor((tokens, M), F32),
+        h_pre: T.Tensor((tokens, n), F32),
+        norm_eps: T.float32,
+        hc_eps: T.float32,
+        post_mult: T.float32,
+        iters: T.int32,
+        sinkhorn_eps: T.float32,
+    ):
+        with grid(T.ceildiv(tokens, threads.block) + tokens * blocks, threads=threads) as block:
+            if threads != ON_CPU:
+                T.annotate_min_blocks_per_sm(3 if n <= 4 else 1)
+            if block < T.ceildiv(tokens, threads.block):
+                t = block * threads.block + thread(threads)
+                if t < tokens:
+                    options = (norm_eps, hc_eps, post_mult, iters, sinkhorn_eps)
+                    make_maps(t, partials, alpha, bias, h_post, h_res, inv_rms, h_mix, h_pre, *options)
+            else:
+                item = block - T.ceildiv(tokens, threads.block)
+                first = item % blocks * (stride * vectors) + thread(threads) * width
+                read(item // blocks, first, x, partials, alpha, bias, h_in, norm_eps, hc_eps)
+
+    return mhc_pre_finish
+
+
+def forward(x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, iters, sinkhorn_eps, h_in, *maps):
+    """maps: h_post, h_res, inv_rms, h_mix, h_pre"""
+    n, D = x.shape[-2:]
+    M, K = phi.shape
+    T, dtype = x.numel() // K, NAMES[x.dtype]
+    h_post, h_res, inv_rms, h_mix, h_pre = maps
+    kind = device.kind(x.device)
+    exact, config = configs.arithmetic(dtype, kind), configs.project(M, K, dtype, kind)
+    slices = config.slices(K)
+    partials = torch.empty((slices, M + 1, T), dtype=torch.float32, device=x.device)
+    weights = None if gamma is None else gamma.float()
+    parts = phi_parts(phi.float(), weights, None, n, tuple(range(exact.parts)), exact.dtype)
+    mhc_pre_project_kernel(M, K, dtype, exact, config)(x.view(T, K), parts, partials)
+    mhc_pre_finish_kernel(n, D, M, dtype, slices, *configs.stream(kind, D, dtype))(
+        x.view(T, n, D),
+        partials,
+        alpha.float().view(-1),
+        bias.float(),
+        h_in.view(T, D),
+        h_post.view(-1, n),
+        h_res.view(-1, n * n),
+        inv_rms.view(T),
+        h_mix.view(T, M),
+        h_pre.view(T, n),
+        norm_eps,
+        hc_eps,
+        post_mult,
+        iters,
+        sinkhorn_eps,
+    )
+
+
+def mhc_pre_fwd(x, phi, alpha, bias, gamma, *options_and_outputs):
+    if x.numel():
+        forward(x, phi, alpha, bias, gamma, *options_and_outputs)
+
+
+def without_h_pre(x, *arguments):
+    """As mhc_pre_fwd, where the caller does not want h_pre."""
+    mhc_pre_fwd(x, *arguments, x.new_empty(x.shape[:-1], dtype=torch.float32))
+
+
+def mhc_layer_pre(*arguments):
+    *inputs_and_maps, _, inv_rms, h_mix = arguments  # the link holds a zero already
+    without_h_pre(*inputs_and_maps, inv_rms, h_mix)
+
+
+def mhc_head_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, out, inv_rms, h_mix):
+    none = inv_rms.new_empty(0)
+    without_h_pre(x, phi, alpha, bias, gamma, norm_eps, hc_eps, 0.0, 0, 0.0, out, none, none, inv_rms, h_mix)

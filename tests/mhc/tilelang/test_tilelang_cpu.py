@@ -1,0 +1,62 @@
+"""TileLang kernels that its CPU target can execute, inside the real launchers and under autograd, against fp64.
+
+The two kernels with matrix products are not among them (no fragments on a CPU): torch stands in for those two.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+from mhc_ops.core import backend
+from mhc_ops.measure import accuracy, cases
+from mhc_ops.mhc.tilelang import pre_bwd, pre_fwd
+
+
+def project(M, K, dtype, exact, config):
+    def run(x, parts, partials):
+        partials.zero_()
+        for piece in range(config.slices(K)):
+            columns = slice(piece * config.slice_k, (piece + 1) * config.slice_k)
+            partials[piece, :M] = parts[:M, columns] @ x[:, columns].T
+            partials[piece, M] = x[:, columns].square().sum(1)
+
+    return run
+
+
+def dx(n, D, M, dtype, dx_dtype, reads, residual, exact, config):
+    def run(x, dh_in, dx_next, dh_mix, phi, factor, dx, A, steps):
+        size = steps * config.block_t
+        for piece in range(len(A)):
+            tokens = slice(piece * size, (piece + 1) * size)
+            A[piece] = dh_mix[tokens, :M].T @ x[tokens]
+        total = dh_mix @ phi + factor[:, :1] * x
+        if reads:
+            total += (factor[:, 1 : 1 + n, None] * dh_in[:, None]).flatten(1)
+        if residual == "mixed":
+            h_res = factor[:, 1 + n : 1 + n + n * n].unflatten(1, (n, n))
+            total += (h_res @ dx_next.unflatten(1, (n, D))).flatten(1)
+        if residual == "added":
+            total += dx_next
+        dx.copy_(total)
+
+    return run
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(pre_fwd, "mhc_pre_project_kernel", project)
+    monkeypatch.setattr(pre_bwd, "mhc_pre_dx_kernel", dx)
+    monkeypatch.setattr(backend, "why_not", lambda family, name, device_type: None)
+
+
+CASES = [
+    *(cases.Case(subject, (37,), 4, 24, torch.float32, seed=cases._HEAD_SEED) for subject in cases.SUBJECTS),
+    *(cases.Case(cases.MHC_LAYER, (37,), n, 9, torch.float32, gamma=False) for n in (1, 3, 8)),
+    cases.Case(cases.SINKHORN, (37,), 8, 0, torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_cpu(case, on_cpu, poisoned):
+    rows = accuracy.measure(case, "tilelang", "cpu")
+    assert all(row.passed for row in rows), rows
