@@ -127,6 +127,8 @@ def dx(n: int, D: int, dtype: str, kind: str) -> Dx:
     instruction: a plain loop there. The sums A of n = 8 fill the registers with two streams. AMD's 64 KB of shared
     memory take less."""
     if kind == "hip":
+        if n == 8 and dtype == F32:
+            raise NotImplementedError("tilelang: on AMD GPUs the gradients of 8 streams of float32 do not fit")
         return Dx(32, 32, n, 0, 128) if n <= 4 and dtype != F32 else Dx(16, 16, 1, 0, 64)
     stages = 1 if aligned(D) else 0
     if n <= 4 and dtype != F32:

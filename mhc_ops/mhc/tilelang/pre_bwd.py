@@ -1,7 +1,7 @@
 """mHC pre, backward: two passes over x with a small step per token between them, then sums in fixed order.
 
 1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>
-2. maps      per token: back through σ, Sinkhorn and the scales to dh_mix, and what multiplies x, dh_in and dx_next in dx
+2. maps      per token: back through σ, Sinkhorn and the scales to dh_mix; what multiplies x, dh_in and dx_next in dx
 3. dx        pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
 4. pre_sums.py: dphi and dgamma from A, dalpha and dbias from the sums of step 2
 
@@ -71,7 +71,8 @@ def factors(n: int, head: bool) -> int:
 
 # m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
 # dz_res = dh_res back through Sinkhorn, or as it is where iters is 0
-# dh_mix = dz·inv_rms, stored in parts (`order`);  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  h_pre = σ(z_pre) + hc_eps
+# dh_mix = dz·inv_rms, stored in the parts `order`;  h_pre = σ(z_pre) + hc_eps
+# x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  factor = x_factor, h_pre, h_res
 # sums[0 or 1, m, group] = Σ_t dz or Σ_t dz·m over the tokens of a group of lanes
 @kernel
 def mhc_pre_dmaps_kernel(n, M, K, order, dtype, threads):
@@ -184,7 +185,7 @@ def mhc_pre_dmaps_kernel(n, M, K, order, dtype, threads):
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
 @kernel
 def mhc_pre_dx_kernel(n, D, M, dtype, dx_dtype, reads, residual, exact, config):
-    """`reads`: there is a dh_in. A program takes block_d channels of config.streams streams and a slice of the tokens."""
+    """`reads`: there is a dh_in."""
     tokens, slices = T.dynamic("tokens, slices")
     K, rows, head = n * D, configs.padded_maps(M), M == n
     x_parts, parts, part = exact.x_parts, exact.parts, exact.dtype

@@ -24,7 +24,8 @@ SHARED_MEMORY = {"sm_90a": 227 << 10, "gfx942": 64 << 10}
 CASES = (
     cases.Case(cases.MHC_LAYER, (70,), 4, 4096, torch.bfloat16),
     cases.Case(cases.MHC_LAYER, (70,), 3, 257, torch.float16, gamma=False),
-    cases.Case(cases.MHC_LAYER, (70,), 8, 64, torch.float32),
+    cases.Case(cases.MHC_LAYER, (70,), 8, 64, torch.bfloat16),
+    cases.Case(cases.MHC_PRE, (70,), 6, 40, torch.float32),
     cases.Case(cases.MHC_POST_PRE, (70,), 2, 264, torch.bfloat16),
     cases.Case(cases.MHC_HEAD, (70,), 5, 40, torch.bfloat16),
     cases.Case(cases.SINKHORN, (70,), 8, 0, torch.bfloat16),
@@ -72,6 +73,12 @@ def test_lowers_for_amd(case, kind, launched):
     launch(case)
     for function in launched.values():
         lower(function, "gfx942")
+
+
+@pytest.mark.parametrize("kind", ["hip"])
+def test_what_does_not_fit_amd_says_so(kind, launched):
+    with pytest.raises(NotImplementedError, match="tilelang: on AMD GPUs the gradients of 8 streams of float32"):
+        launch(cases.Case(cases.MHC_PRE, (3,), 8, 16, torch.float32))
 
 
 @pytest.mark.parametrize("kind", ["cuda"])
