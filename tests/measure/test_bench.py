@@ -1,5 +1,6 @@
 """What bench runs and in which order, how it ends, and that nothing that fails ends it."""
 
+import importlib.metadata
 import json
 import time
 from dataclasses import replace
@@ -61,9 +62,7 @@ def test_peers_are_checked_timed_and_named(monkeypatch):
     right, wrong = peer("right", lambda output: output), peer("wrong", lambda output: 1.1 * output)
     crashing, lacking = peer("crashing", crash), peer("lacking", lambda output: output, lacks=("mhc_post", "mhc_pre"))
     monkeypatch.setattr(peers, "PEERS", (right, wrong, crashing, lacking, peers.LIGER))
-    monkeypatch.setattr(
-        peers.LIGER.load.__globals__["load_module"].__globals__["importlib"].metadata, "version", missing
-    )
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     found, _ = run(peers=True)
     assert {m.provider for m in found.measurements} == {"right", "eager"}
     assert found.precision == dict.fromkeys(["right", "wrong", "crashing", "lacking"], "as the reference")
@@ -78,7 +77,7 @@ def test_peers_are_checked_timed_and_named(monkeypatch):
 
 
 def missing(name):
-    raise bench.peers.peer.importlib.metadata.PackageNotFoundError(name)
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
