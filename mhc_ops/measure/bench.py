@@ -1,7 +1,7 @@
 """What `mhc-ops bench` runs, in which order, and for how long: the most important first, kept as it comes.
 
-Kernels come before other libraries, those before torch.compile, and eager last; so what a short budget or an
-interruption leaves out is what matters least.
+Kernels come before other libraries, those before eager, and torch.compile last, which costs more than all the others;
+so what a short budget or an interruption leaves out is what matters or yields least.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -20,8 +20,9 @@ from .cases import Sweep
 from .conv_cases import AnyCase
 from .results import NotMeasured, Results
 
+LONGEST = 300  # characters of a reason: compilers say more than anybody reads in a table
 STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
-OTHERS = ("torch.compile", "eager")
+OTHERS = ("eager", "torch.compile")
 PROVIDERS = (
     *(backend for backend in backends.BACKENDS if backend != "reference"),
     *(peer.name for peer in peers.PEERS),
@@ -48,7 +49,7 @@ class Unit:
 
     case: AnyCase
     provider: str
-    group: str = field(compare=False)
+    group: str
 
     def __str__(self) -> str:
         return f"{self.provider} {self.case}"
@@ -116,8 +117,7 @@ class Session:
             yield
         except Exception as error:
             reason = str(error) if isinstance(error, providers.Wrong) else f"{type(error).__name__}: {error}"
-            first_line = reason.strip().splitlines()[0]
-            self._results.not_measured.append(NotMeasured(where, provider, first_line, failed=True))
+            self._results.not_measured.append(NotMeasured(where, provider, " ".join(reason.split())[:LONGEST], True))
 
     def _check(self, case: AnyCase, provider: str) -> list[Row]:
         """Once for cases that are the same when small."""
@@ -164,19 +164,20 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit]:
     def runs(case: AnyCase, provider: str) -> bool:
         return provider not in backends.BACKENDS or selection.runs(case, provider, request.device)
 
+    def units(cases: Sequence[AnyCase], provider: str) -> list[Unit]:
+        group = dict.fromkeys(sweep, "sweep") | dict.fromkeys(decode, "decode") | dict.fromkeys(training, "training")
+        return [Unit(case, provider, group[case]) for case in cases if runs(case, provider)]
+
     kernels = [p for p in present if p in backends.BACKENDS]
-    others = [p for p in present if p in OTHERS]
-    units = [Unit(case, p, "training") for case in training for p in kernels]
-    units += [Unit(case, p, "decode") for case in decode for p in kernels]
+    beside = [p for p in present if peers.by_name(p) is not None]
+    planned = [unit for cases in (training, decode) for p in kernels for unit in units(cases, p)]
     for case in sweep:
-        fastest = [p for p in kernels if runs(case, p)] or [p for p in others if p == "eager"]
-        units += [Unit(case, p, "sweep") for p in fastest]
-    for peer in [p for p in present if peers.by_name(p) is not None]:
-        units += [Unit(case, peer, "training") for case in training] + [Unit(case, peer, "decode") for case in decode]
-    units += [Unit(case, p, "training") for p in others for case in training]
-    unique = dict.fromkeys(unit for unit in units if runs(unit.case, unit.provider))
+        fastest = [unit for p in kernels for unit in units([case], p)]
+        planned += fastest or units([case], "eager") * ("eager" in present)
+    planned += [unit for case in (*training, *decode) for p in beside for unit in units([case], p)]
+    planned += [unit for p in OTHERS if p in present for unit in units(training, p)]
     return [
         unit
-        for unit in unique
+        for unit in dict.fromkeys(planned)
         if request.case in str(unit.case) and not any(text in str(unit) for text in request.skip)
     ]

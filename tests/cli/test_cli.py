@@ -103,7 +103,6 @@ def test_an_interrupted_bench_keeps_what_it_has(small, monkeypatch, tmp_path, ca
 
     file = tmp_path / "bench.json"
     monkeypatch.setattr(bench.providers.torch.compiler, "reset", interrupted)
-    monkeypatch.setattr(bench, "OTHERS", ("eager", "torch.compile"))
     assert cli.main(["bench", "--device", "cpu", "--json", str(file)]) == 130
     content = json.loads(file.read_text())
     assert content["complete"] is False

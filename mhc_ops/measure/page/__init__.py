@@ -9,6 +9,7 @@ from .markup import slug, swatch
 from .model import Model
 from .style import STYLE, provider_rules
 
+CLOSE = "The speed of a copy that moves the same bytes is the dashed line. Longer is faster."
 HOW_TO_READ = (
     "A bar is the median time on the device. Its solid part, up to the dashed line, is what a copy takes that moves "
     "the bytes the op must move, measured in the same run: no kernel that moves them can end before it. The percentage "
@@ -29,7 +30,7 @@ def draw(results: Results) -> str:
     training, decode = model.shown("training"), model.shown("decode")
     parts: list[tuple[str, str]] = []
     if training:
-        parts.append(("How close to a copy", bars.overview(model)))
+        parts.append(("How close to a copy", f"<p class=note>{CLOSE}</p>{bars.overview(model)}"))
     if model.subjects():
         parts.append(("Time", f"<p class=note>{HOW_TO_READ}</p>" + "".join(_op(model, s) for s in model.subjects())))
         parts.append(("Speed-up", sections.speed_up(model, [*training, *decode])))
@@ -58,7 +59,7 @@ def _op(model: Model, subject: str) -> str:
     large, small = ([c for c in model.shown(group) if c.subject == subject] for group in ("training", "decode"))
     content = bars.cards(model, large) if large else ""
     if small:
-        words = f"{len(small)} small sizes, where launches are all there is to see"
+        words = f"{len(small)} small size{'s' * (len(small) > 1)}, where launches are all there is to see"
         content += f"<details><summary>{words}</summary>{bars.cards(model, small)}</details>"
     return f'<section id="{slug(subject)}"><h3>{escape(subject)}</h3>{content}</section>'
 

@@ -95,16 +95,16 @@ def tiles(model: Model) -> str:
     shape = escape(shape_of(case.case, case.subject))
     found.append(_tile(microseconds(ours), f"{WORDS[direction]} of {escape(case.subject)}, {shape}: {swatch(base)}"))
     found.append(_tile(percent(bars[base].of_copy), "of the speed of a copy that moves the same bytes"))
+    rows = model.results.accuracy
+    if rows:
+        passed = sum(row.passed for row in rows)
+        found.append(_tile(f"{passed} of {len(rows)}", "results of this run within their tolerance of fp64"))
     others = [(other, bar.time.over(ours)) for other, bar in bars.items() if other != base]
     if others:
         items = "".join(f"<li><b>{times(ratio)}</b> {swatch(other)}</li>" for other, ratio in others)
         found.append(
             f"<div class=double><ul>{items}</ul><span>the time of the others over that of {swatch(base)}</span></div>"
         )
-    rows = model.results.accuracy
-    if rows:
-        passed = sum(row.passed for row in rows)
-        found.append(_tile(f"{passed} of {len(rows)}", "results of this run within their tolerance of fp64"))
     return f"<div class=tiles>{''.join(found)}</div>"
 
 

@@ -16,7 +16,8 @@ def section(model: Model) -> str:
     for index, growth in growths:
         charts.setdefault((growth.subject, growth.axis, growth.at, growth.direction), []).append((index, growth))
     drawn = "".join(_chart(*key, found) for key, found in charts.items() if key[3] != "both" or len(charts) < 5)
-    return f"<div class=charts>{drawn}</div>{_fits(growths)}"
+    note = "<p class=note>Dashed: a copy that moves the same bytes.</p>"
+    return f"{note}<div class=charts>{drawn}</div>{_fits(growths)}"
 
 
 def _chart(subject: str, axis: str, at: str, direction: str, growths: list[tuple[int, Growth]]) -> str:
@@ -39,7 +40,6 @@ def _chart(subject: str, axis: str, at: str, direction: str, growths: list[tuple
         place = f'x="{x(step * x_step):.1f}" y="{HEIGHT - BOTTOM + 16}"'
         parts.append(f"<text {place} text-anchor=middle>{step * x_step:,.6g}</text>")
     parts.append(f'<text class=axis x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor=end>{escape(axis)}</text>')
-    parts.append(f'<text class=axis x="{LEFT - 44}" y="{TOP + 2}">µs</text>')
     _, first = growths[0]
     parts.append(_line("copy", [(x(s), y(t)) for s, t in zip(first.sizes, first.copy_microseconds)]))
     for index, growth in growths:
@@ -55,7 +55,7 @@ def _chart(subject: str, axis: str, at: str, direction: str, growths: list[tuple
     label = f"{subject}, {WORDS[direction]}: time against {axis} at {at}"
     return (
         f"<figure><figcaption><b>{escape(subject)}</b> {WORDS[direction]}"
-        f"<small>{escape(axis)} grows, {escape(at)}</small></figcaption>"
+        f"<small>µs against {escape(axis)}, {escape(at)}</small></figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role=img aria-label="{escape(label)}">{"".join(parts)}</svg>'
         "</figure>"
     )

@@ -20,6 +20,8 @@ class Value(NamedTuple):
 
 def number(value: Value, text: str) -> str:
     """What stands on the page is `text`; value and origin stay with it, so that a test can hold one to the other."""
+    if not math.isfinite(value.value):
+        return escape(text)  # which JSON cannot hold
     return f'<data value="{value.value!r}" data-of="{escape(value.origin)}">{escape(text)}</data>'
 
 

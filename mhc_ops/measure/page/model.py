@@ -1,6 +1,5 @@
 """The results in the order in which a page shows them, each number with its place in the JSON file."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...core.backend import BACKENDS
@@ -82,10 +81,6 @@ class Model:
     def subjects(self) -> list[str]:
         """Those with bars; a sweep has lines."""
         return list(dict.fromkeys(case.subject for group in ("training", "decode") for case in self.shown(group)))
-
-    def base(self, providers: Sequence[str]) -> str | None:
-        """Whom the others are compared with: our kernels before anything else."""
-        return next((name for name in self.providers if name in providers), None)
 
 
 def rank(provider: str) -> int:

@@ -6,36 +6,46 @@ from html import escape
 
 from ..accuracy import Row
 from ..peers import WITH_GRADIENTS
-from .markup import MISSING, Value, number, shape_of, significant, swatch, table
+from .markup import MISSING, Value, number, shape_of, significant, swatch, table, times
 from .model import WORDS, Bar, CaseBars, Model
+
+SHORT = {"forward": "fwd", "backward": "bwd", "both": "step"}
 
 
 def speed_up(model: Model, cases: list[CaseBars]) -> str:
     """How many times as long as the first of our kernels everybody else takes."""
+    drawn = [_ratios(base, others, found) for (base, *others), found in _alike(model, cases) if others]
+    return "".join(drawn) or "<p>One provider: there is nothing to compare.</p>"
 
-    def cell(case: CaseBars, direction: str, bar: Bar) -> tuple[str, float]:
-        base = model.base(list(case.bars[direction]))
-        ours = case.bars[direction][base or bar.entry.provider]
+
+def _alike(model: Model, cases: list[CaseBars]) -> list[tuple[list[str], list[CaseBars]]]:
+    """Ops that the same providers have share a table."""
+    tables: dict[tuple[str, ...], list[CaseBars]] = {}
+    for case in cases:
+        of_op = [c for c in cases if c.subject == case.subject and c.group == case.group]
+        present = {name for c in of_op for bars in c.bars.values() for name in bars}
+        tables.setdefault((case.group, *(name for name in model.providers if name in present)), []).append(case)
+    return [(providers, found) for (_, *providers), found in tables.items()]
+
+
+def _ratios(base: str, others: list[str], cases: list[CaseBars]) -> str:
+    def cell(case: CaseBars, direction: str, bar: Bar) -> str:
+        ours = case.bars[direction].get(base)
+        if ours is None:
+            return f"<span>{MISSING}</span>"
         ratio = bar.time.over(ours.time)
-        return number(ratio, f"{significant(ratio.value)}×"), ratio.value
+        tint = min(1.0, abs(math.log10(ratio.value)))
+        better = "win" if ratio.value >= 1 else "loss"
+        return f'<span class={better} style="--tint:{tint:.2f}">{times(ratio)}</span>'
 
-    bases = dict.fromkeys(model.base(list(bars)) for case in cases for bars in case.bars.values())
-    others = [name for name in model.providers if any(_beside(case, name, bases) for case in cases)]
-    if not others:
-        return "<p>One provider: there is nothing to compare.</p>"
-    words = " or ".join(swatch(name) for name in bases if name is not None)
-    caption = f"time of the others over that of {words}: above 1 the others are slower"
-    return _matrix(model, cases, others, cell, caption, tinted=True)
-
-
-def _beside(case: CaseBars, name: str, bases: dict[str | None, None]) -> bool:
-    return any(name in bars and len(bars) > 1 for bars in case.bars.values()) and list(bases) != [name]
+    caption = f"time of the others over that of {swatch(base)}: above 1 the others are slower, below 1 (red) faster"
+    return _matrix(cases, others, cell, caption)
 
 
 def memory(model: Model, cases: list[CaseBars]) -> str:
-    def cell(case: CaseBars, direction: str, bar: Bar) -> tuple[str, float]:
+    def cell(case: CaseBars, direction: str, bar: Bar) -> str:
         value = bar.value("peak_megabytes")
-        return (MISSING, 0) if value is None else (number(value, significant(value.value)), 0)
+        return f"<span>{MISSING if value is None else number(value, significant(value.value))}</span>"
 
     measured = [
         case for case in cases if any(bar.entry.peak_megabytes for b in case.bars.values() for bar in b.values())
@@ -48,16 +58,16 @@ def memory(model: Model, cases: list[CaseBars]) -> str:
         for name, value in model.results.stack_megabytes.items()
         if value is not None
     )
-    return _matrix(model, measured, model.providers, cell, "peak MB above the inputs", skip=("backward",)) + stack
+    caption = "peak MB above the inputs"
+    tables = [_matrix(found, present, cell, caption, ("backward",)) for present, found in _alike(model, measured)]
+    return "".join(tables) + stack
 
 
 def _matrix(
-    model: Model,
     cases: list[CaseBars],
     providers: list[str],
-    cell: Callable[[CaseBars, str, Bar], tuple[str, float]],
+    cell: Callable[[CaseBars, str, Bar], str],
     caption: str,
-    tinted: bool = False,
     skip: tuple[str, ...] = (),
 ) -> str:
     """A row for each case; under each provider a number for each direction."""
@@ -66,16 +76,13 @@ def _matrix(
     for case in cases:
         row = [f"{escape(case.subject)} <small>{escape(shape_of(case.case, case.subject))}</small>"]
         for provider in providers:
-            numbers, strongest = [], 0.0
+            numbers = []
             for direction in directions:
                 bar = case.bars.get(direction, {}).get(provider)
-                text, strength = (MISSING, 0.0) if bar is None else cell(case, direction, bar)
-                numbers.append(f"<span>{text}</span>")
-                strongest = max(strongest, strength)
-            tint = min(1.0, max(0.0, math.log10(strongest))) if tinted and strongest > 0 else 0.0
-            row.append(f'<td style="--tint:{tint:.2f}"><div class=trio>{"".join(numbers)}</div></td>')
+                numbers.append(f"<span>{MISSING}</span>" if bar is None else cell(case, direction, bar))
+            row.append(f"<div class=trio>{''.join(numbers)}</div>")
         rows.append(row)
-    heads = "".join(f"<span>{ {'both': 'step'}.get(d, d) }</span>" for d in directions)
+    heads = "".join(f"<span>{SHORT[d]}</span>" for d in directions)
     header = ["op and size", *(f"{swatch(p)}<div class=trio>{heads}</div>" for p in providers)]
     return table(header, rows, caption)
 

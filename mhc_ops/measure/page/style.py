@@ -19,9 +19,9 @@ COPY = ("#475569", "#aab6c5")
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#f6f7f9;--card:#fff;--ink:#17202e;--soft:#5a6676;--rule:#dfe3e9;--bad:#c62828;
---good:22 163 74;--p:#6b7280}
+--good:22 163 74;--worse:220 60 50;--p:#6b7280}
 @media (prefers-color-scheme:dark){:root{--paper:#0f141b;--card:#171e28;--ink:#e7ecf3;--soft:#9aa6b6;--rule:#2a3441;
---bad:#ff7b72;--good:74 222 128}}
+--bad:#ff7b72;--good:74 222 128;--worse:255 110 100}}
 *{box-sizing:border-box}
 html{scroll-behavior:smooth;-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--paper);color:var(--ink);
@@ -61,6 +61,7 @@ border-radius:99px;background:var(--card);cursor:pointer}
 .cards,.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(var(--least),100%),1fr));gap:14px}
 .cards{--least:460px}
 .charts{--least:330px}
+@media (min-width:1100px){.cards:has(>:nth-child(3):last-child){--least:330px}}
 .card,.overview,figure{background:var(--card);border:1px solid var(--rule);border-radius:12px;padding:14px 16px;
 margin:0}
 .group{position:relative}
@@ -87,12 +88,14 @@ border-top:1px solid var(--rule)}
 .wide{overflow-x:auto;background:var(--card);border:1px solid var(--rule);border-radius:12px;margin:10px 0}
 table{border-collapse:collapse;width:100%;font-size:13px}
 caption{text-align:left;padding:10px 12px 4px;color:var(--soft)}
-th,td{padding:5px 12px;text-align:right;white-space:nowrap;border-top:1px solid var(--rule)}
+th,td{padding:5px 10px;text-align:right;white-space:nowrap;border-top:1px solid var(--rule)}
 thead th{vertical-align:bottom;font-weight:600;border-top:0}
 th:first-child{text-align:left;font-weight:500;position:sticky;left:0;background:var(--card);z-index:1}
 th small{margin-left:6px}
-td{background:rgb(var(--good)/calc(var(--tint,0)*.32))}
-.trio{display:grid;grid-auto-flow:column;grid-auto-columns:minmax(54px,1fr);gap:8px;justify-items:end}
+.trio{display:grid;grid-auto-flow:column;grid-auto-columns:minmax(46px,1fr);gap:2px;text-align:right}
+.trio span{padding:1px 4px;border-radius:4px}
+.win{background:rgb(var(--good)/calc(var(--tint)*.36))}
+.loss{background:rgb(var(--worse)/calc(.08 + var(--tint)*.7))}
 th .trio{font-weight:400;font-size:11.5px;color:var(--soft)}
 details{margin:10px 0}
 summary{cursor:pointer;padding:4px 0;color:var(--soft)}
@@ -111,23 +114,37 @@ dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(170px,1fr));gap:12
 dt{color:var(--soft);font-size:12.5px}
 dd{margin:0;overflow-wrap:anywhere}
 ul{padding-left:20px}
-@media (max-width:760px){
+@media screen and (max-width:760px){
 header,nav,main,.legend{padding-left:14px;padding-right:14px}
 h1{font-size:25px}
 .tiles{grid-template-columns:1fr 1fr}
 .close{grid-template-columns:1fr}
 .legend{flex-wrap:nowrap;overflow-x:auto}
-.bar{grid-template-columns:90px 1fr 62px 72px;gap:6px}
-.to-copy .bar{grid-template-columns:90px 1fr 40px}
+.bar{grid-template-columns:82px 1fr 58px 66px;gap:5px;font-size:11.5px}
+.to-copy .bar{grid-template-columns:82px 1fr 36px}
+.card,.overview{padding-left:12px;padding-right:12px}
 th,td{padding:5px 8px}
 th:first-child{white-space:normal;min-width:120px;max-width:150px}
 th small{margin-left:0;display:block}
 }
 @media print{
-:root{color-scheme:light;--paper:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;--bad:#b00020;--good:22 163 74}
+:root{color-scheme:light;--paper:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;--bad:#b00020;
+--good:22 163 74;--worse:220 60 50}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}
 @page{margin:12mm}
 body{font-size:11px}
+header,main,.legend{padding-left:0;padding-right:0}
+h2{font-size:17px;margin-top:20px}
+h3{font-size:13px;margin-top:12px}
+small,.tiles span{font-size:9.5px}
+.tiles b{font-size:17px}
+.tiles li b{font-size:11px}
+.tiles div,.card,figure{padding:8px 10px}
+.bar{font-size:9px;gap:5px;grid-template-columns:64px 1fr 48px 52px}
+.to-copy .bar{grid-template-columns:64px 1fr 26px}
+.close{grid-template-columns:104px repeat(3,1fr);gap:4px 12px;padding:7px 0}
+.close h3{font-size:11px;break-after:auto}
+.track{height:7px}
 nav,.legend{position:static}
 nav{display:none}
 .card,figure,.close,tr,.tiles div,.group{break-inside:avoid}
@@ -136,9 +153,12 @@ details::details-content{content-visibility:visible;display:block;height:auto}
 .wide{overflow:visible;border:0}
 table{font-size:9px}
 th,td{padding:2px 4px}
-.trio{grid-auto-columns:minmax(34px,1fr);gap:4px}
-.cards,.charts{grid-template-columns:1fr 1fr}
+.trio{grid-auto-columns:minmax(30px,1fr);gap:1px}
+.trio span{padding:0 1px}
+.cards{grid-template-columns:1fr 1fr}
+.charts{grid-template-columns:1fr 1fr 1fr}
 th:first-child{position:static;white-space:normal}
+th small{font-size:8px}
 }
 """
 
