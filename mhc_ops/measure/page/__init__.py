@@ -12,9 +12,9 @@ from .style import STYLE, provider_rules
 CLOSE = "The speed of a copy that moves the same bytes is the dashed line. Longer is faster."
 HOW_TO_READ = (
     "A bar is the median time on the device. Its solid part, up to the dashed line, is what a copy takes that moves "
-    "the bytes the op must move, measured in the same run: no kernel that moves them can end before it. The percentage "
-    "is that floor over the time. Each group of bars has its own scale, and a bar with a gap near its end is longer "
-    "than is drawn: six times the floor. Hold the pointer over a bar for bandwidth, spread, host time and error; use "
+    "the bytes the op must move, measured in the same run: no kernel that moves them can end before it. Each group of "
+    "bars has its own scale, and a bar with a gap near its end is longer than is drawn: six times the floor. The error "
+    "is the largest relative error against fp64. Hold the pointer over a bar for bandwidth, spread and host time; use "
     "the names above to hide a provider."
 )
 

@@ -46,22 +46,31 @@ def _group(direction: str, bars: dict[str, Bar]) -> str:
     longest = max(first.copy_time.value, *(bar.time.value for bar in bars.values()))
     end = min(longest, CUT * first.copy_time.value)
     floor = first.copy_time.value / end
-    copy_line = _bar_line("copy", first.copy_time, end, floor, _gigabytes(first.copy_bandwidth), "the floor")
+    copy_line = _bar_line("copy", first.copy_time, end, floor, _gigabytes(first.copy_bandwidth), "", "the floor")
     lines = "".join(
-        _bar_line(provider, bar.time, end, floor, percent(bar.of_copy), _hint(bar)) for provider, bar in bars.items()
+        _bar_line(provider, bar.time, end, floor, percent(bar.of_copy), _error(bar), _hint(bar))
+        for provider, bar in bars.items()
     )
-    return f'<div class=group style="--floor:{floor:.4f}"><h5>{WORDS[direction]}</h5>{copy_line}{lines}</div>'
+    heads = f"<span>of copy</span><span>{'error' if any(bar.entry.error for bar in bars.values()) else ''}</span>"
+    title = f"<h5 class=bar><span class=direction>{WORDS[direction]}</span><span>time</span>{heads}</h5>"
+    return f'<div class=group style="--floor:{floor:.4f}">{title}{copy_line}{lines}</div>'
 
 
-def _bar_line(name: str, time: Value, end: float, floor: float, figure: str, hint: str) -> str:
+def _bar_line(name: str, time: Value, end: float, floor: float, figure: str, error: str, hint: str) -> str:
     share = min(1, time.value / end)
     cut = " cut" if time.value > end else ""
     return (
         f'<div class="bar p-{slug(name)}{cut}" title="{escape(hint)}" '
         f'style="--share:{share:.4f};--solid:{min(1, floor / share):.4f}"><span class=name>{escape(name)}</span>'
         f"<span class=track><span class=fill></span></span>"
-        f"<span class=time>{microseconds(time)}</span><span class=figure>{figure}</span></div>"
+        f"<span class=time>{microseconds(time)}</span><span class=figure>{figure}</span>"
+        f"<span class=figure>{error}</span></div>"
     )
+
+
+def _error(bar: Bar) -> str:
+    value = bar.value("error")
+    return "" if value is None else number(value, f"{value.value:.1e}")
 
 
 def _gigabytes(value: Value) -> str:
@@ -75,8 +84,6 @@ def _hint(bar: Bar) -> str:
         parts.append(f"interquartile range {m.spread:.2f} µs of {m.samples} samples")
     if m.host_microseconds is not None:
         parts.append(f"{m.host_microseconds:.0f} µs on the host")
-    if m.error is not None:
-        parts.append(f"off from fp64 by {m.error:.1e}")
     return "; ".join(parts)
 
 

@@ -33,7 +33,9 @@ header>p{margin:6px 0 20px;color:var(--soft)}
 h2{font-size:22px;margin:44px 0 12px;letter-spacing:-.01em}
 h3{font-size:17px;margin:26px 0 10px}
 h4{font-size:14px;margin:0 0 8px}
-h5{font-size:12px;margin:12px 0 4px;color:var(--soft);font-weight:600}
+h5{margin:12px 0 2px;color:var(--soft)}
+h5 .direction{grid-column:span 2;font-size:12px;font-weight:600;text-align:left}
+section{scroll-margin-top:56px}
 a{color:inherit;text-decoration-color:var(--rule);text-underline-offset:3px}
 small{color:var(--soft);font-weight:400;font-size:12.5px}
 .note{color:var(--soft);max-width:82ch}
@@ -65,7 +67,13 @@ border-radius:99px;background:var(--card);cursor:pointer}
 .card,.overview,figure{background:var(--card);border:1px solid var(--rule);border-radius:12px;padding:14px 16px;
 margin:0}
 .group{position:relative}
-.bar{display:grid;grid-template-columns:94px 1fr 70px 78px;align-items:center;gap:8px;font-size:12.5px;line-height:1.5}
+.bar{display:grid;grid-template-columns:94px 1fr 68px 44px 52px;align-items:center;gap:6px;font-size:12.5px;
+line-height:1.5}
+h5.bar{font-size:11px;font-weight:400}
+h5.bar span{justify-self:end;white-space:nowrap}
+h5.bar .direction{justify-self:start}
+.bar.p-copy .figure:nth-child(4){grid-column:span 2}
+.bar.p-copy .figure:nth-child(5){display:none}
 .bar .name{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 .bar .time,.bar .figure{text-align:right;white-space:nowrap}
 .bar .figure{color:var(--soft)}
@@ -120,7 +128,8 @@ h1{font-size:25px}
 .tiles{grid-template-columns:1fr 1fr}
 .close{grid-template-columns:1fr}
 .legend{flex-wrap:nowrap;overflow-x:auto}
-.bar{grid-template-columns:82px 1fr 58px 66px;gap:5px;font-size:11.5px}
+.bar{grid-template-columns:82px 1fr 56px 36px 46px;gap:4px;font-size:11.5px}
+h5.bar{font-size:10px}
 .to-copy .bar{grid-template-columns:82px 1fr 36px}
 .card,.overview{padding-left:12px;padding-right:12px}
 th,td{padding:5px 8px}
@@ -140,7 +149,8 @@ small,.tiles span{font-size:9.5px}
 .tiles b{font-size:17px}
 .tiles li b{font-size:11px}
 .tiles div,.card,figure{padding:8px 10px}
-.bar{font-size:9px;gap:5px;grid-template-columns:64px 1fr 48px 52px}
+.bar{font-size:9px;gap:4px;grid-template-columns:64px 1fr 46px 30px 36px}
+h5.bar{font-size:8px}
 .to-copy .bar{grid-template-columns:64px 1fr 26px}
 .close{grid-template-columns:104px repeat(3,1fr);gap:4px 12px;padding:7px 0}
 .close h3{font-size:11px;break-after:auto}
