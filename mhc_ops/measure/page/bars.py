@@ -2,7 +2,7 @@
 
 from html import escape
 
-from .markup import Value, microseconds, number, percent, shape_of, slug, swatch, times
+from .markup import Value, microseconds, number, percent, shape_of, significant, slug, swatch, times
 from .model import WORDS, Bar, CaseBars, Model
 
 CUT = 6  # times the floor, where a bar ends that is longer
@@ -74,7 +74,7 @@ def _error(bar: Bar) -> str:
 
 
 def _gigabytes(value: Value) -> str:
-    return f"{number(value, f'{value.value:,.0f}')}<span class=unit> GB/s</span>"
+    return f"{number(value, significant(value.value))}<span class=unit> GB/s</span>"
 
 
 def _hint(bar: Bar) -> str:

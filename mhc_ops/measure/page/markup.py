@@ -38,7 +38,7 @@ def microseconds(value: Value) -> str:
 
 
 def percent(value: Value) -> str:
-    return number(value, f"{value.value:.0%}")
+    return number(value, f"{value.value:.0%}" if value.value >= 0.01 else f"{value.value:.2%}")
 
 
 def times(value: Value) -> str:

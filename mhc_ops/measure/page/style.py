@@ -42,9 +42,9 @@ small{color:var(--soft);font-weight:400;font-size:12.5px}
 .bad{color:var(--bad)}
 .none{color:var(--soft);opacity:.6}
 .unit{color:var(--soft);font-size:.86em;font-weight:400}
-.tiles{display:grid;grid-template-columns:repeat(6,1fr);gap:10px}
-.tiles .double{grid-column:span 2}
-.tiles div{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:12px 14px}
+.tiles{display:flex;flex-wrap:wrap;gap:10px}
+.tiles .double{flex:2 1 300px}
+.tiles div{flex:1 1 150px;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:12px 14px}
 .tiles b{display:block;font-size:23px;letter-spacing:-.02em}
 .tiles span{font-size:12.5px;color:var(--soft)}
 .tiles b .unit{font-size:14px}
@@ -125,7 +125,6 @@ ul{padding-left:20px}
 @media screen and (max-width:760px){
 header,nav,main,.legend{padding-left:14px;padding-right:14px}
 h1{font-size:25px}
-.tiles{grid-template-columns:1fr 1fr}
 .close{grid-template-columns:1fr}
 .legend{flex-wrap:nowrap;overflow-x:auto}
 .bar{grid-template-columns:82px 1fr 56px 36px 46px;gap:4px;font-size:11.5px}
@@ -149,6 +148,8 @@ small,.tiles span{font-size:9.5px}
 .tiles b{font-size:17px}
 .tiles li b{font-size:11px}
 .tiles div,.card,figure{padding:8px 10px}
+.tiles div{flex-basis:80px}
+.tiles .double{flex-basis:160px}
 .bar{font-size:9px;gap:4px;grid-template-columns:64px 1fr 46px 30px 36px}
 h5.bar{font-size:8px}
 .to-copy .bar{grid-template-columns:64px 1fr 26px}
