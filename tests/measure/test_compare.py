@@ -50,6 +50,27 @@ def test_short_times_are_not_known_better_than_the_clock():
     assert changes(replace(before, microseconds=6.0), before) == [("slower", True)]
 
 
+def test_what_runs_scatter_by_is_noise():
+    """Thirty ratios that change by up to 10 % either way: 12 % in one of them is nothing, 80 % is."""
+    before = [replace(TIMED, case=f"case {i}") for i in range(30)]
+    after = [replace(m, microseconds=200.0 * (1 + 0.1 * (i % 3 - 1))) for i, m in enumerate(before)]
+    worse = [replace(after[0], microseconds=360.0), *after[1:]]
+
+    def slower(after):
+        found, _ = compare.compare(Results("bench", measurements=before), Results("bench", measurements=after))
+        return [change.what for change in found if change.regression]
+
+    assert slower(after) == []
+    assert slower(worse) == ["case 0 triton both"]
+
+
+def test_what_all_have_in_common_is_no_noise():
+    before = [replace(TIMED, case=f"case {i}") for i in range(30)]
+    after = [replace(m, microseconds=220.0) for m in before]
+    found, _ = compare.compare(Results("bench", measurements=before), Results("bench", measurements=after))
+    assert sum(change.regression for change in found) == 30
+
+
 def test_other_libraries_are_said_but_count_for_nothing():
     before = replace(TIMED, provider="Liger")
     assert changes(replace(before, microseconds=400.0), before) == [("slower", False)]
@@ -94,8 +115,8 @@ def test_missing_rows_are_said():
     found, common = compare.compare(Results("bench", measurements=[TIMED]), Results("check", accuracy=[ROW]))
     assert common == 0
     assert [str(change) for change in found] == [
-        "missing: op 8x8 triton both: only in the first file",
-        "missing: op 8x8 triton y: only in the second file",
+        "missing: op 8x8 triton: only in the first file: both",
+        "missing: op 8x8 triton: only in the second file: y",
     ]
 
 
