@@ -61,17 +61,29 @@ def begin(command: str) -> Results:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    content = dataclasses.asdict(results)
-    content["measurements"] = [m.as_json() for m in results.measurements]
-    content["scaling"] = [{**dataclasses.asdict(g), "over_copy": g.over_copy} for g in results.scaling]
-    return {"format": FORMAT, **_finite(content)}
+    content = dict(vars(results))
+    content["measurements"] = [_finite(m.as_json()) for m in results.measurements]
+    content["accuracy"] = [_finite(vars(row)) for row in results.accuracy]
+    content["scaling"] = [_finite({**vars(g), "over_copy": g.over_copy}) for g in results.scaling]
+    content["not_measured"] = [vars(entry) for entry in results.not_measured]
+    return {"format": FORMAT, **content}
 
 
 def write(results: Results, path: Path) -> None:
     """In one step: whoever reads the file, or whatever ends this process, finds the old or the new one whole."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(as_json(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    part.write_text(_text(as_json(results)), encoding="utf-8")
     os.replace(part, path)
+
+
+def _text(content: dict[str, Any]) -> str:
+    """An entry a line: easy to compare, and quick to write as often as a run does (json.dumps(indent=1) is not)."""
+    fields = []
+    for name, value in content.items():
+        entries = value if isinstance(value, list) else []
+        lines = ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in entries)
+        fields.append(f' "{name}": ' + (f"[\n  {lines}\n ]" if entries else json.dumps(value, allow_nan=False)))
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def read(path: Path) -> Results:
@@ -100,9 +112,5 @@ def _entry(kind: type[Entry], content: dict[str, Any]) -> Entry:
     return kind(**{n: math.nan if content[n] is None and t is float else content[n] for n, t in known.items()})
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, list) else value
+def _finite(entry: dict[str, Any]) -> dict[str, Any]:
+    return {n: None if isinstance(value, float) and not math.isfinite(value) else value for n, value in entry.items()}

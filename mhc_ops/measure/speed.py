@@ -9,7 +9,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class Measurement:
         return self.copy_microseconds / self.microseconds
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "of_copy": self.of_copy}
+        return {**vars(self), "of_copy": self.of_copy}
 
 
 def deviation(spread: float) -> float:
