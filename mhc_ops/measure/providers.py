@@ -1,5 +1,6 @@
 """Whom to time on a case: a backend's kernels, "eager", "torch.compile" or a peer; and how exact each of them is."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,8 @@ def check(case: AnyCase, provider: str, device: torch.device) -> list[accuracy.R
     peer = peers.by_name(provider)
     if peer is not None:
         return peers.measure(peer, small, device) or []
-    return accuracy.measure(small, "reference" if provider == "eager" else provider, device)
+    rows = accuracy.measure(small, "reference" if provider == "eager" else provider, device)
+    return [replace(row, backend=provider) for row in rows]
 
 
 def refuse_if_wrong(provider: str, rows: list[accuracy.Row]) -> None:

@@ -23,7 +23,10 @@ from .conv_cases import AnyCase
 SAMPLES = 20
 FEWEST_SAMPLES = 5  # when time is short: the fewest that have quartiles of their own
 FLUSHED_BYTES = 256 << 20
-AHEAD_CYCLES = 10_000_000  # about 5 ms of waiting on the device, in which the host enqueues
+# The device waits while the host enqueues: three times as long as that took once, in cycles of about 2 GHz, and at
+# most 5 ms, since a run takes many thousands of samples.
+CYCLES_PER_SECOND = 2e9
+SHORTEST_WAIT, LONGEST_WAIT = 1e-3, 5e-3
 QUARTILES_OF_NORMAL = 1.349  # interquartile range over standard deviation
 RESOLUTION = 0.5 / 12**0.5  # µs: the standard deviation that an event's steps of 0.5 µs alone cause
 
@@ -158,17 +161,25 @@ def device_time(
     call: Callable[..., Any], device: torch.device, prepare: Callable[[], Any] = tuple, until: float = math.inf
 ) -> Timing:
     """Of call(*prepare()) on the device, without what prepare takes; on a CPU, of the call itself."""
-    for _ in range(3):
-        call(*prepare())
     if device.type != "cuda":
+        for _ in range(3):
+            call(*prepare())
         return _timing(lambda: _host_sample(call, prepare), until)
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
+
+    def settled() -> Any:
+        prepared = prepare()
+        torch.cuda.synchronize()
+        return prepared
+
+    enqueued = [_host_sample(call, settled) / 1e6 for _ in range(3)][-1]
+    ahead = int(min(max(3 * enqueued, SHORTEST_WAIT), LONGEST_WAIT) * CYCLES_PER_SECOND)
 
     def sample() -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         prepared = prepare()
         flushed.zero_()
-        torch.cuda._sleep(AHEAD_CYCLES)
+        torch.cuda._sleep(ahead)
         begin.record()
         call(*prepared)
         end.record()

@@ -55,6 +55,7 @@ def test_results_come_one_by_one():
     assert found.complete
     assert [(m.case, m.provider) for m in found.measurements[::3]] == [(str(POST), "eager"), (str(PRE), "eager")]
     assert {row.output for row in found.accuracy if row.case == str(POST)} >= {"x_next", "dx", "dh_res"}
+    assert {row.backend for row in found.accuracy} == {"eager"}
     assert all(m.error is not None and 0 < m.error < 1e-2 for m in found.measurements)
 
 
