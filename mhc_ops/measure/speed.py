@@ -247,5 +247,5 @@ def stack_peaks(T: int, n: int, D: int, device: torch.device) -> dict[str, float
         def step(stack: torch.nn.Sequential = stack) -> None:
             torch.autograd.grad(stack(x).sum(), [x, *stack.parameters()])
 
-        peaks["with checkpoint" if checkpoint else "without"] = peak_memory(step, device)
+        peaks["with checkpoint" if checkpoint else "without checkpoint"] = peak_memory(step, device)
     return peaks

@@ -149,7 +149,7 @@ def left_out(model: Model) -> str:
         items.append(
             f"<li{' class=bad' if failed else ''}>{swatch(provider)}: {escape(reason)} <small>{where}</small></li>"
         )
-    return f"<ul>{''.join(items)}</ul>" if items else "<p>Nothing: all that was asked for was measured.</p>"
+    return f"<ul>{''.join(items)}</ul>" if items else "<p>The file names nothing that was left out.</p>"
 
 
 def environment(model: Model) -> str:
