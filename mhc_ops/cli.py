@@ -1,53 +1,86 @@
-"""mhc-ops: info, check, bench."""
+"""mhc-ops: info, check, bench, page, compare."""
 
 import argparse
-import datetime
-import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from .core import backend as backends
-from .measure import accuracy, cases, conv_cases, peers, report, speed
-from .measure.conv_cases import AnyCase
+from .measure import accuracy, bench, compare, page, report, results, selection, tables
 
-CHECK: tuple[AnyCase, ...] = (*cases.CHECK, *conv_cases.CHECK)
-BENCH: tuple[AnyCase, ...] = (*cases.BENCH, *conv_cases.BENCH)
-DECODE: tuple[AnyCase, ...] = (*cases.DECODE, *conv_cases.DECODE)
-BENCH_CPU: tuple[AnyCase, ...] = (*cases.BENCH_CPU, *conv_cases.BENCH_CPU)
-STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
+EXIT_CODES = """exit codes:
+  0    all well
+  1    a result is outside its tolerance, one of our kernels could not be timed, or compare found a regression
+  2    the command line is wrong, a file cannot be read, or there was nothing to do
+  130  interrupted; what was measured is printed and kept
+"""
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 all well, 1 a check failed, 2 the command line or what it asks for is wrong."""
-    parser = argparse.ArgumentParser(prog="mhc-ops", description="Check and measure the operators of mhc_ops.")
+    """Exit codes: see above, and docs/measure.md."""
+    words = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="mhc-ops",
+        description="Check and measure the operators of mhc_ops.",
+        epilog=EXIT_CODES,
+        formatter_class=words,
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    info = commands.add_parser("info", help="devices, versions, backends and why one is missing")
-    info.set_defaults(command=run_info)
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES, formatter_class=words)
+        added.set_defaults(command=command)
+        return added
 
-    check = commands.add_parser("check", help="compare every output of every op with fp64; exit 1 on a FAIL")
-    check.set_defaults(command=run_check)
+    add("info", run_info, "devices, versions, backends and why one is missing")
 
-    bench = commands.add_parser("bench", help="time, bandwidth and memory beside eager, torch.compile and a copy")
-    bench.add_argument("--case", metavar="TEXT", default="", help="only cases whose name contains this")
-    bench.add_argument(
+    check_parser = add("check", run_check, "compare every output of every op with fp64; exit 1 on a FAIL")
+
+    bench_parser = add("bench", run_bench, "time, bandwidth and memory beside eager, torch.compile and a copy")
+    bench_parser.add_argument("--case", metavar="TEXT", default="", help="only cases whose name contains this")
+    bench_parser.add_argument(
+        "--providers", metavar="NAME", nargs="+", default=[], choices=bench.PROVIDERS, help="only these: %(choices)s"
+    )
+    bench_parser.add_argument(
         "--skip", metavar="TEXT", nargs="*", default=[], help='leave these out: "provider op TxnxD type"'
     )
-    bench.add_argument("--peers", action="store_true", help="beside them, other libraries that are installed")
-    bench.add_argument("--json", metavar="FILE", type=Path, help="write everything measured to this file")
-    bench.set_defaults(command=run_bench)
+    bench_parser.add_argument("--peers", action="store_true", help="beside them, other libraries that are installed")
+    bench_parser.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=seconds,
+        default=math.inf,
+        help="take fewer samples and leave out the least important to be done by then",
+    )
 
-    for command in (check, bench):
-        command.add_argument(
+    for parser_with_results in (check_parser, bench_parser):
+        parser_with_results.add_argument(
             "--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)"
         )
-        command.add_argument("--device", type=device, default=default_device(), help="default: %(default)s")
+        parser_with_results.add_argument("--device", type=device, default=default_device(), help="default: %(default)s")
+        parser_with_results.add_argument(
+            "--json", metavar="FILE", type=Path, help="write everything measured to this file, as it comes"
+        )
+    bench_parser.add_argument("--html", metavar="FILE", type=Path, help="draw the results as a page")
+
+    page_parser = add("page", run_page, "draw results kept by bench --json as a page that needs nothing else")
+    page_parser.add_argument("results", metavar="RESULTS.json", type=Path)
+    page_parser.add_argument("--html", metavar="FILE", type=Path, required=True, help="where to write the page")
+
+    compare_parser = add("compare", run_compare, "what got slower or less exact beyond noise, from one file to another")
+    compare_parser.add_argument("before", metavar="A.json", type=Path)
+    compare_parser.add_argument("after", metavar="B.json", type=Path)
 
     options = parser.parse_args(arguments)
-    return options.command(options)
+    try:
+        return options.command(options)
+    except results.Unreadable as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def device(text: str) -> torch.device:
@@ -57,6 +90,12 @@ def device(text: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
     return torch.device(text)
+
+
+def seconds(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a time")
+    return float(text)
 
 
 def default_device() -> torch.device:
@@ -77,133 +116,76 @@ def run_info(options: argparse.Namespace) -> int:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    work = [(case, backend) for backend in wanted(options) for case in CHECK if runs(case, backend, options)]
-    rows: list[accuracy.Row] = []
-    for case, backend in report.progress(work, "check"):
-        rows += accuracy.measure(case, backend, options.device)
-    print(accuracy_table(rows))
-    print_missing(options)
-    failed = sum(not row.passed for row in rows)
-    print(f"{len(rows) - failed} passed, {failed} failed")
-    if not rows:
-        return 2
-    return 1 if failed else 0
+    found = results.begin("check")
+    found.not_measured = selection.absent(wanted(options), options.device)
+    runs = [(c, b) for b in wanted(options) for c in selection.CHECK if selection.runs(c, b, options.device)]
+    try:
+        for case, backend in report.progress(runs, "check"):
+            found.accuracy += accuracy.measure(case, backend, options.device)
+        found.complete = True
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    if options.json:
+        results.write(found, options.json)
+    print(tables.accuracy_table(found.accuracy))
+    if found.not_measured:
+        print(tables.left_out(found.not_measured))
+    failed = sum(not row.passed for row in found.accuracy)
+    print(f"{len(found.accuracy) - failed} passed, {failed} failed")
+    if not found.complete:
+        return INTERRUPTED
+    return (1 if failed else 0) if found.accuracy else 2
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    on_gpu = options.device.type == "cuda"
-    chosen = (*BENCH, *DECODE) if on_gpu else BENCH_CPU
-    work = [case for case in chosen if options.case in str(case)]
-    others = ["eager", *([] if speed.why_no_compiler() else ["torch.compile"])]
-    missing = {peer.name: peers.why_not(peer) for peer in peers.PEERS} if options.peers else {}
-    installed = [name for name, reason in missing.items() if reason is None]
-    measurements: list[speed.Measurement] = []
-    for case in report.progress(work, "bench"):
-        kernels = [backend for backend in wanted(options) if backend != "reference" and runs(case, backend, options)]
-        providers = [*kernels, *([] if case in DECODE else others), *installed]
-        chosen_ones = [p for p in providers if not any(text in f"{p} {case}" for text in options.skip)]
-        measurements += speed.measure(case, chosen_ones, options.device)
-        write_json(options, measurements, {}, complete=False)  # an interrupted run keeps what it has
-    stack = speed.stack_peaks(*STACK, options.device) if on_gpu and not options.case else {}
-    print(speed_table(measurements))
-    for name, megabytes in stack.items():
-        print(f"stack of {speed.STACKED_LAYERS} HyperConnections {STACK}, {name}: peak {megabytes:.0f} MB")
-    print_missing(options)
-    for name, reason in missing.items():
-        if reason is not None:
-            print(f"{name} did not run: {reason}")
-    if speed.why_no_compiler():
-        print(f"torch.compile did not run: {speed.why_no_compiler()}")
-    write_json(options, measurements, stack, complete=True)
-    return 0 if measurements else 2
+    found = results.begin("bench")
+    request = bench.Request(
+        options.device,
+        wanted(options),
+        options.providers,
+        options.peers,
+        options.case,
+        options.skip,
+        options.budget,
+    )
+
+    def save() -> None:
+        if options.json:
+            results.write(found, options.json)
+
+    interrupted = False
+    try:
+        bench.run(request, found, save)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("interrupted", file=sys.stderr)
+    print(tables.bench_text(found))
+    if options.html:
+        page.write(found, options.html)
+    if interrupted:
+        return INTERRUPTED
+    ours_failed = any(entry.failed and entry.provider in backends.BACKENDS for entry in found.not_measured)
+    return (1 if ours_failed else 0) if found.measurements or ours_failed else 2
 
 
-def write_json(
-    options: argparse.Namespace,
-    measurements: Sequence[speed.Measurement],
-    stack: dict[str, float | None],
-    complete: bool,
-) -> None:
-    if options.json:
-        content = {
-            "date": datetime.date.today().isoformat(),
-            "complete": complete,
-            "versions": {**report.versions(), **{peer.name: peers.version(peer) or "-" for peer in peers.PEERS}},
-            "measurements": [measurement.as_json() for measurement in measurements],
-            "peak megabytes of a stack": stack,
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+def run_page(options: argparse.Namespace) -> int:
+    page.write(results.read(options.results), options.html)
+    return 0
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    changes, common = compare.compare(results.read(options.before), results.read(options.after))
+    for change in changes:
+        print(change)
+    regressions = sum(change.regression for change in changes)
+    print(f"{common} entries in both files, {regressions} regressions")
+    if not common:
+        return 2
+    return 1 if regressions else 0
 
 
 def wanted(options: argparse.Namespace) -> Sequence[str]:
     return [options.backend] if options.backend else backends.BACKENDS
-
-
-def runs(case: AnyCase, backend: str, options: argparse.Namespace) -> bool:
-    return case.runs_on(backend) and backends.why_not(case.subject.family, backend, options.device.type) is None
-
-
-def print_missing(options: argparse.Namespace) -> None:
-    for family in backends.families():
-        for backend in wanted(options):
-            reason = backends.why_not(family, backend, options.device.type)
-            if reason is not None:
-                print(f"{family}: {backend} did not run: {reason}")
-
-
-def accuracy_table(rows: Sequence[accuracy.Row]) -> str:
-    header = ("op and case", "backend", "output", "max error", "relative", "tolerance", "verdict")
-    lines = [
-        (
-            row.case,
-            row.backend,
-            row.output,
-            f"{row.max_error:.2e}",
-            f"{row.relative_error:.2e}",
-            f"{row.tolerance:.0e}",
-            row.verdict,
-        )
-        for row in rows
-    ]
-    return report.table(header, lines)
-
-
-def speed_table(measurements: Sequence[speed.Measurement]) -> str:
-    header = (
-        "op and case",
-        "direction",
-        "provider",
-        "µs",
-        "GB/s",
-        "of copy",
-        "× eager",
-        "× compile",
-        "host µs",
-        "peak MB",
-    )
-    times = {(m.subject, m.case, m.direction, m.provider): m.microseconds for m in measurements}
-
-    def faster(m: speed.Measurement, other: str) -> str:
-        """How many times faster than another provider of the same run."""
-        time = times.get((m.subject, m.case, m.direction, other))
-        return "" if time is None or m.provider == other else f"{time / m.microseconds:.2f}"
-
-    lines = [
-        (
-            m.case,
-            m.direction,
-            m.provider,
-            f"{m.microseconds:.1f}",
-            f"{m.bandwidth:.0f}",
-            f"{m.of_copy:.0%}",
-            faster(m, "eager"),
-            faster(m, "torch.compile"),
-            "" if m.host_microseconds is None else f"{m.host_microseconds:.0f}",
-            "" if m.peak_megabytes is None else f"{m.peak_megabytes:.0f}",
-        )
-        for m in measurements
-    ]
-    return report.table(header, lines)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.check import name_of
 from .cases import Subject, Tensors
 from .conv_cases import AnyCase
 
@@ -34,6 +35,8 @@ class Row:
     relative_error: float
     tolerance: float
     passed: bool
+    dtype: str = ""  # that the output is stored in
+    elements: int = 0
 
     @property
     def verdict(self) -> str:
@@ -103,25 +106,29 @@ def truth(
     return _run(subject, lambda leaves: subject.truth(leaves, results or {}), wide, doubled)
 
 
-def judge(case: AnyCase | None, backend: str, name: str, result: Tensor, exact: Tensor) -> Row:
+def judge(
+    case: AnyCase | None, backend: str, name: str, result: Tensor, exact: Tensor, norm_tolerance: float | None = None
+) -> Row:
+    """norm_tolerance: all that a library of another precision is held to; None: what the output's type allows."""
     words = str(case or "")
     if result.shape != exact.shape:
         raise AssertionError(f"{words}: {name} is {list(result.shape)}, should be {list(exact.shape)}")
-    tolerance = NORM_TOLERANCE[result.dtype]
+    tolerance = NORM_TOLERANCE[result.dtype] if norm_tolerance is None else norm_tolerance
     steep = case is not None and case.steep and name not in NOT_BEHIND_SINKHORN
-    if steep and result.dtype == torch.float32:
+    if steep and result.dtype == torch.float32 and norm_tolerance is None:
         tolerance = STEEP_TOLERANCE
-    error = (result.double() - exact).abs()
+    stored = name_of(result.dtype), exact.numel()
     if exact.numel() == 0:
-        return Row(words, backend, name, 0.0, 0.0, tolerance, True)
+        return Row(words, backend, name, 0.0, 0.0, tolerance, True, *stored)
+    error = (result.double() - exact).abs()
     norm = exact.norm().item()
     relative = error.norm().item() / norm if norm else error.norm().item()
     passed = relative <= tolerance  # False for NaN
-    if result.dtype in ROUNDING:
+    if result.dtype in ROUNDING and norm_tolerance is None:
         row_largest = (exact.abs() if exact.dim() == 0 else exact.abs().amax(-1, keepdim=True)).expand_as(exact)
         one_rounding = bool((error <= ROUNDING[result.dtype] * row_largest).all())
         passed = one_rounding and (passed or exact.numel() < ENOUGH_TO_AVERAGE)
-    return Row(words, backend, name, error.max().item(), relative, tolerance, passed)
+    return Row(words, backend, name, error.max().item(), relative, tolerance, passed, *stored)
 
 
 def close(result: Tensor, exact: Tensor) -> bool:

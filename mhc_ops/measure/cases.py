@@ -154,12 +154,13 @@ class Case:
     sigma: float = 1.05  # of the logits that Sinkhorn gets
     seed: int = 0
 
-    def inputs(self, device: torch.device | str = "cpu") -> Tensors:
+    def inputs(self, device: torch.device | str = "cpu", drawn_on: torch.device | str = "cpu") -> Tensors:
+        """Drawn on the CPU, a case is the same on every device; drawn on a GPU, large ones take no time."""
         n, D = self.n, self.D
-        generator = torch.Generator().manual_seed(self.seed)  # on the CPU: a case is the same on every device
+        generator = torch.Generator(drawn_on).manual_seed(self.seed)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device)
+            return torch.randn(shape, generator=generator, device=drawn_on).to(device)
 
         if self.subject is SINKHORN:
             return {"logits": (self.sigma * normal(*self.outer, n, n)).to(self.dtype)}
@@ -262,3 +263,29 @@ DECODE = tuple(
 )
 # and on a CPU, where only the reference can be timed.
 BENCH_CPU = tuple(Case(subject, (256,), 4, 256, _fp32, gamma=False) for subject in SUBJECTS)
+
+
+# How time grows: one size of an op at several values, the others as they are.
+@dataclass(frozen=True)
+class Sweep:
+    """axis: the size that varies; sizes and cases: its values and what they make of the op; at: what stays the same."""
+
+    axis: str
+    at: str
+    sizes: tuple[int, ...]
+    cases: tuple[Any, ...]
+
+
+def sweep(axis: str, at: str, sizes: tuple[int, ...], case: Callable[[int], Any]) -> Sweep:
+    return Sweep(axis, at, sizes, tuple(map(case, sizes)))
+
+
+_layer_case = partial(Case, MHC_LAYER, n=4, gamma=False)
+SCALING = (
+    sweep("T", "D = 4096", (1024, 2048, 4096, 8192, 16384), lambda T: _layer_case((T,), D=4096)),
+    sweep("D", "T = 8192", (1280, 2560, 4096, 5120, 7168), lambda D: _layer_case((8192,), D=D)),
+)
+SCALING_CPU = (
+    sweep("T", "D = 256", (64, 128, 256, 512), lambda T: _layer_case((T,), D=256, dtype=_fp32)),
+    sweep("D", "T = 256", (64, 128, 256, 512), lambda D: _layer_case((256,), D=D, dtype=_fp32)),
+)

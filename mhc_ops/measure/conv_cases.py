@@ -10,7 +10,7 @@ from torch import Tensor
 import mhc_ops
 
 from ..core.check import name_of
-from .cases import Case, Subject, Tensors
+from .cases import Case, Subject, Tensors, sweep
 
 
 def _conv(output_final_state: bool = False, **arguments: Any) -> tuple[Tensor, ...]:
@@ -71,12 +71,13 @@ class ConvCase:
         call = partial(_conv, **options, output_final_state=bool(states))
         return Subject("causal_conv1d" + name, "conv", call, (), ("y", *states), lambda _: (2 + self.residual, 3))
 
-    def inputs(self, device: torch.device | str = "cpu") -> Tensors:
-        generator = torch.Generator().manual_seed(self.seed)  # on the CPU: a case is the same on every device
+    def inputs(self, device: torch.device | str = "cpu", drawn_on: torch.device | str = "cpu") -> Tensors:
+        """Drawn on the CPU, a case is the same on every device; drawn on a GPU, large ones take no time."""
+        generator = torch.Generator(drawn_on).manual_seed(self.seed)
         B, L, D, W, S = self.B, self.L, self.D, self.W, (self.W - 1) * self.dilation
 
         def normal(*shape: int, dtype: torch.dtype = self.parameter_dtype) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
+            return torch.randn(shape, generator=generator, device=drawn_on).to(device, dtype)
 
         def data(*shape: int) -> Tensor:
             return (self.scale * normal(*shape, dtype=torch.float32)).to(self.dtype)
@@ -92,10 +93,11 @@ class ConvCase:
             tensors["residual"] = data(B, L, D)
         if self.update:
             length = S + 2 if self.places else S
-            slots = torch.randperm(B + 2, generator=generator)[:B].to(torch.int32)
+            slots = torch.randperm(B + 2, generator=generator, device=drawn_on)[:B].to(torch.int32)
             tensors["conv_state"] = data(B + 2 if self.places == "slots" else B, D, length)
             if self.places == "ring":
-                tensors["cache_seqlens"] = torch.randint(0, 100, (B,), generator=generator).to(device)
+                lengths = torch.randint(0, 100, (B,), generator=generator, device=drawn_on)
+                tensors["cache_seqlens"] = lengths.to(device)
             if self.places == "slots":
                 slots[-1] = -1
                 tensors["conv_state_indices"] = slots.to(device)
@@ -188,4 +190,12 @@ BENCH_CPU = (
     ConvCase(2, 256, 256, dtype=_fp32),
     ConvCase(2, 1, 256, dtype=_fp32, update=True),
     ConvCase(2, 64, 64, dtype=_fp32, n=4),
+)
+SCALING = (
+    sweep("L", "B = 8, D = 4096", (512, 1024, 2048, 4096, 8192), lambda L: ConvCase(8, L, 4096)),
+    sweep("D", "B = 8, L = 4096", (1024, 2048, 3072, 4096, 8192), lambda D: ConvCase(8, 4096, D)),
+)
+SCALING_CPU = (
+    sweep("L", "B = 2, D = 256", (128, 256, 512, 1024), lambda L: ConvCase(2, L, 256, dtype=_fp32)),
+    sweep("D", "B = 2, L = 256", (64, 128, 256, 512), lambda D: ConvCase(2, 256, D, dtype=_fp32)),
 )

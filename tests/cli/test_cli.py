@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from mhc_ops import cli
-from mhc_ops.measure import cases, peers
+from mhc_ops.measure import bench, cases, peers, selection
 
 SMALL = (cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16),)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(cli, "CHECK", SMALL)
-    monkeypatch.setattr(cli, "BENCH_CPU", SMALL)
+    monkeypatch.setattr(selection, "CHECK", SMALL)
+    monkeypatch.setattr(selection, "BENCH_CPU", SMALL)
+    monkeypatch.setattr(selection, "SCALING_CPU", ())
 
 
 def test_info(capsys):
@@ -96,17 +97,87 @@ def test_bench_skips_and_says_what_is_missing(small, capsys, tmp_path):
     assert all(peers.why_not(peer) is None or f"{peer.name} did not run: " in printed for peer in peers.PEERS)
 
 
-def test_an_interrupted_bench_keeps_what_it_has(small, monkeypatch, tmp_path):
+def test_an_interrupted_bench_keeps_what_it_has(small, monkeypatch, tmp_path, capsys):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
     file = tmp_path / "bench.json"
-    monkeypatch.setattr(cli, "speed_table", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cli.main(["bench", "--device", "cpu", "--skip", "torch.compile", "--json", str(file)])
+    monkeypatch.setattr(bench.providers.torch.compiler, "reset", interrupted)
+    assert cli.main(["bench", "--device", "cpu", "--json", str(file)]) == 130
     content = json.loads(file.read_text())
     assert content["complete"] is False
+    assert {m["provider"] for m in content["measurements"]} == {"eager"}
     assert len(content["measurements"]) == 3
+    assert content["not_measured"][-1]["reason"] == "interrupted"
+    printed = capsys.readouterr().out
+    assert "mhc_forward_pre 9x2x8 bfloat16: torch.compile did not run: interrupted" in printed
+    assert "µs" in printed
+
+
+def test_an_interrupted_check_keeps_what_it_has(small, monkeypatch, tmp_path, capsys):
+    right = cli.accuracy.measure
+
+    def interrupted(case, backend, device):
+        if case is not SMALL[0]:
+            raise KeyboardInterrupt
+        return right(case, backend, device)
+
+    monkeypatch.setattr(selection, "CHECK", (*SMALL, cases.Case(cases.MHC_POST, (9,), 2, 8)))
+    monkeypatch.setattr(cli.accuracy, "measure", interrupted)
+    file = tmp_path / "check.json"
+    assert cli.main(["check", "--device", "cpu", "--backend", "reference", "--json", str(file)]) == 130
+    content = json.loads(file.read_text())
+    assert content["complete"] is False
+    assert len(content["accuracy"]) == 11
+
+
+def test_check_json(small, tmp_path):
+    file = tmp_path / "check.json"
+    assert cli.main(["check", "--device", "cpu", "--backend", "reference", "--json", str(file)]) == 0
+    content = json.loads(file.read_text())
+    assert content["command"] == "check"
+    assert content["complete"] is True
+    assert all(row["passed"] for row in content["accuracy"])
+    assert {row["output"] for row in content["accuracy"]} >= {"h_in", "dphi"}
+
+
+def test_compare_exits_1_on_a_regression(small, tmp_path, capsys):
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    arguments = ["check", "--device", "cpu", "--backend", "reference", "--json", str(files[0])]
+    assert cli.main(arguments) == 0
+    content = json.loads(files[0].read_text())
+    content["accuracy"][0]["passed"] = False
+    files[1].write_text(json.dumps(content))
+    capsys.readouterr()
+    assert cli.main(["compare", str(files[0]), str(files[0])]) == 0
+    assert capsys.readouterr().out == "11 entries in both files, 0 regressions\n"
+    assert cli.main(["compare", str(files[0]), str(files[1])]) == 1
+    assert "fails: mhc_forward_pre 9x2x8 bfloat16 reference h_in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[1]", "{}", '{"measurements": [{"case": "x"}]}', '{"format": 9, "accuracy": []}']
+)
+@pytest.mark.parametrize("command", [["compare", "FILE", "FILE"], ["page", "FILE", "--html", "page.html"]])
+def test_a_file_that_is_not_of_results(content, command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text(content)
+    assert cli.main(command) == 2
+    assert capsys.readouterr().err.startswith("FILE: ")
+
+
+def test_help_names_the_exit_codes(capsys):
+    for command in ([], ["check"], ["bench"], ["compare"]):
+        with pytest.raises(SystemExit):
+            cli.main([*command, "--help"])
+        assert "130  interrupted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--providers", "trition"], ["--budget", "0"], ["--budget", "soon"]])
+def test_bad_bench_options(arguments):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["bench", *arguments])
+    assert exit.value.code == 2
 
 
 def test_bench_without_cases(small):

@@ -1,20 +1,25 @@
 """Peers: absent ones are said to be absent, present ones compute the same function."""
 
+import importlib
 import importlib.metadata
 
 import pytest
 import torch
 
-from mhc_ops.measure import accuracy, cases, peers
+import mhc_ops.compat.causal_conv1d
+from mhc_ops.measure import cases, peers
 from mhc_ops.measure.conv_cases import ConvCase
 
 by_peer = pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
 by_subject = pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda subject: subject.name)
 
 
-def tensors_of(subject, n=4, D=64, dtype=torch.bfloat16, gamma=False, device="cpu"):
-    T = 8 if device == "cpu" else 256  # some kernels run one token per program, a slow thing to interpret
-    return cases.Case(subject, (T,), n, D, dtype, gamma=gamma).inputs(device)
+def small_case(subject, T=8, n=4, D=64, dtype=torch.bfloat16, gamma=False):
+    return cases.Case(subject, (T,), n, D, dtype, gamma=gamma)
+
+
+def tensors_of(subject, **options):
+    return small_case(subject, **options).inputs()
 
 
 @by_peer
@@ -26,7 +31,7 @@ def test_not_installed(peer, monkeypatch):
     assert peers.version(peer) is None
     assert peers.why_not(peer) == f"{peer.name} is not installed: pip install {peer.package}"
     with pytest.raises(RuntimeError, match=f"{peer.name} is not installed: pip install {peer.package}"):
-        if peer is peers.FLA:
+        if peer in (peers.FLA, peers.CAUSAL_CONV1D):
             peer.prepare("causal_conv1d", ConvCase(1, 8, 16).inputs())
         else:
             peer.prepare("mhc_pre", tensors_of(cases.MHC_PRE))
@@ -55,53 +60,78 @@ def test_what_tile_kernels_cannot_take():
     assert peers.TILE_KERNELS.prepare("sinkhorn", tensors_of(cases.SINKHORN, dtype=torch.float16)) is None
 
 
+def test_what_causal_conv1d_lacks():
+    for case in (
+        ConvCase(1, 8, 16, 5),
+        ConvCase(1, 8, 12),
+        ConvCase(1, 8, 16, places="states"),
+        ConvCase(1, 8, 16, n=2),
+    ):
+        assert peers.CAUSAL_CONV1D.prepare(case.subject.name, case.inputs()) is None
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_adapter_of_causal_conv1d(step, bias, silu, monkeypatch):
+    """With functions of the same names and layouts in place of the CUDA package."""
+    module = importlib.import_module("mhc_ops.measure.peers.causal_conv1d")
+    monkeypatch.setattr(module, "_load", lambda: mhc_ops.compat.causal_conv1d)
+    case = ConvCase(2, step or 9, 16, dtype=torch.float32, silu=silu, bias=bias, update=bool(step))
+    rows = peers.measure(peers.CAUSAL_CONV1D, case)
+    assert {row.output for row in rows} >= ({"y", "conv_state"} if step else {"y", "dx", "dweight"})
+    assert all(row.passed and row.tolerance == 1e-5 for row in rows), rows
+
+
 @pytest.mark.interpreted
 @by_subject
 def test_liger_interpreted(subject):
     """In fp32, where Triton's interpreter is exact. The layer differs by its Sinkhorn of transposed logits."""
-    check(peers.LIGER, subject, "cpu", torch.float32, tolerance=1e-3 if subject is cases.MHC_LAYER else 1e-5)
+    rows = measured(peers.LIGER, small_case(subject, dtype=torch.float32), "cpu")
+    assert all(row.relative_error <= (1e-3 if subject is cases.MHC_LAYER else 1e-5) for row in rows), rows
 
 
 @pytest.mark.gpu
 @by_subject
 @by_peer
 def test_computes_the_same_function(peer, subject):
-    """Judged at the peer's own precision (bf16 or tf32 projection, several roundings of dx): 2e-2 is enough to tell a
-    transposed or missing term."""
-    check(peer, subject, "cuda", torch.float32 if subject is cases.SINKHORN else torch.bfloat16, tolerance=2e-2)
+    dtype = torch.float32 if subject is cases.SINKHORN else torch.bfloat16
+    assert all(row.passed for row in measured(peer, small_case(subject, dtype=dtype, T=256), "cuda"))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("peer", [peers.FLA, peers.CAUSAL_CONV1D], ids=lambda peer: peer.name)
 @pytest.mark.parametrize("silu", [False, True])
-def test_fla_computes_the_same_function(silu):
-    case = ConvCase(2, 256, 128, silu=silu)
-    check_prepared(peers.FLA, case.subject, case.inputs("cuda"), tolerance=2e-2)
+@pytest.mark.parametrize("update", [False, True])
+def test_convolutions_compute_the_same_function(update, silu, peer):
+    case = ConvCase(2, 1 if update else 256, 128, silu=silu, update=update)
+    assert all(row.passed for row in measured(peer, case, "cuda"))
 
 
-def check(peer, subject, device, dtype, tolerance):
-    check_prepared(peer, subject, tensors_of(subject, dtype=dtype, device=device), tolerance)
-
-
-def check_prepared(peer, subject, ours, tolerance):
-    """Outputs, with and without gradients, and the gradient of the first input, which every peer lays out as we do."""
+def measured(peer, case, device):
     if peers.version(peer) is None:
         pytest.skip(f"needs {peer.package}")
-    prepared = peer.prepare(subject.name, ours)
-    if prepared is None:
-        pytest.skip(f"{peer.name} has no {subject.name}")
-    with torch.no_grad():
-        plain = prepared.call(**prepared.tensors)
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in prepared.tensors.items()}
-    outputs = prepared.call(**leaves)
-    results = dict(zip(subject.outputs, outputs))
-    cotangents = accuracy.random_cotangents(subject, results, seed=0)
-    exact = accuracy.truth(subject, ours, cotangents, {name: result.detach() for name, result in results.items()})
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
-    assert all(gradient is not None for gradient in gradients)
-    first = next(iter(ours))
-    results[f"d{first}"] = gradients[0].view_as(ours[first])
-    results |= {f"{name} without gradients": output for name, output in zip(subject.outputs, plain)}
-    for name, result in results.items():
-        expected = exact[name.removesuffix(" without gradients")]
-        assert result.shape == expected.shape, name
-        assert (result.double() - expected).norm() <= tolerance * expected.norm(), name
+    rows = peers.measure(peer, case, device)
+    if rows is None:
+        pytest.skip(f"{peer.name} has no {case.subject.name}")
+    return rows
+
+
+def test_a_wrong_peer_is_found():
+    """Outputs with and without gradients, and gradients, each at the peer's own precision."""
+
+    def fake(factor, gradient_factor):
+        def call(x, h_out, h_post, h_res):
+            (y,) = cases.MHC_POST.call(x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend="reference")
+            return ((y + (gradient_factor - 1) * (y - y.detach())) * (factor if y.requires_grad else 1),)
+
+        prepare = lambda subject, ours: peers.Prepared(ours, call, {"x": "x"})  # noqa: E731
+        return peers.Peer("fake", "fake", "", 1e-5, lambda: None, prepare)
+
+    def failed(peer):
+        return {row.output for row in peers.measure(peer, small_case(cases.MHC_POST)) if not row.passed}
+
+    assert failed(fake(1.0, 1.0)) == set()
+    assert failed(fake(1.01, 1.0)) == set()  # bf16 five times over
+    assert failed(fake(1.05, 1.0)) == {"x_next with gradients", "dx"}
+    assert failed(fake(1.0, 1.05)) == {"dx"}

@@ -1,6 +1,7 @@
-"""The benchmark: it refuses to time what is wrong, and counts what it moves."""
+"""Timings: medians, spreads, and the bytes that an op moves."""
 
-from dataclasses import replace
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,25 +12,37 @@ CPU = torch.device("cpu")
 CASE = cases.Case(cases.MHC_FORWARD_PRE, (16,), 2, 8, torch.float32)
 
 
-def test_a_wrong_kernel_is_not_timed():
-    def wrong(x, **arguments):
-        outputs = cases.MHC_FORWARD_PRE.call(x=x, **arguments)
-        return outputs if x.dtype == torch.float64 else tuple(2 * output for output in outputs)
-
-    case = replace(CASE, subject=replace(cases.MHC_FORWARD_PRE, call=wrong))
-    with pytest.raises(AssertionError, match="reference is wrong, so it is not timed"):
-        list(speed.measure(case, ["reference"], CPU))
-
-
 def test_measures_forward_and_backward():
-    rows = list(speed.measure(CASE, ["reference", "eager"], CPU))
-    assert [(row.provider, row.direction) for row in rows] == [
-        (provider, direction) for provider in ("reference", "eager") for direction in ("forward", "backward", "both")
-    ]
+    call = partial(CASE.subject.call, backend="reference")
+    errors = {"forward": 0.1, "backward": 0.2}
+    rows = list(speed.measure(CASE, "eager", CASE.inputs(), call, speed.Copies(CPU), CPU, "decode", errors))
+    assert [row.direction for row in rows] == ["forward", "backward", "both"]
+    assert [row.error for row in rows] == [0.1, 0.2, None]
     for row in rows:
         assert row.microseconds > 0
-        assert row.bandwidth == pytest.approx(CASE.bytes_moved()[row.direction] / row.microseconds / 1e3)
+        assert row.spread >= 0
+        assert row.samples == speed.SAMPLES
+        assert row.group == "decode"
+        assert row.bytes == CASE.bytes_moved()[row.direction]
+        assert row.bandwidth == pytest.approx(row.bytes / row.microseconds / 1e3)
         assert row.as_json()["of_copy"] == row.copy_microseconds / row.microseconds
+
+
+def test_few_samples_when_time_is_up():
+    timing = speed.device_time(lambda: None, CPU, until=time.perf_counter())
+    assert timing.samples == speed.FEWEST_SAMPLES
+
+
+def test_median_and_quartiles(monkeypatch):
+    samples = iter([5.0, 1.0, 4.0, 2.0, 3.0])
+    monkeypatch.setattr(speed, "_host_sample", lambda *arguments: next(samples))
+    assert speed.device_time(lambda: None, CPU, until=0) == speed.Timing(3.0, 2.0, 5)
+
+
+def test_a_copy_is_measured_once():
+    copies = speed.Copies(CPU)
+    assert copies(1000) is copies(1001)
+    assert copies(1000) is not copies(2000)
 
 
 def test_bytes_moved():

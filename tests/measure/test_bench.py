@@ -1,0 +1,184 @@
+"""What bench runs and in which order, how it ends, and that nothing that fails ends it."""
+
+import importlib.metadata
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mhc_ops.measure import bench, cases, peers, providers, results, selection, speed
+
+CPU = torch.device("cpu")
+POST = cases.Case(cases.MHC_POST, (16,), 2, 8)
+PRE = cases.Case(cases.MHC_PRE, (16,), 2, 8)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(selection, "BENCH_CPU", (POST, PRE))
+    monkeypatch.setattr(selection, "SCALING_CPU", ())
+
+
+def run(**options):
+    found = results.begin("bench")
+    saved = []
+    request = bench.Request(CPU, **{"skip": ("torch.compile",), **options})
+    bench.run(request, found, lambda: saved.append(len(found.measurements)))
+    return found, saved
+
+
+def peer(name, change, lacks=()):
+    """A library that computes what the reference does, then changes it."""
+
+    def prepare(subject, ours):
+        if subject in lacks:
+            return None
+        subjects = {s.name: s for s in cases.SUBJECTS}
+
+        def call(**tensors):
+            return tuple(change(output) for output in subjects[subject].call(**tensors, backend="reference"))
+
+        return peers.Prepared({name: t.detach() for name, t in ours.items()}, call, {"x": "x"})
+
+    return peers.Peer(name, name, "as the reference", 1e-5, lambda: None, prepare)
+
+
+def crash(output):
+    raise ValueError("no such size\nand more")
+
+
+def test_results_come_one_by_one():
+    found, saved = run()
+    assert saved == [3, 6, 6]
+    assert found.complete
+    assert [(m.case, m.provider) for m in found.measurements[::3]] == [(str(POST), "eager"), (str(PRE), "eager")]
+    assert {row.output for row in found.accuracy if row.case == str(POST)} >= {"x_next", "dx", "dh_res"}
+    assert {row.backend for row in found.accuracy} == {"eager"}
+    assert all(m.error is not None and 0 < m.error < 1e-2 for m in found.measurements)
+
+
+def test_peers_are_checked_timed_and_named(monkeypatch):
+    right, wrong = peer("right", lambda output: output), peer("wrong", lambda output: 1.1 * output)
+    crashing, lacking = peer("crashing", crash), peer("lacking", lambda output: output, lacks=("mhc_post", "mhc_pre"))
+    monkeypatch.setattr(peers, "PEERS", (right, wrong, crashing, lacking, peers.LIGER))
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    found, _ = run(peers=True)
+    assert {m.provider for m in found.measurements} == {"right", "eager"}
+    assert found.precision == dict.fromkeys(["right", "wrong", "crashing", "lacking"], "as the reference")
+    reasons = {entry.provider: entry for entry in found.not_measured if entry.where in (str(POST), "")}
+    assert reasons["wrong"].failed
+    assert reasons["wrong"].reason.startswith("wrong is wrong, so it is not timed: ")
+    assert reasons["crashing"].reason == "ValueError: no such size and more"
+    assert reasons["Liger"].reason == "Liger is not installed: pip install liger-kernel"
+    assert not reasons["Liger"].failed
+    assert {row.backend for row in found.accuracy if not row.passed} == {"wrong"}
+    assert found.complete
+
+
+def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
+    def wrong(x, backend, **arguments):
+        outputs = cases.MHC_PRE.call(x=x, backend="reference", **arguments)
+        return tuple(2 * output for output in outputs) if backend == "triton" else outputs
+
+    case = replace(PRE, subject=replace(cases.MHC_PRE, call=wrong))
+    monkeypatch.setattr(selection, "BENCH_CPU", (case,))
+    monkeypatch.setattr(selection, "runs", lambda case, backend, device: backend == "triton")
+    found, _ = run()
+    assert {m.provider for m in found.measurements} == {"eager"}
+    (entry,) = [entry for entry in found.not_measured if entry.failed]
+    assert entry.reason.startswith("triton is wrong, so it is not timed: ")
+
+
+def test_order_of_importance(monkeypatch):
+    monkeypatch.setattr(selection, "runs", lambda case, backend, device: True)
+    sweep = cases.sweep("T", "", (1, 2), lambda T: replace(POST, outer=(T,)))
+    monkeypatch.setattr(selection, "SCALING_CPU", (sweep,))
+    request = bench.Request(CPU, skip=(f"Liger {PRE}",))
+    units = bench.plan(request, ["triton", "Liger", "eager", "torch.compile"])
+    assert [unit.provider for unit in units] == [*["triton"] * 4, "Liger", *["eager"] * 2, *["torch.compile"] * 2]
+    assert [unit.group for unit in units[:4]] == ["training", "training", "sweep", "sweep"]
+
+
+def test_a_sweep_measures_no_case_twice(monkeypatch):
+    monkeypatch.setattr(
+        selection, "SCALING_CPU", (cases.sweep("T", "", (16, 32), lambda T: replace(POST, outer=(T,))),)
+    )
+    units = bench.plan(bench.Request(CPU), ["eager"])
+    assert sorted(map(str, units)) == sorted({str(unit) for unit in units})
+    assert len(units) == 3
+
+
+def test_providers_that_were_asked_for():
+    found, _ = run(providers=["eager"], skip=())
+    assert {m.provider for m in found.measurements} == {"eager"}
+    assert found.not_measured == []
+
+
+def test_a_budget_leaves_out_the_rest(monkeypatch):
+    def slow(*arguments):
+        time.sleep(0.2)
+        return []
+
+    monkeypatch.setattr(providers, "check", slow)
+    found, _ = run(budget=0.2)
+    assert found.budget_seconds == 0.2
+    assert not found.complete
+    assert {m.case for m in found.measurements} == {str(POST)}
+    (late,) = [entry for entry in found.not_measured if entry.where == str(PRE)]
+    assert late.reason == "out of time (--budget 0.2)"
+    assert not late.failed
+    assert {m.samples for m in found.measurements} == {speed.FEWEST_SAMPLES}
+
+
+def test_small_cases_are_checked_once(monkeypatch):
+    checked = []
+    monkeypatch.setattr(providers, "check", lambda *arguments: checked.append(arguments) or [])
+    large = [replace(POST, outer=(T,)) for T in (300, 600)]
+    monkeypatch.setattr(selection, "BENCH_CPU", large)
+    found, _ = run()
+    assert len(checked) == 1
+    assert len(found.measurements) == 6
+
+
+def test_a_file_is_whole_at_any_time(tmp_path, monkeypatch):
+    file = tmp_path / "bench.json"
+    found, _ = run()
+    results.write(found, file)
+    read = results.read(file)
+    assert read == found
+
+    def torn(*arguments, **options):
+        raise KeyboardInterrupt
+
+    found.complete = False
+    monkeypatch.setattr(json, "dumps", torn)
+    with pytest.raises(KeyboardInterrupt):
+        results.write(found, file)
+    monkeypatch.undo()
+    assert results.read(file).complete
+
+
+def test_not_a_number_survives(tmp_path):
+    found = results.begin("check")
+    found.accuracy = [results.Row("case", "triton", "y", float("nan"), float("inf"), 1e-5, False)]
+    results.write(found, tmp_path / "file")
+    assert json.loads((tmp_path / "file").read_text())["accuracy"][0]["max_error"] is None
+    (row,) = results.read(tmp_path / "file").accuracy
+    assert row.max_error != row.max_error
+    assert not row.passed
+
+
+def test_older_files_can_be_read(tmp_path):
+    """Format 1 had no more than this."""
+    old = {"subject": "s", "case": "c", "provider": "p", "direction": "forward", "microseconds": 2, "bandwidth": 3}
+    content = {"date": "d", "complete": True, "versions": {}, "measurements": [{**old, "copy_microseconds": 1}]}
+    (tmp_path / "file").write_text(json.dumps(content))
+    (measurement,) = results.read(tmp_path / "file").measurements
+    assert measurement.of_copy == 0.5
+    assert measurement.spread is None

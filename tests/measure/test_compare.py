@@ -1,0 +1,127 @@
+"""compare: sees what is worse than noise, and nothing else."""
+
+from dataclasses import replace
+
+import pytest
+
+from mhc_ops.measure import compare, scaling
+from mhc_ops.measure.accuracy import Row
+from mhc_ops.measure.results import NotMeasured, Results
+from mhc_ops.measure.speed import Measurement
+
+TIMED = Measurement(
+    "op", "op 8x8", "triton", "both", 200.0, 1.0, 100.0, peak_megabytes=50.0, spread=2.0, copy_spread=1.0, samples=20
+)
+ROW = Row("op 8x8", "triton", "y", 1e-6, 2e-7, 1e-5, True, "float32", 10_000)
+GROWTH = scaling.Growth("op", "T", "D = 8", "triton", "both", [], [], [], [], [], 1.0, 2.0, 1.0, 0.01)
+
+
+def changes(after, before=TIMED, **rest):
+    kinds = {Measurement: "measurements", Row: "accuracy", scaling.Growth: "scaling"}
+    files = [Results("bench", **{kinds[type(entry)]: [entry]}) for entry in (before, after)]
+    found, common = compare.compare(files[0], replace(files[1], **rest))
+    assert common == 1
+    return [(change.kind, change.regression) for change in found]
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "copy", "expected"),
+    [
+        (200.0, 100.0, []),
+        (208.0, 100.0, []),  # 4 %, the noise of 3 · √(4 · 0.74 %²) is 4.4 %
+        (212.0, 100.0, [("slower", True)]),
+        (424.0, 200.0, [("slower", True)]),  # another machine, twice as slow at everything
+        (400.0, 200.0, []),
+        (150.0, 100.0, [("faster", False)]),
+    ],
+)
+def test_times_are_ratios_to_the_copy(microseconds, copy, expected):
+    scaled = replace(TIMED, microseconds=microseconds, copy_microseconds=copy)
+    assert changes(replace(scaled, spread=microseconds / 100, copy_spread=copy / 100)) == expected
+
+
+def test_noisy_samples_hide_a_change():
+    assert changes(replace(TIMED, microseconds=212.0, spread=20.0)) == []
+
+
+def test_short_times_are_not_known_better_than_the_clock():
+    before = replace(TIMED, microseconds=4.0, copy_microseconds=4.0, spread=0.0, copy_spread=0.0)
+    assert changes(replace(before, microseconds=4.5), before) == []
+    assert changes(replace(before, microseconds=6.0), before) == [("slower", True)]
+
+
+def test_what_runs_scatter_by_is_noise():
+    """Thirty ratios that change by up to 10 % either way: 12 % in one of them is nothing, 80 % is."""
+    before = [replace(TIMED, case=f"case {i}") for i in range(30)]
+    after = [replace(m, microseconds=200.0 * (1 + 0.1 * (i % 3 - 1))) for i, m in enumerate(before)]
+    worse = [replace(after[0], microseconds=360.0), *after[1:]]
+
+    def slower(after):
+        found, _ = compare.compare(Results("bench", measurements=before), Results("bench", measurements=after))
+        return [change.what for change in found if change.regression]
+
+    assert slower(after) == []
+    assert slower(worse) == ["case 0 triton both"]
+
+
+def test_what_all_have_in_common_is_no_noise():
+    before = [replace(TIMED, case=f"case {i}") for i in range(30)]
+    after = [replace(m, microseconds=220.0) for m in before]
+    found, _ = compare.compare(Results("bench", measurements=before), Results("bench", measurements=after))
+    assert sum(change.regression for change in found) == 30
+
+
+def test_other_libraries_are_said_but_count_for_nothing():
+    before = replace(TIMED, provider="Liger")
+    assert changes(replace(before, microseconds=400.0), before) == [("slower", False)]
+
+
+def test_a_file_without_spread():
+    assert changes(replace(TIMED, microseconds=900.0), replace(TIMED, spread=None)) == [("not compared", False)]
+
+
+def test_memory():
+    assert changes(replace(TIMED, peak_megabytes=50.3)) == []
+    assert changes(replace(TIMED, peak_megabytes=52.0)) == [("more memory", True)]
+    assert changes(replace(TIMED, peak_megabytes=40.0)) == [("less memory", False)]
+
+
+def test_growth():
+    assert changes(replace(GROWTH, per_megabyte=2.05), GROWTH) == []
+    assert changes(replace(GROWTH, per_megabyte=2.2), GROWTH) == [("slower", True)]
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (replace(ROW, relative_error=3e-7), []),
+        (replace(ROW, relative_error=5e-7), [("less exact", True)]),
+        (replace(ROW, relative_error=5e-5, passed=False), [("fails", True)]),
+        (replace(ROW, relative_error=float("nan"), passed=False), [("fails", True)]),
+        (replace(ROW, relative_error=6e-8), [("more exact", False)]),
+    ],
+)
+def test_errors(after, expected):
+    assert changes(after, ROW) == expected
+
+
+def test_the_error_of_one_number_is_luck():
+    one = replace(ROW, elements=1, relative_error=1e-9)
+    assert changes(replace(one, relative_error=3e-7), one) == []
+    assert changes(replace(one, relative_error=3e-6), one) == [("less exact", True)]
+
+
+def test_missing_rows_are_said():
+    found, common = compare.compare(Results("bench", measurements=[TIMED]), Results("check", accuracy=[ROW]))
+    assert common == 0
+    assert [str(change) for change in found] == [
+        "missing: op 8x8 triton: only in the first file: both",
+        "missing: op 8x8 triton: only in the second file: y",
+    ]
+
+
+def test_a_kernel_that_no_longer_runs():
+    after = Results("bench", not_measured=[NotMeasured("op 8x8", "triton", "RuntimeError: no", failed=True)])
+    (change,), _ = compare.compare(Results("bench", measurements=[TIMED]), after)
+    assert change.regression
+    assert str(change) == "fails: op 8x8 triton both: RuntimeError: no"
