@@ -1,4 +1,4 @@
-"""mhc-ops: info, check, bench."""
+"""mhc-ops: info, check, bench, diagnose."""
 
 import argparse
 import datetime
@@ -12,6 +12,7 @@ import torch
 from .core import backend as backends
 from .measure import accuracy, cases, conv_cases, peers, report, speed
 from .measure.conv_cases import AnyCase
+from .measure.diagnose import command as diagnose_command
 
 CHECK: tuple[AnyCase, ...] = (*cases.CHECK, *conv_cases.CHECK)
 BENCH: tuple[AnyCase, ...] = (*cases.BENCH, *conv_cases.BENCH)
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("--peers", action="store_true", help="beside them, other libraries that are installed")
     bench.add_argument("--json", metavar="FILE", type=Path, help="write everything measured to this file")
     bench.set_defaults(command=run_bench)
+
+    diagnose = commands.add_parser("diagnose", help="where an error of an op comes from; exit 1 where one is found")
+    diagnose_command.add_arguments(diagnose, device, default_device())
 
     for command in (check, bench):
         command.add_argument(

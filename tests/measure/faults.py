@@ -158,7 +158,7 @@ class Conv(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, seq_idx = ctx.saved_tensors
         fault, W = ctx.fault, weight.shape[1]
-        B, L, _ = x.shape
+        L = x.shape[1]
         right = None if fault in FORWARD_ONLY else fault
         taps = _taps(x.float(), seq_idx, W, right)
         z = sum(tap * weight[:, k] for k, tap in enumerate(taps)) + bias

@@ -56,6 +56,15 @@ def places_of(tensors: Tensors, S: int) -> Places:
     return Places(t, batch, None, B, S)
 
 
+def silu_of(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(z)
+
+
+def slope_of(z: Tensor) -> Tensor:
+    """The derivative of SiLU."""
+    return torch.sigmoid(z) * (1 + z * torch.sigmoid(-z))
+
+
 def conv(tensors: Tensors, cotangents: Tensors, at: Trace, silu: bool, dilation: int, output: str = "y") -> None:
     """Forward and backward of x [B, L, D] with states [N, S, D]; dx is left as terms by tap."""
     x, weight = tensors["x"], tensors["weight"]
@@ -71,7 +80,7 @@ def conv(tensors: Tensors, cotangents: Tensors, at: Trace, silu: bool, dilation:
     everything = torch.cat([nothing, state.flatten(0, 1), read.flatten(0, 1)])
     z = sum(everything[rows[k]] * weight[:, k] for k in range(W))
     z = at("z", z + tensors.get("bias", x.new_zeros(())))
-    y = at("activated", z * torch.sigmoid(z) if silu else z)
+    y = at("activated", silu_of(z) if silu else z)
     terms = {"the convolution": torch.where(real, y, 0)}
     if "residual" in tensors:
         terms["the residual"] = torch.where(real, tensors["residual"], 0)
@@ -82,8 +91,7 @@ def conv(tensors: Tensors, cotangents: Tensors, at: Trace, silu: bool, dilation:
         return
 
     dy = torch.where(at("real for dy", real), cotangents[output], 0)
-    bend = torch.sigmoid(z) * (1 + z * torch.sigmoid(-z)) if silu else torch.ones_like(z)
-    g = at("g", dy * at("slope", bend))
+    g = at("g", dy * at("slope", slope_of(z) if silu else torch.ones_like(z)))
     everything = torch.cat([nothing, state.flatten(0, 1), at("x for dweight", x).flatten(0, 1)])
     back, g_weight = at("rows for dweight", rows), at("g for dweight", g)
     at("dweight", torch.stack([(everything[back[k]] * g_weight).sum((0, 1)) for k in range(W)], -1))
@@ -132,7 +140,7 @@ def short_conv(case: ConvCase) -> Callable[[Tensors, Tensors, Trace], None]:
 
     def model(tensors: Tensors, cotangents: Tensors, at: Trace) -> None:
         x, gamma = tensors["x"], at("gamma", tensors["gamma"])
-        n, D = x.shape[-2:]
+        D = x.shape[-1]
         mean_square = x.square().mean(-1, keepdim=True)
         inv_rms = at("inv_rms", torch.rsqrt(at("mean square", mean_square) + at("norm_eps", NORM_EPS)))
         normed = at("normed", x * inv_rms * gamma)
@@ -172,7 +180,7 @@ def causal_conv1d_update(case: ConvCase) -> Callable[[Tensors, Tensors, Trace], 
         turn = at("turn", steps.expand(B, length) if seen is None else (steps + seen.long()[:, None]) % length)
         mine = at("state before", state[slot.clamp(min=0)[:, None], turn])
         before = mine[:, length - S :]
-        inner = {name: tensors[name] for name in ("weight", "bias") if name in tensors}
+        inner = {name: tensor for name, tensor in tensors.items() if name in ("weight", "bias")}
         conv({"x": tokens, "initial_state": before, **inner}, {}, at, case.silu, case.dilation, "y of a token")
         at("y", torch.where(real, at.values["y of a token"], 0).view_as(x))
         after = at("state after", torch.cat([mine, tokens], 1)[:, T:])

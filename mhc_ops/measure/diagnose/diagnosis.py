@@ -20,9 +20,10 @@ from .layouts import Layout, layout, section_names
 from .places import place_of, wrong_elements
 from .statistics import Statistics, statistics
 from .trace import Hypothesis, Trace
-from .verdict import Finding, Output, findings, fresh_nan
+from .verdict import Finding, Output, findings
 
 PER_TOKEN = ("x", "h_out", "h_post", "h_res", "logits")  # inputs of mHC whose leading dimensions are tokens
+SPARE = 4  # freed pieces of memory of each size
 # The order of the dataflow; what is not here comes after, in the order of the op.
 FORWARD = ("inv_rms", "h_mix", "h_pre", "h_post", "h_res", "h_in", "x_next")
 
@@ -67,34 +68,16 @@ def diagnose(
     with _fresh_memory_is_nan():
         _, results = _run(case, subject, tensors, backend, cotangents)
     exact = accuracy.truth(case.subject, tensors, cotangents, results)
-    sections = section_names(case)
-    step_by_step = _Model(case, tensors, cotangents, results)
-    right = step_by_step.run()
+    names = sorted(exact, key=lambda name: _rank(name, case.subject))
+    rows = [accuracy.judge(case, backend, name, results[name], exact[name]) for name in names]
+    if all(row.passed for row in rows):
+        return Diagnosis(case, backend, rows, [], [])
 
-    rows, outputs, details = [], [], []
-    for name in sorted(exact, key=lambda name: _rank(name, case.subject)):
-        result, truth = results[name], exact[name]
-        row = accuracy.judge(case, backend, name, result, truth)
-        rows.append(row)
-        axes = layout(case, name, tuple(truth.shape))
-        output = Output(
-            name=name,
-            result=result.double(),
-            exact=truth,
-            passed=row.passed,
-            off=wrong_elements(result.double(), truth, result.dtype),
-            unwritten=fresh_nan(result, plain[name]),
-            close=_judge_against(case, backend, name, result),
-            locate=partial(place_of, layout=axes, sections=sections),
-            terms={term: value.reshape(truth.shape) for term, value in right.terms(name).items()},
-            sizes=right.values.get(f"{name}, sizes"),
-            is_gradient=name not in case.subject.outputs,
-        )
-        outputs.append(output)
-        if not row.passed:
-            details.append(_detail(output, axes, result.dtype))
-
-    found = findings(outputs, step_by_step.hypotheses(right), step_by_step.run, right, _sizes(case))
+    model = _Model(case, tensors, cotangents, results)
+    right = model.run()
+    outputs = [_output(case, row, results, plain, exact, right) for row in rows]
+    details = [_detail(case, output, results[output.name].dtype) for output in outputs if not output.passed]
+    found = findings(outputs, model.hypotheses(right), model.run, right, _sizes(case))
     return Diagnosis(case, backend, rows, found, details)
 
 
@@ -104,10 +87,17 @@ def _run(
     if cotangents is None:
         outputs = accuracy.run(subject, tensors, backend)
         cotangents = accuracy.random_cotangents(subject, outputs, case.seed)
+        _leave_zeros(*outputs.values(), *tensors.values())
     results = accuracy.run(subject, tensors, backend, cotangents)
     if case.dtype != torch.float64:  # as in accuracy.measure
         results = {name: r.float() if r.dtype == torch.float64 else r for name, r in results.items()}
     return cotangents, results
+
+
+def _leave_zeros(*like: Tensor) -> None:
+    """What is allocated next, for outputs and gradients, is then memory without a NaN of an earlier run."""
+    zeros = [torch.zeros_like(tensor) for tensor in like for _ in range(SPARE)]
+    del zeros
 
 
 @contextlib.contextmanager
@@ -126,13 +116,27 @@ def _fresh_memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _judge_against(case: AnyCase, backend: str, name: str, result: Tensor) -> Callable[[Tensor], bool]:
-    return lambda candidate: accuracy.judge(case, backend, name, result, candidate).passed
+def _output(case: AnyCase, row: Row, results: Tensors, plain: Tensors, exact: Tensors, right: Trace) -> Output:
+    name, result, truth = row.output, results[row.output], exact[row.output]
+    return Output(
+        name=name,
+        result=result.double(),
+        exact=truth,
+        passed=row.passed,
+        off=wrong_elements(result.double(), truth, result.dtype),
+        unwritten=result.isnan() & ~plain[name].isnan(),
+        close=lambda candidate: accuracy.judge(case, row.backend, name, result, candidate).passed,
+        locate=partial(place_of, layout=layout(case, name, tuple(truth.shape)), sections=section_names(case)),
+        terms={term: value.reshape(truth.shape) for term, value in right.terms(name).items()},
+        sizes=right.values.get(f"{name}, sizes"),
+        is_gradient=name not in case.subject.outputs,
+    )
 
 
-def _detail(output: Output, axes: Layout, dtype: torch.dtype) -> Detail:
+def _detail(case: AnyCase, output: Output, dtype: torch.dtype) -> Detail:
     error, place = output.result - output.exact, output.place
     allowed = accuracy.NORM_TOLERANCE[dtype] * float(output.exact.square().mean().sqrt())
+    axes = layout(case, output.name, tuple(output.exact.shape))
     return Detail(
         name=output.name,
         layout=axes,

@@ -1,5 +1,7 @@
 """The axes of every output and gradient, as words: what a place is said in, and what a heat map is drawn over."""
 
+import math
+
 from ..cases import Case
 from ..conv_cases import AnyCase, ConvCase
 
@@ -39,18 +41,14 @@ def layout(case: AnyCase, output: str, shape: tuple[int, ...]) -> Layout:
     """`output`: the name of an output, or d and the name of an input."""
     table = _MHC if isinstance(case, Case) else _CONV
     names = table[output] if output in table else table[output.removeprefix("d")]
-    sizes: dict[str, int] = {}
     if isinstance(case, Case):
-        n, M = case.n, (case.n if case.subject.name == "mhc_head" else case.n**2 + 2 * case.n)
-        sizes = {"stream": n, "old stream": n, "new stream": n, "channel": case.D, "row": M, "section": max(1, M // n)}
-        sizes["section"] = 1 if M == n else 3
-        tokens = 1
-        for size in case.outer:
-            tokens *= size
-        sizes["token"] = tokens
+        n, M = case.n, max(rows.stop for rows in section_names(case).values())
+        sizes = {"stream": n, "old stream": n, "new stream": n, "channel": case.D, "row": M}
+        sizes |= {"section": len(section_names(case)), "token": math.prod(case.outer)}
     else:
-        sizes = {"stream": max(1, case.n), "channel": case.D, "tap": case.W, "sequence": shape[0], "slot": shape[0]}
-        sizes |= {"token": case.L, "step": shape[-1]}
+        first, last = (*shape, 1)[0], (1, *shape)[-1]
+        sizes = {"stream": case.n, "channel": case.D, "tap": case.W, "token": case.L}
+        sizes |= {"sequence": first, "slot": first, "step": last}
     return {name: sizes[name] for name in names if name != "stream" or isinstance(case, Case) or case.n}
 
 

@@ -13,7 +13,6 @@ from .trace import Trace
 
 NORM_EPS = HC_EPS = SINKHORN_EPS = 1e-6  # the defaults of the public functions
 POST_MULT, ITERS = 2.0, 20
-SECTIONS = ("pre", "post", "res")
 
 
 def section_rows(n: int) -> dict[str, slice]:
@@ -44,7 +43,7 @@ def slope(z: Tensor) -> Tensor:
 
 def alphas_of(alpha: Tensor, n: int, M: int) -> Tensor:
     """alpha spread over the rows of its sections; the head has one section."""
-    if M == n:
+    if n == M:
         return alpha.reshape(1).expand(M)
     return torch.cat([a.expand(rows.stop - rows.start) for a, rows in zip(alpha, section_rows(n).values())])
 
@@ -63,7 +62,7 @@ def pre_forward(x: Tensor, tensors: Tensors, at: Trace, raw: bool) -> None:
     m = at("m", h_mix * inv_rms[:, None])
     z = at("z", m * alphas + tensors["bias"])
     h_pre = at("h_pre", torch.sigmoid(z[:, :n]) + HC_EPS)
-    if M > n:
+    if n < M:
         at("h_post", POST_MULT * torch.sigmoid(z[:, n : 2 * n]))
         squash = at("sinkhorn", (lambda logits: logits) if raw else sinkhorn)
         at("h_res", squash(z[:, 2 * n :].unflatten(-1, (n, n))))
@@ -81,12 +80,12 @@ def pre_backward(
     )
     phi = at("phi for dx", tensors["phi"].unflatten(-1, (n, D)))
     M = phi.shape[0]
-    sections = {"pre": slice(0, n)} if M == n else section_rows(n)
+    sections = {"pre": slice(0, n)} if n == M else section_rows(n)
     dh_in = cotangents["h_in"]
 
     dh_pre = at("dh_pre", torch.einsum("tnd,td->tn", at("x for dh_pre", x), at("dh_in for dh_pre", dh_in)))
     parts = [dh_pre * slope(z[:, :n])]
-    if M > n:
+    if n < M:
         parts.append(POST_MULT * cotangents["h_post"] * slope(z[:, n : 2 * n]))
         squash = at("sinkhorn backward", values["sinkhorn"])
         logits = z[:, 2 * n :].unflatten(-1, (n, n))
@@ -106,9 +105,10 @@ def pre_backward(
     at.sum("dgamma", {f"the {name} section": by_row[rows].sum(0) for name, rows in sections.items()})
 
     dinv = at("dinv", dm * h_mix)
-    over_norm = at("x for the norm's term", x) * (at("inv_rms cubed", inv_rms**3) / at("size of the mean", n * D))[
-        :, None, None
-    ]
+    over_norm = (
+        at("x for the norm's term", x)
+        * (at("inv_rms cubed", inv_rms**3) / at("size of the mean", n * D))[:, None, None]
+    )
     terms = {}
     for name, rows in sections.items():
         through_phi = torch.einsum("tm,mnd->tnd", at("dh_mix for dx", dh_mix)[:, rows], phi[rows])
@@ -155,7 +155,10 @@ def head(tensors: Tensors, cotangents: Tensors, at: Trace) -> None:
 def sinkhorn_alone(tensors: Tensors, cotangents: Tensors, at: Trace) -> None:
     squash = at("sinkhorn", sinkhorn)
     at("h_res", squash(tensors["logits"]))
-    at("dlogits", gradient_of(at("sinkhorn backward", squash), tensors["logits"], at("dh_res for dz", cotangents["h_res"])))
+    at(
+        "dlogits",
+        gradient_of(at("sinkhorn backward", squash), tensors["logits"], at("dh_res for dz", cotangents["h_res"])),
+    )
 
 
 def post(tensors: Tensors, cotangents: Tensors, at: Trace) -> None:
@@ -178,7 +181,7 @@ def post_pre(tensors: Tensors, cotangents: Tensors, at: Trace) -> None:
     """The pre reads x_next as it was stored."""
     inputs = (tensors["x"], tensors["h_out"], tensors["h_post"], tensors["h_res"])
     post_forward(*inputs, at)
-    stored = tensors.get("stored x_next", at.values["x_next"])
+    stored = tensors["stored x_next"]
     pre_forward(stored, tensors, at, raw=False)
     pre_backward(stored, tensors, at, cotangents, {"the cotangent of x_next": cotangents["x_next"]}, "dx_next")
     at.sum("dx", post_backward(*inputs, at.values["dx_next"], at))

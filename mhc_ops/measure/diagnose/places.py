@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def place_of(off: Tensor, layout: Layout, sections: dict[str, range]) -> Place:
 
 
 def index_words(indices: list[int], size: int, name: str, sections: dict[str, range]) -> str:
-    """[1, 2, 3] of 4 streams -> "streams 1 to 3\" """
+    """[1, 2, 3] of 4 streams -> "streams 1 to 3\""""
     if name == "row":
         whole = [section for section, rows in sections.items() if set(rows) <= set(indices)]
         if sum(len(sections[section]) for section in whole) == len(indices):
@@ -74,7 +75,7 @@ def index_words(indices: list[int], size: int, name: str, sections: dict[str, ra
             return f"{name}s {first} to {last}"
         return f"{name}s {first} and up" + (", a last block that is not full," if _partial(first, size) else "")
     runs = _runs(indices)
-    gaps = {after[0] - before[0] for before, after in zip(runs, runs[1:])}
+    gaps = {after[0] - before[0] for before, after in pairwise(runs)}
     lengths = {len(run) for run in runs[:-1]}
     if len(gaps) == 1 and len(lengths) == 1 and len(runs) > 2 and len(runs[-1]) <= len(runs[0]):
         (gap,), length = gaps, len(runs[0])

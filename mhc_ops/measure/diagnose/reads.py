@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .places import BLOCKED, index_words
-from .trace import Hypothesis, Trace, cuts, zero_from
+from .trace import Edit, Hypothesis, Trace, cuts, zero_from
 
 Axes = dict[str, dict[int, str]]  # the axes along which a tensor, by its name, may be cut
 
@@ -51,5 +51,9 @@ def flat_reads(x: Tensor, group: tuple[str, ...]) -> list[Hypothesis]:
         kept = (torch.arange(n * D, device=x.device) < cut).view(n, D)
         if cut % D:  # otherwise whole streams, which are cuts already
             sentence = f"of x as one row of {n * D}, only the first {cut} are read for {steps}"
-            found.append(Hypothesis(sentence, dict.fromkeys(group, lambda value, _, kept=kept: value * kept)))
+            found.append(Hypothesis(sentence, dict.fromkeys(group, _times(kept))))
     return found
+
+
+def _times(kept: Tensor) -> Edit:
+    return lambda value, _: value * kept

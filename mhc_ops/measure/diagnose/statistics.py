@@ -22,7 +22,7 @@ class Statistics:
     ratio_std: float
     ratio_min: float
     ratio_max: float
-    ratio: str  # in words
+    ratio: str  # in words; "" where no wrong element is finite
     nan: int
     zero: int  # exactly 0 where the truth is not
 
@@ -46,7 +46,7 @@ def statistics(result: Tensor, exact: Tensor, off: Tensor) -> Statistics:
         ratio_std=spread,
         ratio_min=float(ratio.min()),
         ratio_max=float(ratio.max()),
-        ratio=_words(ratio, spread),
+        ratio=_words(ratio, spread) if bool(worth.any()) else "",
         nan=int((~result.isfinite()).sum()),
         zero=int(((result == 0) & (exact != 0)).sum()),
     )

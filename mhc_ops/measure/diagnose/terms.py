@@ -82,5 +82,7 @@ def _counted(times: float, sizes: dict[str, int]) -> str:
 
 def number(value: float, sizes: dict[str, int]) -> str:
     """16 -> "16 (n²)" where n is 4"""
-    names = [f"{name}{more}" for name, size in sizes.items() for more, by in (("", 0), (" + 1", 1)) if size + by == value]
+    names = [
+        f"{name}{more}" for name, size in sizes.items() for more, by in (("", 0), (" + 1", 1)) if size + by == value
+    ]
     return f"{value:.4g}" + (f" ({names[0]})" if names and value > 2 else "")

@@ -89,6 +89,6 @@ def zero_from(cut: int, axis: int) -> Edit:
 
 
 def cuts(size: int, smallest: int = 8) -> list[int]:
-    """Where a kernel may stop: after its first block, or before a last block that is not full. Blocks are powers of 2."""
+    """Where a kernel may stop: after its first block, or before a last one that is not full. Blocks: powers of two."""
     blocks = [1 << k for k in range(smallest.bit_length() - 1, size.bit_length()) if 1 << k < size]
     return sorted({cut for block in blocks for cut in (block, size // block * block) if cut < size})

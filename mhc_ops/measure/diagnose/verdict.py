@@ -195,7 +195,7 @@ def _factor(lead: Output, sizes: dict[str, int]) -> Finding | None:
     if not lead.explained_by(candidate):
         return None
     times = f"{terms.number(factor, sizes)} times what {'they' if place.several else 'it'} should be"
-    words = {0: "zero but for rounding", -1: "right but for the sign"}.get(factor, times)
+    words = {0.0: "zero but for rounding", -1.0: "right but for the sign"}.get(factor, times)
     often = ": accumulated too often" if factor == round(factor) and factor > 1 else ""
     return Finding(_subject(place, words) + often, (lead.name,), lead.share(candidate))
 
@@ -211,8 +211,3 @@ def _mostly(lead: Output, hypotheses: Sequence[Hypothesis], run: Run) -> Finding
         words = f"perhaps {sentence}, but that leaves an error beyond the tolerance{where}"
         return Finding(words, (lead.name,), share, explained=False)
     return Finding(f"no simple explanation{where}", (lead.name,), 0.0, explained=False)
-
-
-def fresh_nan(poisoned: Tensor, plain: Tensor) -> Tensor:
-    """What is NaN only where fresh memory is filled with NaN."""
-    return torch.isnan(poisoned) & ~torch.isnan(plain)
