@@ -100,7 +100,7 @@ class Pre(torch.autograd.Function):
         dz = torch.cat([dh_pre * slope[:, pre], 2 * dh_post * slope[:, post], dz_res], -1)
         dalpha = torch.stack([(dz * m)[:, rows].sum() for rows in (pre, post, res)])
         dbias = dz.sum(0)
-        if fault == "dbias of res accumulated n × n times":
+        if fault == "dbias of res accumulated n*n times":
             dbias[res] *= n * n
         dm = dz * alphas
         dh_mix = dm * inv_rms[:, None]
@@ -113,7 +113,7 @@ class Pre(torch.autograd.Function):
         dphi, dgamma = (A * gamma).flatten(1), (phi.unflatten(-1, (n, D)) * A).sum(0)
         parts = [(dm * h_mix)[:, rows].sum(-1) for rows in (pre, post, res)]
         dinv = parts[0] + parts[1] + parts[2]
-        if fault == "wrong variable accumulated n × n times":
+        if fault == "wrong variable accumulated n*n times":
             dinv = parts[0] + parts[1] + n * n * parts[0]
         through_norm = -(dinv * inv_rms**3 / (n * D))[:, None, None] * wide
         if fault == "norm term left out":

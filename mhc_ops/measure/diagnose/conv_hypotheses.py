@@ -20,17 +20,22 @@ AXES = {"x": {-1: "channel"}, "g": {0: "sequence", 1: "token"}, "dy": {1: "token
 def hypotheses(right: Trace, tensors: Tensors) -> list[Hypothesis]:
     """For an op whose right values these are."""
     values = right.values
-    every = [*_readings(values), *_activation(), *_bias_and_residual(tensors), *_states(values), *_norm()]
+    every = [
+        *_readings(values, tensors),
+        *_activation(values),
+        *_bias_and_residual(tensors),
+        *_states(values),
+        *_norm(),
+    ]
     return [h for h in every if set(h.edits) <= set(values)] + partial_reads(right, AXES, ())
 
 
-def _readings(values: Values) -> Iterator[Hypothesis]:
+def _readings(values: Values, tensors: Tensors) -> Iterator[Hypothesis]:
     """Another table of rows: everywhere, in the forward alone, in one gradient alone."""
     rows = values["rows"]
-    as_it_should = {
-        name: always(values[name]) for name in ("rows for dweight", "rows for dx", "slope") if name in values
-    }
-    for sentence, table in _tables(rows, values["places"]):
+    others: list[str] = [name for name in ("rows for dweight", "rows for dx", "slope") if name in values]
+    as_it_should = {name: always(values[name]) for name in others}
+    for sentence, table in _tables(rows, values["places"], "initial_state" in tensors or "conv_state" in tensors):
         if not torch.equal(table, rows):
             wrong = always(table)
             yield Hypothesis(sentence.format(""), {"rows": wrong})
@@ -39,7 +44,7 @@ def _readings(values: Values) -> Iterator[Hypothesis]:
             yield Hypothesis(sentence.format(" in dx"), {"rows for dx": wrong})
 
 
-def _tables(rows: Tensor, places: Places) -> Iterator[tuple[str, Tensor]]:
+def _tables(rows: Tensor, places: Places, with_state: bool) -> Iterator[tuple[str, Tensor]]:
     """Sentences, with a place for where, and the rows that each tap then reads."""
     W, B, L = rows.shape
     dilation = places.S // max(1, W - 1)
@@ -48,7 +53,8 @@ def _tables(rows: Tensor, places: Places) -> Iterator[tuple[str, Tensor]]:
     t = torch.arange(L, device=rows.device)
 
     yield "the taps are reversed{}", rows.flip(0)
-    yield "the initial state is not read{}", torch.where(rows < tokens_from, 0, rows)
+    if with_state:
+        yield "the initial state is not read{}", torch.where(rows < tokens_from, 0, rows)
     without_bounds = replace(places, time=t.expand(B, L), ids=None)
     leak = torch.stack([without_bounds.under(lag) for lag in lags])
     leak = torch.where(leak < tokens_from, rows, leak)
@@ -66,8 +72,12 @@ def _tables(rows: Tensor, places: Places) -> Iterator[tuple[str, Tensor]]:
         yield sentence, torch.where(halo, 0, rows)
 
 
-def _activation() -> Iterator[Hypothesis]:
+def _activation(values: Values) -> Iterator[Hypothesis]:
     """SiLU and its derivative."""
+    if not values["silu"]:
+        sentence = "SiLU is applied although none was asked for"
+        yield Hypothesis(sentence, {"activated": lambda y, v: silu_of(y), "slope": lambda slope, v: slope_of(v["z"])})
+        return
     yield Hypothesis("the activation is left out", {"activated": lambda y, v: v["z"], "slope": _ones})
     yield Hypothesis("the activation is left out in y", {"activated": lambda y, v: v["z"]})
     yield Hypothesis("the derivative of SiLU is left out", {"slope": _ones})
@@ -76,7 +86,6 @@ def _activation() -> Iterator[Hypothesis]:
         sentence = f"the derivative of SiLU is left out of {output}"
         yield Hypothesis(sentence, {f"g for {output}": lambda g, v: g / v["slope"]})
     yield Hypothesis("the derivative of SiLU is counted in dresidual", {"dy for dresidual": lambda dy, v: v["g"]})
-    yield Hypothesis("gradients at padding are counted", {"real for dy": _ones})
 
 
 def _bias_and_residual(tensors: Tensors) -> Iterator[Hypothesis]:
@@ -102,17 +111,18 @@ def _ones(value: Tensor, values: Values) -> Tensor:
 
 def _states(values: Values) -> Iterator[Hypothesis]:
     """What is kept for the next call."""
-    first = 1 + values["places"].N * values["places"].S
-    kept = values["rows of final_state"]
-    behind, fresh = torch.where(kept > first, kept - 1, 0), torch.where(kept < first, 0, kept)
-    yield Hypothesis("final_state is one token behind", {"rows of final_state": always(behind)})
-    yield Hypothesis("final_state does not take over the initial state", {"rows of final_state": always(fresh)})
+    if "rows of final_state" in values:
+        first, kept = 1 + values["places"].N * values["places"].S, values["rows of final_state"]
+        behind, fresh = torch.where(kept > first, kept - 1, 0), torch.where(kept < first, 0, kept)
+        yield Hypothesis("final_state is one token behind", {"rows of final_state": always(behind)})
+        yield Hypothesis("final_state does not take over the initial state", {"rows of final_state": always(fresh)})
     yield Hypothesis("the state is not shifted", {"state after": lambda after, v: v["state before"]})
-    if "slots" in values:
-        order = torch.arange(values["turn"].shape[1], device=values["turn"].device).expand_as(values["turn"])
-        yield Hypothesis("the ring is read from its first entry, not from cache_seqlens on", {"turn": always(order)})
-        in_order = torch.arange(len(values["slots"]), device=values["slots"].device)
-        yield Hypothesis("conv_state_indices is ignored", {"slots": always(in_order)})
+    sentence = "the ring is read from its first entry, not from cache_seqlens on"
+    yield Hypothesis(
+        sentence, {"turn": lambda turn, v: torch.arange(turn.shape[1], device=turn.device).expand_as(turn)}
+    )
+    sentence = "conv_state_indices is ignored"
+    yield Hypothesis(sentence, {"slots": lambda slots, v: torch.arange(len(slots), device=slots.device)})
 
 
 def _norm() -> Iterator[Hypothesis]:

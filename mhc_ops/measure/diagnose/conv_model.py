@@ -72,7 +72,7 @@ def conv(tensors: Tensors, cotangents: Tensors, at: Trace, silu: bool, dilation:
     S = (W - 1) * dilation
     places = at("places", places_of(tensors, S))
     rows = at("rows", torch.stack([places.under((W - 1 - k) * dilation) for k in range(W)]))
-    state = at("initial_state", tensors.get("initial_state", x.new_zeros(places.N, S, D)))
+    state = tensors.get("initial_state", x.new_zeros(places.N, S, D))
     nothing = x.new_zeros(1, D)
     read = at("x for y", x)
     real = (places.sequence >= 0)[..., None]
@@ -80,13 +80,14 @@ def conv(tensors: Tensors, cotangents: Tensors, at: Trace, silu: bool, dilation:
     everything = torch.cat([nothing, state.flatten(0, 1), read.flatten(0, 1)])
     z = sum(everything[rows[k]] * weight[:, k] for k in range(W))
     z = at("z", z + tensors.get("bias", x.new_zeros(())))
-    y = at("activated", silu_of(z) if silu else z)
+    y = at("activated", silu_of(z) if at("silu", silu) else z)
     terms = {"the convolution": torch.where(real, y, 0)}
     if "residual" in tensors:
         terms["the residual"] = torch.where(real, tensors["residual"], 0)
     at.sum(output, terms)
-    last = at("rows of final_state", last_rows(places, tensors, L))
-    at("final_state", everything[last].transpose(1, 2))
+    if "final_state" in cotangents:
+        last = at("rows of final_state", last_rows(places, tensors, L))
+        at("final_state", everything[last].transpose(1, 2))
     if output not in cotangents:
         return
 
@@ -95,22 +96,30 @@ def conv(tensors: Tensors, cotangents: Tensors, at: Trace, silu: bool, dilation:
     everything = torch.cat([nothing, state.flatten(0, 1), at("x for dweight", x).flatten(0, 1)])
     back, g_weight = at("rows for dweight", rows), at("g for dweight", g)
     at("dweight", torch.stack([(everything[back[k]] * g_weight).sum((0, 1)) for k in range(W)], -1))
-    at("dbias", at("g for dbias", g).sum((0, 1)))
-    at("dresidual", at("dy for dresidual", dy))
+    if "bias" in tensors:
+        at("dbias", at("g for dbias", g).sum((0, 1)))
+    if "residual" in tensors:
+        at("dresidual", at("dy for dresidual", dy))
     back = at("rows for dx", rows)
     terms, states = {}, torch.zeros_like(state).flatten(0, 1)
-    ground = x.new_zeros(len(everything), D)
     taps = at("weight for dx", weight)
     for k in range(W):
-        flowed = ground.index_add(0, back[k].flatten(), (taps[:, k] * g).flatten(0, 1))
+        flowed = flow_back(taps[:, k] * g, back[k], len(everything))
         terms[f"tap {k}"] = flowed[1 + places.N * S :].view(B, L, D)
         states = states + flowed[1 : 1 + places.N * S]
     if "final_state" in cotangents:
-        flowed = ground.index_add(0, last.flatten(), cotangents["final_state"].transpose(1, 2).flatten(0, 1))
+        flowed = flow_back(cotangents["final_state"].transpose(1, 2), last, len(everything))
         terms["what flows back from final_state"] = flowed[1 + places.N * S :].view(B, L, D)
         states = states + flowed[1 : 1 + places.N * S]
     at.sum("dx", terms)
     at("dinitial_state", states.view_as(state).transpose(1, 2))
+
+
+def flow_back(gradient: Tensor, rows: Tensor, count: int) -> Tensor:
+    """The gradient of everything[rows]. A row is read once, but for row 0, whose gradient nobody wants."""
+    flowed = gradient.new_zeros(count, gradient.shape[-1])
+    flowed[rows.flatten()] = gradient.flatten(0, 1)
+    return flowed
 
 
 def last_rows(places: Places, tensors: Tensors, L: int) -> Tensor:
@@ -151,7 +160,8 @@ def short_conv(case: ConvCase) -> Callable[[Tensors, Tensors, Trace], None]:
         inside = Trace(at.edits)
         conv(inner, wide, inside, silu=True, dilation=case.dilation)
         dnormed = inside.values["dx"].view_as(x)
-        at.values |= {name: value for name, value in inside.values.items() if not name.startswith("dx")}
+        own = ("dx", "dresidual", "dy for dresidual")  # here they have another meaning
+        at.values |= {name: value for name, value in inside.values.items() if name.split(":")[0] not in own}
         at.values["y"] = at.values["y"].view_as(x)
         at("dgamma", (dnormed * x * at("inv_rms for dgamma", inv_rms)).sum((0, 1)))
         inner_product = (dnormed * gamma * x).sum(-1, keepdim=True)
@@ -173,11 +183,12 @@ def causal_conv1d_update(case: ConvCase) -> Callable[[Tensors, Tensors, Trace], 
         (B, T, _), length = tokens.shape, state.shape[1]
         S = (tensors["weight"].shape[1] - 1) * case.dilation
         batch, steps = torch.arange(B, device=x.device), torch.arange(length, device=x.device)
-        slots = tensors.get("conv_state_indices", batch).long()
-        slot = at("slots", slots)
+        slot, turn = batch, steps.expand(B, length)
+        if "conv_state_indices" in tensors:
+            slot = at("slots", tensors["conv_state_indices"].long())
+        if "cache_seqlens" in tensors:
+            turn = at("turn", (steps + tensors["cache_seqlens"].long()[:, None]) % length)
         real = (slot != -1)[:, None, None]
-        seen = tensors.get("cache_seqlens")
-        turn = at("turn", steps.expand(B, length) if seen is None else (steps + seen.long()[:, None]) % length)
         mine = at("state before", state[slot.clamp(min=0)[:, None], turn])
         before = mine[:, length - S :]
         inner = {name: tensor for name, tensor in tensors.items() if name in ("weight", "bias")}
@@ -185,8 +196,8 @@ def causal_conv1d_update(case: ConvCase) -> Callable[[Tensors, Tensors, Trace], 
         at("y", torch.where(real, at.values["y of a token"], 0).view_as(x))
         after = at("state after", torch.cat([mine, tokens], 1)[:, T:])
         new = state.clone()
-        if seen is not None:
-            back = (steps - seen.long()[:, None] - T) % length
+        if "cache_seqlens" in tensors:
+            back = (steps - tensors["cache_seqlens"].long()[:, None] - T) % length
             after = after.gather(1, back[..., None].expand_as(after))
         new[slot[slot != -1]] = after[slot != -1]
         at("conv_state", new.transpose(1, 2))

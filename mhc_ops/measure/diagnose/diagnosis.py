@@ -37,7 +37,7 @@ class Detail:
     statistics: Statistics
     place: str
     filled: float
-    coefficients: dict[str, float]  # of error ≈ Σ c · term
+    coefficients: dict[str, float]  # of error ≈ Σ c · term, in that place
     error: Tensor  # |error| as a multiple of what is allowed, shaped by the layout; NaN stays
 
 
@@ -73,7 +73,7 @@ def diagnose(
     if all(row.passed for row in rows):
         return Diagnosis(case, backend, rows, [], [])
 
-    model = _Model(case, tensors, cotangents, results)
+    model = Model(case, tensors, cotangents, results)
     right = model.run()
     outputs = [_output(case, row, results, plain, exact, right) for row in rows]
     details = [_detail(case, output, results[output.name].dtype) for output in outputs if not output.passed]
@@ -137,13 +137,14 @@ def _detail(case: AnyCase, output: Output, dtype: torch.dtype) -> Detail:
     error, place = output.result - output.exact, output.place
     allowed = accuracy.NORM_TOLERANCE[dtype] * float(output.exact.square().mean().sqrt())
     axes = layout(case, output.name, tuple(output.exact.shape))
+    inside = {name: term[place.box] for name, term in output.terms.items()}
     return Detail(
         name=output.name,
         layout=axes,
         statistics=statistics(output.result, output.exact, output.off),
         place=place.words,
         filled=place.filled,
-        coefficients=terms.coefficients(error, output.terms) if output.terms else {},
+        coefficients=terms.coefficients(error[place.box], inside) if inside else {},
         error=(error.abs() / (allowed or 1.0)).reshape(tuple(axes.values())),
     )
 
@@ -162,7 +163,7 @@ def _sizes(case: AnyCase) -> dict[str, int]:
     return {"W": case.W, "B": case.B, **({"n": case.n} if case.n else {}), "L": case.L}
 
 
-class _Model:
+class Model:
     """The model of a case, on its inputs and cotangents in fp64."""
 
     def __init__(self, case: AnyCase, tensors: Tensors, cotangents: list[Tensor | None], results: Tensors) -> None:

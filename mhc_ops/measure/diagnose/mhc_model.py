@@ -58,7 +58,7 @@ def pre_forward(x: Tensor, tensors: Tensors, at: Trace, raw: bool) -> None:
     mean_square = at("x for inv_rms", x).square().mean((-2, -1))
     inv_rms = at("inv_rms", torch.rsqrt(mean_square + at("norm_eps", NORM_EPS)))
     scaled = at("x for h_mix", x) * at("gamma for h_mix", gamma)
-    h_mix = at("h_mix", torch.einsum("tnd,mnd->tm", scaled, at("phi for h_mix", phi)))
+    h_mix = at("h_mix", scaled.flatten(1) @ at("phi for h_mix", phi).flatten(1).T)
     m = at("m", h_mix * inv_rms[:, None])
     z = at("z", m * alphas + tensors["bias"])
     h_pre = at("h_pre", torch.sigmoid(z[:, :n]) + HC_EPS)
@@ -83,7 +83,7 @@ def pre_backward(
     sections = {"pre": slice(0, n)} if n == M else section_rows(n)
     dh_in = cotangents["h_in"]
 
-    dh_pre = at("dh_pre", torch.einsum("tnd,td->tn", at("x for dh_pre", x), at("dh_in for dh_pre", dh_in)))
+    dh_pre = at("dh_pre", (at("x for dh_pre", x) * at("dh_in for dh_pre", dh_in)[:, None]).sum(-1))
     parts = [dh_pre * slope(z[:, :n])]
     if n < M:
         parts.append(POST_MULT * cotangents["h_post"] * slope(z[:, n : 2 * n]))
@@ -99,7 +99,8 @@ def pre_backward(
     at("dbias", at("dz for dbias", dz).sum(0))
     dm = at("dm", dz * alphas)
     dh_mix = at("dh_mix", dm * inv_rms[:, None])
-    A = at("A", torch.einsum("tm,tnd->mnd", at("dh_mix for dphi", dh_mix), at("x for dphi", x)))
+    A = at("dh_mix for dphi", dh_mix).T @ at("x for dphi", x).flatten(1)
+    A = A.unflatten(-1, (n, D))
     at("dphi", A * at("gamma for dphi", gamma))
     by_row = at("phi for dgamma", phi) * A
     at.sum("dgamma", {f"the {name} section": by_row[rows].sum(0) for name, rows in sections.items()})
@@ -111,8 +112,8 @@ def pre_backward(
     )
     terms = {}
     for name, rows in sections.items():
-        through_phi = torch.einsum("tm,mnd->tnd", at("dh_mix for dx", dh_mix)[:, rows], phi[rows])
-        terms[f"gamma ⊙ phiᵀ dh_mix of {name}"] = at("gamma for dx", gamma) * through_phi
+        through_phi = at("dh_mix for dx", dh_mix)[:, rows] @ phi[rows].flatten(1)
+        terms[f"gamma ⊙ phiᵀ dh_mix of {name}"] = at("gamma for dx", gamma) * through_phi.unflatten(-1, (n, D))
     for name, rows in sections.items():
         terms[f"the norm's term of {name}"] = -dinv[:, rows].sum(-1)[:, None, None] * over_norm
     terms["h_pre ⊗ dh_in"] = values["h_pre"][..., None] * at("dh_in for dx", dh_in)[:, None]
@@ -130,8 +131,8 @@ def post_backward(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, dx_ne
     n = x.shape[-2]
     weights, read = at("h_post for dh_out", h_post), at("dx_next for dh_out", dx_next)
     at.sum("dh_out", {f"h_post · dx_next of stream {j}": weights[:, j, None] * read[:, j] for j in range(n)})
-    at("dh_post", torch.einsum("tnd,td->tn", at("dx_next for dh_post", dx_next), at("h_out for dh_post", h_out)))
-    at("dh_res", torch.einsum("tid,tjd->tij", at("x for dh_res", x), at("dx_next for dh_res", dx_next)))
+    at("dh_post", (at("dx_next for dh_post", dx_next) * at("h_out for dh_post", h_out)[:, None]).sum(-1))
+    at("dh_res", at("x for dh_res", x) @ at("dx_next for dh_res", dx_next).mT)
     mix, read = at("h_res for dx", h_res), at("dx_next for dx", dx_next)
     return {f"h_res dx_next of stream {j}": mix[:, :, j, None] * read[:, j, None] for j in range(n)}
 

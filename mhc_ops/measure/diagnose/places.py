@@ -40,6 +40,10 @@ def wrong_elements(result: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
     return off
 
 
+def everywhere(off: Tensor) -> Place:
+    return Place("", False, torch.ones_like(off), float(off.double().mean()))
+
+
 def place_of(off: Tensor, layout: Layout, sections: dict[str, range]) -> Place:
     """The smallest product of index sets that holds every wrong element."""
     view = off.reshape(tuple(layout.values()))
@@ -53,7 +57,7 @@ def place_of(off: Tensor, layout: Layout, sections: dict[str, range]) -> Place:
         words.append(index_words(hit.nonzero().flatten().tolist(), size, name, sections))
     filled = float(view.sum() / box.sum().clamp(min=1))
     if filled < FILLED:
-        return Place("", False, torch.ones_like(off), float(view.double().mean()))
+        return everywhere(off)
     words.reverse()  # the innermost axis first: channels of streams of tokens
     plural = bool(words) and not re.match(r"the \w+ section\b|\w+ ?\w* \d+$", words[0])
     return Place(" of ".join(words), plural, box.reshape(off.shape), filled)

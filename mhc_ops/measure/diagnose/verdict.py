@@ -10,7 +10,7 @@ from torch import Tensor
 from ..accuracy import NORM_TOLERANCE
 from ..cases import Tensors
 from . import terms
-from .places import Place
+from .places import Place, everywhere
 from .trace import Edit, Hypothesis, Trace
 
 NEARLY_ALL = 0.75  # of the error must be gone, beside what is left being within the tolerance
@@ -36,6 +36,11 @@ class Output:
     @property
     def place(self) -> Place:
         return self.locate(self.off)
+
+    @property
+    def places(self) -> list[Place]:
+        """Everywhere, then the place that is wrong: an element of a wrong tensor may be right by chance."""
+        return [everywhere(self.off), *([self.place] if self.place.words else [])]
 
     def share(self, candidate: Tensor) -> float:
         """How much of the error a candidate removes."""
@@ -95,14 +100,16 @@ def findings(
 
 
 def _fact(lead: Output, wrong: Sequence[Output]) -> Finding | None:
-    """Never written, NaN, zero: what needs no explanation. Others with the same words are the same finding."""
+    """Never written, NaN, zero: what needs no explanation. Others of the same pass with the same words are the same."""
 
     def words(output: Output) -> str | None:
         nan = output.result.isnan()
         if bool(output.exact.isnan().any()):
             return "follows from what was stored before it, which is not finite"
         if bool(nan.any()):
-            unwritten = bool((output.unwritten == nan).all())
+            unwritten = 2 * int(output.unwritten.sum()) > int(
+                nan.sum()
+            )  # of the rest, old memory may hold NaN by chance
             return _subject(output.locate(nan), "never written" if unwritten else "NaN")
         if bool((output.result[output.off] == 0).all()):
             return _subject(output.place, "zero: masked, or never added to")
@@ -111,7 +118,8 @@ def _fact(lead: Output, wrong: Sequence[Output]) -> Finding | None:
     sentence = words(lead)
     if sentence is None:
         return None
-    return Finding(sentence, tuple(output.name for output in wrong if words(output) == sentence), 1.0)
+    alike = [output for output in wrong if output.is_gradient == lead.is_gradient and words(output) == sentence]
+    return Finding(sentence, tuple(output.name for output in alike), 1.0)
 
 
 def _subject(place: Place, what: str) -> str:
@@ -180,24 +188,28 @@ def _terms(lead: Output, sizes: dict[str, int]) -> Finding | None:
     """One or two terms that are left out or count more than once."""
     if len(lead.terms) < 2:
         return None
-    place = lead.place
-    for fit in terms.fits(lead.result - lead.exact, lead.exact, lead.terms, place.box):
-        if lead.explained_by(fit.candidate):
-            where = f", in {place.words}" if place.words else ""
-            return Finding(fit.words(sizes) + where, (lead.name,), lead.share(fit.candidate))
+    for place in lead.places:
+        for fit in terms.fits(lead.result - lead.exact, lead.exact, lead.terms, place.box):
+            if lead.explained_by(fit.candidate):
+                where = f", in {place.words}" if place.words else ""
+                return Finding(fit.words(sizes) + where, (lead.name,), lead.share(fit.candidate))
     return None
 
 
 def _factor(lead: Output, sizes: dict[str, int]) -> Finding | None:
     """The right numbers, times another."""
-    place = lead.place
-    factor, candidate = terms.scaled(lead.result, lead.exact, place.box)
-    if not lead.explained_by(candidate):
-        return None
+    for place in lead.places:
+        factor, candidate = terms.scaled(lead.result, lead.exact, place.box)
+        if lead.explained_by(candidate):
+            return Finding(_scaled_words(place, factor, sizes), (lead.name,), lead.share(candidate))
+    return None
+
+
+def _scaled_words(place: Place, factor: float, sizes: dict[str, int]) -> str:
     times = f"{terms.number(factor, sizes)} times what {'they' if place.several else 'it'} should be"
     words = {0.0: "zero but for rounding", -1.0: "right but for the sign"}.get(factor, times)
     often = ": accumulated too often" if factor == round(factor) and factor > 1 else ""
-    return Finding(_subject(place, words) + often, (lead.name,), lead.share(candidate))
+    return _subject(place, words) + often
 
 
 def _mostly(lead: Output, hypotheses: Sequence[Hypothesis], run: Run) -> Finding:
