@@ -180,6 +180,7 @@ def test_own_inputs_that_are_off(only_the_first_stream, tmp_path, capsys):
     [
         ({"x": torch.ones(3, 2, 4)}, "h_out, h_post, h_res missing. mhc_post takes x, h_out, h_post, h_res"),
         ({"X": torch.ones(1)}, "x, h_out, h_post, h_res missing; no such X."),
+        ({**cases.Case(cases.MHC_POST, (3,), 2, 4).inputs(), "gamma": torch.ones(2, 4)}, "no such gamma."),
         ([torch.ones(1)], "must hold a dict of tensors by argument name"),
         ({"x": 3}, "must hold a dict of tensors by argument name"),
         (

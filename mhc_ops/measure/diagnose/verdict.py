@@ -107,9 +107,7 @@ def _fact(lead: Output, wrong: Sequence[Output]) -> Finding | None:
         if bool(output.exact.isnan().any()):
             return "follows from what was stored before it, which is not finite"
         if bool(nan.any()):
-            unwritten = 2 * int(output.unwritten.sum()) > int(
-                nan.sum()
-            )  # of the rest, old memory may hold NaN by chance
+            unwritten = 2 * int(output.unwritten.sum()) > int(nan.sum())  # old memory may hold NaN by chance
             return _subject(output.locate(nan), "never written" if unwritten else "NaN")
         if bool((output.result[output.off] == 0).all()):
             return _subject(output.place, "zero: masked, or never added to")
