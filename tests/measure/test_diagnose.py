@@ -1,5 +1,6 @@
 """Every planted fault gets its verdict, and a right op gets none."""
 
+import math
 import re
 from pathlib import Path
 
@@ -177,14 +178,23 @@ def test_what_cannot_be_explained_is_said_and_what_follows_from_it():
     assert "dx" in found[1].outputs
 
 
-def test_a_computed_nan_is_not_called_unwritten():
+@pytest.mark.parametrize(("value", "words"), [(math.nan, "NaN"), (math.inf, "NaN or infinite")])
+def test_a_computed_nan_is_not_called_unwritten(value, words):
     def call(x, h_out, h_post, h_res, backend):
         x_next = cases.MHC_POST.call(x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend="reference")[0].clone()
-        x_next[..., 2, 5:8] *= float("nan")
+        x_next[..., 2, 5:8] *= value
         return (x_next,)
 
     lead = diagnose(Case(cases.MHC_POST, (12,), 4, 24, fp32), call=call).findings[0]
-    assert str(lead).startswith("x_next: channels 5 to 7 of stream 2 are NaN")
+    assert str(lead) == f"x_next: channels 5 to 7 of stream 2 are {words}"
+
+
+def test_a_truth_that_is_not_finite_is_not_judged():
+    case = Case(cases.MHC_POST, (12,), 4, 24, fp32)
+    tensors = case.inputs()
+    tensors["x"][3, 1, 7] = math.nan
+    sentences = [finding.sentence for finding in diagnose(case, tensors=tensors).findings]
+    assert sentences[0].startswith("cannot be judged: the truth is not finite")
 
 
 @pytest.mark.parametrize(("error", "sentence"), [(1e-5, "rounding, of a sum that cancels"), (1e-2, "no simple")])

@@ -51,14 +51,16 @@ def run_diagnose(options: argparse.Namespace) -> int:
     """0: nothing found; 1: something is off; 2: it cannot be run like this."""
     try:
         work, tensors, backend = _chosen(options)
-    except (Wrong, RuntimeError, ValueError) as error:  # the latter two: a backend that cannot run, tensors that misfit
+    except (Wrong, RuntimeError, TypeError, ValueError) as error:  # a backend that cannot run, tensors that misfit
         print(f"mhc-ops diagnose: {error}", file=sys.stderr)
         return 2
     done: list[Diagnosis] = []
     for case in report.progress(work, "diagnose"):
         try:
             done.append(diagnose(case, backend, options.device, tensors))
-        except (TypeError, ValueError, NotImplementedError) as error:  # the op refuses its input
+        except (TypeError, ValueError, NotImplementedError) as error:
+            if not str(error).startswith(options.op):  # so begins what an op says where it refuses its input
+                raise
             print(f"mhc-ops diagnose: {error}", file=sys.stderr)
             return 2
         if not done[-1].passed:  # one cause is enough for one command

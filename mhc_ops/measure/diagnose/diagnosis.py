@@ -144,7 +144,7 @@ def _detail(case: AnyCase, output: Output, dtype: torch.dtype) -> Detail:
         statistics=statistics(output.result, output.exact, output.off),
         place=place.words,
         filled=place.filled,
-        coefficients=terms.coefficients(error[place.box], inside) if inside else {},
+        coefficients=terms.coefficients(error[place.box], inside) if len(inside) > 1 else {},
         error=(error.abs() / (allowed or 1.0)).reshape(tuple(axes.values())),
     )
 

@@ -73,8 +73,9 @@ def heat(error: Tensor, layout: Layout, columns: int = COLUMNS) -> Heat:
                 rows.pop()
                 levels.pop()
             begun = block
-            words = (f"{axis} {where}" for axis, where in ((outer_axis, outer_block), (inner_axis, block)) if axis)
-            rows.append(" ".join(words))
+            rows.append(
+                f"{outer_axis} {outer_block}: {block}" if outer_axis else f"{inner_axis} {block}" * bool(inner_axis)
+            )
             levels.append(here)
     return Heat(rows, group_axis, column_axis, column_blocks, levels)
 

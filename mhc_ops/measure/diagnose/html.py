@@ -63,7 +63,7 @@ def _details(detail: Detail) -> str:
     decades = ", ".join(f"{decade}: {share:.1%}" for decade, share in numbers.decades.items())
     coefficients = ", ".join(f"{c:+.3g} · {term}" for term, c in detail.coefficients.items())
     facts = {
-        "axes": ", ".join(f"{size} {axis}s" for axis, size in detail.layout.items()),
+        "axes": ", ".join(f"{size} {axis}{'s' * (size > 1)}" for axis, size in detail.layout.items()),
         "error / rms of truth": f"max {numbers.max:.2e}, mean {numbers.mean:.2e}, std {numbers.std:.2e}",
         "share by decade": decades,
         "result / truth": f"{numbers.ratio or 'not finite'}: mean {numbers.ratio_mean:.4g}, "

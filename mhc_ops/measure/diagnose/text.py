@@ -1,6 +1,8 @@
 """A diagnosis as text: the verdict first, then the table of outputs, then the first output of each finding."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from .. import report
 from .diagnosis import Detail, Diagnosis
@@ -10,24 +12,24 @@ SHADES = "·░▒▓█"  # within the tolerance, then a decade beyond it each
 NAN_SHADE = "N"
 COLOURS = ("2", "33", "38;5;208", "31", "1;31")  # of the shades, on a terminal
 NAN_COLOUR = "1;35"
-LABEL = 20
-MARGIN = LABEL + 4
+LABEL = 22
+MARGIN = LABEL + 3
 WORTH_SHOWING = 5e-4  # a coefficient
 
 
 def render(diagnosis: Diagnosis, width: int = 100, colour: bool = False) -> str:
-    parts = [verdict(diagnosis, colour), table(diagnosis)]
+    parts = [verdict(diagnosis, width, colour), table(diagnosis)]
     leads = [finding.outputs[0] for finding in diagnosis.findings]
     parts += [details(detail, width, colour) for detail in diagnosis.details if detail.name in leads]
     return "\n\n".join([*parts, legend()])
 
 
-def verdict(diagnosis: Diagnosis, colour: bool) -> str:
+def verdict(diagnosis: Diagnosis, width: int, colour: bool) -> str:
     counted = f"{len(diagnosis.details)} of {len(diagnosis.rows)} outputs are off"
     lines = [_paint(f"{diagnosis.case}, {diagnosis.backend}: {counted}", "1", colour)]
     for number, finding in enumerate(diagnosis.findings, 1):
         share = f"  ({finding.share:.2%} of the error)" if finding.share else ""
-        line = f"  {number}. {', '.join(finding.outputs)}: {finding.sentence}{share}"
+        line = _wrapped(f"  {number}. {', '.join(finding.outputs)}: {finding.sentence}{share}", width, 5)
         lines.append(_paint(line, "1;31" if number == 1 else "0", colour))
     return "\n".join(lines)
 
@@ -52,24 +54,29 @@ def table(diagnosis: Diagnosis) -> str:
 def details(detail: Detail, width: int, colour: bool) -> str:
     numbers = detail.statistics
     decades = "  ".join(f"{decade} {share:.1%}" for decade, share in numbers.decades.items())
-    lines = [
-        _paint(f"{detail.name}  [{', '.join(f'{size} {axis}s' for axis, size in detail.layout.items())}]", "1", colour),
-        f"  place                 {detail.place or 'everywhere'}, {detail.filled:.1%} of it wrong",
-        f"  error / rms of truth  max {numbers.max:.2e}, mean {numbers.mean:.2e}, std {numbers.std:.2e}",
-        f"  share by decade       {decades}",
-    ]
+    axes = ", ".join(f"{size} {axis}{'s' * (size > 1)}" for axis, size in detail.layout.items())
+    facts = {
+        "place": f"{detail.place or 'everywhere'}, {detail.filled:.1%} of it wrong",
+        "error / rms of truth": f"max {numbers.max:.2e}, mean {numbers.mean:.2e}, std {numbers.std:.2e}",
+        "share by decade": decades,
+    }
     if numbers.ratio:
-        spread = f"mean {numbers.ratio_mean:.4g}, std {numbers.ratio_std:.2g}"
         extremes = f"{numbers.ratio_min:.4g} to {numbers.ratio_max:.4g}"
-        lines.append(f"  result / truth        {numbers.ratio}: {spread}, {extremes}")
-    if numbers.nan or numbers.zero:
-        lines.append(
-            f"  not written?          {numbers.nan} not finite, {numbers.zero} exactly 0 where the truth is not"
+        facts["result / truth"] = (
+            f"{numbers.ratio}: mean {numbers.ratio_mean:.4g}, std {numbers.ratio_std:.2g}, {extremes}"
         )
+    if numbers.nan or numbers.zero:
+        facts["not written?"] = f"{numbers.nan} not finite, {numbers.zero} exactly 0 where the truth is not"
     shown = [f"{c:+.3g} · {term}" for term, c in detail.coefficients.items() if abs(c) >= WORTH_SHOWING]
     if shown:
-        lines += [f"  error ≈ Σ c · term    {', '.join(shown)}"]
-    return "\n".join([*lines, *draw(heat(detail.error, detail.layout, width - MARGIN), colour)])
+        facts["error ≈ Σ c · term"] = ", ".join(shown)
+    lines = [_wrapped(f"  {name:{LABEL}} {fact}", width, MARGIN) for name, fact in facts.items()]
+    drawn = draw(heat(detail.error, detail.layout, width - MARGIN), colour)
+    return "\n".join([_paint(f"{detail.name}  [{axes}]", "1", colour), *lines, *drawn])
+
+
+def _wrapped(line: str, width: int, indent: int) -> str:
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, drop_whitespace=True)
 
 
 def draw(map: Heat, colour: bool) -> list[str]:
@@ -81,7 +88,7 @@ def draw(map: Heat, colour: bool) -> list[str]:
         titles = [title if len(title) <= wide else title.split()[-1] for title in titles]
         lines.append(f"  {'':{LABEL}} {'│'.join(title.center(wide) for title in titles)}".rstrip())
     for label, levels in zip(map.rows, map.levels):
-        cells = "│".join("".join(_shade(level, colour) for level in group) for group in levels)
+        cells = "│".join("".join(_shades(*run, colour) for run in groupby(group)) for group in levels)
         lines.append(f"  {label:{LABEL}} {cells}")
     per = map.columns[0].last - map.columns[0].first + 1
     unit = f"{map.column_axis}s {map.columns[0].first} to {map.columns[-1].last}"
@@ -96,10 +103,10 @@ def legend() -> str:
     return f"largest error in a block: {shades}  {NAN_SHADE} not finite"
 
 
-def _shade(level: int, colour: bool) -> str:
-    if level < 0:
-        return _paint(NAN_SHADE, NAN_COLOUR, colour)
-    return _paint(SHADES[level], COLOURS[level], colour)
+def _shades(level: int, run: Iterable[int], colour: bool) -> str:
+    """Neighbours of one level, painted together."""
+    shade, code = (NAN_SHADE, NAN_COLOUR) if level < 0 else (SHADES[level], COLOURS[level])
+    return _paint(shade * len(list(run)), code, colour)
 
 
 def _paint(text: str, code: str, colour: bool) -> str:

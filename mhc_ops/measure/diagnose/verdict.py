@@ -103,12 +103,15 @@ def _fact(lead: Output, wrong: Sequence[Output]) -> Finding | None:
     """Never written, NaN, zero: what needs no explanation. Others of the same pass with the same words are the same."""
 
     def words(output: Output) -> str | None:
-        nan = output.result.isnan()
-        if bool(output.exact.isnan().any()):
-            return "follows from what was stored before it, which is not finite"
-        if bool(nan.any()):
-            unwritten = 2 * int(output.unwritten.sum()) > int(nan.sum())  # old memory may hold NaN by chance
-            return _subject(output.locate(nan), "never written" if unwritten else "NaN")
+        if not bool(output.exact.isfinite().all()):
+            return "cannot be judged: the truth is not finite, as an input or an output stored before it is not"
+        lost = ~output.result.isfinite()
+        if bool(lost.any()):
+            if 2 * int(output.unwritten.sum()) > int(lost.sum()):  # not all: old memory may hold NaN by chance
+                return _subject(output.locate(lost), "never written")
+            return _subject(
+                output.locate(lost), "NaN" if bool(output.result[lost].isnan().all()) else "NaN or infinite"
+            )
         if bool((output.result[output.off] == 0).all()):
             return _subject(output.place, "zero: masked, or never added to")
         return None
