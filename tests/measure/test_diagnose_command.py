@@ -80,6 +80,18 @@ def test_json(only_the_first_stream, tmp_path):
     assert content["versions"]["torch"] == torch.__version__
 
 
+def test_json_has_no_nan(monkeypatch, tmp_path):
+    right = reference.mhc_post
+    monkeypatch.setattr(
+        reference, "mhc_post", lambda x, *more: right(x, *more) * (1 if x.dtype == torch.float64 else torch.nan)
+    )
+    file = tmp_path / "found.json"
+    assert cli.main(["diagnose", "mhc_post", *SMALL, "--json", str(file)]) == 1
+    content = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert content["findings"][0]["sentence"] == "everything is NaN"
+    assert content["outputs"][0]["relative_error"] is None
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_html_is_one_page(code, request, tmp_path):
     if code:

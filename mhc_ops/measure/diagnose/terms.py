@@ -53,16 +53,18 @@ def scaled(result: Tensor, exact: Tensor, box: Tensor) -> tuple[float, Tensor]:
     """The one factor between result and truth in the box, and what the output is with it."""
     inside = exact * box
     size = float(inside.square().sum())
-    factor = _rounded(float((result.nan_to_num() * inside).sum()) / size) if size else 1.0
+    factor = _rounded(float((result.nan_to_num(0.0, 0.0, 0.0) * inside).sum()) / size) if size else 1.0
     return factor, exact + (factor - 1) * inside
 
 
 def _solve(error: Tensor, columns: list[Tensor]) -> list[float]:
-    """Normal equations in fp64 of columns scaled to 1: few terms, and none nearly the sum of others."""
-    matrix = torch.stack([column.flatten() for column in columns])
+    """Normal equations in fp64 of columns scaled to 1: few terms, and none nearly the sum of others. What is not finite
+    has no say.
+    """
+    matrix = torch.stack([column.flatten() for column in columns]).nan_to_num(0.0, 0.0, 0.0)
     norms = matrix.norm(dim=1).clamp(min=torch.finfo(matrix.dtype).tiny)
     matrix = matrix / norms[:, None]
-    gram, right = matrix @ matrix.T, matrix @ error.nan_to_num().flatten()
+    gram, right = matrix @ matrix.T, matrix @ error.flatten().nan_to_num(0.0, 0.0, 0.0)
     return (torch.linalg.pinv(gram, hermitian=True, rtol=1e-10) @ right / norms).tolist()
 
 
