@@ -178,6 +178,17 @@ def test_what_cannot_be_explained_is_said_and_what_follows_from_it():
     assert "dx" in found[1].outputs
 
 
+def test_a_race_is_different_in_each_run():
+    generator = torch.Generator().manual_seed(0)
+
+    def call(logits, backend):
+        h_res = cases.SINKHORN.call(logits=logits, backend="reference")[0]
+        return (h_res + 0.1 * torch.rand(h_res.shape, generator=generator),)
+
+    (finding,) = diagnose(Case(cases.SINKHORN, (40,), 4, 0, fp32), call=call).findings
+    assert str(finding).startswith("h_res: no simple explanation; different in each run: a race")
+
+
 @pytest.mark.parametrize(("value", "words"), [(math.nan, "NaN"), (math.inf, "NaN or infinite")])
 def test_a_computed_nan_is_not_called_unwritten(value, words):
     def call(x, h_out, h_post, h_res, backend):
@@ -213,6 +224,7 @@ def test_a_sum_that_cancels_is_no_fault(error, sentence):
         terms={},
         sizes=1000 * exact,
         is_gradient=True,
+        repeats=True,
     )
     (finding,) = findings([output], [], lambda hypothesis, last=None: Trace(), Trace(values={"dalpha": exact}), {})
     assert finding.sentence.startswith(sentence)

@@ -130,6 +130,7 @@ def _output(case: AnyCase, row: Row, results: Tensors, plain: Tensors, exact: Te
         terms={term: value.reshape(truth.shape) for term, value in right.terms(name).items()},
         sizes=right.values.get(f"{name}, sizes"),
         is_gradient=name not in case.subject.outputs,
+        repeats=accuracy.judge(case, row.backend, name, result, plain[name].double()).passed,
     )
 
 
@@ -145,7 +146,7 @@ def _detail(case: AnyCase, output: Output, dtype: torch.dtype) -> Detail:
         place=place.words,
         filled=place.filled,
         coefficients=terms.coefficients(error[place.box], inside) if len(inside) > 1 else {},
-        error=(error.abs() / (allowed or 1.0)).reshape(tuple(axes.values())),
+        error=(error.abs() / (allowed or 1.0)).reshape(tuple(axes.values())).cpu(),  # read cell by cell
     )
 
 

@@ -32,6 +32,7 @@ class Output:
     terms: Tensors
     sizes: Tensor | None  # the sum of the sizes of all that was added up, where that may cancel
     is_gradient: bool
+    repeats: bool  # whether another run gave the same, up to rounding
 
     @property
     def place(self) -> Place:
@@ -223,4 +224,6 @@ def _mostly(lead: Output, hypotheses: Sequence[Hypothesis], run: Run) -> Finding
     if share >= WORTH_SAYING:
         words = f"perhaps {sentence}, but that leaves an error beyond the tolerance{where}"
         return Finding(words, (lead.name,), share, explained=False)
+    if not lead.repeats:
+        where = f"; different in each run: a race, or memory read before it is written{where}"
     return Finding(f"no simple explanation{where}", (lead.name,), 0.0, explained=False)
