@@ -6,7 +6,7 @@ import torch
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.measure.cases import Case
 from mhc_ops.measure.conv_cases import ConvCase
-from mhc_ops.measure.diagnose.diagnosis import Model, diagnose
+from mhc_ops.measure.diagnose.diagnosis import Model, diagnose, threads_that_pay
 
 fp32, bf16 = torch.float32, torch.bfloat16
 OPS = [
@@ -57,15 +57,17 @@ RICH = [
 def test_every_hypothesis_says_something_else(case):
     """Each has a sentence of its own and changes some output."""
     model, truth = model_and_truth(case)
-    right = model.run()
+    with threads_that_pay(model.tensors):  # with other threads, other bits
+        right = model.run()
     hypotheses = model.hypotheses(right)
     sentences = [hypothesis.sentence for hypothesis in hypotheses]
     assert len(set(sentences)) == len(sentences)
     idle = []
-    for hypothesis in hypotheses:
-        values = model.run(hypothesis).values
-        same = all(torch.equal(values[name], right.values[name]) for name in truth)
-        idle += [hypothesis.sentence] * same
+    with threads_that_pay(model.tensors):
+        for hypothesis in hypotheses:
+            values = model.run(hypothesis).values
+            same = all(torch.equal(values[name], right.values[name]) for name in truth)
+            idle += [hypothesis.sentence] * same
     assert idle == []
 
 
