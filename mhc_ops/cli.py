@@ -1,4 +1,4 @@
-"""mhc-ops: info, check, bench, page, compare."""
+"""mhc-ops: info, check, bench, page, compare, diagnose."""
 
 import argparse
 import math
@@ -10,10 +10,12 @@ import torch
 
 from .core import backend as backends
 from .measure import accuracy, bench, compare, page, report, results, selection, tables
+from .measure.diagnose import command as diagnose
 
 EXIT_CODES = """exit codes:
   0    all well
-  1    a result is outside its tolerance, one of our kernels could not be timed, or compare found a regression
+  1    a result is outside its tolerance, one of our kernels could not be timed, compare found a regression, or
+       diagnose an error
   2    the command line is wrong, a file cannot be read, or there was nothing to do
   130  interrupted; what was measured is printed and kept
 """
@@ -74,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare_parser = add("compare", run_compare, "what got slower or less exact beyond noise, from one file to another")
     compare_parser.add_argument("before", metavar="A.json", type=Path)
     compare_parser.add_argument("after", metavar="B.json", type=Path)
+
+    diagnose_parser = add("diagnose", diagnose.run_diagnose, "where an error of an op comes from")
+    diagnose.add_arguments(diagnose_parser, device, default_device())
 
     options = parser.parse_args(arguments)
     try:

@@ -13,8 +13,8 @@ by_any_subject = pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda s
 
 
 def accuracy_cases(subject):
-    """triton/test_pre.py has more of mhc_forward_pre, whose kernels the others share. The seeds: at n = 1 some of the head's
-    gradients are single sums, which cancel to almost nothing for others."""
+    """triton/test_pre.py has more of mhc_forward_pre, whose kernels the others share. The seeds: at n = 1 some of the
+    head's gradients are single sums, which cancel to almost nothing for others."""
     return [
         cases.Case(subject, (37,), 1, 40, bf16, seed=3),
         cases.Case(subject, (37,), 3, 96, fp32),

@@ -1,4 +1,4 @@
-"""What the TileLang launchers launch, caught in the act, lowers for NVIDIA and AMD GPUs; nvcc compiles it without spills."""
+"""What the TileLang launchers launch lowers for NVIDIA and AMD GPUs, and nvcc compiles it without spills."""
 
 import os
 import re

@@ -1,0 +1,1 @@
+"""Where an error comes from: distribution, place and, by doing single steps wrong on purpose, its likely cause."""

@@ -1,0 +1,123 @@
+"""Which cases a command line means: those of `check`, with what was given in place of what they have; or a file."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mhc_ops
+
+from .. import cases, conv_cases
+from ..cases import Case, Tensors
+from ..conv_cases import AnyCase, ConvCase
+
+CHECK: tuple[AnyCase, ...] = (*cases.CHECK, *conv_cases.CHECK)
+OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in CHECK))
+OPTIONAL = {
+    "causal_conv1d": ("bias", "residual", "seq_idx", "cu_seqlens", "initial_state"),
+    "causal_conv1d_update": ("bias", "cache_seqlens", "conv_state_indices"),
+}
+REQUIRED = {
+    "causal_conv1d": ("x", "weight"),
+    "causal_conv1d_update": ("x", "conv_state", "weight"),
+    "short_conv": ("x", "gamma", "weight"),
+}
+LAYOUTS = {"sinkhorn": "TxNxN", "causal_conv1d": "BxLxD", "causal_conv1d_update": "BxLxD", "short_conv": "BxLxNxD"}
+
+
+class Wrong(Exception):
+    """The command line asks for something that cannot be; the message says what."""
+
+
+def from_check(
+    op: str, shape: Sequence[int] | None, width: int | None, dtype: torch.dtype | None, seed: int | None
+) -> list[AnyCase]:
+    """fp32 first: where rounding is least, an explanation is clearest."""
+    found: dict[str, AnyCase] = {}
+    for case in CHECK:
+        if case.subject.name.split()[0] != op:
+            continue
+        changes: dict[str, Any] = {} if shape is None else sizes(op, case, shape)
+        changes |= {"dtype": dtype} if dtype is not None else {}
+        changes |= {"seed": seed} if seed is not None else {}
+        if width is not None:
+            if not isinstance(case, ConvCase):
+                raise Wrong(f"{op} has no --width")
+            changes["W"] = width
+        changed: AnyCase = replace(case, **changes)
+        packed = isinstance(changed, ConvCase) and "cu_seqlens" in changed.places and changed.B > 1
+        if not packed:  # packed sequences are one row
+            found.setdefault(str(changed), changed)
+    return sorted(found.values(), key=lambda case: case.dtype != torch.float32)
+
+
+def sizes(op: str, case: AnyCase, shape: Sequence[int]) -> dict[str, Any]:
+    layout = LAYOUTS.get(op, "Tx…xNxD")
+    if isinstance(case, Case):
+        if len(shape) < 2 or (op == "sinkhorn" and shape[-1] != shape[-2]):
+            raise Wrong(f"--shape of {op} must be {layout}, got {'x'.join(map(str, shape))}")
+        return {"outer": tuple(shape[:-2]), "n": shape[-2], "D": shape[-1]}
+    if len(shape) != (4 if op == "short_conv" else 3):
+        raise Wrong(f"--shape of {op} must be {layout}, got {'x'.join(map(str, shape))}")
+    B, L, *n, D = shape
+    return {"B": B, "L": L, "D": D, **({"n": n[0]} if n else {})}
+
+
+def from_file(op: str, path: Path, seed: int, device: torch.device) -> tuple[list[AnyCase], Tensors]:
+    """The user's own tensors, and the cases they may be: activation and residual are not in the file, so both."""
+    try:
+        loaded = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        raise Wrong(f"--inputs {path}: {str(error).splitlines()[0]}") from error
+    subject = next(subject for subject in cases.SUBJECTS if subject.name == op) if op not in REQUIRED else None
+    optional = OPTIONAL.get(op, () if subject is None or "gamma" not in subject.inputs else ("gamma",))
+    required = tuple(name for name in subject.inputs if name not in optional) if subject else REQUIRED[op]
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise Wrong(f"--inputs {path}: must hold a dict of tensors by argument name")
+    missing = [name for name in required if name not in loaded]
+    unknown = [str(name) for name in loaded if name not in (*required, *optional)]
+    if missing or unknown:
+        takes = ", ".join(required) + (f" and optionally {', '.join(optional)}" if optional else "")
+        wrong = [f"{', '.join(missing)} missing"] * bool(missing) + [f"no such {', '.join(unknown)}"] * bool(unknown)
+        raise Wrong(f"--inputs {path}: {'; '.join(wrong)}. {op} takes {takes}")
+    return _cases_of(op, loaded, seed), loaded
+
+
+def _cases_of(op: str, tensors: Tensors, seed: int) -> list[AnyCase]:
+    try:
+        if op not in REQUIRED:
+            subject = next(subject for subject in cases.SUBJECTS if subject.name == op)
+            x = tensors[subject.inputs[0]]
+            *outer, n, D = x.shape
+            return [
+                Case(subject, tuple(outer), n, D, x.dtype, "gamma" in tensors, sigma=_sigma(op, tensors), seed=seed)
+            ]
+        x, weight = tensors["x"], tensors["weight"]
+        B, L, *n_and_D = x.shape if op != "causal_conv1d_update" or x.dim() == 3 else (x.shape[0], 1, x.shape[1])
+        D, W = n_and_D[-1], weight.shape[1]
+    except (ValueError, IndexError) as error:
+        raise Wrong(f"--inputs: {op} cannot have these shapes: {error}") from error
+    places = " ".join(name for name in ("seq_idx", "cu_seqlens") if name in tensors)
+    places += " states" * ("initial_state" in tensors)
+    dilation = tensors["initial_state"].shape[-1] // max(1, W - 1) if "initial_state" in tensors else 1
+    case = ConvCase(B, L, D, W, x.dtype, bias="bias" in tensors, places=places.strip(), dilation=dilation, seed=seed)
+    if op == "short_conv":
+        return [replace(case, n=n_and_D[0], residual=residual) for residual in (True, False)]
+    case = replace(case, residual="residual" in tensors, update=op == "causal_conv1d_update")
+    return [replace(case, silu=silu) for silu in (True, False)]
+
+
+def _sigma(op: str, tensors: Tensors) -> float:
+    """The spread of the logits that Sinkhorn gets; the tolerance behind it depends on it."""
+    if op == "sinkhorn":
+        return round(float(tensors["logits"].double().std()), 3)
+    if op not in (subject.name for subject in cases.MIXED):
+        return Case.sigma
+    x = tensors["x"]
+    if op == cases.MHC_POST_PRE.name:
+        x = mhc_ops.mhc_post(**{name: tensors[name] for name in cases.MHC_POST.inputs}, backend="reference")
+    parameters: dict[str, Any] = {name: tensors[name] for name in cases.MHC_PRE.inputs[1:] if name in tensors}
+    return round(float(mhc_ops.mhc_forward_pre(x, **parameters, backend="reference")[2].double().std()), 3)

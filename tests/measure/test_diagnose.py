@@ -1,0 +1,230 @@
+"""Every planted fault gets its verdict, and a right op gets none."""
+
+import math
+import re
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+
+from mhc_ops.measure import cases
+from mhc_ops.measure.cases import Case
+from mhc_ops.measure.conv_cases import ConvCase
+from mhc_ops.measure.diagnose.diagnosis import diagnose
+from mhc_ops.measure.diagnose.places import everywhere
+from mhc_ops.measure.diagnose.trace import Trace
+from mhc_ops.measure.diagnose.verdict import Output, findings
+
+fp32, bf16 = torch.float32, torch.bfloat16
+
+
+def sinkhorn(fault, dtype=fp32):
+    """Logits of σ = 3: with less, the last iterations and eps change nothing that could be seen."""
+    case = Case(cases.SINKHORN, (40,), 4, 0, dtype, sigma=3)
+    return diagnose(case, call=lambda logits, backend: (faults.Sinkhorn.apply(logits, fault),))
+
+
+def pre(fault, dtype=fp32):
+    """72 channels and 38 tokens: more than a block of 32 each, and a multiple of none."""
+    scale = 1e-3 if fault == "norm_eps left out" else 1.0  # mean square ≈ norm_eps
+    case = Case(cases.MHC_FORWARD_PRE, (2, 19), 4, 72, dtype, scale=scale)
+    names = ("x", "phi", "alpha", "bias", "gamma")
+    return diagnose(case, call=lambda backend, **tensors: faults.Pre.apply(*(tensors[k] for k in names), fault))
+
+
+def post(fault, dtype=fp32):
+    case = Case(cases.MHC_POST, (2, 19), 4, 72, dtype)
+    return diagnose(case, call=lambda backend, **tensors: (faults.post(**tensors, fault=fault),))
+
+
+def conv(fault, dtype=fp32):
+    """Two sequences in each row of 75 tokens."""
+    case = ConvCase(2, 75, 20, dtype=dtype, residual=True, places="seq_idx")
+    inputs = case.inputs()
+    inputs["seq_idx"] = (torch.arange(75) >= 40).int().expand(2, 75).contiguous()
+    names = ("x", "weight", "bias", "residual", "seq_idx")
+    return diagnose(
+        case, tensors=inputs, call=lambda backend, **tensors: (faults.Conv.apply(*(tensors[k] for k in names), fault),)
+    )
+
+
+VERDICTS = {
+    # the four that the original found by hand
+    (pre, "block shorter than a row"): "h_mix: channels 32 and up of x are read as zero for h_mix",
+    (pre, "wrong variable accumulated n*n times"): (
+        "dx: the norm's term of pre counts 17 (n² + 1) times and the norm's term of res is left out"
+    ),
+    (pre, "inv_rms missing in res, backward"): "dphi: the res section lacks the factor inv_rms in dh_mix",
+    (pre, "grid covers the first stream only, backward"): "dx: streams 1 to 3 are never written",
+    # and more of their kind
+    (pre, "block shorter than the streams in a row"): (
+        "h_mix: of x as one row of 288, only the first 128 are read for h_mix"
+    ),
+    (pre, "norm_eps left out"): "inv_rms: norm_eps is left out of inv_rms",
+    (pre, "gamma left out of h_mix"): "h_mix: gamma is left out of h_mix",
+    (pre, "inv_rms missing in post, forward"): "h_post: the post section lacks the factor inv_rms in z",
+    (pre, "alpha of pre in post"): "h_post: the post section is scaled by alpha[0], which is that of pre",
+    (pre, "h_post without its factor"): "h_post: h_post lacks the factor 2",
+    (pre, "last partial block of h_in not written"): "h_in: channels 64 and up are never written",
+    (pre, "derivative of sigma missing in pre"): "dphi: the pre section lacks the derivative of σ in dz",
+    (pre, "dbias of res accumulated n*n times"): (
+        "dbias: the res section is 16 (n²) times what it should be: accumulated too often"
+    ),
+    (pre, "dphi without the last tokens"): "dphi: tokens 32 and up of dh_mix are read as zero for dphi",
+    (pre, "norm term left out"): "dx: the norm's term is left out",
+    (post, "grid covers the first stream only, forward"): "x_next: streams 1 to 3 are never written",
+    (post, "h_res read transposed"): ("x_next: h_res is read transposed for x_next, and so are its gradient and dx"),
+    (post, "stream 2 left out of the mix"): "x_next: h_resᵀ x of stream 2 is left out",
+    (sinkhorn, "sinkhorn stops one iteration early"): "h_res: Sinkhorn stops after 19 of 20 iterations",
+    (sinkhorn, "sinkhorn without eps"): "h_res: Sinkhorn lacks its eps",
+    (sinkhorn, "sinkhorn with rows and columns swapped"): "h_res: Sinkhorn has rows and columns swapped",
+    (sinkhorn, "h_res transposed"): "h_res: Sinkhorn returns h_res transposed",
+    (sinkhorn, "sinkhorn gradient of the softmax alone"): (
+        "dlogits: the gradient of Sinkhorn is that of its softmax alone"
+    ),
+    (conv, "taps reversed"): "y: the taps are reversed in y",
+    (conv, "bias left out"): "y: the bias is left out in y",
+    (conv, "activation left out"): "y: the activation is left out in y",
+    (conv, "residual left out"): "y: the residual is left out",
+    (conv, "halo missing"): "y: the halo is missing in y: tokens before each block of 32 are read as zero",
+    (conv, "leak between sequences"): "y: taps in y reach over the boundary into the sequence before",
+    (conv, "derivative of SiLU missing"): "dweight: the derivative of SiLU is left out",
+    (conv, "dweight without its last strip"): "dweight: tokens 64 and up of g are read as zero for dweight",
+    (conv, "taps of dweight reversed"): "dweight: the taps are reversed in dweight",
+    (conv, "dbias counted per tap"): "dbias: everything is 4 (W) times what it should be: accumulated too often",
+    (conv, "halo missing in dx"): "dx: the halo is missing in dx: tokens before each block of 32 are read as zero",
+}
+
+
+@pytest.mark.parametrize(("op", "fault"), VERDICTS, ids=[f"{op.__name__}, {fault}" for op, fault in VERDICTS])
+def test_verdict(op, fault):
+    diagnosis = op(fault)
+    lead = diagnosis.findings[0]
+    print(f"\n{fault}\n    -> {lead}")
+    assert f"{lead.outputs[0]}: {lead.sentence}" == VERDICTS[op, fault]
+    assert lead.explained
+    assert lead.share > 0.999
+    named = [name for finding in diagnosis.findings for name in finding.outputs]
+    assert sorted(named) == sorted(row.output for row in diagnosis.rows if not row.passed)
+
+
+# A rounding to bf16 covers the small ones (eps, one iteration); these are larger.
+IN_BF16 = [
+    (pre, "block shorter than a row"),
+    (pre, "wrong variable accumulated n*n times"),
+    (pre, "inv_rms missing in res, backward"),
+    (pre, "grid covers the first stream only, backward"),
+    (post, "h_res read transposed"),
+    (conv, "taps reversed"),
+    (conv, "halo missing"),
+    (conv, "leak between sequences"),
+    (conv, "derivative of SiLU missing"),
+]
+
+
+@pytest.mark.parametrize(("op", "fault"), IN_BF16, ids=[f"{op.__name__}, {fault}" for op, fault in IN_BF16])
+def test_verdict_in_bf16(op, fault):
+    lead = op(fault, bf16).findings[0]
+    print(f"\n{fault}\n    -> {lead}")
+    assert f"{lead.outputs[0]}: {lead.sentence}" == VERDICTS[op, fault]
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+@pytest.mark.parametrize("op", [sinkhorn, pre, post, conv])
+def test_silence(op, dtype):
+    """The same arithmetic without a fault."""
+    diagnosis = op(None, dtype)
+    assert diagnosis.passed, diagnosis.findings
+    assert all(row.passed for row in diagnosis.rows)
+
+
+def test_every_planted_fault_has_its_verdict():
+    planted = set(re.findall(r'fault == "([^"]+)"', Path(faults.__file__).read_text()))
+    assert planted == {fault for _, fault in VERDICTS}
+
+
+def test_one_cause_takes_all_that_follows_from_it():
+    (finding,) = pre("block shorter than a row").findings
+    assert finding.outputs == ("h_mix", "h_pre", "h_post", "h_res", "h_in", "dphi", "dalpha", "dbias", "dgamma", "dx")
+
+
+def test_what_cannot_be_explained_is_said_and_what_follows_from_it():
+    """Noise in h_mix is no fault that anyone thought of; the maps made from it are right, given it."""
+
+    def call(backend, **tensors):
+        h_in, h_post, h_res, inv_rms, h_mix, h_pre = cases.MHC_FORWARD_PRE.call(**tensors, backend="reference")
+        noise = torch.randn(h_mix.shape, generator=torch.Generator().manual_seed(0))
+        return h_in, h_post, h_res, inv_rms, h_mix + 0.1 * noise, h_pre
+
+    (finding,) = diagnose(Case(cases.MHC_FORWARD_PRE, (20,), 4, 24, fp32), call=call).findings
+    assert str(finding) == "h_mix: no simple explanation"
+    assert not finding.explained
+
+    def noisy_from_there_on(x, phi, alpha, bias, gamma, backend):
+        alphas = torch.cat([a.expand(size) for a, size in zip(alpha, (4, 4, 16))])
+        noise = torch.randn(20, 24, generator=torch.Generator().manual_seed(0))
+        inv_rms = torch.rsqrt(x.flatten(1).square().mean(-1) + 1e-6)
+        h_mix = (x * gamma).flatten(1) @ phi.T + 0.1 * noise
+        z = h_mix * inv_rms[:, None] * alphas + bias
+        h_pre = torch.sigmoid(z[:, :4]) + 1e-6
+        h_in = (h_pre[..., None] * x).sum(1)
+        h_post, h_res = 2 * torch.sigmoid(z[:, 4:8]), z[:, 8:].unflatten(-1, (4, 4))
+        return h_in, h_post, h_res, inv_rms.detach(), h_mix.detach(), h_pre.detach()
+
+    found = diagnose(Case(cases.MHC_FORWARD_PRE, (20,), 4, 24, fp32), call=noisy_from_there_on).findings
+    assert [finding.sentence for finding in found] == ["no simple explanation", "follows from h_mix"]
+    assert found[1].outputs[:4] == ("h_pre", "h_post", "h_res", "h_in")
+    assert "dx" in found[1].outputs
+
+
+def test_a_race_is_different_in_each_run():
+    generator = torch.Generator().manual_seed(0)
+
+    def call(logits, backend):
+        h_res = cases.SINKHORN.call(logits=logits, backend="reference")[0]
+        return (h_res + 0.1 * torch.rand(h_res.shape, generator=generator),)
+
+    (finding,) = diagnose(Case(cases.SINKHORN, (40,), 4, 0, fp32), call=call).findings
+    assert str(finding).startswith("h_res: no simple explanation; different in each run: a race")
+
+
+@pytest.mark.parametrize(("value", "words"), [(math.nan, "NaN"), (math.inf, "NaN or infinite")])
+def test_a_computed_nan_is_not_called_unwritten(value, words):
+    def call(x, h_out, h_post, h_res, backend):
+        x_next = cases.MHC_POST.call(x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend="reference")[0].clone()
+        x_next[..., 2, 5:8] *= value
+        return (x_next,)
+
+    lead = diagnose(Case(cases.MHC_POST, (12,), 4, 24, fp32), call=call).findings[0]
+    assert str(lead) == f"x_next: channels 5 to 7 of stream 2 are {words}"
+
+
+def test_a_truth_that_is_not_finite_is_not_judged():
+    case = Case(cases.MHC_POST, (12,), 4, 24, fp32)
+    tensors = case.inputs()
+    tensors["x"][3, 1, 7] = math.nan
+    sentences = [finding.sentence for finding in diagnose(case, tensors=tensors).findings]
+    assert sentences[0].startswith("cannot be judged: the truth is not finite")
+
+
+@pytest.mark.parametrize(("error", "sentence"), [(1e-5, "rounding, of a sum that cancels"), (1e-2, "no simple")])
+def test_a_sum_that_cancels_is_no_fault(error, sentence):
+    """1000 added up to 1, wrong by 1e-5: that is 1e-8 of what was added, though 1e-5 of the sum."""
+    exact = torch.ones(3, dtype=torch.float64)
+    output = Output(
+        name="dalpha",
+        result=exact + error * torch.tensor([1.0, 2.0, -3.0]),
+        exact=exact,
+        passed=False,
+        off=torch.ones(3, dtype=torch.bool),
+        unwritten=torch.zeros(3, dtype=torch.bool),
+        close=lambda candidate: False,
+        locate=everywhere,
+        terms={},
+        sizes=1000 * exact,
+        is_gradient=True,
+        repeats=True,
+    )
+    (finding,) = findings([output], [], lambda hypothesis, last=None: Trace(), Trace(values={"dalpha": exact}), {})
+    assert finding.sentence.startswith(sentence)

@@ -1,0 +1,96 @@
+"""The step-by-step models are the ops, every hypothesis can be run, and the right backends give silence."""
+
+import pytest
+import torch
+
+from mhc_ops.measure import accuracy, cases
+from mhc_ops.measure.cases import Case
+from mhc_ops.measure.conv_cases import ConvCase
+from mhc_ops.measure.diagnose.diagnosis import Model, diagnose, threads_that_pay
+
+fp32, bf16 = torch.float32, torch.bfloat16
+OPS = [
+    *(Case(subject, (2, 9), 3, 13, fp32, sigma=3) for subject in cases.SUBJECTS),
+    Case(cases.MHC_LAYER, (), 4, 10, fp32, gamma=False),
+    *(ConvCase(2, 19, 7, dtype=fp32, residual=True, dilation=2, places=places) for places in ("", "seq_idx", "states")),
+    *(ConvCase(1, 33, 7, dtype=fp32, places=places) for places in ("seq_idx", "cu_seqlens", "cu_seqlens states")),
+    ConvCase(2, 9, 5, 1, fp32, silu=False, bias=False),
+    *(ConvCase(3, 3, 7, dtype=fp32, update=True, places=places) for places in ("", "ring", "slots")),
+    *(ConvCase(2, 17, 5, n=3, residual=residual, dtype=fp32) for residual in (True, False)),
+]
+
+
+def model_and_truth(case):
+    tensors = case.inputs()
+    results = accuracy.run(case.subject, tensors, "reference")
+    cotangents = accuracy.random_cotangents(case.subject, results, case.seed)
+    return Model(case, tensors, cotangents, results), accuracy.truth(case.subject, tensors, cotangents, results)
+
+
+@pytest.mark.parametrize("case", OPS, ids=str)
+def test_a_model_is_its_op(case):
+    model, truth = model_and_truth(case)
+    right = model.run()
+    for name, exact in truth.items():
+        value = right.values[name].reshape(exact.shape)
+        assert accuracy.close(value, exact), name
+        terms = right.terms(name)
+        if terms:
+            assert accuracy.close(sum(terms.values()).reshape(exact.shape), exact), name
+
+
+# Where there is the most to get wrong.
+RICH = [
+    Case(cases.MHC_POST_PRE, (20,), 3, 20, fp32, sigma=3),
+    Case(cases.MHC_HEAD, (20,), 3, 20, fp32),
+    Case(cases.MHC_FORWARD_PRE, (20,), 3, 20, fp32),
+    Case(cases.SINKHORN, (20,), 3, 0, fp32, sigma=3),
+    ConvCase(2, 40, 20, dtype=fp32, residual=True, dilation=2, places="seq_idx"),
+    ConvCase(1, 40, 20, dtype=fp32, places="cu_seqlens states"),
+    ConvCase(2, 40, 20, dtype=fp32, silu=False),
+    *(ConvCase(3, 3, 20, dtype=fp32, update=True, places=places) for places in ("ring", "slots")),
+    ConvCase(2, 40, 20, n=3, residual=True, dtype=fp32),
+]
+
+
+@pytest.mark.parametrize("case", RICH, ids=str)
+def test_every_hypothesis_says_something_else(case):
+    """Each has a sentence of its own and changes some output."""
+    model, truth = model_and_truth(case)
+    with threads_that_pay(model.tensors):  # with other threads, other bits
+        right = model.run()
+    hypotheses = model.hypotheses(right)
+    sentences = [hypothesis.sentence for hypothesis in hypotheses]
+    assert len(set(sentences)) == len(sentences)
+    idle = []
+    with threads_that_pay(model.tensors):
+        for hypothesis in hypotheses:
+            values = model.run(hypothesis).values
+            same = all(torch.equal(values[name], right.values[name]) for name in truth)
+            idle += [hypothesis.sentence] * same
+    assert idle == []
+
+
+REAL = [
+    *(Case(subject, (6,), 3, 20, fp32, seed=17) for subject in cases.SUBJECTS),
+    Case(cases.MHC_LAYER, (6,), 2, 40, bf16, seed=17),
+    *(ConvCase(1, 13, 20, dtype=fp32, residual=True, places=places) for places in ("", "seq_idx", "cu_seqlens states")),
+    ConvCase(2, 1, 20, update=True),
+    ConvCase(2, 9, 20, n=2, residual=True),
+]
+
+
+@pytest.mark.parametrize("case", REAL, ids=str)
+def test_the_reference_gives_silence(case):
+    assert diagnose(case).findings == []
+
+
+@pytest.mark.parametrize("case", REAL, ids=str)
+def test_the_kernels_give_silence(case, kernel_device):
+    assert diagnose(case, "triton", kernel_device).findings == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda subject: subject.name)
+def test_the_kernels_give_silence_at_a_real_size(subject):
+    assert diagnose(Case(subject, (2, 128), 4, 264, bf16, seed=17), "triton", "cuda").findings == []
