@@ -53,9 +53,10 @@ class _ForShape:
         D: int,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cuda",
+        device: torch.device | str | None = None,
     ) -> None:
         self.shape = (B, S, n, D)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         M = n * n + 2 * n
         x = torch.zeros(1, n, D, dtype=dtype, device=device)
         phi, alpha, bias = (torch.zeros(shape, device=device) for shape in ((M, n * D), (3,), (M,)))

@@ -72,6 +72,15 @@ def test_missing_package_says_what_to_install(monkeypatch):
         backend.choose("f", "mhc", None, CUDA)
 
 
+def test_tilelang_says_what_is_missing(monkeypatch, inputs):
+    monkeypatch.setitem(backend._INSTALLED, "tilelang", True)
+    with pytest.raises(RuntimeError, match="tilelang runs on CUDA and ROCm devices, the tensors are on cpu"):
+        mhc_ops.mhc_forward_pre(**inputs, backend="tilelang")
+    monkeypatch.setitem(backend._INSTALLED, "tilelang", False)
+    with pytest.raises(RuntimeError, match=r"tilelang is not installed \(pip install 'mhc-ops\[tilelang\]'\)"):
+        mhc_ops.mhc_forward_pre(**inputs, backend="tilelang")
+
+
 def test_old_package_says_what_is_needed(monkeypatch):
     monkeypatch.setitem(backend._TOO_OLD, "triton", "3.2.0")
     with pytest.raises(RuntimeError, match=r"triton 3\.2\.0 is installed, the kernels need 3\.6"):

@@ -34,7 +34,8 @@ def test_silence(capsys):
     assert "diagnose 1/6: mhc_post 12x4x24 float32" in printed.err
 
 
-def test_something_is_off(only_the_first_stream, capsys):
+def test_something_is_off(only_the_first_stream, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(["diagnose", "mhc_post", *SMALL]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "mhc_post 12x4x24 float32, reference: 5 of 5 outputs are off"

@@ -4,13 +4,18 @@ import pytest
 import torch
 
 from mhc_ops import (
+    MHCBackwardTileLang,
     MHCBlock,
+    MHCForwardPreTileLang,
     mhc_backward_manual,
+    mhc_backward_tilelang,
     mhc_backward_triton,
     mhc_forward_pre,
+    mhc_forward_pre_tilelang,
     mhc_forward_pre_triton,
     mhc_forward_pre_triton_optimized,
 )
+from mhc_ops.measure import accuracy
 
 B, S, n, D = 2, 128, 4, 256
 M = n * n + 2 * n
@@ -59,6 +64,32 @@ def test_triton(tensors, kernel_device):
         large = mhc_forward_pre_triton_optimized(x, phi, alpha, bias)
     assert all(torch.equal(one, other) for one, other in zip(small, large))
     check_backward(mhc_backward_triton, mhc_forward_pre_triton, x, phi, alpha, bias)
+
+
+@pytest.mark.gpu
+def test_tilelang(tensors):
+    """The guide's "cross-platform" snippet, and the rest of its TileLang names."""
+    pytest.importorskip("tilelang")
+    x, phi, alpha, bias = (tensor.cuda() for tensor in tensors)
+    op = MHCForwardPreTileLang(B, S, n, D)
+    results = op(x, phi, alpha, bias)
+    expected = mhc_forward_pre(x, phi, alpha, bias, backend="reference")
+    assert all(accuracy.close(result, e.double()) for result, e in zip(results[1:], expected[1:]))
+    assert all(torch.equal(r, e) for r, e in zip(results, mhc_forward_pre_tilelang(x, phi, alpha, bias)))
+    check_backward(MHCBackwardTileLang(B, S, n, D), mhc_forward_pre_tilelang, x, phi, alpha, bias)
+    check_backward(mhc_backward_tilelang, op, x, phi, alpha, bias)
+    with pytest.raises(
+        ValueError, match=r"^MHCForwardPreTileLang: x must be \[2, 128, 4, 256\], got \[1, 128, 4, 256\]$"
+    ):
+        op(x[:1], phi, alpha, bias)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+def test_tilelang_without_a_gpu(tensors):
+    with pytest.raises(RuntimeError, match=r"^mhc_forward_pre: backend 'tilelang' cannot run here: "):
+        MHCForwardPreTileLang(B, S, n, D)
+    with pytest.raises(RuntimeError, match=r"^mhc_forward_pre: backend 'tilelang' cannot run here: "):
+        mhc_forward_pre_tilelang(*tensors)
 
 
 def test_block_and_training_loop(tensors):
