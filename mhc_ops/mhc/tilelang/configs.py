@@ -141,10 +141,14 @@ MOST_TOKEN_SLICES = 8
 
 @lru_cache(maxsize=4096)
 def token_slices(T: int, n: int, D: int, config: Dx, processors: int) -> tuple[int, int]:
-    """Blocks of tokens that a program takes, and slices: programs along the tokens, two for each that is resident.
-    T = 4096, D = 2560: 8 slices 180 µs, 4 slices 201; T = 8192, D = 4096: 4 slices 455, 8 slices 457."""
-    blocks = cdiv(D, config.block_d) * (n // config.streams)
-    most = cdiv(T, config.block_t)
-    slices = max(1, min(most, MOST_TOKEN_SLICES, cdiv(2 * config.resident * processors, blocks)))
-    steps = cdiv(most, slices)
-    return steps, cdiv(most, steps)
+    """Blocks of tokens that a program takes, and slices: programs along the tokens. Waves of resident programs times
+    their blocks count: T = 4096, D = 2560 took 201 µs with 2 waves of 16 blocks (4 slices), 180 with 3 of 8 (8 slices);
+    T = 8192, D = 4096 455 to 465 with 2, 4 and 8 slices, which are 64 blocks each."""
+    programs = cdiv(D, config.block_d) * (n // config.streams)
+    blocks = cdiv(T, config.block_t)
+
+    def cost(slices: int) -> int:
+        return cdiv(programs * slices, config.resident * processors) * cdiv(blocks, slices)
+
+    steps = cdiv(blocks, min(range(1, min(blocks, MOST_TOKEN_SLICES) + 1), key=cost))
+    return steps, cdiv(blocks, steps)
