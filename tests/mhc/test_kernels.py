@@ -181,9 +181,9 @@ UNUSED = [(s, i) for s in STREAMED for i in range(len(s.outputs) - s.intermediat
 
 @pytest.mark.parametrize(("subject", "used"), UNUSED, ids=[f"{s.name}-{s.outputs[i]}" for s, i in UNUSED])
 def test_unused_outputs(subject, used, place, poisoned):
-    """One output alone has a cotangent."""
+    """One output alone has a cotangent. The seed: at others, dalpha, a single sum then, cancels to almost nothing."""
     backend, device = place
-    tensors = cases.Case(subject, (9,), 3, 40, fp32).inputs(device)
+    tensors = cases.Case(subject, (9,), 3, 40, fp32, seed=3).inputs(device)
     outputs = accuracy.run(subject, tensors, backend)
     every = accuracy.random_cotangents(subject, outputs, seed=0)
     chosen = [c if i == used else None for i, c in enumerate(every)]
