@@ -43,7 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_parser = add("check", run_check, "compare every output of every op with fp64; exit 1 on a FAIL")
 
     bench_parser = add("bench", run_bench, "time, bandwidth and memory beside eager, torch.compile and a copy")
-    bench_parser.add_argument("--case", metavar="TEXT", default="", help="only cases whose name contains this")
     bench_parser.add_argument(
         "--providers", metavar="NAME", nargs="+", default=[], choices=bench.PROVIDERS, help="only these: %(choices)s"
     )
@@ -62,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for parser_with_results in (check_parser, bench_parser):
         parser_with_results.add_argument(
             "--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)"
+        )
+        parser_with_results.add_argument(
+            "--case", metavar="TEXT", default="", help="only cases whose name contains this"
         )
         parser_with_results.add_argument("--device", type=device, default=default_device(), help="default: %(default)s")
         parser_with_results.add_argument(
@@ -123,15 +125,16 @@ def run_info(options: argparse.Namespace) -> int:
 def run_check(options: argparse.Namespace) -> int:
     found = results.begin("check")
     found.not_measured = selection.absent(wanted(options), options.device)
-    runs = [(c, b) for b in wanted(options) for c in selection.CHECK if selection.runs(c, b, options.device)]
+    chosen = [case for case in selection.CHECK if options.case in str(case)]
+    runs = [(c, b) for b in wanted(options) for c in chosen if selection.runs(c, b, options.device)]
     try:
         for case, backend in report.progress(runs, "check"):
             found.accuracy += accuracy.measure(case, backend, options.device)
+            save(found, options)
         found.complete = True
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-    if options.json:
-        results.write(found, options.json)
+    save(found, options)
     print(tables.accuracy_table(found.accuracy))
     if found.not_measured:
         print(tables.left_out(found.not_measured))
@@ -154,13 +157,9 @@ def run_bench(options: argparse.Namespace) -> int:
         options.budget,
     )
 
-    def save() -> None:
-        if options.json:
-            results.write(found, options.json)
-
     interrupted = False
     try:
-        bench.run(request, found, save)
+        bench.run(request, found, lambda: save(found, options))
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted", file=sys.stderr)
@@ -171,6 +170,11 @@ def run_bench(options: argparse.Namespace) -> int:
         return INTERRUPTED
     ours_failed = any(entry.failed and entry.provider in backends.BACKENDS for entry in found.not_measured)
     return (1 if ours_failed else 0) if found.measurements or ours_failed else 2
+
+
+def save(found: results.Results, options: argparse.Namespace) -> None:
+    if options.json:
+        results.write(found, options.json)
 
 
 def run_page(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mhc_ops import cli
-from mhc_ops.measure import bench, cases, peers, selection
+from mhc_ops.measure import accuracy, bench, cases, peers, selection
 
 SMALL = (cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16),)
 
@@ -64,6 +64,26 @@ def test_check_fails(small, capsys, monkeypatch):
     failed = [line.split()[-5] for line in capsys.readouterr().out.splitlines() if line.endswith("FAIL")]
     assert "h_post" in failed
     assert "h_in" not in failed
+
+
+def test_check_keeps_what_it_has(small, monkeypatch, tmp_path):
+    """Cases as they come, and only those that were asked for."""
+    monkeypatch.setattr(selection, "CHECK", (*SMALL, cases.Case(cases.SINKHORN, (9,), 2, 0, torch.float32)))
+    file = tmp_path / "check.json"
+    right = accuracy.measure
+
+    def crash(case, *arguments):
+        if case.subject is cases.SINKHORN:
+            raise OSError
+        return right(case, *arguments)
+
+    monkeypatch.setattr(accuracy, "measure", crash)
+    arguments = ["check", "--device", "cpu", "--backend", "reference", "--json", str(file)]
+    with pytest.raises(OSError):
+        cli.main(arguments)
+    kept = json.loads(file.read_text())
+    assert (len(kept["accuracy"]), kept["complete"]) == (11, False)
+    assert cli.main([*arguments, "--case", "mhc_forward_pre"]) == 0
 
 
 def test_check_of_a_backend_that_cannot_run(small, capsys):
