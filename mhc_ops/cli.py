@@ -129,7 +129,8 @@ def run_check(options: argparse.Namespace) -> int:
     runs = [(c, b) for b in wanted(options) for c in chosen if selection.runs(c, b, options.device)]
     try:
         for case, backend in report.progress(runs, "check"):
-            found.accuracy += accuracy.measure(case, backend, options.device)
+            with bench.failures_of(str(case), backend, found):
+                found.accuracy += accuracy.measure(case, backend, options.device)
             save(found, options)
         found.complete = True
     except KeyboardInterrupt:
@@ -139,10 +140,11 @@ def run_check(options: argparse.Namespace) -> int:
     if found.not_measured:
         print(tables.left_out(found.not_measured))
     failed = sum(not row.passed for row in found.accuracy)
-    print(f"{len(found.accuracy) - failed} passed, {failed} failed")
+    crashed = sum(entry.failed for entry in found.not_measured)
+    print(f"{len(found.accuracy) - failed} passed, {failed} failed" + f", {crashed} cases crashed" * bool(crashed))
     if not found.complete:
         return INTERRUPTED
-    return (1 if failed else 0) if found.accuracy else 2
+    return (1 if failed or crashed else 0) if runs else 2
 
 
 def run_bench(options: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ _OLDEST = {"triton": (3, 6), "tilelang": (0, 1, 15)}
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 _COMPILERS = (os.environ.get("CXX"), "c++", "g++", "clang++")
 _CXX = next((name for name in _COMPILERS if name and shutil.which(name)), None)
+_NVCC = shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
 _FOLDERS: dict[str, frozenset[str]] = {}
 # A plain global: torch.compile guards on it, while a ContextVar breaks the graph.
 _chosen: str | None = os.environ.get("MHC_OPS_BACKEND") or None
@@ -38,6 +39,9 @@ def _version(package: str) -> str | None:
         return None
 
 
+if _NVCC is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
+    _NVCC = "/usr/local/cuda/bin/nvcc"
+_NVCC = _NVCC or _version("nvidia-cuda-nvcc")
 _VERSIONS = {name: version for name in _OLDEST if (version := _version(name)) is not None}
 _TOO_OLD = {name: v for name, v in _VERSIONS.items() if tuple(map(int, re.findall(r"\d+", v)[:3])) < _OLDEST[name]}
 
@@ -90,6 +94,10 @@ def why_not(family: str, backend: str, device_type: str) -> str | None:
     if backend == "hip":
         return _why_not_hip(device_type)
     if device_type == "cuda":
+        if backend == "tilelang" and torch.version.hip is None and _NVCC is None:
+            return (
+                "tilelang compiles with nvcc of the CUDA toolkit, which is not there (put it on PATH or set CUDA_HOME)"
+            )
         return None
     if backend == "triton" and device_type == "cpu":
         if _INTERPRETED:

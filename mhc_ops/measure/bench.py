@@ -59,6 +59,8 @@ def run(request: Request, results: Results, save: Callable[[], None]) -> None:
     """Fill the results and save after every unit. KeyboardInterrupt passes, with all that was measured kept."""
     deadline = time.perf_counter() + request.budget
     results.budget_seconds = request.budget if math.isfinite(request.budget) else None
+    asked = {"providers": request.providers, "case": [request.case] if request.case else [], "skip": request.skip}
+    results.selection = {name: list(words) for name, words in asked.items() if words}
     present = find_providers(request, results)
     sweeps = chosen_sweeps(request)
     units = plan(request, present)
@@ -80,7 +82,7 @@ def run(request: Request, results: Results, save: Callable[[], None]) -> None:
                 save()
             done = len(units)
             if request.device.type == "cuda" and "triton" in present and not request.case:
-                with session.failures_of("a stack of layers", "triton"):
+                with failures_of("a stack of layers", "triton", results):
                     results.stack_megabytes = speed.stack_peaks(*STACK, request.device)
         results.complete = not late
     finally:
@@ -89,8 +91,18 @@ def run(request: Request, results: Results, save: Callable[[], None]) -> None:
         save()
 
 
+@contextlib.contextmanager
+def failures_of(where: str, provider: str, results: Results) -> Iterator[None]:
+    """What fails is named in the results, and the next one runs."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, providers.Wrong) else f"{type(error).__name__}: {error}"
+        results.not_measured.append(NotMeasured(where, provider, " ".join(reason.split())[:LONGEST], True))
+
+
 class Session:
-    """Measures units into the results; what fails is named there, and the next one runs."""
+    """Measures units into the results."""
 
     def __init__(self, device: torch.device, results: Results) -> None:
         self._device = device
@@ -100,7 +112,7 @@ class Session:
 
     def measure(self, unit: Unit, until: float) -> None:
         case, provider = unit.case, unit.provider
-        with self.failures_of(str(case), provider):
+        with failures_of(str(case), provider, self._results):
             prepared = providers.prepare(case, provider, case.inputs(self._device, drawn_on=self._device))
             if prepared is None:
                 return
@@ -110,14 +122,6 @@ class Session:
             timed = speed.measure(case, provider, *prepared, self._copies, self._device, unit.group, errors, until)
             for measurement in timed:
                 self._results.measurements.append(measurement)
-
-    @contextlib.contextmanager
-    def failures_of(self, where: str, provider: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            reason = str(error) if isinstance(error, providers.Wrong) else f"{type(error).__name__}: {error}"
-            self._results.not_measured.append(NotMeasured(where, provider, " ".join(reason.split())[:LONGEST], True))
 
     def _check(self, case: AnyCase, provider: str) -> list[Row]:
         """Once for cases that are the same when small."""

@@ -38,13 +38,14 @@ class NotMeasured:
 
 @dataclass
 class Results:
-    """command: "check" or "bench"; complete: neither interrupted nor out of time; stack_megabytes: peak of a stack of
-    layers; precision: what a peer computes in, where that is less than ours."""
+    """command: "check" or "bench"; complete: neither interrupted nor out of time; selection: what bench was limited to;
+    stack_megabytes: peak of a stack of layers; precision: what a peer computes in, where that is less than ours."""
 
     command: str
     date: str = ""
     complete: bool = False
     budget_seconds: float | None = None
+    selection: dict[str, list[str]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     precision: dict[str, str] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)

@@ -135,8 +135,8 @@ def mhc_post_pre(
     """The boundary between two layers in one call: `mhc_post` of one, then `mhc_pre` of the next.
 
     x, h_out, h_post, h_res: as in mhc_post; phi, alpha, bias, gamma and the options: the next layer's, as in mhc_pre
-    Returns x_next, and h_in, h_post, h_res of the next layer. x_next has the bits of mhc_post; the projection for the
-    next layer's maps is made while x_next is still in registers. Differentiable in everything.
+    Returns x_next, and h_in, h_post, h_res of the next layer. x_next has the bits of mhc_post; in Triton the
+    projection for the next layer's maps is made while x_next is still in registers. Differentiable in everything.
     """
     function = "mhc_post_pre"
     options = _options(function, norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)

@@ -76,6 +76,10 @@ def test_tilelang_says_what_is_missing(monkeypatch, inputs):
     monkeypatch.setitem(backend._INSTALLED, "tilelang", True)
     with pytest.raises(RuntimeError, match="tilelang runs on CUDA and ROCm devices, the tensors are on cpu"):
         mhc_ops.mhc_forward_pre(**inputs, backend="tilelang")
+    monkeypatch.setattr(backend, "_NVCC", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(RuntimeError, match="tilelang compiles with nvcc of the CUDA toolkit, which is not there"):
+        backend.choose("f", "mhc", "tilelang", CUDA)
     monkeypatch.setitem(backend._INSTALLED, "tilelang", False)
     with pytest.raises(RuntimeError, match=r"tilelang is not installed \(pip install 'mhc-ops\[tilelang\]'\)"):
         mhc_ops.mhc_forward_pre(**inputs, backend="tilelang")

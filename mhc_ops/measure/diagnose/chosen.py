@@ -10,11 +10,11 @@ from torch import Tensor
 
 import mhc_ops
 
-from .. import cases, conv_cases
+from .. import cases
 from ..cases import Case, Tensors
 from ..conv_cases import AnyCase, ConvCase
+from ..selection import CHECK
 
-CHECK: tuple[AnyCase, ...] = (*cases.CHECK, *conv_cases.CHECK)
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in CHECK))
 OPTIONAL = {
     "causal_conv1d": ("bias", "residual", "seq_idx", "cu_seqlens", "initial_state"),

@@ -20,7 +20,7 @@ def per_token(kind: str) -> Threads:
 
 @cache
 def per_group(kind: str) -> Threads:
-    """A group of lanes takes a token. mhc_post_bwd 165 µs and 59, dh_pre 87 and 35, for 1 to 8 groups to a block."""
+    """A group of lanes takes a token. mhc_post_bwd without dx 165 µs and 59, dh_pre 87 and 35, for 1 to 8 groups."""
     return ON_CPU if kind == "cpu" else Threads(4)
 
 
@@ -118,22 +118,24 @@ class Dx:
 
 
 @cache
-def dx(n: int, D: int, dtype: str, kind: str) -> Dx:
+def dx(n: int, D: int, M: int, dtype: str, kind: str) -> Dx:
     """64 tokens × 32 channels × 4 streams, a pipeline of 1 stage (warps that load, warps that compute), two blocks to a
     multiprocessor: 455 µs and 180 with the residual gradient; 2 stages, one block 506 and 175; 32 × 32 with two blocks
     547; 64 × 64 664; plain loops 587 and more. In the way: only four or eight warps compute on a multiprocessor.
 
     With rows that are not aligned, copies of both kinds meet in one pipeline, and the GPU reports an illegal
-    instruction: a plain loop there. The sums A of n = 8 fill the registers with two streams. AMD's 64 KB of shared
-    memory take less."""
+    instruction: a plain loop there. One or two streams at a time where all would not fit registers (A of n = 8) or the
+    227 KB of shared memory (fp32 from n = 5 on). AMD's 64 KB take less."""
+    wide = dtype == F32
     if kind == "hip":
-        if n == 8 and dtype == F32:
+        if wide and padded_maps(M) > 64:
             raise NotImplementedError("tilelang: on AMD GPUs the gradients of 8 streams of float32 do not fit")
-        return Dx(32, 32, n, 0, 128) if n <= 4 and dtype != F32 else Dx(16, 16, 1, 0, 64)
+        return Dx(32, 32, n, 0, 128) if n <= 4 and not wide else Dx(16, 16, 1, 0, 64)
     stages = 1 if aligned(D) else 0
-    if n <= 4 and dtype != F32:
+    if n <= 4 and not wide:
         return Dx(64, 32, n, stages, 128, 2 if stages else 1)
-    return Dx(32, 32, n if n < 8 else 2, stages, 128)
+    few = n == 8 or (wide and n > 4)
+    return Dx(32, 32, 2 - n % 2 if few else n, stages, 128)
 
 
 MOST_TOKEN_SLICES = 8

@@ -5,7 +5,7 @@ import tilelang.language as T
 from ...core import device
 from ...core.sizes import cdiv
 from . import configs
-from .build import F32, NAMES, grid, in_fp32, kernel, lane_sum, thread, vector
+from .build import F32, NAMES, grid, in_fp32, kernel, lane_sum, readable, thread, vector
 
 
 # x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]
@@ -151,6 +151,7 @@ def mhc_post_fwd(x, h_out, h_post, h_res, x_next):
     T = h_out.numel() // D
     if T == 0:
         return
+    x, h_out = readable(x), readable(h_out)
     names = (NAMES[x.dtype], NAMES[h_out.dtype])
     mhc_post_fwd_kernel(n, D, *names, *configs.stream(device.kind(x.device), D, *names))(
         x.view(T, n, D),
@@ -170,8 +171,10 @@ def mhc_post_bwd(x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post
     T = h_out.numel() // D
     if T == 0:
         return
+    x, h_out, dx_next = readable(x), readable(h_out), readable(dx_next)
     names = (NAMES[x.dtype], NAMES[h_out.dtype], NAMES[dx_next.dtype])
-    with in_fp32(dh_post, dh_res) as (wide_dh_post, wide_dh_res):
+    narrow = [] if dh_out.dtype == h_out.dtype else [dh_out]
+    with in_fp32(dh_post, dh_res, *narrow) as (wide_dh_post, wide_dh_res, *wide):
         mhc_post_bwd_kernel(n, D, *names, residual, configs.per_group(device.kind(x.device)))(
             x.view(T, n, D),
             h_out.view(T, D),
@@ -179,7 +182,7 @@ def mhc_post_bwd(x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post
             h_res.float().view(T, n * n),
             dx_next.view(T, n, D),
             dx.view(-1, n, D),
-            dh_out.view(T, D),
+            (wide or [dh_out])[0].view(T, D),
             wide_dh_post.view(T, n),
             wide_dh_res.view(T, n * n),
         )

@@ -2,7 +2,7 @@
 
 1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>
 2. maps      per token: back through σ, Sinkhorn and the scales to dh_mix; what multiplies x, dh_in and dx_next in dx
-3. dx        pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
+3. pre_dx.py pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
 4. pre_sums.py: dphi and dgamma from A, dalpha and dbias from the sums of step 2
 
 dh_mix is kept without its factor alpha, which dx gets through phi and dphi at the end: alpha may be zero, and the sums
@@ -15,24 +15,25 @@ import torch
 from ...core import device
 from ...core.sizes import cdiv
 from . import configs
-from .build import F32, NAMES, TYPES, grid, kernel, lane_sum, thread, vector
-from .parts import fragments, pairs, phi_parts, section, tiles
+from .build import F32, NAMES, TYPES, grid, kernel, lane_sum, readable, thread, vector
+from .parts import pairs, phi_parts, section
+from .pre_dx import factors, mhc_pre_dx_kernel
 from .pre_sums import sum_gradients
 from .sinkhorn import divisors, half_steps_back, sinkhorn, softmax_back
 
 
 # dh_pre[t, i] = Σ_d dh_in[t, d]·x[t, i, d]
 @kernel
-def mhc_pre_dh_pre_kernel(n, D, dtype, threads):
+def mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, threads):
     """A group of lanes takes a token."""
     tokens = T.dynamic("tokens")
-    width = vector(threads, D, dtype)
+    width = vector(threads, D, dtype, in_dtype)
     steps = cdiv(D, threads.lanes * width)
 
     @T.prim_func
     def mhc_pre_dh_pre(
         x: T.Tensor((tokens, n, D), dtype),
-        dh_in: T.Tensor((tokens, D), dtype),
+        dh_in: T.Tensor((tokens, D), in_dtype),
         dh_pre: T.Tensor((tokens, n), F32),
     ):
         with grid(T.ceildiv(tokens, threads.groups), threads=threads) as block:
@@ -40,7 +41,7 @@ def mhc_pre_dh_pre_kernel(n, D, dtype, threads):
             lane = thread(threads) % threads.lanes
             total = T.alloc_local((n,), F32)
             x_own = T.alloc_local((n * width,), dtype)
-            in_own = T.alloc_local((width,), dtype)
+            in_own = T.alloc_local((width,), in_dtype)
             if t < tokens:
                 for i in T.unroll(n):
                     total[i] = 0.0
@@ -62,11 +63,6 @@ def mhc_pre_dh_pre_kernel(n, D, dtype, threads):
                         dh_pre[t, i] = total[i]
 
     return mhc_pre_dh_pre
-
-
-def factors(n: int, head: bool) -> int:
-    """Numbers per token that pass B multiplies with: x_factor, h_pre[i], h_res[i, j]; in whole 16 bytes."""
-    return cdiv(1 + n + (0 if head else n * n), 4) * 4
 
 
 # m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
@@ -96,10 +92,10 @@ def mhc_pre_dmaps_kernel(n, M, K, order, dtype, threads):
                         dh_mix[t, c * rows + m] = part[0]
                 rest[0] -= T.cast(part[0], F32)
         rest[0] = lane_sum(dz, threads)
-        if lane == 0:
+        if lane == 0 and group < groups:
             sums[0, m, group] = rest[0]
         rest[0] = lane_sum(dz * (mix * inv), threads)
-        if lane == 0:
+        if lane == 0 and group < groups:
             sums[1, m, group] = rest[0]
 
     @T.prim_func
@@ -180,114 +176,6 @@ def mhc_pre_dmaps_kernel(n, M, K, order, dtype, threads):
     return mhc_pre_dmaps
 
 
-# dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
-#            + Σ_j h_res[t, i, j]·dx_next[t, j] where residual is "mixed", + dx_next[t, i] where it is "added"
-# A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
-@kernel
-def mhc_pre_dx_kernel(n, D, M, dtype, dx_dtype, reads, residual, exact, config):
-    """`reads`: there is a dh_in."""
-    tokens, slices = T.dynamic("tokens, slices")
-    K, rows, head = n * D, configs.padded_maps(M), M == n
-    x_parts, parts, part = exact.x_parts, exact.parts, exact.dtype
-    block_t, block_d = config.block_t, config.block_d
-    own = tuple(range(config.streams))
-    needed = tuple(range(n)) if residual == "mixed" else own if residual == "added" else ()
-    numbered = tuple(range(x_parts))
-    for_sums, depth = pairs(x_parts, parts), len(pairs(parts, parts, parts)) * rows
-
-    @T.prim_func
-    def mhc_pre_dx(
-        x: T.Tensor((tokens, K), dtype),
-        dh_in: T.Tensor((tokens if reads else 0, D), dtype),
-        dx_next: T.Tensor((tokens if residual else 0, K), dtype),
-        dh_mix: T.Tensor((tokens, depth), part),
-        phi: T.Tensor((depth, K), part),
-        factor: T.Tensor((tokens, factors(n, head)), F32),
-        dx: T.Tensor((tokens, K), dx_dtype),
-        A: T.Tensor((slices, M, K), F32),
-        steps: T.int32,
-    ):
-        with T.Kernel(T.ceildiv(D, block_d), n // config.streams, slices, threads=config.threads) as (
-            block,
-            streams,
-            piece,
-        ):
-            T.annotate_min_blocks_per_sm(config.resident)
-            if config.resident > 1:
-                T.disable_warp_group_reg_alloc()
-            x_tile = tiles(config.streams, (block_t, block_d), dtype)
-            x_part = tiles(x_parts if x_parts > 1 else 0, (block_t, block_d), part)
-            next_tile = tiles(len(needed), (block_t, block_d), dtype)
-            in_tile = T.alloc_shared((block_t, block_d), dtype)
-            mix_tile = T.alloc_shared((block_t, depth), part)
-            phi_tile = tiles(config.streams, (depth, block_d), part)
-            factor_tile = T.alloc_shared((block_t, factors(n, head)), F32)
-            out_tile = T.alloc_shared((block_t, block_d), dx_dtype)
-            total = T.alloc_fragment((block_t, block_d), F32)
-            rest = T.alloc_fragment((block_t, block_d), F32)
-            sums = fragments(config.streams, (block_d, rows), F32)
-            product = T.alloc_fragment((block_d, rows), F32)
-            d0 = block * block_d
-            first = streams * config.streams
-            for s in own:
-                T.copy(phi[0, (first + s) * D + d0], phi_tile[s])
-                T.clear(sums[s])
-            for step in T.Pipelined(steps, num_stages=config.stages) if config.stages else T.serial(steps):
-                t0 = (piece * steps + step) * block_t
-                for s in own:
-                    T.copy(x[t0, (first + s) * D + d0], x_tile[s])
-                for j in needed:
-                    T.copy(dx_next[t0, ((first if residual == "added" else 0) + j) * D + d0], next_tile[j])
-                if reads:
-                    T.copy(dh_in[t0, d0], in_tile)
-                T.copy(dh_mix[t0, 0], mix_tile)
-                T.copy(factor[t0, 0], factor_tile)
-                for s in own:
-                    if x_parts > 1:
-                        for t, d in T.Parallel(block_t, block_d):
-                            rest[t, d] = T.cast(x_tile[s][t, d], F32)
-                        for p in numbered:
-                            for t, d in T.Parallel(block_t, block_d):
-                                x_part[p][t, d] = T.cast(rest[t, d], part)
-                                rest[t, d] -= T.cast(T.cast(rest[t, d], part), F32)
-                    T.clear(product)
-                    for i, j in for_sums:
-                        T.gemm(
-                            x_part[i] if x_parts > 1 else x_tile[s],
-                            mix_tile[:, j * rows : (j + 1) * rows],
-                            product,
-                            transpose_A=True,
-                        )
-                    for d, m in T.Parallel(block_d, rows):
-                        sums[s][d, m] += product[d, m]
-                    T.clear(total)
-                    T.gemm(mix_tile, phi_tile[s], total)
-                    for t, d in T.Parallel(block_t, block_d):
-                        total[t, d] += factor_tile[t, 0] * T.cast(x_tile[s][t, d], F32)
-                    if reads:
-                        for t, d in T.Parallel(block_t, block_d):
-                            total[t, d] += factor_tile[t, 1 + first + s] * T.cast(in_tile[t, d], F32)
-                    if residual == "mixed":
-                        for j in needed:
-                            for t, d in T.Parallel(block_t, block_d):
-                                total[t, d] += factor_tile[t, 1 + n + (first + s) * n + j] * T.cast(
-                                    next_tile[j][t, d], F32
-                                )
-                    if residual == "added":
-                        for t, d in T.Parallel(block_t, block_d):
-                            total[t, d] += T.cast(next_tile[s][t, d], F32)
-                    T.copy(total, out_tile)
-                    for t, d in T.Parallel(block_t, block_d):
-                        if t0 + t < tokens and d0 + d < D:
-                            dx[t0 + t, (first + s) * D + d0 + d] = out_tile[t, d]
-            for s in own:
-                for d, m in T.Parallel(block_d, rows):
-                    if m < M and d0 + d < D:
-                        A[piece, m, (first + s) * D + d0 + d] = sums[s][d, m]
-
-    return mhc_pre_dx
-
-
 def mhc_pre_bwd(
     x,
     phi,
@@ -319,6 +207,8 @@ def mhc_pre_bwd(
         for gradient in (dphi, dalpha, dbias, dgamma):
             gradient.zero_()
         return
+    x, dh_in, dx_next = (None if tensor is None else readable(tensor) for tensor in (x, dh_in, dx_next))
+    inv_rms, h_mix = inv_rms.float(), h_mix.float()
     phi, alpha, bias = phi.float(), alpha.float().view(-1), bias.float()
     gamma = None if gamma is None else gamma.float()
     kind = device.kind(x.device)
@@ -330,10 +220,11 @@ def mhc_pre_bwd(
     def or_zeros(gradient: torch.Tensor | None, *shape: int) -> torch.Tensor:
         return x.new_zeros(shape, dtype=torch.float32) if gradient is None else gradient.float().view(shape)
 
-    dh_pre = None
+    dh_pre, in_dtype = None, ""
     if dh_in is not None:
+        in_dtype = NAMES[dh_in.dtype]
         dh_pre = scratch(T, n)
-        mhc_pre_dh_pre_kernel(n, D, dtype, configs.per_group(kind))(x.view(T, n, D), dh_in.view(T, D), dh_pre)
+        mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, configs.per_group(kind))(x.view(T, n, D), dh_in.view(T, D), dh_pre)
 
     left, right = zip(*pairs(exact.parts, exact.parts, exact.parts))  # of dh_mix and of phi, side by side
     threads = configs.per_token(kind)
@@ -359,10 +250,10 @@ def mhc_pre_bwd(
     )
 
     residual = "" if dx_next is None else "mixed" if mixed else "added"
-    config = configs.dx(n, D, dtype, kind)
+    config = configs.dx(n, D, M, dtype, kind)
     steps, slices = configs.token_slices(T, n, D, config, device.multiprocessors(x.device))
     A = scratch(slices, M, K)
-    mhc_pre_dx_kernel(n, D, M, dtype, NAMES[dx.dtype], dh_in is not None, residual, exact, config)(
+    mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, NAMES[dx.dtype], residual, exact, config)(
         x.view(T, K),
         x.new_empty(0, D) if dh_in is None else dh_in.view(T, D),
         x.new_empty(0, K) if dx_next is None else dx_next.view(T, K),

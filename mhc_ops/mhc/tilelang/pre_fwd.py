@@ -13,7 +13,7 @@ import torch
 from ...core import device
 from ...core.sizes import cdiv
 from . import configs
-from .build import F32, NAMES, ON_CPU, grid, kernel, thread, vector
+from .build import F32, NAMES, ON_CPU, grid, kernel, readable, thread, vector
 from .parts import pairs, phi_parts, tiles
 from .sinkhorn import sinkhorn
 
@@ -34,7 +34,8 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
         phi: T.Tensor((exact.parts * rows, K), exact.dtype),
         partials: T.Tensor((slices, M + 1, tokens), F32),
     ):
-        with T.Kernel(slices, T.ceildiv(tokens, block_t), threads=config.threads) as (piece, block):
+        with T.Kernel(slices * T.ceildiv(tokens, block_t), threads=config.threads) as program:
+            piece, block = program % slices, program // slices
             T.annotate_min_blocks_per_sm(config.resident)
             if config.resident > 1:
                 T.disable_warp_group_reg_alloc()
@@ -193,6 +194,7 @@ def forward(x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, iters, sink
     """maps: h_post, h_res, inv_rms, h_mix, h_pre"""
     n, D = x.shape[-2:]
     M, K = phi.shape
+    x = readable(x)
     T, dtype = x.numel() // K, NAMES[x.dtype]
     h_post, h_res, inv_rms, h_mix, h_pre = maps
     kind = device.kind(x.device)

@@ -14,7 +14,9 @@ from tilelang import tvm
 
 from mhc_ops.core import backend, device
 from mhc_ops.measure import accuracy, cases
-from mhc_ops.mhc.tilelang import build
+from mhc_ops.mhc.tilelang import build, configs
+from mhc_ops.mhc.tilelang.parts import pairs
+from mhc_ops.mhc.tilelang.pre_dx import factors
 
 TARGETS = {
     "sm_90a": {"kind": "cuda", "arch": "sm_90a"},
@@ -25,7 +27,7 @@ CASES = (
     cases.Case(cases.MHC_LAYER, (70,), 4, 4096, torch.bfloat16),
     cases.Case(cases.MHC_LAYER, (70,), 3, 257, torch.float16, gamma=False),
     cases.Case(cases.MHC_LAYER, (70,), 8, 64, torch.bfloat16),
-    cases.Case(cases.MHC_PRE, (70,), 6, 40, torch.float32),
+    cases.Case(cases.MHC_LAYER, (70,), 7, 40, torch.float32),
     cases.Case(cases.MHC_POST_PRE, (70,), 2, 264, torch.bfloat16),
     cases.Case(cases.MHC_HEAD, (70,), 5, 40, torch.bfloat16),
     cases.Case(cases.SINKHORN, (70,), 8, 0, torch.bfloat16),
@@ -79,6 +81,22 @@ def test_lowers_for_amd(case, kind, launched):
 def test_what_does_not_fit_amd_says_so(kind, launched):
     with pytest.raises(NotImplementedError, match="tilelang: on AMD GPUs the gradients of 8 streams of float32"):
         launch(cases.Case(cases.MHC_PRE, (3,), 8, 16, torch.float32))
+
+
+@pytest.mark.parametrize("n", [5, 6, 7, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_pass_b_fits_shared_memory(n, dtype):
+    """As bytes of its tiles, which lowering shows only after seconds each."""
+    config, exact = configs.dx(n, 64, n * n + 2 * n, dtype, "cuda"), configs.arithmetic(dtype, "cuda")
+    tile, wide, rows = (
+        config.block_t * config.block_d,
+        4 if dtype == "float32" else 2,
+        configs.padded_maps(n * n + 2 * n),
+    )
+    depth = len(pairs(exact.parts, exact.parts, exact.parts)) * rows
+    stage = tile * wide * (config.streams + n + 1) + 2 * config.block_t * depth + 4 * config.block_t * factors(n, False)
+    kept = config.streams * 2 * depth * config.block_d + tile * (4 + 2 * exact.x_parts)
+    assert max(1, config.stages) * stage + kept <= SHARED_MEMORY["sm_90a"]
 
 
 @pytest.mark.parametrize("kind", ["cuda"])

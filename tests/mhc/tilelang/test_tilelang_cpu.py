@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("tilelang")
+import mhc_ops
 from mhc_ops.core import backend
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.tilelang import pre_bwd, pre_fwd
@@ -23,14 +24,14 @@ def project(M, K, dtype, exact, config):
     return run
 
 
-def dx(n, D, M, dtype, dx_dtype, reads, residual, exact, config):
+def dx(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, config):
     def run(x, dh_in, dx_next, dh_mix, phi, factor, dx, A, steps):
         size = steps * config.block_t
         for piece in range(len(A)):
             tokens = slice(piece * size, (piece + 1) * size)
             A[piece] = dh_mix[tokens, :M].T @ x[tokens]
         total = dh_mix @ phi + factor[:, :1] * x
-        if reads:
+        if in_dtype:
             total += (factor[:, 1 : 1 + n, None] * dh_in[:, None]).flatten(1)
         if residual == "mixed":
             h_res = factor[:, 1 + n : 1 + n + n * n].unflatten(1, (n, n))
@@ -60,3 +61,30 @@ CASES = [
 def test_on_cpu(case, on_cpu, poisoned):
     rows = accuracy.measure(case, "tilelang", "cpu")
     assert all(row.passed for row in rows), rows
+
+
+def test_other_types_and_offsets(on_cpu):
+    """What autograd does not bring: cotangents and maps of other types, tensors that begin anywhere."""
+    tensors = cases.Case(cases.MHC_FORWARD_PRE, (9,), 3, 8, torch.float32).inputs()
+    x = torch.cat([tensors["x"].new_zeros(1), tensors["x"].flatten()])[1:].view_as(tensors["x"])
+    assert x.data_ptr() % 16 != 0
+    *outputs, inv_rms, h_mix, h_pre = mhc_ops.mhc_forward_pre(**tensors | {"x": x}, outflag=True, backend="tilelang")
+    gamma = tensors.pop("gamma")
+    dh_in, dh_post, dh_res = (torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).half() for o in outputs)
+    maps = (inv_rms.double(), h_mix.double(), h_pre, outputs[1], dh_in.double(), dh_post, dh_res, gamma)
+    results = mhc_ops.mhc_backward(**tensors | {"x": x}, **dict(zip(NAMES, maps)), backend="tilelang")
+    exact = mhc_ops.mhc_backward(**tensors, **dict(zip(NAMES, maps)), backend="reference")
+    assert all(accuracy.close(result, e.double()) for result, e in zip(results, exact))
+
+
+NAMES = ("inv_rms", "h_mix", "h_pre", "h_post", "dh_in", "dh_post", "dh_res", "gamma")
+
+
+def test_h_out_in_fp64(on_cpu):
+    tensors = cases.Case(cases.MHC_POST, (9,), 3, 8, torch.float32).inputs()
+    tensors["h_out"] = tensors["h_out"].double()
+    cotangents = accuracy.random_cotangents(cases.MHC_POST, accuracy.run(cases.MHC_POST, tensors, "tilelang"), 0)
+    results = accuracy.run(cases.MHC_POST, tensors, "tilelang", cotangents)
+    exact = accuracy.truth(cases.MHC_POST, tensors, cotangents)
+    assert results["dh_out"].dtype == torch.float64
+    assert all(accuracy.close(results[name].float(), exact[name]) for name in exact)
