@@ -25,13 +25,13 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
     block_t, block_d = config.block_t, config.block_d
     own = tuple(range(config.streams))
     needed = tuple(range(n)) if residual == "mixed" else own if residual == "added" else ()
-    numbered = tuple(range(x_parts))
+    numbered, read_dtype = tuple(range(x_parts)), in_dtype or dtype
     for_sums, depth = pairs(x_parts, parts), len(pairs(parts, parts, parts)) * rows
 
     @T.prim_func
     def mhc_pre_dx(
         x: T.Tensor((tokens, K), dtype),
-        dh_in: T.Tensor((tokens if in_dtype else 0, D), in_dtype or dtype),
+        dh_in: T.Tensor((tokens if in_dtype else 0, D), read_dtype),
         dx_next: T.Tensor((tokens if residual else 0, K), dtype),
         dh_mix: T.Tensor((tokens, depth), part),
         phi: T.Tensor((depth, K), part),
@@ -51,7 +51,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
             x_tile = tiles(config.streams, (block_t, block_d), dtype)
             x_part = tiles(x_parts if x_parts > 1 else 0, (block_t, block_d), part)
             next_tile = tiles(len(needed), (block_t, block_d), dtype)
-            in_tile = T.alloc_shared((block_t, block_d), in_dtype or dtype)
+            in_tile = T.alloc_shared((block_t, block_d), read_dtype)
             mix_tile = T.alloc_shared((block_t, depth), part)
             phi_tile = tiles(config.streams, (depth, block_d), part)
             factor_tile = T.alloc_shared((block_t, factors(n, head)), F32)
