@@ -58,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="take fewer samples and leave out the least important to be done by then",
     )
 
+    check_parser.add_argument(
+        "--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)"
+    )
     for parser_with_results in (check_parser, bench_parser):
-        parser_with_results.add_argument(
-            "--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)"
-        )
         parser_with_results.add_argument(
             "--case", metavar="TEXT", default="", help="only cases whose name contains this"
         )
@@ -150,13 +150,7 @@ def run_check(options: argparse.Namespace) -> int:
 def run_bench(options: argparse.Namespace) -> int:
     found = results.begin("bench")
     request = bench.Request(
-        options.device,
-        wanted(options),
-        options.providers,
-        options.peers,
-        options.case,
-        options.skip,
-        options.budget,
+        options.device, options.providers, options.peers, options.case, options.skip, options.budget
     )
 
     interrupted = False

@@ -35,7 +35,6 @@ class Request:
     """What was asked for; providers: only these, where any are given; case: in the name; skip: "provider case"."""
 
     device: torch.device
-    backends: Sequence[str] = backends.BACKENDS
     providers: Sequence[str] = ()
     peers: bool = False
     case: str = ""
@@ -138,7 +137,7 @@ def find_providers(request: Request, results: Results) -> list[str]:
     def asked(provider: str) -> bool:
         return provider in request.providers or not request.providers
 
-    kernels = [backend for backend in request.backends if backend != "reference" and asked(backend)]
+    kernels = [backend for backend in backends.BACKENDS if backend != "reference" and asked(backend)]
     results.not_measured += selection.absent(kernels, request.device)
     found = list(kernels)
     for peer in peers.PEERS:

@@ -1,9 +1,10 @@
 """Tables and progress: a bar on a terminal, plain lines elsewhere."""
 
+import math
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,6 +43,15 @@ def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
 
 def _words(item: object) -> str:
     return " ".join(map(str, item)) if isinstance(item, tuple) else str(item)
+
+
+def finite(value: Any) -> Any:
+    """For JSON, which has neither NaN nor infinity: null in their place."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def versions() -> dict[str, str]:

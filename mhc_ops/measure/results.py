@@ -63,9 +63,9 @@ def begin(command: str) -> Results:
 
 def as_json(results: Results) -> dict[str, Any]:
     content = dict(vars(results))
-    content["measurements"] = [_finite(m.as_json()) for m in results.measurements]
-    content["accuracy"] = [_finite(vars(row)) for row in results.accuracy]
-    content["scaling"] = [_finite({**vars(g), "over_copy": g.over_copy}) for g in results.scaling]
+    content["measurements"] = [report.finite(m.as_json()) for m in results.measurements]
+    content["accuracy"] = [report.finite(vars(row)) for row in results.accuracy]
+    content["scaling"] = [report.finite({**vars(g), "over_copy": g.over_copy}) for g in results.scaling]
     content["not_measured"] = [vars(entry) for entry in results.not_measured]
     return {"format": FORMAT, **content}
 
@@ -111,7 +111,3 @@ def _entry(kind: type[Entry], content: dict[str, Any]) -> Entry:
     """What the class knows of it. JSON has no NaN: null stands for it where a number must be."""
     known = {f.name: f.type for f in dataclasses.fields(kind) if f.name in content}  # type: ignore[arg-type]
     return kind(**{n: math.nan if content[n] is None and t is float else content[n] for n, t in known.items()})
-
-
-def _finite(entry: dict[str, Any]) -> dict[str, Any]:
-    return {n: None if isinstance(value, float) and not math.isfinite(value) else value for n, value in entry.items()}

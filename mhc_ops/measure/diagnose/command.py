@@ -2,13 +2,11 @@
 
 import argparse
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -74,7 +72,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
         options.html.write_text(html.page(last), encoding="utf-8")
     if options.json:
         options.json.write_text(
-            json.dumps(_finite(_as_json(last, options)), indent=1, allow_nan=False) + "\n", encoding="utf-8"
+            json.dumps(report.finite(_as_json(last, options)), indent=1, allow_nan=False) + "\n", encoding="utf-8"
         )
     return 0 if last.passed else 1
 
@@ -119,12 +117,3 @@ def _as_json(diagnosis: Diagnosis, options: argparse.Namespace) -> dict[str, obj
             for detail in diagnosis.details
         ],
     }
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinity, which JSON does not have, as null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
