@@ -154,6 +154,19 @@ def test_same_bits_twice(subject, place):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@on_gpu
+@by_any_subject
+def test_same_bits_again_and_again(subject, backend):
+    """What a copy overwrites while it is still being read shows once in ten or a hundred runs of a full device."""
+    needs(backend)
+    tensors = cases.Case(subject, (4096,), 4, 2560, bf16).inputs("cuda")
+    cotangents = cotangents_of(subject, tensors, backend)
+    first = accuracy.run(subject, tensors, backend, cotangents)
+    for _ in range(200):
+        again = accuracy.run(subject, tensors, backend, cotangents)
+        assert [name for name in first if not torch.equal(first[name], again[name])] == []
+
+
 @by_any_subject
 def test_layouts(subject, place):
     """Strided inputs and cotangents give the bits of contiguous ones, and are left as they were."""

@@ -32,13 +32,23 @@ def per_column(kind: str) -> Threads:
 
 @cache
 def stream(kind: str, D: int, *dtypes: str) -> tuple[Threads, int]:
-    """Threads that take the channels of a token, and how many vectors of channels each of them takes. 8 groups with 2
-    vectors: mhc_post_fwd 145.5 µs and 48.4, pre's finishing kernel 85.5 and 35.7; 4 groups with 4 vectors 146.7 and
-    50.3, 85.8 and 37.7; 4 groups with 2 150 and 51.3, 104 and 44.9."""
+    """Threads that take the channels of a token, and how many vectors of channels each of them takes: as few blocks of
+    at most 8 groups as there can be, of the same size. mhc_post_fwd 147.1 µs with 8 groups and 50.2 with 5 (8: 50.4; 4
+    with 4 vectors: 52.1)."""
     if kind == "cpu":
         return ON_CPU, 2
-    groups = cdiv(D, 2 * 32 * vector(Threads(1), D, *dtypes))
-    return Threads(max(1, min(8, next_power_of_2(groups)))), 2
+    channels = 2 * 32 * vector(Threads(1), D, *dtypes)  # of a group
+    blocks = cdiv(D, 8 * channels)
+    return Threads(cdiv(D, blocks * channels)), 2
+
+
+@cache
+def finish(kind: str, n: int, D: int, dtype: str) -> tuple[Threads, int, int]:
+    """As `stream`, and the blocks that fit a multiprocessor: 768 threads, which leaves 85 registers to each. pre's
+    finishing kernel 86.2 µs with 8 groups and 33.9 with 5 (8: 37.2); at T = 16384, D = 1280 60.7 with 3 groups (4:
+    65.3, and 91.4 with registers for 384 threads). More streams than 4 need more registers."""
+    threads, vectors = stream(kind, D, dtype)
+    return threads, vectors, 768 // threads.block if n <= 4 else 1
 
 
 @dataclass(frozen=True)
@@ -65,21 +75,47 @@ def padded_maps(M: int) -> int:
     return max(16, next_power_of_2(M))
 
 
-def aligned(D: int) -> bool:
-    """Whether rows of D 16-bit channels begin at multiples of 16 bytes."""
-    return D % 8 == 0
+def mix_columns(M: int, parts: int) -> int:
+    """Columns of dh_mix's parts side by side, as a side of a matrix product: above 32, in multiples of 64."""
+    columns = parts * padded_maps(M)
+    return columns if columns <= 32 else cdiv(columns, 64) * 64
+
+
+LOADERS, LOADER_REGISTERS = 128, 24
 
 
 @dataclass(frozen=True)
-class Project:
+class Block:
+    """The threads of a block: some compute; others, where there are any, copy tiles ahead of them."""
+
+    threads: int  # that compute
+    loaders: int  # without any, all copy and then all compute
+    resident: int  # blocks that fit a multiprocessor: registers are limited to that
+
+    @property
+    def all_threads(self) -> int:
+        return self.threads + self.loaders
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that computes: what its loaders leave of the 64 K of a multiprocessor."""
+        return min(240, (65536 // self.resident - self.loaders * LOADER_REGISTERS) // self.threads // 8 * 8)
+
+
+def loaders(row: int) -> int:
+    """Threads that load rows of so many 16-bit elements: rows that do not begin at multiples of 16 bytes cannot be
+    copied ahead."""
+    return LOADERS if row % 8 == 0 else 0
+
+
+@dataclass(frozen=True)
+class Project(Block):
     """A program takes block_t tokens and one slice of K, in blocks of block_k columns."""
 
     block_t: int
     block_k: int
     slice_k: int
-    stages: int  # of the software pipeline
-    threads: int
-    resident: int  # blocks of threads that fit a multiprocessor: registers are limited to that
+    stages: int  # tiles that are loaded ahead
 
     def slices(self, K: int) -> int:
         return cdiv(K, self.slice_k)
@@ -90,67 +126,64 @@ MOST_SLICES, SHORTEST_SLICE = 4, 1024
 
 @cache
 def project(M: int, K: int, dtype: str, kind: str) -> Project:
-    """64 tokens × 128 columns, 2 stages, two blocks to a multiprocessor: 85.9 µs and 35.3; 3 stages 86.3 and 36; one
-    block of 128 × 128 92.9 and 36.7; 8 slices of K instead of 4 109 and 45.3 (64 × 128, 4 stages, one block).
+    """64 tokens × 128 columns, 2 stages, two blocks to a multiprocessor: 84.2 µs and 34.7. TileLang's own pipeline took
+    85.9 and 35.3, with 3 stages 86.3 and 36, one block of 128 × 128 92.9 and 36.7, 8 slices of K instead of 4 109 and
+    45.3 (64 × 128, 4 stages, one block).
 
     Other types and more maps than 32 do not fit the registers twice. AMD's 64 KB of shared memory take less."""
     small = dtype == BF16 and padded_maps(M) <= 32
     slices = max(1, min(MOST_SLICES, K // SHORTEST_SLICE))
 
-    def cut(block_t: int, block_k: int, stages: int, resident: int) -> Project:
-        return Project(block_t, block_k, cdiv(cdiv(K, slices), block_k) * block_k, stages, 128, resident)
+    def cut(block_t: int, block_k: int, loaders: int, resident: int) -> Project:
+        slice_k = cdiv(cdiv(K, slices), block_k) * block_k
+        return Project(128, loaders, resident, block_t, block_k, slice_k, 2 if loaders else 1)
 
     if kind == "hip":
-        return cut(64, 64, 1, 1) if small else cut(32, 32, 1, 1)
-    return cut(64, 128, 2, 2) if small else cut(64, 64, 2, 1)
+        return cut(64, 64, 0, 1) if small else cut(32, 32, 0, 1)
+    return cut(64, 128, loaders(K), 2) if small else cut(64, 64, loaders(K), 1)
 
 
 @dataclass(frozen=True)
-class Dx:
+class Dx(Block):
     """A program takes block_d channels of some streams, and steps through a slice of the tokens, block_t at a time."""
 
     block_t: int
     block_d: int
     streams: int  # divides n
-    stages: int  # of the software pipeline; 0: a plain loop
-    threads: int
-    resident: int = 1
 
 
 @cache
 def dx(n: int, D: int, M: int, dtype: str, kind: str) -> Dx:
-    """64 tokens × 32 channels × 4 streams, a pipeline of 1 stage (warps that load, warps that compute), two blocks to a
-    multiprocessor: 455 µs and 180 with the residual gradient; 2 stages, one block 506 and 175; 32 × 32 with two blocks
-    547; 64 × 64 664; plain loops 587 and more. In the way: only four or eight warps compute on a multiprocessor.
+    """64 tokens × 32 channels × 4 streams, two blocks to a multiprocessor: 220.6 µs and 82.3 with the residual
+    gradient; in TileLang's own pipeline the same tiles took 249 and 93.
 
-    With rows that are not aligned, copies of both kinds meet in one pipeline, and the GPU reports an illegal
-    instruction: a plain loop there. One or two streams at a time where all would not fit registers (A of n = 8) or the
-    227 KB of shared memory (fp32 from n = 5 on). AMD's 64 KB take less."""
+    More streams, fp32 and rows that cannot be copied ahead need more registers: smaller tiles there, and for sums over
+    n = 8 or fp32 from n = 5 on only one or two streams at a time. AMD's 64 KB of shared memory take less."""
     wide = dtype == F32
     if kind == "hip":
         if wide and padded_maps(M) > 64:
             raise NotImplementedError("tilelang: on AMD GPUs the gradients of 8 streams of float32 do not fit")
-        return Dx(32, 32, n, 0, 128) if n <= 4 and not wide else Dx(16, 16, 1, 0, 64)
-    stages = 1 if aligned(D) else 0
-    if n <= 4 and not wide:
-        return Dx(64, 32, n, stages, 128, 2 if stages else 1)
+        return Dx(128, 0, 1, 32, 32, n) if n <= 4 and not wide else Dx(64, 0, 1, 16, 16, 1)
+    if n <= 4 and not wide and loaders(D):
+        return Dx(128, LOADERS, 2, 64, 32, n)
     few = n == 8 or (wide and n > 4)
-    return Dx(32, 32, 2 - n % 2 if few else n, stages, 128)
+    return Dx(128, loaders(D), 1, 32, 16, (1 if wide and n == 8 else 2 - n % 2) if few else n)
 
 
 MOST_TOKEN_SLICES = 8
+START = 3  # blocks of tokens that a program could take in the time it needs to load phi and to store its sums
 
 
 @lru_cache(maxsize=4096)
 def token_slices(T: int, n: int, D: int, config: Dx, processors: int) -> tuple[int, int]:
-    """Blocks of tokens that a program takes, and slices: programs along the tokens. Waves of resident programs times
-    their blocks count: T = 4096, D = 2560 took 201 µs with 2 waves of 16 blocks (4 slices), 180 with 3 of 8 (8 slices);
-    T = 8192, D = 4096 455 to 465 with 2, 4 and 8 slices, which are 64 blocks each."""
+    """Blocks of tokens that a program takes, and slices: programs along the tokens. Waves of resident programs count,
+    times what each of them takes. µs with 1, 2, 3, 4 and 8 slices: T = 8192, D = 4096 328, 221, 269, 232, 245;
+    T = 4096, D = 2560 165, 102, 82, 110, 94; T = 8192, D = 7168 410, 414, 431, 447, 432."""
     programs = cdiv(D, config.block_d) * (n // config.streams)
     blocks = cdiv(T, config.block_t)
 
     def cost(slices: int) -> int:
-        return cdiv(programs * slices, config.resident * processors) * cdiv(blocks, slices)
+        return cdiv(programs * slices, config.resident * processors) * (cdiv(blocks, slices) + START)
 
     steps = cdiv(blocks, min(range(1, min(blocks, MOST_TOKEN_SLICES) + 1), key=cost))
     return steps, cdiv(blocks, steps)

@@ -34,6 +34,19 @@ def fragments(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
     return tuple(T.alloc_fragment(shape, dtype) for _ in range(count))
 
 
+def fetch(source: Any, tile: Any, loaded: Any) -> Any:
+    """Copy to a tile: at once, or with a barrier that will know when it is there."""
+    return T.copy(source, tile) if loaded is None else T.tma_copy(source, tile, barrier=loaded)
+
+
+@T.macro
+def release(free):
+    """Tell the threads that load that this thread has read what `free` stands for. Its reads may still be on their way
+    when it arrives, and the copies that overwrite the tile do not wait for them: the fence does."""
+    T.fence_proxy_async()
+    T.barrier_arrive(free)
+
+
 # out[c·rows + m, k] = part order[c] of alpha[section of m]·gamma[k]·phi[m, k], zero from row M on
 @kernel
 def phi_parts_kernel(n, M, K, order, dtype, scaled, weighted, threads):

@@ -16,8 +16,8 @@ from ...core import device
 from ...core.sizes import cdiv
 from . import configs
 from .build import F32, NAMES, TYPES, grid, kernel, lane_sum, readable, thread, vector
-from .parts import pairs, phi_parts, section
-from .pre_dx import factors, mhc_pre_dx_kernel
+from .parts import phi_parts, section
+from .pre_dx import factors, mhc_pre_dx_kernel, phi_order
 from .pre_sums import sum_gradients
 from .sinkhorn import divisors, half_steps_back, sinkhorn, softmax_back
 
@@ -67,16 +67,16 @@ def mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, threads):
 
 # m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
 # dz_res = dh_res back through Sinkhorn, or as it is where iters is 0
-# dh_mix = dz·inv_rms, stored in the parts `order`;  h_pre = σ(z_pre) + hc_eps
+# dh_mix = dz·inv_rms, stored in parts;  h_pre = σ(z_pre) + hc_eps
 # x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  factor = x_factor, h_pre, h_res
 # sums[0 or 1, m, group] = Σ_t dz or Σ_t dz·m over the tokens of a group of lanes
 @kernel
-def mhc_pre_dmaps_kernel(n, M, K, order, dtype, threads):
+def mhc_pre_dmaps_kernel(n, M, K, parts, dtype, threads):
     """In the head, M is n, and dh_post and dh_res are empty."""
     tokens, groups, half_steps = T.dynamic("tokens, groups, half_steps")
     head = M == n
-    rows = configs.padded_maps(M)
-    numbered, places = tuple(range(max(order) + 1)), tuple(range(len(order)))
+    rows, columns = configs.padded_maps(M), configs.mix_columns(M, parts)
+    numbered = tuple(range(parts))
 
     @T.macro
     def finish(dz, mix, inv, alpha, m, dinv, dh_mix, sums, t, group, lane):
@@ -87,9 +87,7 @@ def mhc_pre_dmaps_kernel(n, M, K, order, dtype, threads):
             rest[0] = dz * inv
             for p in numbered:
                 part[0] = T.cast(rest[0], dtype)
-                for c in places:
-                    if order[c] == p:
-                        dh_mix[t, c * rows + m] = part[0]
+                dh_mix[t, p * rows + m] = part[0]
                 rest[0] -= T.cast(part[0], F32)
         rest[0] = lane_sum(dz, threads)
         if lane == 0 and group < groups:
@@ -107,7 +105,7 @@ def mhc_pre_dmaps_kernel(n, M, K, order, dtype, threads):
         dh_res: T.Tensor((0 if head else tokens, n * n), F32),
         alpha: T.Tensor((1 if head else 3,), F32),
         bias: T.Tensor((M,), F32),
-        dh_mix: T.Tensor((tokens, len(order) * rows), dtype),
+        dh_mix: T.Tensor((tokens, columns), dtype),
         factor: T.Tensor((tokens, factors(n, head)), F32),
         sums: T.Tensor((2, M, groups), F32),
         divisors: T.Tensor((half_steps, n, tokens), F32),
@@ -169,9 +167,11 @@ def mhc_pre_dmaps_kernel(n, M, K, order, dtype, threads):
                     finish(dc[ij], mix[0], inv[0], alpha, 2 * n + ij, dinv, dh_mix, sums, t, group, lane)
             if t < tokens:
                 factor[t, 0] = -dinv[0] * inv[0] * inv[0] * inv[0] / K
-                for m in T.unroll(M, rows):
-                    for c in places:
-                        dh_mix[t, c * rows + m] = T.cast(0.0, dtype)
+                for p in numbered:
+                    for m in T.unroll(M, rows):
+                        dh_mix[t, p * rows + m] = T.cast(0.0, dtype)
+                for c in T.unroll(parts * rows, columns):
+                    dh_mix[t, c] = T.cast(0.0, dtype)
 
     return mhc_pre_dmaps
 
@@ -226,12 +226,11 @@ def mhc_pre_bwd(
         dh_pre = scratch(T, n)
         mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, configs.per_group(kind))(x.view(T, n, D), dh_in.view(T, D), dh_pre)
 
-    left, right = zip(*pairs(exact.parts, exact.parts, exact.parts))  # of dh_mix and of phi, side by side
     threads = configs.per_token(kind)
-    dh_mix = scratch(T, len(left) * configs.padded_maps(M), dtype=TYPES[exact.dtype])
+    dh_mix = scratch(T, configs.mix_columns(M, exact.parts), dtype=TYPES[exact.dtype])
     factor = scratch(T, factors(n, head))
     sums = scratch(2, M, cdiv(T, threads.lanes))
-    mhc_pre_dmaps_kernel(n, M, K, left, exact.dtype, threads)(
+    mhc_pre_dmaps_kernel(n, M, K, exact.parts, exact.dtype, threads)(
         h_mix.view(T, M),
         inv_rms.view(T),
         or_zeros(dh_pre, T, n),
@@ -258,7 +257,7 @@ def mhc_pre_bwd(
         x.new_empty(0, D) if dh_in is None else dh_in.view(T, D),
         x.new_empty(0, K) if dx_next is None else dx_next.view(T, K),
         dh_mix,
-        phi_parts(phi, gamma, alpha, n, right, exact.dtype),
+        phi_parts(phi, gamma, alpha, n, phi_order(exact.parts), exact.dtype),
         factor,
         dx.view(T, K),
         A,

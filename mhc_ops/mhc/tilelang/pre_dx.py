@@ -1,16 +1,26 @@
 """mHC pre, backward, pass B: dx, and the sums over tokens that dphi and dgamma are made of."""
 
+import functools
+import operator
+
 import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
 
 from ...core.sizes import cdiv
 from . import configs
 from .build import F32, kernel
-from .parts import fragments, pairs, tiles
+from .parts import fetch, fragments, release, tiles
 
 
 def factors(n: int, head: bool) -> int:
     """Numbers per token that pass B multiplies with: x_factor, h_pre[i], h_res[i, j]; in whole 16 bytes."""
     return cdiv(1 + n + (0 if head else n * n), 4) * 4
+
+
+def phi_order(parts: int) -> tuple[int, ...]:
+    """The parts of phi as they lie in its tile: for each order o of products, the largest last, what the first o + 1
+    parts of dh_mix are multiplied with."""
+    return tuple(order - p for order in reversed(range(parts)) for p in range(order + 1))
 
 
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
@@ -23,99 +33,172 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
     K, rows, head = n * D, configs.padded_maps(M), M == n
     x_parts, parts, part = exact.x_parts, exact.parts, exact.dtype
     block_t, block_d = config.block_t, config.block_d
-    own = tuple(range(config.streams))
-    needed = tuple(range(n)) if residual == "mixed" else own if residual == "added" else ()
-    numbered, read_dtype = tuple(range(x_parts)), in_dtype or dtype
-    for_sums, depth = pairs(x_parts, parts), len(pairs(parts, parts, parts)) * rows
+    streams = tuple(range(config.streams))
+    needed = tuple(range(n)) if residual == "mixed" else streams if residual == "added" else ()
+    from_in, read_dtype = in_dtype != "", in_dtype or dtype
+    columns = configs.mix_columns(M, parts)
+    x_numbered, numbered = tuple(range(x_parts)), tuple(range(parts))
+    depth = len(phi_order(parts)) * rows
+    orders = tuple((o, depth - (o + 1) * (o + 2) // 2 * rows) for o in reversed(numbered))
+
+    def sum_of_parts(tile, m, d):
+        """Smallest first."""
+        return functools.reduce(operator.add, [tile[p * rows + m, d] for p in reversed(numbered)])
+
+    @T.macro
+    def load_x(t0, first, d0, x, dh_mix, x_tile, mix_tile, loaded):
+        for s in streams:
+            fetch(x[t0, (first + s) * D + d0], x_tile[s], loaded)
+        fetch(dh_mix[t0, 0], mix_tile, loaded)
+
+    @T.macro
+    def load_rest(t0, first, d0, factor, dh_in, dx_next, factor_tile, in_tile, next_tile, loaded):
+        fetch(factor[t0, 0], factor_tile, loaded)
+        if from_in:
+            fetch(dh_in[t0, d0], in_tile, loaded)
+        for j in needed:
+            fetch(dx_next[t0, ((first if residual == "added" else 0) + j) * D + d0], next_tile[j], loaded)
+
+    @T.macro
+    def multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, own, product, sums, total):
+        """sums += dh_mixᵀ·x and total = dh_mix·phi"""
+        for o in numbered:
+            T.copy(mix_tile[:, 0 : (o + 1) * rows], mix_own[o])
+        for s in streams:
+            if x_parts > 1:
+                for t, d in T.Parallel(block_t, block_d):
+                    own[t, d] = T.cast(x_tile[s][t, d], F32)
+                for p in x_numbered:
+                    for t, d in T.Parallel(block_t, block_d):
+                        x_part[p][t, d] = T.cast(own[t, d], part)
+                        own[t, d] -= T.cast(T.cast(own[t, d], part), F32)
+            # A fresh product per step: matrix units truncate as they accumulate.
+            T.clear(product)
+            for p in x_numbered:
+                T.gemm(mix_tile, x_part[p] if x_parts > 1 else x_tile[s], product, transpose_A=True)
+            for m, d in T.Parallel(columns, block_d):
+                sums[s][m, d] += product[m, d]
+            T.clear(total[s])
+            for o, place in orders:
+                T.gemm(mix_own[o], phi_tile[s][place : place + (o + 1) * rows, :], total[s])
+
+    @T.macro
+    def add_x(factor_tile, x_tile, total):
+        for s in streams:
+            for t, d in T.Parallel(block_t, block_d):
+                total[s][t, d] += factor_tile[t, 0] * T.cast(x_tile[s][t, d], F32)
+
+    @T.macro
+    def add_rest(first, factor_tile, in_tile, next_tile, own, total):
+        if from_in:
+            for t, d in T.Parallel(block_t, block_d):
+                own[t, d] = T.cast(in_tile[t, d], F32)
+            for s in streams:
+                for t, d in T.Parallel(block_t, block_d):
+                    total[s][t, d] += factor_tile[t, 1 + first + s] * own[t, d]
+        for j in needed:
+            for t, d in T.Parallel(block_t, block_d):
+                own[t, d] = T.cast(next_tile[j][t, d], F32)
+            if residual == "mixed":
+                for s in streams:
+                    for t, d in T.Parallel(block_t, block_d):
+                        total[s][t, d] += factor_tile[t, 1 + n + (first + s) * n + j] * own[t, d]
+            else:
+                for t, d in T.Parallel(block_t, block_d):
+                    total[j][t, d] += own[t, d]
+
+    @T.macro
+    def store(t0, first, d0, total, out_tile, dx):
+        for s in streams:
+            T.copy(total[s], out_tile)
+            for t, d in T.Parallel(block_t, block_d):
+                if t0 + t < tokens and d0 + d < D:
+                    dx[t0 + t, (first + s) * D + d0 + d] = out_tile[t, d]
+
+    @T.macro
+    def store_sums(piece, first, d0, sums, sums_tile, A):
+        for s in streams:
+            T.copy(sums[s], sums_tile)
+            for m, d in T.Parallel(rows, block_d):
+                if m < M and d0 + d < D:
+                    A[piece, m, (first + s) * D + d0 + d] = sum_of_parts(sums_tile, m, d)
 
     @T.prim_func
     def mhc_pre_dx(
         x: T.Tensor((tokens, K), dtype),
-        dh_in: T.Tensor((tokens if in_dtype else 0, D), read_dtype),
+        dh_in: T.Tensor((tokens if from_in else 0, D), read_dtype),
         dx_next: T.Tensor((tokens if residual else 0, K), dtype),
-        dh_mix: T.Tensor((tokens, depth), part),
+        dh_mix: T.Tensor((tokens, columns), part),
         phi: T.Tensor((depth, K), part),
         factor: T.Tensor((tokens, factors(n, head)), F32),
         dx: T.Tensor((tokens, K), dx_dtype),
         A: T.Tensor((slices, M, K), F32),
         steps: T.int32,
     ):
-        with T.Kernel(T.ceildiv(D, block_d), n // config.streams, slices, threads=config.threads) as (
+        with T.Kernel(T.ceildiv(D, block_d), n // config.streams, slices, threads=config.all_threads) as (
             block,
-            streams,
+            group,
             piece,
         ):
             T.annotate_min_blocks_per_sm(config.resident)
-            if config.resident > 1:
-                T.disable_warp_group_reg_alloc()
             x_tile = tiles(config.streams, (block_t, block_d), dtype)
             x_part = tiles(x_parts if x_parts > 1 else 0, (block_t, block_d), part)
             next_tile = tiles(len(needed), (block_t, block_d), dtype)
             in_tile = T.alloc_shared((block_t, block_d), read_dtype)
-            mix_tile = T.alloc_shared((block_t, depth), part)
+            out_tile = T.alloc_shared((block_t, block_d), dx_dtype)
+            mix_tile = T.alloc_shared((block_t, columns), part)
             phi_tile = tiles(config.streams, (depth, block_d), part)
             factor_tile = T.alloc_shared((block_t, factors(n, head)), F32)
-            out_tile = T.alloc_shared((block_t, block_d), dx_dtype)
-            total = T.alloc_fragment((block_t, block_d), F32)
-            rest = T.alloc_fragment((block_t, block_d), F32)
-            sums = fragments(config.streams, (block_d, rows), F32)
-            product = T.alloc_fragment((block_d, rows), F32)
-            d0 = block * block_d
-            first = streams * config.streams
-            for s in own:
-                T.copy(phi[0, (first + s) * D + d0], phi_tile[s])
-                T.clear(sums[s])
-            for step in T.Pipelined(steps, num_stages=config.stages) if config.stages else T.serial(steps):
-                t0 = (piece * steps + step) * block_t
-                for s in own:
-                    T.copy(x[t0, (first + s) * D + d0], x_tile[s])
-                for j in needed:
-                    T.copy(dx_next[t0, ((first if residual == "added" else 0) + j) * D + d0], next_tile[j])
-                if in_dtype:
-                    T.copy(dh_in[t0, d0], in_tile)
-                T.copy(dh_mix[t0, 0], mix_tile)
-                T.copy(factor[t0, 0], factor_tile)
-                for s in own:
-                    if x_parts > 1:
-                        for t, d in T.Parallel(block_t, block_d):
-                            rest[t, d] = T.cast(x_tile[s][t, d], F32)
-                        for p in numbered:
-                            for t, d in T.Parallel(block_t, block_d):
-                                x_part[p][t, d] = T.cast(rest[t, d], part)
-                                rest[t, d] -= T.cast(T.cast(rest[t, d], part), F32)
-                    T.clear(product)
-                    for i, j in for_sums:
-                        T.gemm(
-                            x_part[i] if x_parts > 1 else x_tile[s],
-                            mix_tile[:, j * rows : (j + 1) * rows],
-                            product,
-                            transpose_A=True,
-                        )
-                    for d, m in T.Parallel(block_d, rows):
-                        sums[s][d, m] += product[d, m]
-                    T.clear(total)
-                    T.gemm(mix_tile, phi_tile[s], total)
-                    for t, d in T.Parallel(block_t, block_d):
-                        total[t, d] += factor_tile[t, 0] * T.cast(x_tile[s][t, d], F32)
-                    if in_dtype:
-                        for t, d in T.Parallel(block_t, block_d):
-                            total[t, d] += factor_tile[t, 1 + first + s] * T.cast(in_tile[t, d], F32)
-                    if residual == "mixed":
-                        for j in needed:
-                            for t, d in T.Parallel(block_t, block_d):
-                                total[t, d] += factor_tile[t, 1 + n + (first + s) * n + j] * T.cast(
-                                    next_tile[j][t, d], F32
-                                )
-                    if residual == "added":
-                        for t, d in T.Parallel(block_t, block_d):
-                            total[t, d] += T.cast(next_tile[s][t, d], F32)
-                    T.copy(total, out_tile)
-                    for t, d in T.Parallel(block_t, block_d):
-                        if t0 + t < tokens and d0 + d < D:
-                            dx[t0 + t, (first + s) * D + d0 + d] = out_tile[t, d]
-            for s in own:
-                for d, m in T.Parallel(block_d, rows):
-                    if m < M and d0 + d < D:
-                        A[piece, m, (first + s) * D + d0 + d] = sums[s][d, m]
+            sums_tile = T.alloc_shared((columns, block_d), F32)
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (*next_tile, in_tile, out_tile)})
+            own = T.alloc_fragment((block_t, block_d), F32)
+            total = fragments(config.streams, (block_t, block_d), F32)
+            mix_own = tuple(T.alloc_fragment((block_t, (o + 1) * rows), part) for o in numbered)
+            product = T.alloc_fragment((columns, block_d), F32)
+            sums = fragments(config.streams, (columns, block_d), F32)
+            d0, first = block * block_d, group * config.streams
+            if not config.loaders:
+                for s in streams:
+                    T.copy(phi[0, (first + s) * D + d0], phi_tile[s])
+                    T.clear(sums[s])
+                for step in T.serial(steps):
+                    t0 = (piece * steps + step) * block_t
+                    load_x(t0, first, d0, x, dh_mix, x_tile, mix_tile, None)
+                    load_rest(t0, first, d0, factor, dh_in, dx_next, factor_tile, in_tile, next_tile, None)
+                    multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, own, product, sums, total)
+                    add_x(factor_tile, x_tile, total)
+                    add_rest(first, factor_tile, in_tile, next_tile, own, total)
+                    store(t0, first, d0, total, out_tile, dx)
+                store_sums(piece, first, d0, sums, sums_tile, A)
+            else:
+                x_loaded, rest_loaded = T.alloc_barrier(config.loaders), T.alloc_barrier(config.loaders)
+                x_free, rest_free = T.alloc_barrier(config.threads), T.alloc_barrier(config.threads)
+                if T.get_thread_binding() >= config.threads:
+                    T.dec_max_nreg(configs.LOADER_REGISTERS)
+                    for s in streams:
+                        fetch(phi[0, (first + s) * D + d0], phi_tile[s], x_loaded)
+                    for step in T.serial(steps):
+                        t0 = (piece * steps + step) * block_t
+                        T.barrier_wait(x_free, (step + 1) % 2)
+                        load_x(t0, first, d0, x, dh_mix, x_tile, mix_tile, x_loaded)
+                        T.barrier_arrive(x_loaded)
+                        T.barrier_wait(rest_free, (step + 1) % 2)
+                        load_rest(t0, first, d0, factor, dh_in, dx_next, factor_tile, in_tile, next_tile, rest_loaded)
+                        T.barrier_arrive(rest_loaded)
+                else:
+                    T.inc_max_nreg(config.registers)
+                    for s in streams:
+                        T.clear(sums[s])
+                    for step in T.serial(steps):
+                        t0 = (piece * steps + step) * block_t
+                        T.barrier_wait(x_loaded, step % 2)
+                        multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, own, product, sums, total)
+                        T.barrier_wait(rest_loaded, step % 2)
+                        add_x(factor_tile, x_tile, total)
+                        release(x_free)
+                        add_rest(first, factor_tile, in_tile, next_tile, own, total)
+                        release(rest_free)
+                        store(t0, first, d0, total, out_tile, dx)
+                    store_sums(piece, first, d0, sums, sums_tile, A)
 
     return mhc_pre_dx

@@ -14,7 +14,7 @@ from ...core import device
 from ...core.sizes import cdiv
 from . import configs
 from .build import F32, NAMES, ON_CPU, grid, kernel, readable, thread, vector
-from .parts import pairs, phi_parts, tiles
+from .parts import fetch, pairs, phi_parts, release, tiles
 from .sinkhorn import sinkhorn
 
 
@@ -27,6 +27,47 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
     block_t, block_k, slice_k = config.block_t, config.block_k, config.slice_k
     slices = config.slices(K)
     numbered = tuple(range(x_parts))
+    steps, slots = slice_k // block_k, tuple(range(config.stages))
+
+    @T.macro
+    def load(program, step, x, phi, x_tile, phi_tile, loaded):
+        k0 = program % slices * slice_k + step * block_k
+        fetch(x[program // slices * block_t, k0], x_tile, loaded)
+        fetch(phi[0, k0], phi_tile, loaded)
+
+    @T.macro
+    def add(x_tile, phi_tile, x_part, own, squares, product, mix):
+        # A fresh product per step: matrix units truncate as they accumulate.
+        T.clear(product)
+        for t, k in T.Parallel(block_t, block_k):
+            own[t, k] = T.cast(x_tile[t, k], F32)
+            squares[t, k] += own[t, k] * own[t, k]
+        if x_parts > 1:
+            for p in numbered:
+                for t, k in T.Parallel(block_t, block_k):
+                    x_part[p][t, k] = T.cast(own[t, k], exact.dtype)
+                    own[t, k] -= T.cast(T.cast(own[t, k], exact.dtype), F32)
+        for i, j in products:
+            T.gemm(
+                x_part[i] if x_parts > 1 else x_tile,
+                phi_tile[j * rows : (j + 1) * rows, :],
+                product,
+                transpose_B=True,
+            )
+        for t, m in T.Parallel(block_t, rows):
+            mix[t, m] += product[t, m]
+
+    @T.macro
+    def store(program, squares, square, mix, mix_tile, partials):
+        piece, t0 = program % slices, program // slices * block_t
+        T.reduce_sum(squares, square, dim=1)
+        T.copy(mix, mix_tile)
+        for m, t in T.Parallel(M, block_t):
+            if t0 + t < tokens:
+                partials[piece, m, t0 + t] = mix_tile[t, m]
+        for t in T.Parallel(block_t):
+            if t0 + t < tokens:
+                partials[piece, M, t0 + t] = square[t]
 
     @T.prim_func
     def mhc_pre_project(
@@ -34,13 +75,10 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
         phi: T.Tensor((exact.parts * rows, K), exact.dtype),
         partials: T.Tensor((slices, M + 1, tokens), F32),
     ):
-        with T.Kernel(slices * T.ceildiv(tokens, block_t), threads=config.threads) as program:
-            piece, block = program % slices, program // slices
+        with T.Kernel(slices * T.ceildiv(tokens, block_t), threads=config.all_threads) as program:
             T.annotate_min_blocks_per_sm(config.resident)
-            if config.resident > 1:
-                T.disable_warp_group_reg_alloc()
-            x_tile = T.alloc_shared((block_t, block_k), dtype)
-            phi_tile = T.alloc_shared((exact.parts * rows, block_k), exact.dtype)
+            x_tile = tiles(config.stages, (block_t, block_k), dtype)
+            phi_tile = tiles(config.stages, (exact.parts * rows, block_k), exact.dtype)
             x_part = tiles(x_parts if x_parts > 1 else 0, (block_t, block_k), exact.dtype)
             own = T.alloc_fragment((block_t, block_k), F32)
             squares = T.alloc_fragment((block_t, block_k), F32)
@@ -48,38 +86,36 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
             product = T.alloc_fragment((block_t, rows), F32)
             mix = T.alloc_fragment((block_t, rows), F32)
             mix_tile = T.alloc_shared((block_t, rows), F32)
-            T.clear(mix)
-            T.clear(squares)
-            for step in T.Pipelined(slice_k // block_k, num_stages=config.stages):
-                T.copy(x[block * block_t, piece * slice_k + step * block_k], x_tile)
-                T.copy(phi[0, piece * slice_k + step * block_k], phi_tile)
-                # A fresh product per step: matrix units truncate as they accumulate.
-                T.clear(product)
-                for t, k in T.Parallel(block_t, block_k):
-                    own[t, k] = T.cast(x_tile[t, k], F32)
-                    squares[t, k] += own[t, k] * own[t, k]
-                if x_parts > 1:
-                    for p in numbered:
-                        for t, k in T.Parallel(block_t, block_k):
-                            x_part[p][t, k] = T.cast(own[t, k], exact.dtype)
-                            own[t, k] -= T.cast(T.cast(own[t, k], exact.dtype), F32)
-                for i, j in products:
-                    T.gemm(
-                        x_part[i] if x_parts > 1 else x_tile,
-                        phi_tile[j * rows : (j + 1) * rows, :],
-                        product,
-                        transpose_B=True,
-                    )
-                for t, m in T.Parallel(block_t, rows):
-                    mix[t, m] += product[t, m]
-            T.reduce_sum(squares, square, dim=1)
-            T.copy(mix, mix_tile)
-            for m, t in T.Parallel(M, block_t):
-                if block * block_t + t < tokens:
-                    partials[piece, m, block * block_t + t] = mix_tile[t, m]
-            for t in T.Parallel(block_t):
-                if block * block_t + t < tokens:
-                    partials[piece, M, block * block_t + t] = square[t]
+            if not config.loaders:
+                T.clear(mix)
+                T.clear(squares)
+                for step in T.serial(steps):
+                    load(program, step, x, phi, x_tile[0], phi_tile[0], None)
+                    add(x_tile[0], phi_tile[0], x_part, own, squares, product, mix)
+                store(program, squares, square, mix, mix_tile, partials)
+            else:
+                loaded = tuple(T.alloc_barrier(config.loaders) for _ in slots)
+                free = tuple(T.alloc_barrier(config.threads) for _ in slots)
+                if T.get_thread_binding() >= config.threads:
+                    T.dec_max_nreg(configs.LOADER_REGISTERS)
+                    for turn in T.serial(T.ceildiv(steps, config.stages)):
+                        for slot in slots:
+                            if turn * config.stages + slot < steps:
+                                T.barrier_wait(free[slot], (turn + 1) % 2)
+                                step = turn * config.stages + slot
+                                load(program, step, x, phi, x_tile[slot], phi_tile[slot], loaded[slot])
+                                T.barrier_arrive(loaded[slot])
+                else:
+                    T.inc_max_nreg(config.registers)
+                    T.clear(mix)
+                    T.clear(squares)
+                    for turn in T.serial(T.ceildiv(steps, config.stages)):
+                        for slot in slots:
+                            if turn * config.stages + slot < steps:
+                                T.barrier_wait(loaded[slot], turn % 2)
+                                add(x_tile[slot], phi_tile[slot], x_part, own, squares, product, mix)
+                                release(free[slot])
+                    store(program, squares, square, mix, mix_tile, partials)
 
     return mhc_pre_project
 
@@ -88,7 +124,7 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
 # h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post);  h_res = sinkhorn(z_res), or z_res where iters is 0
 # h_in = Σ_i h_pre[i]·x[i]
 @kernel
-def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors):
+def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors, resident):
     """The first blocks make the maps, a thread per token; the others read x, a block per token and block of channels,
     and make the h_pre of their token themselves. In the head, M is n, and h_post and h_res are empty."""
     tokens = T.dynamic("tokens")
@@ -176,7 +212,7 @@ def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors):
     ):
         with grid(T.ceildiv(tokens, threads.block) + tokens * blocks, threads=threads) as block:
             if threads != ON_CPU:
-                T.annotate_min_blocks_per_sm(3 if n <= 4 else 1)
+                T.annotate_min_blocks_per_sm(resident)
             if block < T.ceildiv(tokens, threads.block):
                 t = block * threads.block + thread(threads)
                 if t < tokens:
@@ -204,7 +240,7 @@ def forward(x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, iters, sink
     weights = None if gamma is None else gamma.float()
     parts = phi_parts(phi.float(), weights, None, n, tuple(range(exact.parts)), exact.dtype)
     mhc_pre_project_kernel(M, K, dtype, exact, config)(x.view(T, K), parts, partials)
-    mhc_pre_finish_kernel(n, D, M, dtype, slices, *configs.stream(kind, D, dtype))(
+    mhc_pre_finish_kernel(n, D, M, dtype, slices, *configs.finish(kind, n, D, dtype))(
         x.view(T, n, D),
         partials,
         alpha.float().view(-1),

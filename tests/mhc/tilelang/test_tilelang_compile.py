@@ -15,8 +15,7 @@ from tilelang import tvm
 from mhc_ops.core import backend, device
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.tilelang import build, configs
-from mhc_ops.mhc.tilelang.parts import pairs
-from mhc_ops.mhc.tilelang.pre_dx import factors
+from mhc_ops.mhc.tilelang.pre_dx import factors, phi_order
 
 TARGETS = {
     "sm_90a": {"kind": "cuda", "arch": "sm_90a"},
@@ -83,20 +82,18 @@ def test_what_does_not_fit_amd_says_so(kind, launched):
         launch(cases.Case(cases.MHC_PRE, (3,), 8, 16, torch.float32))
 
 
-@pytest.mark.parametrize("n", [5, 6, 7, 8])
+@pytest.mark.parametrize("n", [4, 5, 6, 7, 8])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_pass_b_fits_shared_memory(n, dtype):
     """As bytes of its tiles, which lowering shows only after seconds each."""
-    config, exact = configs.dx(n, 64, n * n + 2 * n, dtype, "cuda"), configs.arithmetic(dtype, "cuda")
-    tile, wide, rows = (
-        config.block_t * config.block_d,
-        4 if dtype == "float32" else 2,
-        configs.padded_maps(n * n + 2 * n),
-    )
-    depth = len(pairs(exact.parts, exact.parts, exact.parts)) * rows
-    stage = tile * wide * (config.streams + n + 1) + 2 * config.block_t * depth + 4 * config.block_t * factors(n, False)
-    kept = config.streams * 2 * depth * config.block_d + tile * (4 + 2 * exact.x_parts)
-    assert max(1, config.stages) * stage + kept <= SHARED_MEMORY["sm_90a"]
+    M = n * n + 2 * n
+    config, exact = configs.dx(n, 64, M, dtype, "cuda"), configs.arithmetic(dtype, "cuda")
+    tile, wide = config.block_t * config.block_d, 4 if dtype == "float32" else 2
+    mixes = configs.mix_columns(M, exact.parts)
+    loaded = tile * wide * (config.streams + n + 1) + config.block_t * (2 * mixes + 4 * factors(n, False))
+    phi = config.streams * 2 * len(phi_order(exact.parts)) * configs.padded_maps(M) * config.block_d
+    kept = tile * (4 + 2 * exact.x_parts) + 4 * mixes * config.block_d
+    assert config.resident * (loaded + phi + kept) <= SHARED_MEMORY["sm_90a"]
 
 
 @pytest.mark.parametrize("kind", ["cuda"])
