@@ -62,11 +62,12 @@ class Arithmetic:
 
 @cache
 def arithmetic(x_dtype: str, kind: str) -> Arithmetic:
-    """x is whole in one, two or three parts of bf16 (8, 11 or 24 bits); phi and dh_mix are good to 16 bits in two
-    parts, 2.5e-6 in norm, and to 24 in three. A CPU multiplies fp32."""
+    """x is whole in one, two or three parts of bf16 (8, 11 or 24 bits). phi and dh_mix are good to 16 bits in two parts,
+    2.5e-6 in norm, which the rounding to bf16 hides; in fp16 single elements of dx would be off by more than their
+    rounding, so they have three parts there too: 24 bits. A CPU multiplies fp32."""
     if kind == "cpu":
         return Arithmetic(1, 1, F32)
-    return {BF16: Arithmetic(1, 2), "float16": Arithmetic(2, 2), F32: Arithmetic(3, 3)}[x_dtype]
+    return {BF16: Arithmetic(1, 2), "float16": Arithmetic(2, 3), F32: Arithmetic(3, 3)}[x_dtype]
 
 
 @cache
@@ -157,12 +158,12 @@ def dx(n: int, D: int, M: int, dtype: str, kind: str) -> Dx:
     """64 tokens × 32 channels × 4 streams, two blocks to a multiprocessor: 220.6 µs and 82.3 with the residual
     gradient; in TileLang's own pipeline the same tiles took 249 and 93.
 
-    More streams, fp32 and rows that cannot be copied ahead need more registers: smaller tiles there, and for sums over
-    n = 8 or fp32 from n = 5 on only one or two streams at a time. AMD's 64 KB of shared memory take less."""
-    wide = dtype == F32
+    More streams, three parts and rows that cannot be copied ahead need more registers: smaller tiles there, and only
+    one or two streams at a time for n = 8, or for three parts from n = 5 on. AMD's 64 KB of shared memory take less."""
+    wide = dtype != BF16
     if kind == "hip":
         if wide and padded_maps(M) > 64:
-            raise NotImplementedError("tilelang: on AMD GPUs the gradients of 8 streams of float32 do not fit")
+            raise NotImplementedError("tilelang: on AMD GPUs the gradients of 8 streams fit in bfloat16 alone")
         return Dx(128, 0, 1, 32, 32, n) if n <= 4 and not wide else Dx(64, 0, 1, 16, 16, 1)
     if n <= 4 and not wide and loaders(D):
         return Dx(128, LOADERS, 2, 64, 32, n)
