@@ -24,6 +24,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """CUDA's: (9, 0) is Hopper."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def kind(device: torch.device) -> str:
     """ "cuda", "hip" (torch calls ROCm devices cuda) or "cpu"."""
     if device.type == "cuda" and torch.version.hip:

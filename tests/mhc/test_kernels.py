@@ -156,10 +156,13 @@ def test_same_bits_twice(subject, place):
 
 @on_gpu
 @by_any_subject
-def test_same_bits_again_and_again(subject, backend):
+@pytest.mark.parametrize(
+    ("T", "n", "D", "dtype"), [(4096, 4, 2560, bf16), (1500, 5, 512, fp16), (4096, 4, 256, fp32), (4096, 3, 257, bf16)]
+)
+def test_same_bits_again_and_again(subject, backend, T, n, D, dtype):
     """What a copy overwrites while it is still being read shows once in ten or a hundred runs of a full device."""
     needs(backend)
-    tensors = cases.Case(subject, (4096,), 4, 2560, bf16).inputs("cuda")
+    tensors = cases.Case(subject, (T,), n, D, dtype).inputs("cuda")
     cotangents = cotangents_of(subject, tensors, backend)
     first = accuracy.run(subject, tensors, backend, cotangents)
     for _ in range(200):

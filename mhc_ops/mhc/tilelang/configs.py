@@ -44,7 +44,7 @@ def stream(kind: str, D: int, *dtypes: str) -> tuple[Threads, int]:
 
 @cache
 def finish(kind: str, n: int, D: int, dtype: str) -> tuple[Threads, int, int]:
-    """As `stream`, and the blocks that fit a multiprocessor: 768 threads, which leaves 85 registers to each. pre's
+    """As `stream`, and the blocks that fit a multiprocessor: at most 768 threads, so at least 85 registers each. pre's
     finishing kernel 86.2 µs with 8 groups and 33.9 with 5 (8: 37.2); at T = 16384, D = 1280 60.7 with 3 groups (4:
     65.3, and 91.4 with registers for 384 threads). More streams than 4 need more registers."""
     threads, vectors = stream(kind, D, dtype)
@@ -62,9 +62,9 @@ class Arithmetic:
 
 @cache
 def arithmetic(x_dtype: str, kind: str) -> Arithmetic:
-    """x is whole in one, two or three parts of bf16 (8, 11 or 24 bits). phi and dh_mix are good to 16 bits in two parts,
-    2.5e-6 in norm, which the rounding to bf16 hides; in fp16 single elements of dx would be off by more than their
-    rounding, so they have three parts there too: 24 bits. A CPU multiplies fp32."""
+    """x is whole in one, two or three parts of bf16 (8, 11 or 24 bits). phi and dh_mix are good to 16 bits in two
+    parts, 2.5e-6 in norm, which the rounding to bf16 hides; in fp16 single elements of dx would be off by more than
+    their rounding, so they have three parts there too: 24 bits. A CPU multiplies fp32."""
     if kind == "cpu":
         return Arithmetic(1, 1, F32)
     return {BF16: Arithmetic(1, 2), "float16": Arithmetic(2, 3), F32: Arithmetic(3, 3)}[x_dtype]
@@ -77,7 +77,8 @@ def padded_maps(M: int) -> int:
 
 
 def mix_columns(M: int, parts: int) -> int:
-    """Columns of dh_mix's parts side by side, as a side of a matrix product: above 32, in multiples of 64."""
+    """Columns of dh_mix's parts side by side, as a side of a matrix product: above 32 in multiples of 64, as wgmma
+    takes them. What stands beyond the parts is not defined, nor are the rows of the product that come of it."""
     columns = parts * padded_maps(M)
     return columns if columns <= 32 else cdiv(columns, 64) * 64
 
@@ -103,10 +104,10 @@ class Block:
         return min(240, (65536 // self.resident - self.loaders * LOADER_REGISTERS) // self.threads // 8 * 8)
 
 
-def loaders(row: int) -> int:
-    """Threads that load rows of so many 16-bit elements: rows that do not begin at multiples of 16 bytes cannot be
-    copied ahead."""
-    return LOADERS if row % 8 == 0 else 0
+def loaders(row: int, kind: str) -> int:
+    """Threads that load rows of so many 16-bit elements: the copies that run on their own (TMA) need rows that begin at
+    multiples of 16 bytes, and a GPU from Hopper on."""
+    return LOADERS if kind == "cuda" and row % 8 == 0 else 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Project(Block):
     block_t: int
     block_k: int
     slice_k: int
-    stages: int  # tiles that are loaded ahead
+    stages: int  # tiles that take turns
 
     def slices(self, K: int) -> int:
         return cdiv(K, self.slice_k)
@@ -135,13 +136,21 @@ def project(M: int, K: int, dtype: str, kind: str) -> Project:
     small = dtype == BF16 and padded_maps(M) <= 32
     slices = max(1, min(MOST_SLICES, K // SHORTEST_SLICE))
 
-    def cut(block_t: int, block_k: int, loaders: int, resident: int) -> Project:
-        slice_k = cdiv(cdiv(K, slices), block_k) * block_k
-        return Project(128, loaders, resident, block_t, block_k, slice_k, 2 if loaders else 1)
+    def cut(block_t: int, block_k: int, resident: int) -> Project:
+        ahead = loaders(K, kind)
+        return Project(
+            threads=128,
+            loaders=ahead,
+            resident=resident,
+            block_t=block_t,
+            block_k=block_k,
+            slice_k=cdiv(cdiv(K, slices), block_k) * block_k,
+            stages=2 if ahead else 1,
+        )
 
     if kind == "hip":
-        return cut(64, 64, 0, 1) if small else cut(32, 32, 0, 1)
-    return cut(64, 128, loaders(K), 2) if small else cut(64, 64, loaders(K), 1)
+        return cut(64, 64, 1) if small else cut(32, 32, 1)
+    return cut(64, 128, 2) if small else cut(64, 64, 1)
 
 
 @dataclass(frozen=True)
@@ -160,15 +169,19 @@ def dx(n: int, D: int, M: int, dtype: str, kind: str) -> Dx:
 
     More streams, three parts and rows that cannot be copied ahead need more registers: smaller tiles there, and only
     one or two streams at a time for n = 8, or for three parts from n = 5 on. AMD's 64 KB of shared memory take less."""
-    wide = dtype != BF16
+    three_parts, ahead = dtype != BF16, loaders(D, kind)
     if kind == "hip":
-        if wide and padded_maps(M) > 64:
+        if three_parts and padded_maps(M) > 64:
             raise NotImplementedError("tilelang: on AMD GPUs the gradients of 8 streams fit in bfloat16 alone")
-        return Dx(128, 0, 1, 32, 32, n) if n <= 4 and not wide else Dx(64, 0, 1, 16, 16, 1)
-    if n <= 4 and not wide and loaders(D):
-        return Dx(128, LOADERS, 2, 64, 32, n)
-    few = n == 8 or (wide and n > 4)
-    return Dx(128, loaders(D), 1, 32, 16, (1 if wide and n == 8 else 2 - n % 2) if few else n)
+        if n <= 4 and not three_parts:
+            return Dx(threads=128, loaders=0, resident=1, block_t=32, block_d=32, streams=n)
+        return Dx(threads=64, loaders=0, resident=1, block_t=16, block_d=16, streams=1)
+    if n <= 4 and not three_parts and ahead:
+        return Dx(threads=128, loaders=ahead, resident=2, block_t=64, block_d=32, streams=n)
+    streams = n
+    if n == 8 or (three_parts and n > 4):
+        streams = 1 if n % 2 or (three_parts and n == 8) else 2
+    return Dx(threads=128, loaders=ahead, resident=1, block_t=32, block_d=16, streams=streams)
 
 
 MOST_TOKEN_SLICES = 8

@@ -9,15 +9,13 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from ...core import device
 from . import configs
-from .build import F32, TYPES, grid, kernel, thread
+from .build import F32, TYPES, grid, kernel, kind_of, thread
 
 
-def pairs(left: int, right: int, orders: int = 3) -> tuple[tuple[int, int], ...]:
-    """The pairs of parts that are multiplied, largest products last: 8 bits lie between the orders i + j = 0, 1, 2.
-    They begin with the left parts in order."""
-    kept = [(i, j) for i in range(left) for j in range(right) if i + j < orders]
+def pairs(left: int, right: int) -> tuple[tuple[int, int], ...]:
+    """The pairs of parts that are multiplied, largest products last: 8 bits lie between the orders i + j = 0, 1, 2."""
+    kept = [(i, j) for i in range(left) for j in range(right) if i + j < 3]
     return tuple(sorted(kept, key=sum, reverse=True))
 
 
@@ -35,7 +33,8 @@ def fragments(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
 
 
 def fetch(source: Any, tile: Any, loaded: Any) -> Any:
-    """Copy to a tile: at once, or with a barrier that will know when it is there."""
+    """Copy to a tile: at once, or behind a barrier. That only learns how many bytes to expect: when all copies of a
+    phase are on their way, those who load arrive at it."""
     return T.copy(source, tile) if loaded is None else T.tma_copy(source, tile, barrier=loaded)
 
 
@@ -90,7 +89,7 @@ def phi_parts(phi, gamma, alpha, n, order, dtype):
     out = torch.empty((len(order) * configs.padded_maps(M), K), dtype=TYPES[dtype], device=phi.device)
     weights = phi.new_empty(0) if gamma is None else gamma.view(K)
     scales = phi.new_empty(0) if alpha is None else alpha
-    threads = configs.per_column(device.kind(phi.device))
+    threads = configs.per_column(kind_of(phi.device))
     scaled, weighted = alpha is not None, gamma is not None
     phi_parts_kernel(n, M, K, order, dtype, scaled, weighted, threads)(phi, weights, scales, out)
     return out

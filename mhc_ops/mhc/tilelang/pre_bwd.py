@@ -15,7 +15,7 @@ import torch
 from ...core import device
 from ...core.sizes import cdiv
 from . import configs
-from .build import F32, NAMES, TYPES, grid, kernel, lane_sum, readable, thread, vector
+from .build import F32, NAMES, TYPES, grid, kernel, kind_of, lane_sum, readable, thread, vector
 from .parts import phi_parts, section
 from .pre_dx import factors, mhc_pre_dx_kernel, phi_order
 from .pre_sums import sum_gradients
@@ -170,8 +170,6 @@ def mhc_pre_dmaps_kernel(n, M, K, parts, dtype, threads):
                 for p in numbered:
                     for m in T.unroll(M, rows):
                         dh_mix[t, p * rows + m] = T.cast(0.0, dtype)
-                for c in T.unroll(parts * rows, columns):
-                    dh_mix[t, c] = T.cast(0.0, dtype)
 
     return mhc_pre_dmaps
 
@@ -202,6 +200,7 @@ def mhc_pre_bwd(
     """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is."""
     n, D = x.shape[-2:]
     M, K = phi.shape
+    assert dx_next is None or not mixed or sinkhorn_iters > 0
     T, dtype, head = inv_rms.numel(), NAMES[x.dtype], M == n
     if T == 0:
         for gradient in (dphi, dalpha, dbias, dgamma):
@@ -211,7 +210,7 @@ def mhc_pre_bwd(
     inv_rms, h_mix = inv_rms.float(), h_mix.float()
     phi, alpha, bias = phi.float(), alpha.float().view(-1), bias.float()
     gamma = None if gamma is None else gamma.float()
-    kind = device.kind(x.device)
+    kind = kind_of(x.device)
     exact = configs.arithmetic(dtype, kind)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -38,6 +38,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
     from_in, read_dtype = in_dtype != "", in_dtype or dtype
     columns = configs.mix_columns(M, parts)
     x_numbered, numbered = tuple(range(x_parts)), tuple(range(parts))
+    at_once = config.streams > 1  # all of mix_own; with one stream each part just before its product, to save registers
     depth = len(phi_order(parts)) * rows
     orders = tuple((o, depth - (o + 1) * (o + 2) // 2 * rows) for o in reversed(numbered))
 
@@ -62,8 +63,9 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
     @T.macro
     def multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, own, product, sums, total):
         """sums += dh_mixᵀ·x and total = dh_mix·phi"""
-        for o in numbered:
-            T.copy(mix_tile[:, 0 : (o + 1) * rows], mix_own[o])
+        if at_once:
+            for o in numbered:
+                T.copy(mix_tile[:, 0 : (o + 1) * rows], mix_own[o])
         for s in streams:
             if x_parts > 1:
                 for t, d in T.Parallel(block_t, block_d):
@@ -74,12 +76,14 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
                         own[t, d] -= T.cast(T.cast(own[t, d], part), F32)
             # A fresh product per step: matrix units truncate as they accumulate.
             T.clear(product)
-            for p in x_numbered:
+            for p in reversed(x_numbered):
                 T.gemm(mix_tile, x_part[p] if x_parts > 1 else x_tile[s], product, transpose_A=True)
             for m, d in T.Parallel(columns, block_d):
                 sums[s][m, d] += product[m, d]
             T.clear(total[s])
             for o, place in orders:
+                if not at_once:
+                    T.copy(mix_tile[:, 0 : (o + 1) * rows], mix_own[o])
                 T.gemm(mix_own[o], phi_tile[s][place : place + (o + 1) * rows, :], total[s])
 
     @T.macro
@@ -153,6 +157,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (*next_tile, in_tile, out_tile)})
             own = T.alloc_fragment((block_t, block_d), F32)
             total = fragments(config.streams, (block_t, block_d), F32)
+            # The first o + 1 parts of dh_mix, for each order o of products: a product takes a fragment as a whole.
             mix_own = tuple(T.alloc_fragment((block_t, (o + 1) * rows), part) for o in numbered)
             product = T.alloc_fragment((columns, block_d), F32)
             sums = fragments(config.streams, (columns, block_d), F32)
@@ -176,10 +181,10 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
                 if T.get_thread_binding() >= config.threads:
                     T.dec_max_nreg(configs.LOADER_REGISTERS)
                     for s in streams:
-                        fetch(phi[0, (first + s) * D + d0], phi_tile[s], x_loaded)
+                        fetch(phi[0, (first + s) * D + d0], phi_tile[s], x_loaded)  # awaited with the first x
                     for step in T.serial(steps):
                         t0 = (piece * steps + step) * block_t
-                        T.barrier_wait(x_free, (step + 1) % 2)
+                        T.barrier_wait(x_free, (step + 1) % 2)  # at first for the phase before all, which is over
                         load_x(t0, first, d0, x, dh_mix, x_tile, mix_tile, x_loaded)
                         T.barrier_arrive(x_loaded)
                         T.barrier_wait(rest_free, (step + 1) % 2)

@@ -10,10 +10,9 @@ do not depend on the batch.
 import tilelang.language as T
 import torch
 
-from ...core import device
 from ...core.sizes import cdiv
 from . import configs
-from .build import F32, NAMES, ON_CPU, grid, kernel, readable, thread, vector
+from .build import F32, NAMES, ON_CPU, grid, kernel, kind_of, readable, thread, vector
 from .parts import fetch, pairs, phi_parts, release, tiles
 from .sinkhorn import sinkhorn
 
@@ -101,6 +100,7 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
                     for turn in T.serial(T.ceildiv(steps, config.stages)):
                         for slot in slots:
                             if turn * config.stages + slot < steps:
+                                # At first for the phase before all, which is over.
                                 T.barrier_wait(free[slot], (turn + 1) % 2)
                                 step = turn * config.stages + slot
                                 load(program, step, x, phi, x_tile[slot], phi_tile[slot], loaded[slot])
@@ -233,7 +233,7 @@ def forward(x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, iters, sink
     x = readable(x)
     T, dtype = x.numel() // K, NAMES[x.dtype]
     h_post, h_res, inv_rms, h_mix, h_pre = maps
-    kind = device.kind(x.device)
+    kind = kind_of(x.device)
     exact, config = configs.arithmetic(dtype, kind), configs.project(M, K, dtype, kind)
     slices = config.slices(K)
     partials = torch.empty((slices, M + 1, T), dtype=torch.float32, device=x.device)

@@ -19,9 +19,10 @@ from mhc_ops.mhc.tilelang.pre_dx import factors, phi_order
 
 TARGETS = {
     "sm_90a": {"kind": "cuda", "arch": "sm_90a"},
+    "sm_80": {"kind": "cuda", "arch": "sm_80"},
     "gfx942": {"kind": "hip", "mcpu": "gfx942", "mtriple": "amdgcn-amd-amdhsa-hcc", "thread_warp_size": 64},
 }
-SHARED_MEMORY = {"sm_90a": 227 << 10, "gfx942": 64 << 10}
+SHARED_MEMORY = {"sm_90a": 227 << 10, "sm_80": 163 << 10, "gfx942": 64 << 10}
 CASES = (
     cases.Case(cases.MHC_LAYER, (70,), 4, 4096, torch.bfloat16),
     cases.Case(cases.MHC_LAYER, (70,), 3, 257, torch.float16, gamma=False),
@@ -34,7 +35,12 @@ CASES = (
 
 
 @pytest.fixture
-def launched(monkeypatch, kind):
+def capability():
+    return 9, 0
+
+
+@pytest.fixture
+def launched(monkeypatch, kind, capability):
     """The functions that launchers compile, by name, as they would on a GPU of that kind; nothing is executed."""
     functions = {}
 
@@ -45,6 +51,7 @@ def launched(monkeypatch, kind):
     monkeypatch.setattr(build.tilelang, "compile", compile)
     monkeypatch.setattr(torch.cuda, "current_device", object)  # a GPU that nothing was compiled for yet
     monkeypatch.setattr(device, "kind", lambda on: kind)
+    monkeypatch.setattr(device, "capability", lambda on: capability)
     monkeypatch.setattr(device, "multiprocessors", lambda on: 132)
     monkeypatch.setattr(backend, "why_not", lambda family, name, device_type: None)
     return functions
@@ -82,6 +89,15 @@ def test_what_does_not_fit_amd_says_so(kind, launched):
         launch(cases.Case(cases.MHC_PRE, (3,), 8, 16, torch.float32))
 
 
+@pytest.mark.parametrize("kind", ["cuda"])
+@pytest.mark.parametrize("capability", [(8, 0)])
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
+def test_lowers_for_nvidia_before_hopper(case, kind, capability, launched):
+    launch(case)
+    for function in launched.values():
+        lower(function, "sm_80")
+
+
 @pytest.mark.parametrize("n", [4, 5, 6, 7, 8])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_pass_b_fits_shared_memory(n, dtype):
@@ -97,7 +113,7 @@ def test_pass_b_fits_shared_memory(n, dtype):
 
 
 @pytest.mark.parametrize("kind", ["cuda"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, cases.Case(cases.MHC_PRE, (70,), 8, 64, torch.float32)], ids=str)
 def test_compiles_for_nvidia_without_spills(case, kind, launched, tmp_path):
     launch(case)
     sources = [lower(function, "sm_90a") for function in launched.values()]
