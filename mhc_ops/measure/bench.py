@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +63,7 @@ def run(request: Request, results: Results, save: Callable[[], None]) -> None:
     present = find_providers(request, results)
     sweeps = chosen_sweeps(request)
     units = plan(request, present)
+    results.not_measured += skipped(request, present)
     session = Session(request.device, results)
     took: dict[str, list[float]] = {}
     done = late = 0
@@ -184,3 +185,10 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit]:
         for unit in dict.fromkeys(planned)
         if request.case in str(unit.case) and not any(text in str(unit) for text in request.skip)
     ]
+
+
+def skipped(request: Request, present: Sequence[str]) -> list[NotMeasured]:
+    """What would have been measured but for --skip."""
+    kept = set(plan(request, present))
+    every = plan(replace(request, skip=()), present)
+    return [NotMeasured(str(unit.case), unit.provider, "left out (--skip)") for unit in every if unit not in kept]

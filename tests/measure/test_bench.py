@@ -105,6 +105,13 @@ def test_order_of_importance(monkeypatch):
     assert [unit.group for unit in units[:4]] == ["training", "training", "sweep", "sweep"]
 
 
+def test_what_was_skipped_is_named():
+    found, _ = run(skip=("torch.compile", f"eager {PRE}"))
+    named = [(entry.provider, entry.where) for entry in found.not_measured if entry.reason == "left out (--skip)"]
+    assert named == [("eager", str(PRE)), ("torch.compile", str(POST)), ("torch.compile", str(PRE))]
+    assert found.complete
+
+
 def test_a_sweep_measures_no_case_twice(monkeypatch):
     monkeypatch.setattr(
         selection, "SCALING_CPU", (cases.sweep("T", "", (16, 32), lambda T: replace(POST, outer=(T,))),)
@@ -130,7 +137,7 @@ def test_a_budget_leaves_out_the_rest(monkeypatch):
     assert found.budget_seconds == 0.2
     assert not found.complete
     assert {m.case for m in found.measurements} == {str(POST)}
-    (late,) = [entry for entry in found.not_measured if entry.where == str(PRE)]
+    (late,) = [entry for entry in found.not_measured if (entry.where, entry.provider) == (str(PRE), "eager")]
     assert late.reason == "out of time (--budget 0.2)"
     assert not late.failed
     assert {m.samples for m in found.measurements} == {speed.FEWEST_SAMPLES}
