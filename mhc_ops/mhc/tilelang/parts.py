@@ -32,6 +32,15 @@ def fragments(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
     return tuple(T.alloc_fragment(shape, dtype) for _ in range(count))
 
 
+@T.macro
+def cut(values, parts):
+    """Cut a fragment of fp32 into tiles, one for each part; what is left of the values is the error."""
+    for p in tuple(range(len(parts))):
+        for r, c in T.Parallel(*values.shape):
+            parts[p][r, c] = T.cast(values[r, c], parts[p].dtype)
+            values[r, c] -= T.cast(T.cast(values[r, c], parts[p].dtype), F32)
+
+
 def fetch(source: Any, tile: Any, loaded: Any) -> Any:
     """Copy to a tile: at once, or behind a barrier. That only learns how many bytes to expect: when all copies of a
     phase are on their way, those who load arrive at it."""

@@ -9,7 +9,7 @@ from tilelang.layout import make_swizzled_layout
 from ...core.sizes import cdiv
 from . import configs
 from .build import F32, kernel
-from .parts import fetch, fragments, release, tiles
+from .parts import cut, fetch, fragments, release, tiles
 
 
 def factors(n: int, head: bool) -> int:
@@ -70,10 +70,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
             if x_parts > 1:
                 for t, d in T.Parallel(block_t, block_d):
                     own[t, d] = T.cast(x_tile[s][t, d], F32)
-                for p in x_numbered:
-                    for t, d in T.Parallel(block_t, block_d):
-                        x_part[p][t, d] = T.cast(own[t, d], part)
-                        own[t, d] -= T.cast(T.cast(own[t, d], part), F32)
+                cut(own, x_part)
             # A fresh product per step: matrix units truncate as they accumulate.
             T.clear(product)
             for p in reversed(x_numbered):

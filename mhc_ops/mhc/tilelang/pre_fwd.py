@@ -13,7 +13,7 @@ import torch
 from ...core.sizes import cdiv
 from . import configs
 from .build import F32, NAMES, ON_CPU, grid, kernel, kind_of, readable, thread, vector
-from .parts import fetch, pairs, phi_parts, release, tiles
+from .parts import cut, fetch, pairs, phi_parts, release, tiles
 from .sinkhorn import sinkhorn
 
 
@@ -25,7 +25,6 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
     products = pairs(x_parts, exact.parts)
     block_t, block_k, slice_k = config.block_t, config.block_k, config.slice_k
     slices = config.slices(K)
-    numbered = tuple(range(x_parts))
     steps, slots = slice_k // block_k, tuple(range(config.stages))
 
     @T.macro
@@ -42,10 +41,7 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
             own[t, k] = T.cast(x_tile[t, k], F32)
             squares[t, k] += own[t, k] * own[t, k]
         if x_parts > 1:
-            for p in numbered:
-                for t, k in T.Parallel(block_t, block_k):
-                    x_part[p][t, k] = T.cast(own[t, k], exact.dtype)
-                    own[t, k] -= T.cast(T.cast(own[t, k], exact.dtype), F32)
+            cut(own, x_part)
         for i, j in products:
             T.gemm(
                 x_part[i] if x_parts > 1 else x_tile,

@@ -1,8 +1,7 @@
 """mHC post and the next layer's pre in one call.
 
 Forward: the kernel that makes x_next also projects it, tile by tile, so that the projection costs no read; then pre's
-finishing kernel. Backward: pre's, with the gradient of x_next that came from elsewhere added in its second pass; its
-dx_next stays in fp32, because post's backward, which reads it, rounds once more.
+finishing kernel. Backward: one after the other.
 """
 
 import torch
@@ -12,6 +11,7 @@ import triton.language as tl
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
+from ..composed import post_pre_bwd
 from . import configs
 from .parts import LANE, own_sums, phi_parts, stacked_rows, sum_parts
 from .post import load_maps, mhc_post_bwd, mhc_post_fwd, mix
@@ -189,34 +189,4 @@ def post_project(x, h_out, h_post, h_res, phi, gamma, x_next, tile):
     return partials, cut
 
 
-def mhc_post_pre_bwd(
-    x,
-    h_out,
-    h_post,
-    h_res,
-    phi,
-    alpha,
-    bias,
-    gamma,
-    x_next,
-    inv_rms,
-    h_mix,
-    dx_next,
-    dh_in,
-    dh_post_next,
-    dh_res_next,
-    hc_eps,
-    post_mult,
-    sinkhorn_iters,
-    sinkhorn_eps,
-    dx,
-    dh_out,
-    dh_post,
-    dh_res,
-    *of_parameters,
-):
-    whole = torch.empty_like(x, dtype=torch.float32)
-    maps = (inv_rms, h_mix, dh_in, dh_post_next, dh_res_next)
-    options = (hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
-    mhc_pre_bwd(x_next, phi, alpha, bias, gamma, *maps, dx_next, *options, whole, *of_parameters, mixed=False)
-    mhc_post_bwd(x, h_out, h_post, h_res, whole, True, dx, dh_out, dh_post, dh_res)
+mhc_post_pre_bwd = post_pre_bwd(mhc_pre_bwd, mhc_post_bwd)

@@ -1,0 +1,123 @@
+"""The reference of decoding, token by token, against the whole sequence."""
+
+import pytest
+import torch
+
+import mhc_ops
+
+NAN = float("nan")
+
+
+def conv(*tensors, **options):
+    return mhc_ops.causal_conv1d(*tensors, **options, backend="reference")
+
+
+def update(*tensors, **options):
+    return mhc_ops.causal_conv1d_update(*tensors, **options, backend="reference")
+
+
+def inputs(B=2, L=9, D=5, W=4, dtype=torch.float64):
+    """x, weight, bias"""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, L, D), (D, W), (D,)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+UPDATES = [
+    {"T": T, "ring": ring, "slots": slots, "extra": extra, "dilation": dilation, "W": W}
+    for T, ring, slots, extra, dilation, W in [
+        (None, False, False, 0, 1, 4),
+        (None, True, False, 0, 1, 4),
+        (None, True, True, 3, 2, 3),
+        (None, False, False, 2, 1, 1),
+        (1, False, True, 2, 1, 4),
+        (2, False, False, 0, 3, 2),
+        (3, True, False, 0, 1, 4),
+        (4, False, False, 1, 1, 3),
+        (4, True, True, 1, 2, 3),
+        (6, False, True, 0, 1, 3),
+        (6, True, True, 1, 1, 3),
+    ]
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", UPDATES, ids=str)
+def test_update_is_the_whole_sequence(options, dtype):
+    """Bitwise, as is the state at the end; also for more tokens at once than the state is long."""
+    T, W, dilation = options["T"], options["W"], options["dilation"]
+    B, L, D, S = 3, 12, 7, (W - 1) * dilation
+    length = S + options["extra"]
+    x, weight, bias = inputs(B, L, D, W, dtype)
+    whole = conv(x, weight, bias, activation="silu", dilation=dilation)
+    slots = torch.tensor([4, 0, 2], dtype=torch.int32) if options["slots"] else None
+    used = torch.arange(B) if slots is None else slots.long()
+    state = torch.full((5 if options["slots"] else B, D, length), NAN, dtype=dtype)
+    state[used] = 0
+    tokens = []
+    for t in range(0, L, T or 1):
+        lengths = torch.full((B,), t, dtype=torch.int32) if options["ring"] else None
+        y = update(
+            x[:, t] if T is None else x[:, t : t + T],
+            state,
+            weight,
+            bias,
+            activation="silu",
+            dilation=dilation,
+            cache_seqlens=lengths,
+            conv_state_indices=slots,
+        )
+        tokens.append(y[:, None] if T is None else y)
+    assert torch.equal(torch.cat(tokens, 1), whole)
+    newest = torch.cat([torch.zeros(B, length, D, dtype=dtype), x], 1)[:, L:]
+    if options["ring"]:  # time t is at t modulo length
+        newest = newest[:, [(p - L) % length for p in range(length)]]
+    assert torch.equal(state[used], newest.mT)
+    others = [slot for slot in range(len(state)) if slot not in used]
+    assert state[others].isnan().all()
+
+
+def test_prefill_then_decode():
+    x, weight, bias = inputs(L=12, dtype=torch.float32)
+    whole = conv(x, weight, bias, activation="silu")
+    y, state = conv(x[:, :8], weight, bias, activation="silu", output_final_state=True)
+    state = state.clone()
+    steps = [update(x[:, t], state, weight, bias, activation="silu") for t in range(8, 12)]
+    assert torch.equal(torch.cat([y, torch.stack(steps, 1)], 1), whole)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("pad_slot_id", [-1, -7, 1])
+def test_pad_slots(pad_slot_id, ring):
+    """Zeros, even from NaN, and no state is touched; 1 is a slot like the others that is declared to be padding."""
+    x, weight, bias = inputs(B=4, L=2)
+    x[1] = x[3] = NAN
+    state = torch.randn(3, 5, 4, dtype=torch.float64)
+    before = state.clone()
+    slots = torch.tensor([2, pad_slot_id, 0, pad_slot_id])
+    lengths = torch.tensor([3, 1, 9, 2]) if ring else None
+    y = update(x, state, weight, bias, conv_state_indices=slots, cache_seqlens=lengths, pad_slot_id=pad_slot_id)
+    assert not y[[1, 3]].any()
+    assert torch.equal(state[1], before[1])
+    alone = before[[2, 0]]
+    lengths = lengths[[0, 2]] if ring else None
+    assert torch.equal(y[[0, 2]], update(x[[0, 2]], alone, weight, bias, cache_seqlens=lengths))
+    assert torch.equal(state[[2, 0]], alone)
+
+
+@pytest.mark.parametrize(("B", "T", "D"), [(0, None, 5), (2, 0, 5), (2, None, 1), (2, 3, 0)])
+def test_update_of_little(B, T, D):
+    x = torch.randn(B, D) if T is None else torch.randn(B, T, D)
+    state = torch.randn(B, D, 4)
+    before = state.clone()
+    y = update(x, state, torch.randn(D, 4))
+    assert y.shape == x.shape
+    new = x[..., None] if T is None else x.mT
+    assert torch.equal(state, torch.cat([before, new], -1)[..., new.shape[-1] :])
+
+
+def test_update_carries_no_gradient():
+    x, weight, bias = (t.requires_grad_() for t in inputs())
+    state = torch.zeros(2, 5, 3, dtype=torch.float64)
+    assert not update(x[:, 0], state, weight, bias).requires_grad
+    assert not state.requires_grad

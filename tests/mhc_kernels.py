@@ -1,0 +1,26 @@
+"""What tests of mHC kernels share: for which ops and backends they run."""
+
+import pytest
+import torch
+
+from mhc_ops.core.backend import why_not
+from mhc_ops.measure import accuracy, cases
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+STREAMED = [subject for subject in cases.SUBJECTS if subject is not cases.SINKHORN]
+by_subject = pytest.mark.parametrize("subject", STREAMED, ids=lambda subject: subject.name)
+by_any_subject = pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda subject: subject.name)
+on_gpu = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "tilelang")]
+)
+
+
+def needs(backend):
+    """A GPU there is, or an interpreter; perhaps not all the rest."""
+    reason = why_not("mhc", backend, "cuda")
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def cotangents_of(subject, tensors, backend):
+    return accuracy.random_cotangents(subject, accuracy.run(subject, tensors, backend), seed=0)
