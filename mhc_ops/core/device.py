@@ -1,12 +1,24 @@
-"""What the launchers ask about a device."""
+"""What configs and launchers ask about a device."""
 
 import contextlib
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _NOTHING_TO_DO = contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as configs see it; tests write down devices that are not here."""
+
+    kind: str  # "cuda", "hip" (torch calls ROCm devices cuda) or "cpu" (the interpreter)
+    capability: tuple[int, int] = (0, 0)  # CUDA's, (9, 0) is Hopper; ROCm's gfx942 is (9, 4)
+    shared_memory: int = 0  # bytes that one program can have
+    processors: int = 1  # multiprocessors: how many programs run side by side at one each
+    warp: int = 32  # threads that run in step
 
 
 def current(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -17,21 +29,32 @@ def current(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 @functools.cache
+def of(device: torch.device) -> Device:
+    """The description of a device that is here."""
+    if device.type != "cuda":
+        return Device(device.type)
+    properties = torch.cuda.get_device_properties(device)
+    hip = torch.version.hip is not None
+    shared = properties.shared_memory_per_block if hip else properties.shared_memory_per_block_optin
+    return Device(
+        kind="hip" if hip else "cuda",
+        capability=(properties.major, properties.minor),
+        shared_memory=shared,
+        processors=properties.multi_processor_count,
+        warp=properties.warp_size,
+    )
+
+
 def multiprocessors(device: torch.device) -> int:
     """How many programs run side by side at one per multiprocessor. A CPU (interpreter) counts as one."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return of(device).processors
 
 
-@functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """CUDA's: (9, 0) is Hopper."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return of(device).capability
 
 
 def kind(device: torch.device) -> str:
     """ "cuda", "hip" (torch calls ROCm devices cuda) or "cpu"."""
-    if device.type == "cuda" and torch.version.hip:
-        return "hip"
-    return device.type
+    return of(device).kind
