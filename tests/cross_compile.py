@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
+from config_domain import GPUS
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from mhc_ops.core import device
 
-TARGETS = {
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-}
-PROCESSORS = {"sm_90": 132, "gfx942": 304, "gfx950": 256}
-SHARED_MEMORY = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
+
+def target_of(name):
+    on = GPUS[name]
+    return GPUTarget(on.kind, name if on.kind == "hip" else int(name.removeprefix("sm_")), on.warp)
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Driver:
 @contextlib.contextmanager
 def compiling_for(name, monkeypatch):
     """Within it, `kernel[grid](...)` compiles for the target instead of launching; yields the list of results."""
-    target, compiled = TARGETS[name], []
+    target, compiled = target_of(name), []
     launch = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
@@ -61,8 +59,7 @@ def compiling_for(name, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(device, "kind", lambda _: target.backend)
-        patch.setattr(device, "multiprocessors", lambda _: PROCESSORS[name])
+        patch.setattr(device, "of", lambda _: GPUS[name])
         patch.setattr(driver, "_active", Driver(target))
         yield compiled
 

@@ -200,7 +200,7 @@ def causal_conv1d_sums_kernel(
 def add_partials(partials, streams, dweight, dbias):
     """partials [streams·pieces, W or W + 1, D] to dweight [streams·D, W] and dbias [streams·D] or None."""
     pieces, count, D = partials.shape
-    tile = configs.sums(device.kind(partials.device))
+    tile = configs.sums(device.of(partials.device))
     launch(
         causal_conv1d_sums_kernel,
         (count * cdiv(D, tile.block_d), streams),
@@ -244,8 +244,10 @@ def causal_conv1d_bwd(
     W = weight.shape[1]
     ids = seq_idx if cu_seqlens is None else sequence_ids(cu_seqlens, L)
     with_states = dfinal_state is not None or (ids is not None and initial_state is not None)
-    name = "backward with states" if with_states else "backward" if ids is None else "backward with ids"
-    march, ranges, pieces, programs = cut(x, B, L, D, W, dilation, name)
+    kernel = configs.Kernel.BACKWARD if ids is None else configs.Kernel.BACKWARD_WITH_IDS
+    if with_states:
+        kernel = configs.Kernel.BACKWARD_WITH_STATES
+    march, ranges, pieces, programs = cut(x, B, L, D, W, dilation, kernel)
     count = W if bias is None else W + 1
     partials = torch.empty((pieces, count, D), dtype=torch.float32, device=x.device)
     launch(
@@ -270,7 +272,7 @@ def causal_conv1d_bwd(
         dilation,
         W=W,
         SILU=silu,
-        CUDA=device.kind(x.device) == "cuda",
+        CUDA=device.of(x.device).kind == "cuda",
         SUMS=count,
         EVEN_D=D % march.block_d == 0,
         BLOCK_D=march.block_d,

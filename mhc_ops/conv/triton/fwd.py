@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ...core import device
 from ...core.launch import launch
+from . import configs
 from .rows import cut, filtered, load_filter, load_id, load_row, rows_before, sigmoid, under_taps, walk
 from .states import final_state as fill_final_state
 from .states import sequence_ids
@@ -96,8 +97,9 @@ def causal_conv1d_fwd(
     B, L, D = x.shape
     W = weight.shape[1]
     ids = seq_idx if cu_seqlens is None else sequence_ids(cu_seqlens, L)
-    name = "forward" if ids is None or initial_state is None else "forward with states"
-    march, ranges, _, programs = cut(x, B, L, D, W, dilation, name)
+    plain = ids is None or initial_state is None
+    kernel = configs.Kernel.FORWARD if plain else configs.Kernel.FORWARD_WITH_STATES
+    march, ranges, _, programs = cut(x, B, L, D, W, dilation, kernel)
     launch(
         causal_conv1d_fwd_kernel,
         (programs,),
@@ -120,7 +122,7 @@ def causal_conv1d_fwd(
         dilation,
         W=W,
         SILU=silu,
-        CUDA=device.kind(x.device) == "cuda",
+        CUDA=device.of(x.device).kind == "cuda",
         EVEN_D=D % march.block_d == 0,
         BLOCK_D=march.block_d,
         STEP=march.step,

@@ -25,10 +25,9 @@ class Walk(NamedTuple):
     programs: int
 
 
-def cut(x: torch.Tensor, sequences: int, L: int, D: int, W: int, dilation: int, kernel: str) -> Walk:
-    kind, processors = device.kind(x.device), device.multiprocessors(x.device)
+def cut(x: torch.Tensor, sequences: int, L: int, D: int, W: int, dilation: int, kernel: configs.Kernel) -> Walk:
     aligned = D % 16 == 0 and x.stride(1) % 16 == 0  # what triton knows to be so
-    march = configs.march(kernel, sequences * L, D, W, x.element_size(), aligned, kind, processors)
+    march = configs.march(kernel, sequences * L, D, W, x.element_size(), aligned, device.of(x.device))
     ranges = cdiv(cdiv(L, dilation), march.rows)
     pieces = sequences * dilation * ranges
     return Walk(march, ranges, pieces, pieces * cdiv(D, march.block_d))

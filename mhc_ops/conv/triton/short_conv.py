@@ -249,7 +249,7 @@ def short_conv_fwd(x, gamma, weight, norm_eps, dilation, residual, y, inv_rms):
     if not x.numel():
         return
     D, rows = x.shape[3], inv_rms.numel()
-    tile = configs.inv_rms(D, device.kind(x.device))
+    tile = configs.inv_rms(D, device.of(x.device))
     launch(
         inv_rms_kernel,
         (cdiv(rows, tile.rows),),
@@ -262,7 +262,7 @@ def short_conv_fwd(x, gamma, weight, norm_eps, dilation, residual, y, inv_rms):
         BLOCK_D=tile.block_d,
         num_warps=tile.warps,
     )
-    programs, _, sizes, constants = marching(x, weight, dilation, residual, "short forward")
+    programs, _, sizes, constants = marching(x, weight, dilation, residual, configs.Kernel.SHORT_FORWARD)
     launch(short_conv_fwd_kernel, (programs,), x, gamma, weight, inv_rms, y, *sizes, **constants)
 
 
@@ -273,7 +273,7 @@ def short_conv_bwd(x, gamma, weight, inv_rms, dy, dilation, residual, dx, dgamma
         return
     (_, _, n, D), W, rows = x.shape, weight.shape[1], inv_rms.numel()
     inputs = (x, gamma, weight, inv_rms, dy)
-    programs, pieces, sizes, constants = marching(x, weight, dilation, residual, "short backward")
+    programs, pieces, sizes, constants = marching(x, weight, dilation, residual, configs.Kernel.SHORT_BACKWARD)
     blocks = programs // pieces
     of_blocks = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
     launch(short_conv_bwd_kernel, (programs,), *inputs, of_blocks, None, None, *sizes, **constants)
@@ -303,7 +303,7 @@ def marching(x, weight, dilation, residual, kernel):
     constants = {
         "W": W,
         "RESIDUAL": residual,
-        "CUDA": device.kind(x.device) == "cuda",
+        "CUDA": device.of(x.device).kind == "cuda",
         "EVEN_D": D % march.block_d == 0,
         "BLOCK_D": march.block_d,
         "STEP": march.step,

@@ -77,7 +77,7 @@ def final_state_kernel(x_ptr, bounds_ptr, state_ptr, final_ptr, L, D, x_batch, x
 
 def final_state(x, cu_seqlens, initial_state, final):
     N, S, D = final.shape
-    block_d = configs.channels(D, device.kind(x.device))
+    block_d = configs.channels(D, device.of(x.device))
     launch(
         final_state_kernel,
         (N * S, cdiv(D, block_d)),
@@ -146,7 +146,7 @@ def dinitial_state_kernel(
 
 def dinitial_state(x, weight, bias, cu_seqlens, initial_state, dy, dfinal_state, silu, dilation, dinitial):
     N, S, D = dinitial.shape
-    block_d = configs.channels(D, device.kind(x.device))
+    block_d = configs.channels(D, device.of(x.device))
     launch(
         dinitial_state_kernel,
         (N * S, cdiv(D, block_d)),
@@ -165,7 +165,7 @@ def dinitial_state(x, weight, bias, cu_seqlens, initial_state, dy, dfinal_state,
         dilation,
         W=weight.shape[1],
         SILU=silu,
-        CUDA=device.kind(x.device) == "cuda",
+        CUDA=device.of(x.device).kind == "cuda",
         BLOCK_D=block_d,
         num_warps=4,
     )

@@ -89,8 +89,8 @@ def causal_conv1d_update_(x, state, weight, bias, cache_seqlens, slots, silu, di
         return
     B, D = x.shape[0], x.shape[-1]
     T, x_row = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    kind = device.kind(x.device)
-    block_d = configs.channels(D, kind)
+    on = device.of(x.device)
+    block_d = configs.channels(D, on)
     launch(
         causal_conv1d_update_kernel,
         (B, cdiv(D, block_d)),
@@ -112,7 +112,7 @@ def causal_conv1d_update_(x, state, weight, bias, cache_seqlens, slots, silu, di
         pad_slot_id,
         W=weight.shape[1],
         SILU=silu,
-        CUDA=kind == "cuda",
+        CUDA=on.kind == "cuda",
         BLOCK_D=block_d,
         num_warps=configs.UPDATE_WARPS,
     )

@@ -2,7 +2,8 @@
 
 Measured on an H200 (copy 4,200 GB/s), torch 2.11, triton 3.6, bf16, n = 4, cold L2, unless a line says otherwise. No
 autotuning: results must not depend on what ran before, and the first call must not stall. The token count T is never
-compiled in. `kind` is "cuda", "hip" or "cpu" (the interpreter, which wants few, large programs).
+compiled in. The interpreter (kind "cpu") wants few, large programs. What is chosen for other GPUs than Hopper's is
+compiled for them in every test run, without spills and within their shared memory, but was not timed there.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,17 @@ from functools import cache, lru_cache
 
 import torch
 
+from ...core.device import Device
 from ...core.sizes import cdiv, floor_power_of_2, next_power_of_2
+
+LARGE_SHARED_MEMORY = 200 * 1024  # bytes
+
+
+def compact(on: Device) -> bool:
+    """Whether tiles are small: on NVIDIA GPUs with less shared memory a program than Hopper and its successors have
+    (227 KB). On those before Hopper, and on RTX 50, products also take their operands from registers, which the large
+    tiles overflow."""
+    return on.kind == "cuda" and on.shared_memory < LARGE_SHARED_MEMORY
 
 
 def maps(n: int) -> int:
@@ -34,12 +45,12 @@ class Arithmetic:
 
 
 @cache
-def arithmetic(x_dtype: torch.dtype, kind: str) -> Arithmetic:
+def arithmetic(x_dtype: torch.dtype, on: Device) -> Arithmetic:
     """bf16 x: the other side in two bf16 parts, 16 bits, 2.5e-6 in norm (a third part: 4e-7, 7 % slower). fp16 and fp32
     x: three tf32 products (CUDA) or plain fp32 ones (HIP), as fp16 parts lack the range and single tf32 is 3e-4 off."""
     if x_dtype == torch.bfloat16:
         return Arithmetic(2, torch.bfloat16, "ieee")
-    return Arithmetic(1, torch.float32, "tf32x3" if kind == "cuda" else "ieee")
+    return Arithmetic(1, torch.float32, "tf32x3" if on.kind == "cuda" else "ieee")
 
 
 @dataclass(frozen=True)
@@ -53,13 +64,13 @@ class Tile:
 
 
 @cache
-def sinkhorn(n: int, kind: str) -> Tile:
-    if kind == "cpu":
+def sinkhorn(n: int, on: Device) -> Tile:
+    if on.kind == "cpu":
         return Tile(256, 0, 4)
     return Tile(64 if n <= 2 else 32 if n <= 4 else 8, 0, 4)
 
 
-LONGEST_BLOCK_K = 128  # K of phi in parts is padded to whole blocks of any kernel
+PADDED_K = 256  # columns of phi in parts come in multiples of this: whole blocks of any kernel
 
 
 @cache
@@ -69,18 +80,20 @@ def phi_parts(M: int) -> Tile:
 
 
 @cache
-def project(M: int, K: int, wide: bool, kind: str) -> Tile:
+def project(M: int, K: int, wide: bool, on: Device) -> Tile:
     """64 tokens × 128 of K, 4 warps, 3 stages: 79.7 µs at T = 8192, D = 4096 (the same loads without a product: 76) and
     31.8 at T = 4096, D = 2560; 64 × 64 77.4 and 38.4, 128 × 64 with 8 warps 80, 128 × 128 with 2 stages 107.
 
     `wide`: x is not bf16. Rows of phi in parts fill the registers as n grows, addresses do where rows are unaligned."""
-    if kind == "cpu":
+    if on.kind == "cpu":
         return Tile(128, 64, 4, 1)
     rows = padded_maps(M) * (1 if wide else 2)
     small = wide or rows > 128 or not aligned(K)
-    block_k = 32 if small else LONGEST_BLOCK_K if rows <= 64 else 64
-    cramped = rows > 128 if kind == "hip" else M == maps(8) and not aligned(K)
-    return Tile(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if kind == "hip" else 3)
+    block_k = 32 if small else 128 if rows <= 64 else 64
+    if compact(on):
+        return Tile(32 if padded_maps(M) > (32 if wide else 64) else 64, block_k, 8, 2)
+    cramped = rows > 128 if on.kind == "hip" else M == maps(8) and not aligned(K)
+    return Tile(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if on.kind == "hip" else 3)
 
 
 # Up to this many blocks of tokens the projection cuts phi into parts itself. That saves a launch, about 10 µs on the
@@ -121,10 +134,10 @@ def cut(K: int, block_k: int, token_blocks: int, processors: int) -> Cut:
 
 
 @cache
-def finish(D: int, kind: str) -> Tile:
+def finish(D: int, on: Device) -> Tile:
     """2 tokens × 256 channels, 1 warp: 85.8 µs at T = 8192, D = 4096 with 20 Sinkhorn iterations, which one warp does
     once; 512 channels with 2 warps 86.7, 1024 with 4 warps 88, 4 tokens 99."""
-    if kind == "cpu":
+    if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
     return Tile(2, min(256, next_power_of_2(D)), 1)
 
@@ -136,21 +149,23 @@ def channel_blocks_each(channel_blocks: int, token_blocks: int, processors: int)
 
 
 @cache
-def dh_pre(n: int, D: int, wide: bool, kind: str) -> Tile:
+def dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
     """1 token × 2048 channels, 4 warps: 84.5 µs at T = 8192, D = 4096 (3,970 GB/s); 1024 channels 86.5."""
-    if kind == "cpu":
+    if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
     block_d = 2048 if D % 2048 == 0 and n <= 4 and not wide else 1024 if not wide else 512
     return Tile(1, min(block_d, next_power_of_2(D)), 4)
 
 
 @cache
-def dmaps(n: int, kind: str) -> Tile:
+def dmaps(n: int, on: Device) -> Tile:
     """32 tokens, 1 warp: 13.8 µs at T = 8192 with 20 Sinkhorn iterations (no token's sums cross a warp); 64 tokens with
     2 warps 15.2, 32 with 4 warps 28."""
-    if kind == "cpu":
+    if on.kind == "cpu":
         return Tile(64, 0, 4)
-    return Tile(32, 0, 1) if n <= 4 else Tile(8, 0, 2)
+    if n > 4:
+        return Tile(8, 0, 2)
+    return Tile(16 if compact(on) else 32, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -159,23 +174,26 @@ class Dx(Tile):
 
 
 @cache
-def dx(n: int, D: int, wide: bool, residual: bool, kind: str) -> Dx:
+def dx(n: int, D: int, wide: bool, residual: bool, on: Device) -> Dx:
     """With the residual gradient, 32 tokens × 32 channels × 4 streams, 4 warps, 3 stages: 252 µs at T = 8192, D = 4096
     (3,470 GB/s); 16 × 64 261, 32 × 64 with 2 stages 272, 64 × 32 with 2 stages 293, 8 warps 297 and more. Without it,
     64 × 32: 170 µs (3,550 GB/s); 16 × 64 189, 32 × 32 196, 32 × 64 210.
 
     Channels per program shrink as n grows: A takes streams·block_d·padded_maps registers."""
     streams = n & -n
-    if kind == "cpu":
+    if on.kind == "cpu":
         return Dx(64, 64, 4, streams=streams)
     columns = 128 if n <= 4 else 64
-    if kind == "hip":
+    if on.kind == "hip":
         return Dx(16, max(16, columns // streams), 4, 2, streams)
     uneven = wide or not aligned(D)
     if n == 8:
-        return Dx(16, 16, 8, 2, 2) if uneven else Dx(16, 16, 4, 2, 4)
+        return Dx(16, 16, 8, 2, 2) if uneven else Dx(16, 16, 4, 2, 2 if compact(on) else 4)
     if uneven:
-        return Dx(16, max(16, columns // 2 // streams), 4, 2, streams)
+        share = 4 if n == 1 and compact(on) else 2
+        return Dx(16, max(16, columns // share // streams), 4, 2, streams)
+    if n <= 4 and compact(on):
+        return Dx(16, columns // streams, 4, 3, streams)
     return Dx(64 if n == 4 and not residual else 32, columns // streams, 4, 3 if n <= 4 else 2, streams)
 
 
@@ -193,9 +211,11 @@ def token_slices(T: int, M: int, blocks: int, tile: Dx, processors: int) -> int:
 
 
 @cache
-def dphi(M: int) -> Tile:
+def dphi(M: int, on: Device) -> Tile:
     """64 columns, 8 warps: 6.6 µs at T = 8192, D = 4096; 32 columns with 4 warps 8.2."""
-    return Tile(0, 64, 8) if padded_maps(M) <= 32 else Tile(0, 16, 4)
+    if padded_maps(M) > 32:
+        return Tile(0, 16, 4)
+    return Tile(0, 64, 4 if compact(on) else 8)
 
 
 # 128 rows, 8 warps: 7.4 µs at T = 8192, D = 4096; 256 rows 8.9, 4 warps 11.6.
@@ -203,10 +223,10 @@ DALPHA = Tile(128, 0, 8)
 
 
 @cache
-def post_fwd(n: int, D: int, wide: bool, kind: str) -> Tile:
+def post_fwd(n: int, D: int, wide: bool, on: Device) -> Tile:
     """A whole token, 16 channels a thread: 146.6 µs at T = 8192, D = 4096 (99 % of a copy), 251 at D = 7168; in blocks
     of 2048 channels 150 and 263, of 1024 channels 152 and 263, with 8 channels a thread 163 (D = 4096)."""
-    if kind == "cpu":
+    if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
     if n > 4 or wide or D > 8192:
         return Tile(1, min(1024, next_power_of_2(D)), 4)
@@ -214,10 +234,10 @@ def post_fwd(n: int, D: int, wide: bool, kind: str) -> Tile:
 
 
 @cache
-def post_bwd(n: int, D: int, wide: bool, kind: str) -> Tile:
+def post_bwd(n: int, D: int, wide: bool, on: Device) -> Tile:
     """256 channels, 1 warp, 3 stages: 167 µs at T = 8192, D = 4096 (4,000 GB/s); 512 channels with 2 warps 173, 1024
     with 4 warps 188. `wide`: x or dx_next is fp32."""
-    if kind == "cpu":
+    if on.kind == "cpu":
         return Tile(64, max(8, min(1024, next_power_of_2(D))), 4)
     if n > 4:
         return Tile(1, max(8, min(128 if wide else 256, next_power_of_2(D))), 2, 2)
@@ -225,18 +245,20 @@ def post_bwd(n: int, D: int, wide: bool, kind: str) -> Tile:
 
 
 @cache
-def post_project(n: int, D: int, wide: bool, kind: str) -> Tile | None:
+def post_project(n: int, D: int, wide: bool, on: Device) -> Tile | None:
     """64 tokens × 64 channels of 4 streams, 8 warps, 3 stages: 186 µs at T = 8192, D = 4096; 32 × 32 with 4 warps and 4
     stages 221 (the parts of phi are read once per block of tokens), 64 × 32 with 4 warps 230, 128 × 32 with 8 warps
     235, 2 stages 242.
 
     None where the maps, streams and parts of phi do not fit the registers: two kernels are faster then."""
-    if kind == "cpu":
-        return Tile(128, 64, 4)
-    if D < 16 or (n > 4 and (wide or kind == "hip")):
+    if on.kind == "cpu":
+        return Tile(128, min(64, PADDED_K // next_power_of_2(n)), 4)
+    if D < 16 or (n > 4 and (wide or on.kind == "hip")):
         return None
     if n > 4:
         return Tile(16, 16, 8, 2)
     if wide or not aligned(D):
-        return Tile(16, 16, 4, 2)
-    return Tile(32, 32, 4, 2) if kind == "hip" else Tile(64, 64, 8, 3)
+        return Tile(16, 16, 8 if compact(on) else 4, 2)
+    if compact(on):
+        return Tile(32, 32, 8, 3)
+    return Tile(32, 32, 4, 2) if on.kind == "hip" else Tile(64, 64, 8, 3)

@@ -105,7 +105,7 @@ def phi_parts(
     M, K = phi.shape
     padded, tile = configs.padded_maps(M), configs.phi_parts(M)
     columns = K // n * stride if stride else K
-    K_padded = cdiv(columns, configs.LONGEST_BLOCK_K) * configs.LONGEST_BLOCK_K
+    K_padded = cdiv(columns, configs.PADDED_K) * configs.PADDED_K
     parts = torch.empty((exact.parts, padded, K_padded), dtype=exact.dtype, device=phi.device)
     launch(
         phi_parts_kernel,

@@ -126,7 +126,7 @@ def mhc_post_bwd_kernel(
 
 def mhc_post_fwd(x, h_out, h_post, h_res, x_next):
     n, D = x.shape[-2:]
-    T, tile = h_out.numel() // D, configs.post_fwd(n, D, x.dtype == torch.float32, device.kind(x.device))
+    T, tile = h_out.numel() // D, configs.post_fwd(n, D, x.dtype == torch.float32, device.of(x.device))
     if T == 0:
         return
     launch(
@@ -153,7 +153,7 @@ def mhc_layer_post(link, x, h_out, h_post, h_res, x_next):
 def mhc_post_bwd(x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post, dh_res):
     n, D = x.shape[-2:]
     wide = torch.float32 in (x.dtype, dx_next.dtype)
-    T, tile = h_out.numel() // D, configs.post_bwd(n, D, wide, device.kind(x.device))
+    T, tile = h_out.numel() // D, configs.post_bwd(n, D, wide, device.of(x.device))
     if T == 0:
         return
     launch(

@@ -137,7 +137,7 @@ def mhc_post_pre_fwd(
 ):
     if x.numel() == 0:
         return
-    tile = configs.post_project(x.shape[-2], x.shape[-1], x.dtype != torch.bfloat16, device.kind(x.device))
+    tile = configs.post_project(x.shape[-2], x.shape[-1], x.dtype != torch.bfloat16, device.of(x.device))
     if tile is None:
         mhc_post_fwd(x, h_out, h_post, h_res, x_next)
         partials, cut = project(x_next, phi, gamma)
@@ -152,11 +152,11 @@ def post_project(x, h_out, h_post, h_res, phi, gamma, x_next, tile):
     n, D = x.shape[-2:]
     M, K = phi.shape
     T, N = x.numel() // K, next_power_of_2(n)
-    kind, processors = device.kind(x.device), device.multiprocessors(x.device)
-    exact = configs.arithmetic(x.dtype, kind)
+    on = device.of(x.device)
+    exact = configs.arithmetic(x.dtype, on)
     parts = phi_parts(phi, gamma, None, n, exact, stride=N)
     token_blocks = cdiv(T, tile.block_t)
-    cut = configs.cut(K, n * tile.block_d, token_blocks, processors)
+    cut = configs.cut(K, n * tile.block_d, token_blocks, on.processors)
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     launch(
         mhc_post_project_kernel,

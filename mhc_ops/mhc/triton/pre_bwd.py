@@ -285,8 +285,8 @@ def mhc_pre_bwd(
         for gradient in (dphi, dalpha, dbias, dgamma):
             gradient.zero_()
         return
-    kind, processors = device.kind(x.device), device.multiprocessors(x.device)
-    exact = configs.arithmetic(x.dtype, kind)
+    on = device.of(x.device)
+    exact = configs.arithmetic(x.dtype, on)
     parts = phi_parts(phi, gamma, alpha, n, exact)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -298,7 +298,7 @@ def mhc_pre_bwd(
     dh_pre = None
     if dh_in is not None:
         dh_pre = scratch(T, n)
-        pass_a = configs.dh_pre(n, D, exact.parts == 1, kind)
+        pass_a = configs.dh_pre(n, D, exact.parts == 1, on)
         launch(
             mhc_pre_dh_pre_kernel,
             (cdiv(T, pass_a.block_t),),
@@ -314,7 +314,7 @@ def mhc_pre_bwd(
             num_warps=pass_a.warps,
         )
 
-    dmaps = configs.dmaps(n, kind)
+    dmaps = configs.dmaps(n, on)
     programs = cdiv(T, dmaps.block_t)
     dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
     sums = scratch(programs, 2, M)
@@ -351,9 +351,9 @@ def mhc_pre_bwd(
         num_warps=dmaps.warps,
     )
 
-    pass_b = configs.dx(n, D, exact.parts == 1, dx_next is not None, kind)
+    pass_b = configs.dx(n, D, exact.parts == 1, dx_next is not None, on)
     blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
-    slices = configs.token_slices(T, M, blocks, pass_b, processors)
+    slices = configs.token_slices(T, M, blocks, pass_b, on.processors)
     A = scratch(slices, M, K)
     launch(
         mhc_pre_dx_kernel,

@@ -200,10 +200,10 @@ def finish(x, partials, cut, alpha, bias, norm_eps, hc_eps, post_mult, iters, si
     """outputs: h_in, h_post, h_res, inv_rms, h_mix, h_pre; h_pre may be None, in the head h_post and h_res too."""
     n, D = x.shape[-2:]
     T, M = partials.shape[1], partials.shape[2] - 1
-    kind, processors = device.kind(x.device), device.multiprocessors(x.device)
-    tile = configs.finish(D, kind)
+    on = device.of(x.device)
+    tile = configs.finish(D, on)
     token_blocks, channel_blocks = cdiv(T, tile.block_t), cdiv(D, tile.block_d)
-    blocks_each = configs.channel_blocks_each(channel_blocks, token_blocks, processors)
+    blocks_each = configs.channel_blocks_each(channel_blocks, token_blocks, on.processors)
     launch(
         mhc_pre_finish_kernel,
         (token_blocks, cdiv(channel_blocks, blocks_each)),
@@ -237,11 +237,11 @@ def project(x, phi, gamma):
     n = x.shape[-2]
     M, K = phi.shape
     T = x.numel() // K
-    kind, processors = device.kind(x.device), device.multiprocessors(x.device)
-    exact = configs.arithmetic(x.dtype, kind)
-    tile = configs.project(M, K, exact.parts == 1, kind)
+    on = device.of(x.device)
+    exact = configs.arithmetic(x.dtype, on)
+    tile = configs.project(M, K, exact.parts == 1, on)
     token_blocks = cdiv(T, tile.block_t)
-    cut = configs.cut(K, tile.block_d, token_blocks, processors)
+    cut = configs.cut(K, tile.block_d, token_blocks, on.processors)
     parts = phi_parts(phi, gamma, None, n, exact) if token_blocks > configs.FEW_TOKEN_BLOCKS else None
     partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     launch(

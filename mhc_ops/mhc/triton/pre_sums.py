@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
@@ -98,7 +99,7 @@ def mhc_pre_dalpha_kernel(
 def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias):
     """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel."""
     slices, M, K = A.shape
-    tile = configs.dphi(M)
+    tile = configs.dphi(M, device.of(A.device))
     blocks = cdiv(K, tile.block_d)
     missing = torch.empty((blocks, M), dtype=torch.float32, device=A.device)
     launch(

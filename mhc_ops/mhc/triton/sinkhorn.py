@@ -146,7 +146,7 @@ def divisors(T: int, n: int, iters: int, on: torch.device) -> torch.Tensor:
 
 def sinkhorn_fwd(logits, iters, eps, h_res):
     n = logits.shape[-1]
-    T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.kind(logits.device))
+    T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.of(logits.device))
     if T == 0:
         return
     launch(
@@ -166,7 +166,7 @@ def sinkhorn_fwd(logits, iters, eps, h_res):
 
 def sinkhorn_bwd(logits, dh_res, iters, eps, dlogits):
     n = logits.shape[-1]
-    T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.kind(logits.device))
+    T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.of(logits.device))
     if T == 0:
         return
     launch(

@@ -1,12 +1,19 @@
-"""The arithmetic of the launch plans, for many shapes: everything is covered once, and slices do not depend on T."""
+"""Every config over all that can be asked for, and the arithmetic of the launch plans: everything is covered once."""
+
+import itertools
 
 import pytest
+import torch
+from config_domain import CHANNELS, DEVICES, GPUS, STREAMS, is_power_of_2
 
 pytest.importorskip("triton")
 from mhc_ops.core.sizes import cdiv
 from mhc_ops.mhc.triton import configs
 
 WIDTHS = [1, 7, 64, 96, 160, 257, 512, 700, 1000, 1280, 2048, 2560, 3584, 4096, 5120, 7168, 8192, 12288]
+HOPPER = GPUS["sm_90"]
+SMALLEST_PRODUCT = 16  # side of a tile that goes to a matrix unit
+by_device = pytest.mark.parametrize("on", DEVICES.values(), ids=DEVICES)
 TOKEN_BLOCKS = [1, 2, 3, 5, 16, 31, 64, 66, 100, 128, 132, 133, 256, 500, 10_000]
 
 
@@ -15,7 +22,7 @@ def test_cut(n):
     M = configs.maps(n)
     for D in WIDTHS:
         K = n * D
-        for block_k in (configs.project(M, K, False, "cuda").block_d, n * 32):
+        for block_k in (configs.project(M, K, False, HOPPER).block_d, n * 32):
             steps = cdiv(K, block_k)
             shapes = set()
             for token_blocks in TOKEN_BLOCKS:
@@ -42,9 +49,91 @@ def test_many_tokens_store_groups():
 def test_token_slices(T):
     for n in range(1, 9):
         for D in WIDTHS:
-            tile = configs.dx(n, D, False, True, "cuda")
+            tile = configs.dx(n, D, False, True, HOPPER)
             assert n % tile.streams == 0
             assert tile.streams.bit_count() == 1
             blocks = cdiv(D, tile.block_d) * (n // tile.streams)
             slices = configs.token_slices(T, configs.maps(n), blocks, tile, 132)
             assert 1 <= slices <= min(16, cdiv(T, tile.block_t))
+
+
+@by_device
+def test_project(on):
+    for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
+        for M in (n, configs.maps(n)):  # of the head, of pre
+            tile = configs.project(M, n * D, wide, on)
+            assert is_power_of_2(tile.block_t, tile.block_d, tile.warps)
+            assert min(tile.block_t, tile.block_d) >= SMALLEST_PRODUCT
+            assert configs.PADDED_K % tile.block_d == 0, "the last block of K reads past a row of phi in parts"
+            assert tile.stages >= 1
+
+
+@by_device
+def test_dx(on):
+    for n, D, wide, residual in itertools.product(STREAMS, CHANNELS, (False, True), (False, True)):
+        tile = configs.dx(n, D, wide, residual, on)
+        assert is_power_of_2(tile.block_t, tile.block_d, tile.warps, tile.streams)
+        assert n % tile.streams == 0
+        assert min(tile.block_t, tile.block_d * tile.streams) >= SMALLEST_PRODUCT
+        assert tile.stages >= 1
+
+
+@by_device
+def test_post_project(on):
+    for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
+        tile = configs.post_project(n, D, wide, on)
+        if tile is None:
+            continue
+        assert is_power_of_2(tile.block_t, tile.block_d, tile.warps)
+        columns = tile.block_d * configs.next_power_of_2(n)
+        assert min(tile.block_t, columns) >= SMALLEST_PRODUCT
+        assert configs.PADDED_K % columns == 0, "the last block of channels reads past a row of phi in parts"
+        assert tile.stages >= 1
+
+
+@by_device
+def test_row_by_row_kernels(on):
+    """Those without a product."""
+    for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
+        tiles = (
+            configs.finish(D, on),
+            configs.dh_pre(n, D, wide, on),
+            configs.post_fwd(n, D, wide, on),
+            configs.post_bwd(n, D, wide, on),
+        )
+        for tile in tiles:
+            assert is_power_of_2(tile.block_t, tile.block_d, tile.warps)
+            assert tile.stages >= 1
+        assert configs.post_bwd(n, D, wide, on).block_d >= 8, "own_sums adds 8 channels of a thread"
+    for n in STREAMS:
+        for tile in (configs.sinkhorn(n, on), configs.dmaps(n, on)):
+            assert is_power_of_2(tile.block_t, tile.warps)
+        for M in (n, configs.maps(n)):
+            assert configs.padded_maps(M) >= M
+            for tile in (configs.phi_parts(M), configs.dphi(M, on)):
+                assert is_power_of_2(tile.block_d, tile.warps)
+                assert configs.PADDED_K % tile.block_d == 0
+    assert is_power_of_2(configs.DALPHA.block_t, configs.DALPHA.warps)
+
+
+@by_device
+def test_plans(on):
+    """How often a kernel is started, for every width and many token counts."""
+    for n, D in itertools.product(STREAMS, CHANNELS[::7]):
+        M, tile = configs.maps(n), configs.dx(n, D, False, True, on)
+        block_k = configs.project(M, n * D, False, on).block_d
+        for T in (1, 16, 1000, 10**6):
+            cut = configs.cut(n * D, block_k, cdiv(T, 64), on.processors)
+            assert min(cut.slice_steps, cut.steps, cut.pieces, cut.group_pieces) >= 1
+            blocks = cdiv(D, tile.block_d) * (n // tile.streams)
+            assert configs.token_slices(T, M, blocks, tile, on.processors) >= 1
+            channel_blocks = cdiv(D, configs.finish(D, on).block_d)
+            assert 1 <= configs.channel_blocks_each(channel_blocks, cdiv(T, 2), on.processors) <= channel_blocks
+
+
+@by_device
+def test_arithmetic(on):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        exact = configs.arithmetic(dtype, on)
+        assert exact.parts in (1, 2)
+        assert exact.precision in ("ieee", "tf32x3")
