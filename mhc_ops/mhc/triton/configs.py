@@ -185,7 +185,7 @@ def dx(n: int, D: int, wide: bool, residual: bool, on: Device) -> Dx:
         return Dx(64, 64, 4, streams=streams)
     columns = 128 if n <= 4 else 64
     if on.kind == "hip":
-        return Dx(16, max(16, columns // streams), 4, 2, streams)
+        return Dx(16, 16, 4, 2, 4) if n == 8 else Dx(16, max(16, columns // streams), 4, 2, streams)
     uneven = wide or not aligned(D)
     if n == 8:
         return Dx(16, 16, 8, 2, 2) if uneven else Dx(16, 16, 4, 2, 2 if compact(on) else 4)
