@@ -1,6 +1,7 @@
 """mhc-ops: info, check, bench, page, compare, diagnose."""
 
 import argparse
+import errno
 import importlib
 import math
 import os
@@ -45,23 +46,30 @@ def main(words: Sequence[str] | None = None) -> int:
             return _run(words)
         finally:
             sys.stdout.flush()  # Python would as it ends, where nothing can be done about a closed pipe
-    except KeyboardInterrupt:
-        report.say("interrupted")
-        return INTERRUPTED
     except BrokenPipeError:
         _discard_output()
         return PIPE_CLOSED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        report.say(f"mhc-ops: stdout: {error.strerror}")
+        return 2
 
 
 def _run(words: Sequence[str] | None) -> int:
-    parser = _parser()
-    options = parser.parse_args(words)
     try:
-        _refuse_to_overwrite(options)
-        return options.command(options)
-    except Refused as error:
-        report.say(f"{parser.prog} {options.name}: {_in_one_line(error)}")
-        return 2
+        parser = _parser()
+        options = parser.parse_args(words)
+        try:
+            _refuse_to_overwrite(options)
+            return options.command(options)
+        except Refused as error:
+            report.say(f"{parser.prog} {options.name}: {_in_one_line(error)}")
+            return 2
+    except KeyboardInterrupt:
+        report.say("interrupted")
+        return INTERRUPTED
 
 
 def _in_one_line(message: object) -> str:
@@ -83,7 +91,7 @@ def _discard_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

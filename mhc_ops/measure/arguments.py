@@ -1,12 +1,14 @@
 """Words of a command line as values; argparse turns an error into one line and exit code 2."""
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
 
 from . import files
 
+MOST_ELEMENTS = 2**40
 LARGEST_SEED = 2**62  # below what torch takes, so that others can be counted on from it
 
 
@@ -51,4 +53,6 @@ def shape(text: str) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in text.split("x"))
     if min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text}: sizes must be at least 1")
+    if math.prod(sizes) > MOST_ELEMENTS:
+        raise argparse.ArgumentTypeError(f"{text}: no device holds so many elements")
     return sizes

@@ -55,7 +55,7 @@ def write(path: Path, text: str) -> None:
         if is_replaced(path):
             _replace(Path(os.path.realpath(path)), text)
         else:
-            path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise Unwritable(f"{path}: {error.strerror}") from error
 
@@ -63,7 +63,7 @@ def write(path: Path, text: str) -> None:
 def _replace(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors="replace")
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -72,7 +72,8 @@ def clear() -> None:
 
 
 def say(text: object) -> None:
-    """A line on stderr."""
+    """A line on stderr, after all that was printed so far."""
+    sys.stdout.flush()
     clear()
     print(text, file=sys.stderr)
 

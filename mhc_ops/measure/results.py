@@ -5,7 +5,6 @@ import datetime
 import functools
 import json
 import math
-import sys
 import types
 import typing
 from collections.abc import Callable
@@ -24,6 +23,7 @@ FORMAT = 2  # 1 had neither accuracy, spread nor scaling
 
 DIRECTIONS = ("forward", "backward", "both")
 GROUPS = ("training", "decode", "sweep")
+LARGEST = 1e100  # of a number: far above anything measured, and its square is still one
 LONGEST = 40  # characters of a wrong value in a message
 _WORDS = {
     float: "a number",
@@ -72,7 +72,7 @@ class Results:
 
 
 def _positive(value: float) -> bool:
-    return value > 0
+    return value > 1 / LARGEST
 
 
 def _is_floating_type(name: str) -> bool:
@@ -161,18 +161,14 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         return _entry(kind, _typed(dict, value, where), where)
     if kind is float and value is None:
         return math.nan
-    fits = _is_number(value) if kind is float else isinstance(value, origin)
-    if not fits or (isinstance(value, bool) and kind is not bool):
+    fits = isinstance(value, (int, float) if kind is float else origin)
+    if not fits or (isinstance(value, bool) and kind is not bool) or (kind in (int, float) and abs(value) > LARGEST):
         raise Unreadable(f"{where} must be {_WORDS[origin]}, not {_short(value)}")
     if origin is list and inner:
         return [_typed(inner[0], entry, f"{where}.{nth}") for nth, entry in enumerate(value)]
     if origin is dict and inner:
         return {name: _typed(inner[1], entry, f"{where}.{name}") for name, entry in value.items()}
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _short(value: Any) -> str:

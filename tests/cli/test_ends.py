@@ -80,6 +80,15 @@ def test_a_stdout_that_nobody_reads(words, monkeypatch):
         assert cli.main(words) == 141
 
 
+def test_a_stdout_that_is_full(capsys, monkeypatch):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["info"]) == 2
+    assert capsys.readouterr().err == "mhc-ops: stdout: No space left on device\n"
+
+
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_stream_that_is_closed(name, monkeypatch):
     """As by `>&-`."""
@@ -191,9 +200,7 @@ def test_fuzz_with_nothing_to_do(fuzz):
     assert cli.main(FUZZ) == 2
 
 
-@pytest.mark.parametrize(
-    "options", [[*FUZZ, "--case", "mhc"], [*FUZZ, "--json", "file"], ["check", "--seed", "3"]]
-)
+@pytest.mark.parametrize("options", [[*FUZZ, "--case", "mhc"], [*FUZZ, "--json", "file"], ["check", "--seed", "3"]])
 def test_options_that_do_not_go_together(fuzz, options, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert cli.main(options) == 2

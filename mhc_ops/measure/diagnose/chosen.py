@@ -77,6 +77,9 @@ def from_file(op: str, path: Path, seed: int, device: torch.device) -> tuple[lis
     required = tuple(name for name in subject.inputs if name not in optional) if subject else REQUIRED[op]
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise Refused(f"--inputs {path}: must hold a dict of tensors by argument name")
+    without = [str(name) for name, value in loaded.items() if value.is_meta or value.layout is not torch.strided]
+    if without:
+        raise Refused(f"--inputs {path}: {', '.join(without)} must be dense, with data (neither sparse nor meta)")
     missing = [name for name in required if name not in loaded]
     unknown = [str(name) for name in loaded if name not in (*required, *optional)]
     if missing or unknown:
@@ -98,11 +101,12 @@ def _cases_of(op: str, tensors: Tensors, seed: int) -> list[AnyCase]:
         x, weight = tensors["x"], tensors["weight"]
         B, L, *n_and_D = x.shape if op != "causal_conv1d_update" or x.dim() == 3 else (x.shape[0], 1, x.shape[1])
         D, W = n_and_D[-1], weight.shape[1]
+        dilation = tensors["initial_state"].shape[-1] // max(1, W - 1) if "initial_state" in tensors else 1
     except (ValueError, IndexError) as error:
-        raise Refused(f"--inputs: {op} cannot have these shapes: {error}") from error
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise Refused(f"--inputs: {op} cannot have these shapes: {shapes}") from error
     places = " ".join(name for name in ("seq_idx", "cu_seqlens") if name in tensors)
     places += " states" * ("initial_state" in tensors)
-    dilation = tensors["initial_state"].shape[-1] // max(1, W - 1) if "initial_state" in tensors else 1
     case = ConvCase(B, L, D, W, x.dtype, bias="bias" in tensors, places=places.strip(), dilation=dilation, seed=seed)
     if op == "short_conv":
         return [replace(case, n=n_and_D[0], residual=residual) for residual in (True, False)]

@@ -44,10 +44,10 @@ def run_diagnose(options: argparse.Namespace) -> int:
     for case in report.progress(work, "diagnose"):
         try:
             done.append(diagnose(case, backend, options.device, tensors))
-        except (TypeError, ValueError, NotImplementedError) as error:
-            if not str(error).startswith(options.op):  # so begins what an op says where it refuses its input
+        except Exception as error:
+            if not str(error).startswith(options.op) and not _out_of_memory(error):
                 raise
-            raise Refused(str(error)) from error
+            raise Refused(str(error)) from error  # with the op's name begins what an op says where it refuses its input
         if not done[-1].passed:  # one cause is enough for one command
             break
     report.clear()
@@ -61,6 +61,11 @@ def run_diagnose(options: argparse.Namespace) -> int:
         content = report.finite(_as_json(last, options))
         files.write(options.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
     return 0 if last.passed else 1
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """The CPU's has no type of its own."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _chosen(options: argparse.Namespace) -> tuple[list[AnyCase], Tensors | None, str]:
