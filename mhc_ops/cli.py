@@ -280,11 +280,10 @@ def run_fuzz(options: argparse.Namespace) -> int:
         raise Refused("--fuzz draws cases of its own and prints those that fail: --case and --json do not go with it")
     fuzz = importlib.import_module(".measure.fuzz", __package__)
     seed = random.randrange(2**32) if options.seed is None else options.seed
-    here = [
-        b
-        for b in wanted(options)
-        if any(backends.why_not(f, b, options.device.type) is None for f in backends.families())
-    ]
+    absent = selection.absent(wanted(options), options.device)
+    here = [b for b in wanted(options) if sum(entry.provider == b for entry in absent) < len(backends.families())]
+    if not here:
+        raise Refused("; ".join(map(str, absent)))
     total = failed = 0
     interrupted = False
     try:

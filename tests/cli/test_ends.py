@@ -196,8 +196,19 @@ def test_fuzz_interrupted(fuzz, capsys):
     assert printed.err.splitlines()[-1] == "interrupted"
 
 
-def test_fuzz_with_nothing_to_do(fuzz):
+def test_fuzz_with_nothing_to_do(fuzz, capsys):
     assert cli.main(FUZZ) == 2
+    assert capsys.readouterr().out.startswith("0 cases, 0 failed")
+    assert cli.main(["check", "--device", "cpu", "--backend", "tilelang", "--fuzz", "1"]) == 2
+    assert "mhc-ops check: conv: tilelang did not run: there are no tilelang kernels" in capsys.readouterr().err
+    assert len(fuzz.called) == 1
+
+
+def test_fuzz_takes_the_backends_that_run_here(fuzz):
+    fuzz.outcomes = [FINE]
+    assert cli.main(["check", "--device", "cpu", "--fuzz", "1"]) == 0
+    ((_, _, backends, _),) = fuzz.called
+    assert "reference" in backends and "tilelang" not in backends
 
 
 @pytest.mark.parametrize("options", [[*FUZZ, "--case", "mhc"], [*FUZZ, "--json", "file"], ["check", "--seed", "3"]])
