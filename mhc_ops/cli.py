@@ -287,7 +287,7 @@ def run_fuzz(options: argparse.Namespace) -> int:
     total = failed = 0
     interrupted = False
     try:
-        for outcome in fuzz.run(options.fuzz, options.device, here, seed, report.status("fuzz")):
+        for outcome in fuzz.run(options.fuzz, options.device, here, seed, report.status("fuzz: case")):
             total += 1
             if not outcome.passed:
                 failed += 1

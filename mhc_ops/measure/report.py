@@ -48,17 +48,17 @@ def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     clear()
 
 
-def status(label: str) -> Callable[[str], None]:
-    """For work of unknown length: call it with what is being done. Without a terminal it speaks now and then."""
+def status(label: str) -> Callable[[object], None]:
+    """For work of unknown length: call it with where it is. Without a terminal it speaks now and then."""
     last = time.monotonic()
 
-    def show(text: str) -> None:
+    def show(place: object) -> None:
         nonlocal last
         if sys.stderr.isatty():
-            _overwrite(f"{label} {text}"[: _columns() - 1])
+            _overwrite(f"{label} {place}"[: max(1, _columns() - 1)])
         elif time.monotonic() - last >= BETWEEN_LINES:
             last = time.monotonic()
-            sys.stderr.write(f"{label} {text}\n")
+            sys.stderr.write(f"{label} {place}\n")
         sys.stderr.flush()
 
     return show

@@ -129,6 +129,20 @@ def test_progress_fits_the_terminal(columns, label, monkeypatch):
         assert "█" in lines[99] and "·" in lines[99]
 
 
+def test_status_speaks_now_and_then(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    show = report.status("fuzz: case")
+    for number in range(25):
+        now[0] = float(number)
+        show(number)
+    assert capsys.readouterr().err == "fuzz: case 10\nfuzz: case 20\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "8")
+    show(3)
+    assert capsys.readouterr().err == "\r\033[Kfuzz: c"
+
+
 @dataclass
 class Outcome:
     case: str
@@ -145,8 +159,8 @@ def fuzz(monkeypatch):
 
     def run(seconds, device, backends, seed, progress):
         module.called.append((seconds, str(device), list(backends), seed))
-        for outcome in module.outcomes:
-            progress(outcome.case)
+        for number, outcome in enumerate(module.outcomes):
+            progress(number)
             if outcome.case == "Ctrl-C":
                 raise KeyboardInterrupt
             yield outcome
