@@ -41,18 +41,18 @@ class Parser(argparse.ArgumentParser):
 def main(words: Sequence[str] | None = None) -> int:
     """Exit codes: see above, and docs/measure.md."""
     try:
-        _open_streams()
+        report.open_streams()
         try:
             return _run(words)
         finally:
             sys.stdout.flush()  # Python would as it ends, where nothing can be done about a closed pipe
     except BrokenPipeError:
-        _discard_output()
+        report.discard()
         return PIPE_CLOSED
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _discard_output()
+        report.discard()
         report.say(f"mhc-ops: stdout: {error.strerror}")
         return 2
 
@@ -76,35 +76,15 @@ def _in_one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
-def _open_streams() -> None:
-    """Where the shell closed one (`>&-`) there is none; and no letter may end a run on a terminal that lacks it."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-
-def _discard_output() -> None:
-    """Whatever is still in a buffer fails no more when Python ends; as the documentation of SIGPIPE has it."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def _refuse_to_overwrite(options: argparse.Namespace) -> None:
     """One file for two things: the second would replace the first."""
-    named = {name: getattr(options, name, None) for name in ("json", "html", "results", "inputs")}
+    written = [path for path in (vars(options).get(name) for name in ("json", "html")) if path is not None]
+    read = [path for path in (vars(options).get(name) for name in ("results", "inputs")) if path is not None]
     places: dict[str, Path] = {}
-    for path in named.values():
-        if path is not None and files.is_replaced(path):
-            place = os.path.realpath(path)
-            if place in places:
-                raise Refused(f"{places[place]} and {path} are one file")
-            places[place] = path
+    for path in [*read, *filter(files.is_replaced, written)]:
+        other = places.setdefault(os.path.realpath(path), path)
+        if other is not path:
+            raise Refused(f"{other} and {path} are one file")
 
 
 def _parser() -> Parser:
@@ -190,35 +170,6 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Keeper:
-    """Writes the results as they come, or once where a file takes one text. A disk that fills up does not end a run:
-    what was measured is still printed."""
-
-    def __init__(self, found: results.Results, path: Path | None) -> None:
-        self._found = found
-        self._path = path
-        self._error: files.Unwritable | None = None
-
-    def save(self) -> None:
-        if self._path is not None and files.is_replaced(self._path):
-            self._write(self._path)
-
-    def finish(self) -> None:
-        if self._path is not None:
-            self._write(self._path)
-
-    def refuse_if_lost(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _write(self, path: Path) -> None:
-        self._error = None
-        try:
-            results.write(self._found, path)
-        except files.Unwritable as error:
-            self._error = error
-
-
 def run_info(options: argparse.Namespace) -> int:
     for name, value in report.versions().items():
         print(f"{name:9} {value}")
@@ -253,7 +204,7 @@ def run_check(options: argparse.Namespace) -> int:
     found = results.begin("check")
     found.not_measured = selection.absent(wanted(options), options.device)
     runs = [(c, b) for b in wanted(options) for c in chosen if selection.runs(c, b, options.device)]
-    keeper = Keeper(found, options.json)
+    keeper = results.Keeper(found, options.json)
     try:
         for case, backend in report.progress(runs, "check"):
             with bench.failures_of(str(case), backend, found):
@@ -308,7 +259,7 @@ def run_bench(options: argparse.Namespace) -> int:
     request = bench.Request(
         options.device, options.providers, options.peers, options.case, options.skip, options.budget
     )
-    keeper = Keeper(found, options.json)
+    keeper = results.Keeper(found, options.json)
     interrupted = False
     try:
         bench.run(request, found, keeper.save)

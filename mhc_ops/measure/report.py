@@ -24,6 +24,25 @@ class Refused(Exception):
     """A command cannot be run like this; the message is the one line that the user sees before exit code 2."""
 
 
+def open_streams() -> None:
+    """Where the shell closed one (`>&-`) there is none; and no letter may end a run on a terminal that lacks it."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        stream = getattr(sys, name)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def discard() -> None:
+    """Whatever is still in a buffer fails no more when Python ends; as the documentation of SIGPIPE has it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns as wide as their widest entry; the first column left, the others right."""
     lines = [list(header), *map(list, rows)]

@@ -123,6 +123,33 @@ def write(results: Results, path: Path) -> None:
     files.write(path, _text(as_json(results)))
 
 
+class Keeper:
+    """Writes the results as they come, or once where a file takes one text. A disk that fills up does not end a run:
+    what was measured is still printed."""
+
+    def __init__(self, found: Results, path: Path | None) -> None:
+        self._found = found
+        self._path = path
+        self._again = path is not None and files.is_replaced(path)
+        self._error: files.Unwritable | None = None
+
+    def save(self) -> None:
+        if self._again:
+            self.finish()
+
+    def finish(self) -> None:
+        self._error = None
+        if self._path is not None:
+            try:
+                write(self._found, self._path)
+            except files.Unwritable as error:
+                self._error = error
+
+    def refuse_if_lost(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
 def _text(content: dict[str, Any]) -> str:
     """An entry a line: easy to compare, and quick to write as often as a run does (json.dumps(indent=1) is not)."""
     fields = []

@@ -244,9 +244,15 @@ def test_a_file_that_is_broken(command, content, reason, tmp_path, capsys, monke
     assert f"FILE: {reason}" in refused(command, capsys)
 
 
-@pytest.mark.parametrize("place", ["nowhere", "."])
+@pytest.mark.parametrize("place", ["nowhere", ".", "file/file", "loop", "x" * 300])
 def test_a_file_that_is_not_there(place, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    assert f"{place}: " in refused(["page", place, "--html", "page"], capsys)
+    assert f"{place}: " in refused(
+        ["diagnose", "mhc_post", "--device", "cpu", "--inputs", place, "--json", "a"], capsys
+    )
     assert refused(["compare", place, place], capsys).startswith(f"mhc-ops compare: {place}: ")
 
 
