@@ -1,150 +1,257 @@
 """mhc-ops: info, check, bench, page, compare, diagnose."""
 
 import argparse
+import errno
+import importlib
 import math
+import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from .core import backend as backends
-from .measure import accuracy, bench, compare, page, report, results, selection, tables
+from .core import device as devices
+from .measure import accuracy, arguments, bench, compare, files, page, report, results, selection, tables
 from .measure.diagnose import command as diagnose
+from .measure.report import Refused
 
 EXIT_CODES = """exit codes:
   0    all well
-  1    a result is outside its tolerance, one of our kernels could not be timed, compare found a regression, or
-       diagnose an error
-  2    the command line is wrong, a file cannot be read, or there was nothing to do
-  130  interrupted; what was measured is printed and kept
+  1    a result is outside its tolerance, a case crashed, one of our kernels could not be timed, compare found a
+       regression, or diagnose an error
+  2    the command line is wrong, a file cannot be read or written, or there was nothing to do
+  130  interrupted; what check and bench have measured is printed and kept
+  141  whoever read the output has closed it, as head does
 """
-INTERRUPTED = 130
+INTERRUPTED = 130  # 128 + SIGINT, as of a program that the signal ended
+PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+class Parser(argparse.ArgumentParser):
+    """One line where the command line is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {_in_one_line(message)} ({self.prog} --help says more)\n")
+
+
+def main(words: Sequence[str] | None = None) -> int:
     """Exit codes: see above, and docs/measure.md."""
-    words = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    try:
+        report.open_streams()
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()  # Python would as it ends, where nothing can be done about a closed pipe
+    except BrokenPipeError:
+        report.discard()
+        return PIPE_CLOSED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        report.discard()
+        report.say(f"mhc-ops: stdout: {error.strerror}")
+        return 2
+
+
+def _run(words: Sequence[str] | None) -> int:
+    try:
+        parser = _parser()
+        options = parser.parse_args(words)
+        try:
+            _refuse_to_overwrite(options)
+            return options.command(options)
+        except Refused as error:
+            report.say(f"{parser.prog} {options.name}: {_in_one_line(error)}")
+            return 2
+    except KeyboardInterrupt:
+        report.say("interrupted")
+        return INTERRUPTED
+
+
+def _in_one_line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def _refuse_to_overwrite(options: argparse.Namespace) -> None:
+    """One file for two things: the second would replace the first."""
+    written = [path for path in (vars(options).get(name) for name in ("json", "html")) if path is not None]
+    read = [path for path in (vars(options).get(name) for name in ("results", "inputs")) if path is not None]
+    places: dict[str, Path] = {}
+    for path in [*read, *filter(files.is_replaced, written)]:
+        other = places.setdefault(os.path.realpath(path), path)
+        if other is not path:
+            raise Refused(f"{other} and {path} are one file")
+
+
+def _parser() -> Parser:
+    text = argparse.RawDescriptionHelpFormatter
+    parser = Parser(
         prog="mhc-ops",
         description="Check and measure the operators of mhc_ops.",
         epilog=EXIT_CODES,
-        formatter_class=words,
+        formatter_class=text,
     )
+    parser.add_argument("--version", action="version", version=f"mhc-ops {report.VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text, epilog=EXIT_CODES, formatter_class=words)
-        added.set_defaults(command=command)
+    def add(name: str, command: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=help, description=help, epilog=EXIT_CODES, formatter_class=text)
+        added.set_defaults(command=command, name=name)
         return added
 
     add("info", run_info, "devices, versions, backends and why one is missing")
-
-    check_parser = add("check", run_check, "compare every output of every op with fp64; exit 1 on a FAIL")
-
-    bench_parser = add("bench", run_bench, "time, bandwidth and memory beside eager, torch.compile and a copy")
-    bench_parser.add_argument(
-        "--providers", metavar="NAME", nargs="+", default=[], choices=bench.PROVIDERS, help="only these: %(choices)s"
-    )
-    bench_parser.add_argument(
-        "--skip", metavar="TEXT", nargs="*", default=[], help='leave these out: "provider op TxnxD type"'
-    )
-    bench_parser.add_argument("--peers", action="store_true", help="beside them, other libraries that are installed")
-    bench_parser.add_argument(
-        "--budget",
-        metavar="SECONDS",
-        type=seconds,
-        default=math.inf,
-        help="take fewer samples and leave out the least important to be done by then",
-    )
-
-    check_parser.add_argument(
-        "--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)"
-    )
-    for parser_with_results in (check_parser, bench_parser):
-        parser_with_results.add_argument(
-            "--case", metavar="TEXT", default="", help="only cases whose name contains this"
-        )
-        parser_with_results.add_argument("--device", type=device, default=default_device(), help="default: %(default)s")
-        parser_with_results.add_argument(
-            "--json", metavar="FILE", type=Path, help="write everything measured to this file, as it comes"
-        )
-    bench_parser.add_argument("--html", metavar="FILE", type=Path, help="draw the results as a page")
+    _check_arguments(add("check", run_check, "compare every output of every op with fp64; exit 1 on a FAIL"))
+    _bench_arguments(add("bench", run_bench, "time, bandwidth and memory beside eager, torch.compile and a copy"))
 
     page_parser = add("page", run_page, "draw results kept by bench --json as a page that needs nothing else")
     page_parser.add_argument("results", metavar="RESULTS.json", type=Path)
-    page_parser.add_argument("--html", metavar="FILE", type=Path, required=True, help="where to write the page")
+    page_parser.add_argument(
+        "--html", metavar="FILE", type=arguments.output, required=True, help="where to write the page"
+    )
 
     compare_parser = add("compare", run_compare, "what got slower or less exact beyond noise, from one file to another")
     compare_parser.add_argument("before", metavar="A.json", type=Path)
     compare_parser.add_argument("after", metavar="B.json", type=Path)
 
-    diagnose_parser = add("diagnose", diagnose.run_diagnose, "where an error of an op comes from")
-    diagnose.add_arguments(diagnose_parser, device, default_device())
-
-    options = parser.parse_args(arguments)
-    try:
-        return options.command(options)
-    except results.Unreadable as error:
-        print(error, file=sys.stderr)
-        return 2
+    diagnose.add_arguments(add("diagnose", diagnose.run_diagnose, "where an error of an op comes from"))
+    return parser
 
 
-def device(text: str) -> torch.device:
-    """A device that is there; argparse turns the error into exit code 2."""
-    try:
-        torch.empty(0, device=text)
-    except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
-    return torch.device(text)
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)")
+    _common_arguments(parser)
+    parser.add_argument(
+        "--fuzz", metavar="SECONDS", type=arguments.seconds, help="for so long, random cases instead of the usual ones"
+    )
+    parser.add_argument("--seed", metavar="N", type=arguments.seed, help="of --fuzz (default: another one each time)")
 
 
-def seconds(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a time")
-    return float(text)
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--providers",
+        metavar="NAME",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=bench.PROVIDERS,
+        help="only these: %(choices)s",
+    )
+    parser.add_argument(
+        "--skip",
+        metavar="TEXT",
+        nargs="+",
+        action="extend",
+        default=[],
+        help='leave these out: "provider op TxnxD type"',
+    )
+    parser.add_argument("--peers", action="store_true", help="beside them, other libraries that are installed")
+    parser.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=arguments.seconds,
+        default=math.inf,
+        help="take fewer samples and leave out the least important to be done by then",
+    )
+    _common_arguments(parser)
+    parser.add_argument("--html", metavar="FILE", type=arguments.output, help="draw the results as a page")
 
 
-def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", metavar="TEXT", default="", help="only cases whose name contains this")
+    parser.add_argument(
+        "--device", type=arguments.device, default=arguments.default_device(), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=arguments.output, help="write everything measured to this file, as it comes"
+    )
 
 
 def run_info(options: argparse.Namespace) -> int:
     for name, value in report.versions().items():
         print(f"{name:9} {value}")
+    here = arguments.default_device()
+    if here.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            print(f"{f'cuda:{index}':9} {_described(torch.device('cuda', index))}")
     print()
-    device_type = default_device().type
     for family in backends.families():
         for backend in backends.BACKENDS:
-            reason = backends.why_not(family, backend, device_type)
-            print(f"{family:5} {backend:10} {'runs on ' + device_type if reason is None else 'no: ' + reason}")
+            reason = backends.why_not(family, backend, here.type)
+            print(f"{family:5} {backend:10} {'runs on ' + here.type if reason is None else 'no: ' + reason}")
     print()
     return 0
 
 
+def _described(device: torch.device) -> str:
+    found = devices.of(device)
+    capability = ".".join(map(str, found.capability))
+    memory = f"{found.shared_memory / 1024:.0f} KB of shared memory"
+    return (
+        f"{torch.cuda.get_device_name(device)}: capability {capability}, {memory}, {found.processors} multiprocessors"
+    )
+
+
 def run_check(options: argparse.Namespace) -> int:
+    if options.fuzz is not None:
+        return run_fuzz(options)
+    if options.seed is not None:
+        raise Refused("--seed is of --fuzz; the usual cases are always the same")
+    chosen = selection.named(options.case, selection.CHECK)
     found = results.begin("check")
     found.not_measured = selection.absent(wanted(options), options.device)
-    chosen = [case for case in selection.CHECK if options.case in str(case)]
     runs = [(c, b) for b in wanted(options) for c in chosen if selection.runs(c, b, options.device)]
+    keeper = results.Keeper(found, options.json)
     try:
         for case, backend in report.progress(runs, "check"):
             with bench.failures_of(str(case), backend, found):
                 found.accuracy += accuracy.measure(case, backend, options.device)
-            save(found, options)
+            keeper.save()
         found.complete = True
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-    save(found, options)
+        report.say("interrupted")
+    keeper.finish()
     print(tables.accuracy_table(found.accuracy))
     if found.not_measured:
         print(tables.left_out(found.not_measured))
     failed = sum(not row.passed for row in found.accuracy)
     crashed = sum(entry.failed for entry in found.not_measured)
     print(f"{len(found.accuracy) - failed} passed, {failed} failed" + f", {crashed} cases crashed" * bool(crashed))
+    keeper.refuse_if_lost()
     if not found.complete:
         return INTERRUPTED
     return (1 if failed or crashed else 0) if runs else 2
+
+
+def run_fuzz(options: argparse.Namespace) -> int:
+    if options.case or options.json:
+        raise Refused("--fuzz draws cases of its own and prints those that fail: --case and --json do not go with it")
+    fuzz = importlib.import_module(".measure.fuzz", __package__)
+    seed = random.randrange(2**32) if options.seed is None else options.seed
+    absent = selection.absent(wanted(options), options.device)
+    here = [b for b in wanted(options) if sum(entry.provider == b for entry in absent) < len(backends.families())]
+    if not here:
+        raise Refused("; ".join(map(str, absent)))
+    total = failed = 0
+    interrupted = False
+    try:
+        for outcome in fuzz.run(options.fuzz, options.device, here, seed, report.status("fuzz: case")):
+            total += 1
+            if not outcome.passed:
+                failed += 1
+                report.clear()
+                print(f"FAIL: {outcome.case} {outcome.backend}: {outcome.detail} (--seed {seed})", flush=True)
+    except KeyboardInterrupt:
+        report.say("interrupted")
+        interrupted = True
+    report.clear()
+    print(f"{total} cases, {failed} failed, seed {seed}")
+    if interrupted:
+        return INTERRUPTED
+    return (1 if failed else 0) if total else 2
 
 
 def run_bench(options: argparse.Namespace) -> int:
@@ -152,25 +259,22 @@ def run_bench(options: argparse.Namespace) -> int:
     request = bench.Request(
         options.device, options.providers, options.peers, options.case, options.skip, options.budget
     )
-
+    keeper = results.Keeper(found, options.json)
     interrupted = False
     try:
-        bench.run(request, found, lambda: save(found, options))
+        bench.run(request, found, keeper.save)
     except KeyboardInterrupt:
         interrupted = True
-        print("interrupted", file=sys.stderr)
+        report.say("interrupted")
+    keeper.finish()
     print(tables.bench_text(found))
     if options.html:
         page.write(found, options.html)
+    keeper.refuse_if_lost()
     if interrupted:
         return INTERRUPTED
     ours_failed = any(entry.failed and entry.provider in backends.BACKENDS for entry in found.not_measured)
     return (1 if ours_failed else 0) if found.measurements or ours_failed else 2
-
-
-def save(found: results.Results, options: argparse.Namespace) -> None:
-    if options.json:
-        results.write(found, options.json)
 
 
 def run_page(options: argparse.Namespace) -> int:

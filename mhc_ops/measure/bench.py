@@ -55,7 +55,9 @@ class Unit:
 
 
 def run(request: Request, results: Results, save: Callable[[], None]) -> None:
-    """Fill the results and save after every unit. KeyboardInterrupt passes, with all that was measured kept."""
+    """Fill the results and save after every unit. KeyboardInterrupt passes, with all that was measured kept; Refused
+    where no case has the name that was asked for."""
+    selection.named(request.case, [case for group in chosen_cases(request) for case in group])
     deadline = time.perf_counter() + request.budget
     results.budget_seconds = request.budget if math.isfinite(request.budget) else None
     asked = {"providers": request.providers, "case": [request.case] if request.case else [], "skip": request.skip}
@@ -159,11 +161,16 @@ def chosen_sweeps(request: Request) -> Sequence[Sweep]:
     return selection.SCALING if request.device.type == "cuda" else selection.SCALING_CPU
 
 
-def plan(request: Request, present: Sequence[str]) -> list[Unit]:
-    """The most important first."""
+def chosen_cases(request: Request) -> tuple[Sequence[AnyCase], Sequence[AnyCase], Sequence[AnyCase]]:
+    """Of training, of decoding and of sweeps, for this device."""
     on_gpu = request.device.type == "cuda"
     training, decode = (selection.BENCH, selection.DECODE) if on_gpu else (selection.BENCH_CPU, ())
-    sweep = [case for sweep in chosen_sweeps(request) for case in sweep.cases]
+    return training, decode, [case for sweep in chosen_sweeps(request) for case in sweep.cases]
+
+
+def plan(request: Request, present: Sequence[str]) -> list[Unit]:
+    """The most important first."""
+    training, decode, sweep = chosen_cases(request)
 
     def runs(case: AnyCase, provider: str) -> bool:
         return provider not in backends.BACKENDS or selection.runs(case, provider, request.device)

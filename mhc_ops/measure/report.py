@@ -1,9 +1,12 @@
-"""Tables and progress: a bar on a terminal, plain lines elsewhere."""
+"""What a command says: tables; progress, as a bar on a terminal and as plain lines elsewhere; why it was refused."""
 
 import math
+import os
 import platform
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +14,33 @@ import torch
 import mhc_ops
 
 Item = TypeVar("Item")
+
+VERSION = mhc_ops.__version__
+WIDEST_BAR = 30
+BETWEEN_LINES = 10.0  # seconds, of a status where there is no terminal
+
+
+class Refused(Exception):
+    """A command cannot be run like this; the message is the one line that the user sees before exit code 2."""
+
+
+def open_streams() -> None:
+    """Where the shell closed one (`>&-`) there is none; and no letter may end a run on a terminal that lacks it."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        stream = getattr(sys, name)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def discard() -> None:
+    """Whatever is still in a buffer fails no more when Python ends; as the documentation of SIGPIPE has it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -27,18 +57,65 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     """Yield the items and say on stderr how far it is."""
-    on_terminal = sys.stderr.isatty()
     for done, item in enumerate(items):
-        if on_terminal:
-            filled = 30 * done // len(items)
-            bar = "█" * filled + "·" * (30 - filled)
-            sys.stderr.write(f"\r\033[K{label} {bar} {done}/{len(items)}  {_words(item)}"[:160])
+        if sys.stderr.isatty():
+            _overwrite(_bar(label, done, len(items), _words(item), _columns()))
         else:
             sys.stderr.write(f"{label} {done + 1}/{len(items)}: {_words(item)}\n")
         sys.stderr.flush()
         yield item
-    if on_terminal:
-        sys.stderr.write("\r\033[K")
+    clear()
+
+
+def status(label: str) -> Callable[[object], None]:
+    """For work of unknown length: call it with where it is. Without a terminal it speaks now and then."""
+    last = time.monotonic()
+
+    def show(place: object) -> None:
+        nonlocal last
+        if sys.stderr.isatty():
+            _overwrite(f"{label} {place}"[: max(1, _columns() - 1)])
+        elif time.monotonic() - last >= BETWEEN_LINES:
+            last = time.monotonic()
+            sys.stderr.write(f"{label} {place}\n")
+        sys.stderr.flush()
+
+    return show
+
+
+def clear() -> None:
+    """Take the progress off the terminal, to print something in its place."""
+    if sys.stderr.isatty():
+        _overwrite("")
+        sys.stderr.flush()
+
+
+def say(text: object) -> None:
+    """A line on stderr, after all that was printed so far."""
+    sys.stdout.flush()
+    clear()
+    print(text, file=sys.stderr)
+
+
+def _overwrite(text: str) -> None:
+    sys.stderr.write(f"\r\033[K{text}")
+
+
+def _bar(label: str, done: int, total: int, words: str, columns: int) -> str:
+    """One line, and not its last column: there some terminals wrap. The bar gives way to the numbers."""
+    room = columns - 1 - len(f"{label}  {done}/{total}")
+    length = max(0, min(WIDEST_BAR, columns * 3 // 8, room))
+    filled = length * done // total
+    return f"{label} {'█' * filled}{'·' * (length - filled)} {done}/{total}  {words}"[: max(1, columns - 1)]
+
+
+def _columns() -> int:
+    """Of the terminal that stderr is; stdout, whose size shutil asks for, may be a file."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return shutil.get_terminal_size((columns or 80, 24)).columns
 
 
 def _words(item: object) -> str:
@@ -56,7 +133,7 @@ def finite(value: Any) -> Any:
 
 def versions() -> dict[str, str]:
     """What a measurement depends on."""
-    found = {"mhc_ops": mhc_ops.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    found = {"mhc_ops": VERSION, "python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "tilelang"):
         try:
             found[name] = __import__(name).__version__

@@ -4,12 +4,9 @@ from collections.abc import Sequence
 
 from .accuracy import Row
 from .report import table
-from .results import NotMeasured, Results
+from .results import DIRECTIONS, GROUPS, NotMeasured, Results
 from .scaling import Growth
 from .speed import STACKED_LAYERS, Measurement
-
-DIRECTIONS = ("forward", "backward", "both")
-GROUPS = ("training", "decode", "sweep")
 
 
 def accuracy_table(rows: Sequence[Row]) -> str:

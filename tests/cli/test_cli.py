@@ -1,13 +1,17 @@
 """mhc-ops: what it prints and how it exits."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import mhc_ops
 from mhc_ops import cli
+from mhc_ops.core import device as devices
 from mhc_ops.measure import accuracy, bench, cases, peers, selection
 
 SMALL = (cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16),)
@@ -26,6 +30,17 @@ def test_info(capsys):
     assert f"torch     {torch.__version__}" in printed
     assert "mhc   reference  runs on" in printed
     assert "no: there are no hip kernels for mhc" in printed
+
+
+def test_info_describes_every_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA L40S")
+    monkeypatch.setattr(devices, "of", lambda device: devices.Device("cuda", (8, 9), 99 << 10, 142))
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for index in range(2):
+        assert f"cuda:{index}    NVIDIA L40S: capability 8.9, 99 KB of shared memory, 142 multiprocessors\n" in printed
 
 
 def test_check_passes(small, capsys):
@@ -186,33 +201,96 @@ def test_a_file_that_is_not_of_results(content, command, tmp_path, capsys, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text(content)
     assert cli.main(command) == 2
-    assert capsys.readouterr().err.startswith("FILE: ")
+    assert capsys.readouterr().err.startswith(f"mhc-ops {command[0]}: FILE: ")
 
 
 def test_help_names_the_exit_codes(capsys):
-    for command in ([], ["check"], ["bench"], ["compare"]):
+    for command in ([], ["info"], ["check"], ["bench"], ["page"], ["compare"], ["diagnose"]):
         with pytest.raises(SystemExit):
             cli.main([*command, "--help"])
-        assert "130  interrupted" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "130  interrupted" in printed
+        assert "141  " in printed
 
 
-@pytest.mark.parametrize("arguments", [["--providers", "trition"], ["--budget", "0"], ["--budget", "soon"]])
-def test_bad_bench_options(arguments):
+def test_the_documented_exit_codes_are_these():
+    text = (Path(__file__).parents[2] / "docs" / "measure.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").partition(" | ") for line in text.splitlines() if line.startswith("| ")]
+    documented = {code: " ".join(words.replace("`", "").split()) for code, _, words in rows if code.isdigit()}
+    listed = re.findall(r"^  (\d+) +(.+(?:\n {7}.+)*)", cli.EXIT_CODES, re.MULTILINE)
+    assert documented == {code: " ".join(words.replace("`", "").split()) for code, words in listed}
+    assert set(documented) == {"0", "1", "2", str(cli.INTERRUPTED), str(cli.PIPE_CLOSED)}
+
+
+def test_version(capsys):
     with pytest.raises(SystemExit) as exit:
-        cli.main(["bench", *arguments])
+        cli.main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == f"mhc-ops {mhc_ops.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "--providers", "trition"],
+        ["bench", "--providers"],
+        *(["bench", f"--budget={budget}"] for budget in ("0", "-1", "nan", "soon", "")),
+        *(["diagnose", "mhc_post", f"--seed={seed}"] for seed in ("9" * 20, "9" * 5000, "-1", "0.5", "")),
+        *(["check", f"--fuzz={seconds}"] for seconds in ("0", "-1", "nan")),
+        ["check", "--fuzz=1", "--seed=" + "9" * 20],
+        ["check", "--case"],
+        ["compare", "one"],
+        ["page", "one"],
+        ["diagnose"],
+        ["nothing"],
+        [],
+    ],
+)
+def test_a_command_line_that_is_wrong(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
     assert exit.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(" ".join(["mhc-ops", *arguments[: arguments[:1] != ["nothing"]]]) + ": ")
 
 
-def test_bench_without_cases(small):
-    assert cli.main(["bench", "--device", "cpu", "--case", "nothing like this"]) == 2
+@pytest.mark.parametrize("command", ["check", "bench"])
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("mhc_foward_pre", "did you mean 'mhc_forward_pre'"),
+        ("mhc_forward_pre 9x2x8 bfloat61", "did you mean 'mhc_forward_pre 9x2x8 bfloat16'"),
+        ("bf16", "did you mean 'bfloat16'?"),
+        ("typo", "there are cases of mhc_forward_pre"),
+        ("mhc_.*", "there are cases of mhc_forward_pre"),
+    ],
+)
+def test_no_case_of_this_name(small, command, text, answer, tmp_path, capsys):
+    file = tmp_path / "file"
+    assert cli.main([command, "--device", "cpu", "--case", text, "--json", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"mhc-ops {command}: no case matches {text!r}: ")
+    assert answer in printed.err
+    assert not file.exists()
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_providers_of_two_options(small, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "run", lambda request, found, save: asked.append((request.providers, request.skip)))
+    options = ["--providers", "eager", "--skip", "a", "--providers", "torch.compile", "eager", "--skip", "b", "c"]
+    assert cli.main(["bench", "--device", "cpu", *options]) == 2
+    assert asked == [(["eager", "torch.compile", "eager"], ["a", "b", "c"])]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "meta", "", "mps:7", "hpu"])
 def test_device_that_is_not_there(device, capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["check", "--device", device])
     assert exit.value.code == 2
-    assert f"argument --device: {device}:" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"argument --device: {device}:" in printed
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.interpreted
@@ -223,6 +301,6 @@ def test_check_in_the_interpreter(small, capsys):
 
 
 def test_bad_command_line():
-    done = subprocess.run([sys.executable, "-m", "mhc_ops.cli", "chekc"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "mhc_ops", "chekc"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "invalid choice" in done.stderr

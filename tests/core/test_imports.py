@@ -25,6 +25,7 @@ ALLOWED = {
     "compat": {"core", "public"},
     "measure": {"core", "public", "measure"},
     "cli": {"core", "measure"},
+    "__main__": {"cli"},
     "public": {"core", "ops", "modules", "guide", "compat"},
     "family": set(),
 }
@@ -34,7 +35,7 @@ def layer(parts):
     """("mhc", "triton", "pre_fwd") -> "kernels"; also the family, or None."""
     if not parts:
         return "public", None
-    if parts[0] in ("core", "measure", "cli", "compat"):
+    if parts[0] in ("core", "measure", "cli", "__main__", "compat"):
         return parts[0], None
     family, *rest = parts
     if not rest:

@@ -9,7 +9,7 @@ import torch
 from mhc_ops import cli
 from mhc_ops.measure import cases
 from mhc_ops.measure.conv_cases import ConvCase
-from mhc_ops.measure.diagnose import chosen
+from mhc_ops.measure.diagnose import chosen, command
 from mhc_ops.mhc import reference
 
 SMALL = ["--device", "cpu", "--shape", "12x4x24"]
@@ -152,7 +152,7 @@ def test_what_cannot_be_run(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shape", ["2xx3", "a", "0x4x8", "-1x4"])
+@pytest.mark.parametrize("shape", ["2xx3", "a", "0x4x8", "-1x4", "99999999999999999999x4x4"])
 def test_a_shape_that_is_none(shape, capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["diagnose", "mhc_post", f"--shape={shape}"])
@@ -219,3 +219,47 @@ def test_the_kernels_in_the_interpreter(capsys):
     arguments = ["--device", "cpu", "--backend", "triton", "--shape", "5x2x8", "--dtype", "fp32"]
     assert cli.main(["diagnose", "mhc_post", *arguments]) == 0
     assert "mhc_post, triton: nothing found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": torch.ones(3, 2, 4).to_sparse()}, "x must be dense"),
+        ({"x": torch.ones(3, 2, 4, device="meta")}, "x must be dense"),
+    ],
+)
+def test_own_inputs_without_data(changed, message, tmp_path, capsys):
+    file = tmp_path / "inputs.pt"
+    torch.save({**cases.Case(cases.MHC_POST, (3,), 2, 4, torch.float32).inputs(), **changed}, file)
+    assert cli.main(["diagnose", "mhc_post", "--device", "cpu", "--inputs", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_initial_state_without_dimensions(tmp_path, capsys):
+    file = tmp_path / "inputs.pt"
+    torch.save({**ConvCase(2, 13, 20).inputs(), "initial_state": torch.tensor(1.0)}, file)
+    assert cli.main(["diagnose", "causal_conv1d", "--device", "cpu", "--inputs", str(file)]) == 2
+    assert (
+        "causal_conv1d cannot have these shapes: x [2, 13, 20], weight [20, 4], bias [20], initial_state []"
+        in capsys.readouterr().err
+    )
+
+
+def test_more_than_memory_holds(monkeypatch, capsys):
+    """The message is of torch's allocator on a CPU; nobody should have to try it."""
+
+    def full(*arguments):
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: ..."
+        )
+
+    monkeypatch.setattr(command, "diagnose", full)
+    assert cli.main(["diagnose", "mhc_post", "--device", "cpu"]) == 2
+    assert "can't allocate memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", ["1", "20"])
+def test_a_narrow_terminal(columns, only_the_first_stream, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["diagnose", "mhc_post", *SMALL]) == 1
+    assert "streams 1 to 3" in " ".join(capsys.readouterr().out.split())

@@ -13,6 +13,7 @@ import mhc_ops
 from .. import cases
 from ..cases import Case, Tensors
 from ..conv_cases import AnyCase, ConvCase
+from ..report import Refused
 from ..selection import CHECK
 
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in CHECK))
@@ -28,10 +29,6 @@ REQUIRED = {
 LAYOUTS = {"sinkhorn": "TxNxN", "causal_conv1d": "BxLxD", "causal_conv1d_update": "BxLxD", "short_conv": "BxLxNxD"}
 
 
-class Wrong(Exception):
-    """The command line asks for something that cannot be; the message says what."""
-
-
 def from_check(
     op: str, shape: Sequence[int] | None, width: int | None, dtype: torch.dtype | None, seed: int | None
 ) -> list[AnyCase]:
@@ -45,7 +42,7 @@ def from_check(
         changes |= {"seed": seed} if seed is not None else {}
         if width is not None:
             if not isinstance(case, ConvCase):
-                raise Wrong(f"{op} has no --width")
+                raise Refused(f"{op} has no --width")
             changes["W"] = width
         changed: AnyCase = replace(case, **changes)
         packed = isinstance(changed, ConvCase) and "cu_seqlens" in changed.places and changed.B > 1
@@ -58,10 +55,10 @@ def sizes(op: str, case: AnyCase, shape: Sequence[int]) -> dict[str, Any]:
     layout = LAYOUTS.get(op, "Tx…xNxD")
     if isinstance(case, Case):
         if len(shape) < 2 or (op == "sinkhorn" and shape[-1] != shape[-2]):
-            raise Wrong(f"--shape of {op} must be {layout}, got {'x'.join(map(str, shape))}")
+            raise Refused(f"--shape of {op} must be {layout}, got {'x'.join(map(str, shape))}")
         return {"outer": tuple(shape[:-2]), "n": shape[-2], "D": shape[-1]}
     if len(shape) != (4 if op == "short_conv" else 3):
-        raise Wrong(f"--shape of {op} must be {layout}, got {'x'.join(map(str, shape))}")
+        raise Refused(f"--shape of {op} must be {layout}, got {'x'.join(map(str, shape))}")
     B, L, *n, D = shape
     return {"B": B, "L": L, "D": D, **({"n": n[0]} if n else {})}
 
@@ -70,19 +67,25 @@ def from_file(op: str, path: Path, seed: int, device: torch.device) -> tuple[lis
     """The user's own tensors, and the cases they may be: activation and residual are not in the file, so both."""
     try:
         loaded = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:
-        raise Wrong(f"--inputs {path}: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise Refused(f"--inputs {path}: {error.strerror}") from error
+    except Exception as error:  # pickle, zip and torch have many; some say nothing
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise Refused(f"--inputs {path}: torch.load cannot read it ({type(error).__name__} {reason})") from error
     subject = next(subject for subject in cases.SUBJECTS if subject.name == op) if op not in REQUIRED else None
     optional = OPTIONAL.get(op, () if subject is None or "gamma" not in subject.inputs else ("gamma",))
     required = tuple(name for name in subject.inputs if name not in optional) if subject else REQUIRED[op]
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise Wrong(f"--inputs {path}: must hold a dict of tensors by argument name")
+        raise Refused(f"--inputs {path}: must hold a dict of tensors by argument name")
+    without = [str(name) for name, value in loaded.items() if value.is_meta or value.layout is not torch.strided]
+    if without:
+        raise Refused(f"--inputs {path}: {', '.join(without)} must be dense, with data (neither sparse nor meta)")
     missing = [name for name in required if name not in loaded]
     unknown = [str(name) for name in loaded if name not in (*required, *optional)]
     if missing or unknown:
         takes = ", ".join(required) + (f" and optionally {', '.join(optional)}" if optional else "")
         wrong = [f"{', '.join(missing)} missing"] * bool(missing) + [f"no such {', '.join(unknown)}"] * bool(unknown)
-        raise Wrong(f"--inputs {path}: {'; '.join(wrong)}. {op} takes {takes}")
+        raise Refused(f"--inputs {path}: {'; '.join(wrong)}. {op} takes {takes}")
     return _cases_of(op, loaded, seed), loaded
 
 
@@ -98,11 +101,12 @@ def _cases_of(op: str, tensors: Tensors, seed: int) -> list[AnyCase]:
         x, weight = tensors["x"], tensors["weight"]
         B, L, *n_and_D = x.shape if op != "causal_conv1d_update" or x.dim() == 3 else (x.shape[0], 1, x.shape[1])
         D, W = n_and_D[-1], weight.shape[1]
+        dilation = tensors["initial_state"].shape[-1] // max(1, W - 1) if "initial_state" in tensors else 1
     except (ValueError, IndexError) as error:
-        raise Wrong(f"--inputs: {op} cannot have these shapes: {error}") from error
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise Refused(f"--inputs: {op} cannot have these shapes: {shapes}") from error
     places = " ".join(name for name in ("seq_idx", "cu_seqlens") if name in tensors)
     places += " states" * ("initial_state" in tensors)
-    dilation = tensors["initial_state"].shape[-1] // max(1, W - 1) if "initial_state" in tensors else 1
     case = ConvCase(B, L, D, W, x.dtype, bias="bias" in tensors, places=places.strip(), dilation=dilation, seed=seed)
     if op == "short_conv":
         return [replace(case, n=n_and_D[0], residual=residual) for residual in (True, False)]

@@ -3,6 +3,7 @@
 from html import escape
 from pathlib import Path
 
+from .. import files
 from ..results import Results
 from . import bars, lines, sections
 from .markup import slug, swatch
@@ -20,7 +21,7 @@ HOW_TO_READ = (
 
 
 def write(results: Results, path: Path) -> None:
-    path.write_text(draw(results), encoding="utf-8")
+    files.write(path, draw(results))
 
 
 def draw(results: Results) -> str:

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from ...core.backend import BACKENDS
-from ..results import Results
+from ..results import DIRECTIONS, Results
 from ..speed import Measurement
-from ..tables import DIRECTIONS
 from .markup import Value
 
 WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}

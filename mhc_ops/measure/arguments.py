@@ -1,0 +1,58 @@
+"""Words of a command line as values; argparse turns an error into one line and exit code 2."""
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+
+from . import files
+
+MOST_ELEMENTS = 2**40
+LARGEST_SEED = 2**62  # below what torch takes, so that others can be counted on from it
+
+
+def device(text: str) -> torch.device:
+    """One that computes: meta, for one, does not."""
+    try:
+        torch.ones(1, device=text).item()
+    except Exception as error:  # whatever a build of torch has to say about a device that it does not know
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise argparse.ArgumentTypeError(f"{text}: {reason}") from error
+    return torch.device(text)
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def output(text: str) -> Path:
+    """A file that can be written, tried before the work begins."""
+    path = Path(text)
+    try:
+        files.refuse_unless_writable(path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
+    return path
+
+
+def seconds(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a time")
+    return float(text)
+
+
+def seed(text: str) -> int:
+    if not 0 <= int(text) <= LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {LARGEST_SEED}")
+    return int(text)
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """2x128x4x256"""
+    sizes = tuple(int(size) for size in text.split("x"))
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: sizes must be at least 1")
+    if math.prod(sizes) > MOST_ELEMENTS:
+        raise argparse.ArgumentTypeError(f"{text}: no device holds so many elements")
+    return sizes

@@ -1,0 +1,88 @@
+"""The files that a command writes.
+
+A regular file is replaced in one step: whoever reads it, or whatever ends this process, finds the old or the new one
+whole. A link is followed to the file that it names. Anything else (a device, a pipe) is written directly, and so is
+the file that this process prints to.
+"""
+
+import errno
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+from .report import Refused
+
+
+class Unwritable(Refused):
+    """A file that was writable when the work began, and no longer is."""
+
+
+def refuse_unless_writable(path: Path) -> None:
+    """OSError that says why a file could not be written; leaves nothing behind."""
+    status = _status(path)
+    if status is not None and stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EISDIR, "is a folder")
+    if status is not None and not os.access(path, os.W_OK):
+        raise OSError(errno.EACCES, "is read-only")
+    if not is_replaced(path):
+        if status is not None and stat.S_ISSOCK(status.st_mode) and _stream(path) is None:
+            raise OSError(errno.ENXIO, "is a socket")
+        return
+    folder = Path(os.path.realpath(path)).parent
+    if not folder.is_dir():
+        raise OSError(errno.ENOENT, f"there is no folder {folder}")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(error.errno, f"nothing can be written to {folder}: {error.strerror}") from error
+
+
+def is_replaced(path: Path) -> bool:
+    """Whether it can be written again and again; what is written directly takes one text."""
+    status = _status(path)
+    return status is None or (stat.S_ISREG(status.st_mode) and _stream(path) is None)
+
+
+def write(path: Path, text: str) -> None:
+    stream = _stream(path)
+    if stream is not None:
+        stream.write(text)
+        return
+    try:
+        if is_replaced(path):
+            _replace(Path(os.path.realpath(path)), text)
+        else:
+            path.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise Unwritable(f"{path}: {error.strerror}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Of what the path leads to; None where nothing is there yet."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _stream(path: Path) -> TextIO | None:
+    """stdout or stderr where they are this file: replaced or truncated, it would lose what is printed."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+                return stream
+        except (OSError, ValueError):  # no such file yet, or a stream without one, as in a notebook
+            continue
+    return None

@@ -1,0 +1,235 @@
+"""How a command ends that somebody ends: Ctrl-C, a reader that has gone, streams that are closed."""
+
+import fcntl
+import io
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import types
+from dataclasses import dataclass
+
+import pytest
+
+from mhc_ops import cli
+from mhc_ops.measure import arguments, compare, page, report, results
+
+COMMAND = [sys.executable, "-m", "mhc_ops"]
+DIAGNOSE = ["diagnose", "mhc_post", "--device", "cpu", "--shape", "3x2x8"]
+
+
+def interrupt(*arguments, **options):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        (["info"], (report, "versions")),
+        (["check", "--device", "cpu"], (results, "begin")),
+        (["bench", "--device", "cpu"], (results, "begin")),
+        (DIAGNOSE, (cli.diagnose, "diagnose")),
+        (["page", "FILE", "--html", "page.html"], (page, "draw")),
+        (["compare", "FILE", "FILE"], (compare, "compare")),
+        (["info"], (arguments, "default_device")),  # before any command begins
+    ],
+)
+def test_an_interrupted_command(command, where, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    results.write(results.begin("bench"), tmp_path / "FILE")
+    monkeypatch.setattr(*where, interrupt)
+    try:
+        assert cli.main(command) == 130
+    except KeyboardInterrupt:  # which would end all the tests
+        pytest.fail("KeyboardInterrupt got through")
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+
+
+def test_ctrl_c():
+    """The signal itself, in the middle of the work."""
+    command = [*COMMAND, "diagnose", "causal_conv1d", "--device", "cpu", "--shape", "2x999x999"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stderr.readline().startswith("diagnose 1/")
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert said.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in said
+
+
+def test_a_reader_that_has_gone():
+    """As in `mhc-ops info | head -1`: nothing is said, not even when Python ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([*COMMAND, "info"], stdout=writing, stderr=subprocess.PIPE, text=True, env=buffered)
+    os.close(writing)
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("words", [["--help"], [*DIAGNOSE, "--json", "/dev/stdout"]], ids=lambda words: words[0])
+def test_a_stdout_that_nobody_reads(words, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stdout:  # closing it would fail, too
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(words) == 141
+
+
+def test_a_stdout_that_is_full(capsys, monkeypatch):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["info"]) == 2
+    assert capsys.readouterr().err == "mhc-ops: stdout: No space left on device\n"
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_stream_that_is_closed(name, monkeypatch):
+    """As by `>&-`."""
+    monkeypatch.setattr(sys, name, None)
+    assert cli.main(DIAGNOSE) == 0
+
+
+def test_letters_that_a_terminal_lacks(monkeypatch):
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
+    monkeypatch.setattr(report, "versions", lambda: {"device": "µ-controller"})
+    assert cli.main(["info"]) == 0
+    assert b"?-controller" in printed.getvalue()
+
+
+@pytest.mark.parametrize("columns", [10, 20, 40, 80, 200])
+@pytest.mark.parametrize("label", ["check", "diagnose"])
+def test_progress_fits_the_terminal(columns, label, monkeypatch):
+    """Its size is that of stderr: stdout may be a file."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(theirs, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setattr(sys, "__stdout__", None)
+        items = [f"mhc_forward_pre 2x128x4x256 bfloat16 no gamma {i}" for i in range(120)]
+        shown = b""
+        for _ in report.progress(items, label):
+            shown += os.read(ours, 4096)
+    lines = shown.decode().split("\r\033[K")[1:]
+    os.close(ours)
+    assert len(lines) == 120
+    assert max(map(len, lines)) < columns
+    if columns >= 20:
+        assert lines[99].startswith(label)
+        assert "99/120" in lines[99]
+    if columns >= 40:
+        assert "█" in lines[99] and "·" in lines[99]
+
+
+def test_status_speaks_now_and_then(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    show = report.status("fuzz: case")
+    for number in range(25):
+        now[0] = float(number)
+        show(number)
+    assert capsys.readouterr().err == "fuzz: case 10\nfuzz: case 20\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "8")
+    show(3)
+    assert capsys.readouterr().err == "\r\033[Kfuzz: c"
+
+
+@dataclass
+class Outcome:
+    case: str
+    backend: str
+    passed: bool
+    detail: str
+
+
+@pytest.fixture
+def fuzz(monkeypatch):
+    """A module whose run yields what a test wants; returns what run was called with."""
+    module = types.ModuleType("fuzz")
+    module.outcomes, module.called = [], []
+
+    def run(seconds, device, backends, seed, progress):
+        module.called.append((seconds, str(device), list(backends), seed))
+        for number, outcome in enumerate(module.outcomes):
+            progress(number)
+            if outcome.case == "Ctrl-C":
+                raise KeyboardInterrupt
+            yield outcome
+
+    module.run = run
+    monkeypatch.setitem(sys.modules, "mhc_ops.measure.fuzz", module)
+    return module
+
+
+FUZZ = ["check", "--device", "cpu", "--backend", "reference", "--fuzz", "2.5"]
+FINE, OFF = (
+    Outcome("mhc_post 3x2x8", "reference", True, ""),
+    Outcome("mhc_pre 1x8x64", "reference", False, "dphi: 2.00"),
+)
+
+
+def test_fuzz(fuzz, capsys):
+    fuzz.outcomes = [FINE, FINE]
+    assert cli.main([*FUZZ, "--seed", "7"]) == 0
+    assert fuzz.called == [(2.5, "cpu", ["reference"], 7)]
+    assert capsys.readouterr().out == "2 cases, 0 failed, seed 7\n"
+
+
+def test_fuzz_names_what_failed(fuzz, capsys):
+    fuzz.outcomes = [FINE, OFF, FINE]
+    assert cli.main([*FUZZ, "--seed", "7"]) == 1
+    assert capsys.readouterr().out == (
+        "FAIL: mhc_pre 1x8x64 reference: dphi: 2.00 (--seed 7)\n3 cases, 1 failed, seed 7\n"
+    )
+
+
+def test_fuzz_draws_a_seed_and_says_it(fuzz, capsys):
+    fuzz.outcomes = [FINE]
+    seeds = set()
+    for _ in range(3):
+        assert cli.main(FUZZ) == 0
+        seeds.add(fuzz.called[-1][-1])
+        assert capsys.readouterr().out == f"1 cases, 0 failed, seed {fuzz.called[-1][-1]}\n"
+    assert len(seeds) > 1
+
+
+def test_fuzz_interrupted(fuzz, capsys):
+    fuzz.outcomes = [OFF, Outcome("Ctrl-C", "", True, "")]
+    assert cli.main([*FUZZ, "--seed", "7"]) == 130
+    printed = capsys.readouterr()
+    assert printed.out.endswith("1 cases, 1 failed, seed 7\n")
+    assert printed.err.splitlines()[-1] == "interrupted"
+
+
+def test_fuzz_with_nothing_to_do(fuzz, capsys):
+    assert cli.main(FUZZ) == 2
+    assert capsys.readouterr().out.startswith("0 cases, 0 failed")
+    assert cli.main(["check", "--device", "cpu", "--backend", "tilelang", "--fuzz", "1"]) == 2
+    assert "mhc-ops check: conv: tilelang did not run: there are no tilelang kernels" in capsys.readouterr().err
+    assert len(fuzz.called) == 1
+
+
+def test_fuzz_takes_the_backends_that_run_here(fuzz):
+    fuzz.outcomes = [FINE]
+    assert cli.main(["check", "--device", "cpu", "--fuzz", "1"]) == 0
+    ((_, _, backends, _),) = fuzz.called
+    assert "reference" in backends and "tilelang" not in backends
+
+
+@pytest.mark.parametrize("options", [[*FUZZ, "--case", "mhc"], [*FUZZ, "--json", "file"], ["check", "--seed", "3"]])
+def test_options_that_do_not_go_together(fuzz, options, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(options) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("mhc-ops check: --")
+    assert fuzz.called == []
