@@ -1,4 +1,4 @@
-"""run.sh and run_tests.sh in a folder of their own, where every tool is a stub: no network, and each exit code chosen."""
+"""run.sh and run_tests.sh in a folder of their own, where every tool is a stub: no network, and chosen exit codes."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""What the kernels are held to: one rounding of the output's type, and 1e-5 of the tensor's root mean square for sums."""
+"""What kernels are held to: one rounding of the output's type, and for sums 1e-5 of the tensor's root mean square."""
 
 import torch
 

@@ -59,7 +59,7 @@ def test_what_is_named_comes_before_what_is_in_path(clean, monkeypatch):
 
 @nowhere_else
 def test_none_is_said(clean):
-    with pytest.raises(RuntimeError, match=r"^causal_conv1d: there is no hipcc: looked in \$ROCM_PATH/bin, .*/opt/rocm"):
+    with pytest.raises(RuntimeError, match=r"^causal_conv1d: there is no hipcc: looked in \$ROCM_PATH/bin"):
         build.hip_compiler()
 
 

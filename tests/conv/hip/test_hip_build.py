@@ -88,10 +88,8 @@ def test_a_cut_off_library_is_compiled_again(cache, stub, tmp_path, left):
 
 def test_ranks_do_not_all_compile(cache, stub, tmp_path):
     program = f"from mhc_ops.conv.hip import build; print(build.compiled(({stub(seconds=2)!r}, '-x')))"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=build.SOURCE.parents[2])
-        for _ in range(2)
-    ]
+    call, root = [sys.executable, "-c", program], build.SOURCE.parents[2]
+    processes = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(2)]
     made = {process.communicate()[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
     assert len(made) == 1 and calls(tmp_path) == 1
