@@ -3,6 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/venv.sh
-make_venv test
+make_venv
 mhc-ops info
 mhc-ops check "$@"

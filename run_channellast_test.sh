@@ -7,6 +7,7 @@ usage() {
     echo "usage: $(basename "$0") [--all | --accuracy | -a | --performance | -p | --help | -h]"
     echo "Builds with hipcc where there is one, else with nvcc where there is an NVIDIA GPU, else for the CPU."
     echo "Exits non-zero when anything fails. CONV_TARGET=hip, cuda or cpu chooses the build."
+    echo "KEEP=FOLDER leaves the program, channellast_test, in that folder."
 }
 
 mode=0
@@ -19,13 +20,20 @@ case "${1:---all}" in
     *) usage >&2; exit 2 ;;
 esac
 
+root=$(cd "$(dirname "$0")" && pwd)
+source=$root/mhc_ops/conv/hip
+kfd=${KFD:-/dev/kfd} # what every AMD GPU that can compute has
 has() { command -v "$1" >/dev/null 2>&1; }
 target=${CONV_TARGET:-}
 if [ -z "$target" ]; then
-    if has hipcc; then
+    if sh "$source/find_hipcc.sh" >/dev/null 2>&1; then
         target=hip
     elif has nvcc && has nvidia-smi && nvidia-smi -L 2>/dev/null | grep -q GPU; then
         target=cuda
+    elif [ -e "$kfd" ]; then
+        sh "$source/find_hipcc.sh" || true
+        echo "There is an AMD GPU ($kfd): set ROCM_PATH to the folder of ROCm, or CONV_TARGET=cpu to build for the CPU." >&2
+        exit 2
     else
         target=cpu
     fi
@@ -34,10 +42,11 @@ fi
 read -ra flags <<<"${CONV_FLAGS:-}"
 case "$target" in
     hip)
-        arch=$(rocminfo 2>/dev/null | grep -om1 'gfx[0-9a-f]*' || true)
+        hipcc=$(sh "$source/find_hipcc.sh") || exit 2
+        arch=$(PATH="$PATH:$(dirname "$hipcc")" rocminfo 2>/dev/null | grep -om1 'gfx[0-9a-f]*' || true)
         [ -n "$arch" ] || { echo "rocminfo names no GPU" >&2; exit 2; }
         # Without the SLP vectorizer: it pairs channels across rows and takes up to 100 registers more.
-        build=(hipcc -x hip -std=c++17 -O3 -fno-slp-vectorize "--offload-arch=$arch")
+        build=("$hipcc" -x hip -std=c++17 -O3 -fno-slp-vectorize "--offload-arch=$arch")
         ;;
     cuda)
         arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
@@ -47,9 +56,15 @@ case "$target" in
     *) echo "CONV_TARGET must be hip, cuda or cpu, got $target" >&2; exit 2 ;;
 esac
 
-source=$(cd "$(dirname "$0")" && pwd)/mhc_ops/conv/hip
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
+if [ -n "${KEEP:-}" ]; then
+    mkdir -p "$KEEP"
+    folder=$KEEP
+else
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+fi
+program=$folder/channellast_test
 echo "Building for $target: ${build[*]} ${flags[*]:-}"
-"${build[@]}" ${flags[@]+"${flags[@]}"} "$source/channellast_test.cpp" "$source/conv.hip" -o "$folder/channellast_test"
-"$folder/channellast_test" "$mode"
+"${build[@]}" ${flags[@]+"${flags[@]}"} "-I$source" "$root/tests/conv/hip/program/channellast_test.cpp" \
+    "$source/conv.hip" -o "$program"
+"$program" "$mode"

@@ -1,20 +1,42 @@
 #!/usr/bin/env bash
 # Lint, types and every test that this machine can run: ./run_tests.sh [options of pytest]
+# Every step runs, whatever failed before it; the exit code is 0 only if none did.
 # INSTALL_CLANG=1 ./run_tests.sh first installs clang-22 and lld-22 from Debian's packages (as root), which compile the
 # HIP kernels for AMD GPUs; without them those tests are skipped.
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/venv.sh
-make_venv test
+make_venv
 if [ "${INSTALL_CLANG:-}" = 1 ] && ! command -v clang++-22 >/dev/null; then
     { apt-get update -qq && apt-get install -y -qq clang-22 lld-22; } >/dev/null ||
         echo "clang-22 could not be installed: the HIP kernels are not compiled for AMD GPUs" >&2
 fi
-ruff check .
-ruff format --check .
-mypy
-# A selection of tests may leave one of the two runs without any, which pytest reports as 5.
-ran() { local code=$?; [ "$code" -eq 0 ] || { [ "$code" -eq 5 ] && [ "$#" -gt 0 ]; }; }
+trap 'exit 130' INT # Ctrl-C ends all steps, not one
+
+failed=()
+check() { "$@" || failed+=("$*"); }
+
+# A selection may leave one of the two runs without any test, which pytest reports as 5; but not both.
+empty=0
+tests() {
+    local marked=$1 code=0
+    shift
+    pytest -n auto --timeout 600 -m "$marked" "$@" || code=$?
+    if [ "$code" -eq 5 ] && [ "$#" -gt 0 ]; then
+        empty=$((empty + 1))
+    elif [ "$code" -ne 0 ]; then
+        failed+=("pytest -m $marked")
+    fi
+}
+
+check ruff check .
+check ruff format --check .
+check mypy
 # Triton decides once per process whether it compiles or interprets, so there are two runs.
-pytest -n auto --timeout 600 -m "not interpreted" "$@" || ran "$@"
-TRITON_INTERPRET=1 pytest -n auto --timeout 600 -m interpreted "$@" || ran "$@"
+tests "not interpreted" "$@"
+TRITON_INTERPRET=1 tests interpreted "$@"
+[ "$empty" -lt 2 ] || failed+=("no test is selected by $*")
+
+[ "${#failed[@]}" -eq 0 ] && exit
+printf 'failed:%s\n' "$(printf ' %s;' "${failed[@]}")" >&2
+exit 1

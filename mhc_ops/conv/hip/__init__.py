@@ -131,7 +131,8 @@ def _run(
     strides = [x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1)]
     call = struct(*pointers, *x.shape, weight.shape[1], *strides, TYPES[x.dtype], silu)
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
-    error = getattr(library, name)(ctypes.addressof(call), stream)
+    with device.current(x):
+        error = getattr(library, name)(ctypes.addressof(call), stream)
     if error is not None:
         raise RuntimeError(f"causal_conv1d: {name} failed: {error.decode()}")
 

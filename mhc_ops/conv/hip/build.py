@@ -1,12 +1,15 @@
 """Compile the kernels once per compiler and source, into a cache folder: $MHC_OPS_CACHE or ~/.cache/mhc_ops."""
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
-import shutil
+import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,46 +34,88 @@ def cpu_compiler() -> str:
 
 
 def hip_compiler() -> str:
-    if shutil.which("hipcc"):
-        return "hipcc"
-    rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "bin" / "hipcc"
-    if rocm.exists():
-        return str(rocm)
-    raise RuntimeError("causal_conv1d: the hip backend needs hipcc, in PATH or in $ROCM_PATH/bin (default /opt/rocm)")
+    """The hipcc that run_channellast_test.sh takes too."""
+    found = subprocess.run(["sh", str(SOURCE / "find_hipcc.sh")], capture_output=True, text=True)
+    if found.returncode != 0:
+        raise RuntimeError(f"causal_conv1d: {found.stderr.strip()}")
+    return found.stdout.strip()
 
 
 @functools.cache
 def cpu_library() -> ctypes.CDLL:
-    return _load((cpu_compiler(), *CPU_FLAGS))
+    return _load(compiled((cpu_compiler(), *CPU_FLAGS)))
 
 
 @functools.cache
 def hip_library(device: int) -> ctypes.CDLL:
+    compiler = hip_compiler()
+    refuse_another_rocm(compiler, torch.version.hip)
     arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    return _load((hip_compiler(), *HIP_FLAGS, f"--offload-arch={arch}"))
+    return _load(compiled((compiler, *HIP_FLAGS, f"--offload-arch={arch}")))
 
 
-def _load(command: tuple[str, ...]) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(compiled(command)))
-    for name in ("conv_forward", "conv_backward"):
-        function = getattr(library, name)
-        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        function.restype = ctypes.c_char_p
-    library.conv_workspace.argtypes = (ctypes.c_int64,) * 4
-    library.conv_workspace.restype = ctypes.c_int64
-    return library
+def refuse_another_rocm(compiler: str, of_torch: str | None) -> None:
+    """Two HIP runtimes in a process do not know each other's streams. Their names carry the major version."""
+    found = re.search(r"HIP version: *(\d+)", _version(compiler))
+    if found is None or of_torch is None:
+        return
+    theirs, ours = found[1], of_torch.split(".")[0]
+    if theirs != ours:
+        raise RuntimeError(
+            f"causal_conv1d: {compiler} is of ROCm {theirs}, this PyTorch of ROCm {ours}; "
+            f"set ROCM_PATH to the folder of a ROCm {ours}"
+        )
 
 
 def compiled(command: tuple[str, ...]) -> Path:
     """The shared library that `command` makes of conv.hip. Takes 20 s or more the first time."""
-    version = subprocess.run([command[0], "--version"], check=True, capture_output=True).stdout
-    key = hashlib.sha256("\0".join((*command, *LIBRARY_FLAGS)).encode() + version)
+    library = cache_folder() / f"conv_{_key(command)}.so"
+    try:
+        if _is_whole(library):
+            return library
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(library.with_suffix(".lock")):
+            if not _is_whole(library):
+                _compile(command, library)
+    except OSError as error:
+        raise RuntimeError(
+            f"causal_conv1d: cannot keep the compiled kernels in {library.parent} ({error}); "
+            "set MHC_OPS_CACHE to a folder that can be written"
+        ) from None
+    return library
+
+
+def _key(command: tuple[str, ...]) -> str:
+    key = hashlib.sha256("\0".join((*command, *LIBRARY_FLAGS, _version(command[0]))).encode())
     for path in sorted([*SOURCE.glob("*.h"), SOURCE / "conv.hip"]):
         key.update(path.name.encode() + path.read_bytes())
-    library = cache_folder() / f"conv_{key.hexdigest()[:16]}.so"
-    if library.exists():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
+    return key.hexdigest()[:16]
+
+
+def _version(compiler: str) -> str:
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+        reason = f"ends with {done.returncode}"
+    except OSError as error:
+        done, reason = None, str(error)
+    if done is None or done.returncode != 0:
+        raise RuntimeError(
+            f"causal_conv1d: the compiler {compiler!r} does not work: {compiler} --version {reason}; "
+            "set CXX to a C++17 compiler, or ROCM_PATH to the folder of a ROCm, before Python starts"
+        )
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process of many compiles, the others wait for it."""
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: all compile, and the last one's is kept
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(command: tuple[str, ...], library: Path) -> None:
     # Written beside its place and renamed, so that another process finds all of it or nothing.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
@@ -78,5 +123,35 @@ def compiled(command: tuple[str, ...]) -> Path:
         done = subprocess.run(call, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"causal_conv1d: {' '.join(call)} failed:\n{done.stderr[-4000:]}")
+        made.write_bytes(_with_hash(made.read_bytes()))
         made.replace(library)
+
+
+def _with_hash(content: bytes) -> bytes:
+    """A loader does not read beyond the sections, so that a library can end with the hash of what is before."""
+    return content + hashlib.sha256(content).digest()
+
+
+def _is_whole(library: Path) -> bool:
+    """False where it is missing or damaged: to load one that was cut off would end the process with a bus error."""
+    if not library.exists():
+        return False
+    content = library.read_bytes()
+    return content == _with_hash(content[: -hashlib.sha256().digest_size])
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(
+            f"causal_conv1d: cannot load the compiled kernels ({error}); "
+            f"delete {path} to have them compiled again, or set MHC_OPS_CACHE to another folder"
+        ) from None
+    for name in ("conv_forward", "conv_backward"):
+        function = getattr(library, name)
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        function.restype = ctypes.c_char_p
+    library.conv_workspace.argtypes = (ctypes.c_int64,) * 4
+    library.conv_workspace.restype = ctypes.c_int64
     return library

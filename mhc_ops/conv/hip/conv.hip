@@ -8,7 +8,16 @@ namespace {
 template <int N>
 using Int = std::integral_constant<int, N>;
 
-int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+constexpr int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// HIP counts the threads of a launch in 32 bits. Settable, because tests cannot wait for so many.
+#ifndef MHC_CONV_THREADS_OF_LAUNCH
+#define MHC_CONV_THREADS_OF_LAUNCH (1ll << 32)
+#endif
+constexpr int64_t kThreadsOfLaunch = MHC_CONV_THREADS_OF_LAUNCH;
+constexpr int64_t kMostChannels = 1 << 26;
+constexpr int64_t sum_blocks(int W, int64_t D) { return divide_up((W + 1) * D, kSumColumns); }
+static_assert(sum_blocks(4, kMostChannels) * kSumColumns * kSumParts < 1ll << 32, "the sums are one launch");
 
 // Calls run(T, W, SILU, SEQ) with values of types that say which. The defines leave kernels out, to compile faster.
 template <class Run>
@@ -63,14 +72,29 @@ Shape shape_of(const Call& call, int V, int waves, int tokens) {
 
 const char* check(int64_t B, int64_t L, int64_t D) {
     if (B < 1 || L < 1 || D < 1) return "B, L and D must be at least 1";
-    if (L > 1 << 30 || D > 1 << 29) return "L must be at most 2^30 and D at most 2^29";
+    if (L > 1 << 30 || D > kMostChannels) return "L must be at most 2^30 and D at most 2^26";
     return nullptr;
 }
 
-const char* launched(int64_t blocks) {
-    if (blocks > INT_MAX) return "too many blocks";
+template <class Launch>
+const char* error_of(Launch launch) {
+    (void)hipGetLastError();  // one that somebody else left behind
+    launch();
     const hipError_t error = hipGetLastError();
     return error == hipSuccess ? nullptr : hipGetErrorString(error);
+}
+
+// Calls launch(grid, shape) for all B sequences, as many at a time as a launch can have threads for.
+template <class Launch>
+const char* launch_in_parts(Shape shape, int64_t B, dim3 block, Launch launch) {
+    const int64_t blocks = int64_t(shape.groups) * shape.strips;  // of one sequence
+    const int64_t most = (kThreadsOfLaunch - 1) / (block.x * block.y) / blocks;
+    if (most == 0) return "a sequence has more tokens and channels than a launch can have threads for";
+    for (shape.first_b = 0; shape.first_b < B; shape.first_b += most) {
+        const int64_t sequences = B - shape.first_b < most ? B - shape.first_b : most;
+        if (const char* error = error_of([&] { launch(dim3(sequences * blocks), shape); })) return error;
+    }
+    return nullptr;
 }
 
 }  // namespace
@@ -89,15 +113,14 @@ extern "C" const char* conv_forward(const ConvForward* arguments, void* stream_)
         auto run = [&](auto channels) {
             constexpr int V = decltype(channels)::value;
             const Shape shape = shape_of(call, V, kForwardWaves, kForwardTokens);
-            const int64_t blocks = call.B * shape.groups * shape.strips;
-            if (blocks <= INT_MAX) {
+            const dim3 block(kLanes, kForwardWaves);
+            return launch_in_parts(shape, call.B, block, [&](dim3 grid, const Shape& part) {
                 hipLaunchKernelGGL(
-                    (conv_fwd_kernel<T, decltype(width)::value, decltype(silu)::value, decltype(seq)::value, V>),
-                    dim3(blocks), dim3(kLanes, kForwardWaves), 0, stream, static_cast<const T*>(call.x), call.weight,
-                    call.bias, call.seq_idx, static_cast<const T*>(call.initial_state), static_cast<T*>(call.y),
-                    static_cast<T*>(call.final_state), shape);
-            }
-            return launched(blocks);
+                    (conv_fwd_kernel<T, decltype(width)::value, decltype(silu)::value, decltype(seq)::value, V>), grid,
+                    block, 0, stream, static_cast<const T*>(call.x), call.weight, call.bias, call.seq_idx,
+                    static_cast<const T*>(call.initial_state), static_cast<T*>(call.y),
+                    static_cast<T*>(call.final_state), part);
+            });
         };
         const bool vector = allows_vectors<T>(kMost, call, call.x, call.initial_state, call.y, call.final_state);
         return vector ? run(Int<kMost>()) : run(Int<1>());
@@ -114,20 +137,20 @@ extern "C" const char* conv_backward(const ConvBackward* arguments, void* stream
         auto run = [&](auto channels) -> const char* {
             constexpr int V = decltype(channels)::value;
             const Shape shape = shape_of(call, V, kBackwardWaves, kBackwardTokens);
-            const int64_t pieces = call.B * shape.groups, blocks = pieces * shape.strips;
-            if (blocks <= INT_MAX) {
-                hipLaunchKernelGGL((conv_bwd_kernel<T, W, decltype(silu)::value, decltype(seq)::value, V>),
-                                   dim3(blocks), dim3(kLanes, kBackwardWaves), 0, stream, static_cast<const T*>(call.x),
-                                   call.weight, call.bias, call.seq_idx, static_cast<const T*>(call.initial_state),
-                                   static_cast<const T*>(call.dy), static_cast<const T*>(call.dfinal_state),
-                                   static_cast<T*>(call.dx), static_cast<T*>(call.dinitial_state), call.workspace,
-                                   shape);
-            }
-            if (const char* error = launched(blocks)) return error;
-            const int64_t sum_blocks = divide_up((W + 1) * call.D, kSumColumns);
-            hipLaunchKernelGGL((conv_sum_kernel<W>), dim3(sum_blocks), dim3(kSumColumns, kSumParts), 0, stream,
-                               static_cast<const float*>(call.workspace), call.dweight, call.dbias, pieces, shape.D);
-            return launched(sum_blocks);
+            const dim3 block(kLanes, kBackwardWaves);
+            const char* error = launch_in_parts(shape, call.B, block, [&](dim3 grid, const Shape& part) {
+                hipLaunchKernelGGL((conv_bwd_kernel<T, W, decltype(silu)::value, decltype(seq)::value, V>), grid, block,
+                                   0, stream, static_cast<const T*>(call.x), call.weight, call.bias, call.seq_idx,
+                                   static_cast<const T*>(call.initial_state), static_cast<const T*>(call.dy),
+                                   static_cast<const T*>(call.dfinal_state), static_cast<T*>(call.dx),
+                                   static_cast<T*>(call.dinitial_state), call.workspace, part);
+            });
+            if (error) return error;
+            return error_of([&] {
+                hipLaunchKernelGGL((conv_sum_kernel<W>), dim3(sum_blocks(W, call.D)), dim3(kSumColumns, kSumParts), 0,
+                                   stream, static_cast<const float*>(call.workspace), call.dweight, call.dbias,
+                                   call.B * shape.groups, shape.D);
+            });
         };
         const bool vector = allows_vectors<T>(kMost, call, call.x, call.initial_state, call.dy, call.dfinal_state,
                                               call.dx, call.dinitial_state);

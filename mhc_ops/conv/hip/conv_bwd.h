@@ -96,14 +96,8 @@ __device__ inline void walk_back(const T* __restrict__ x, const float* __restric
                 for (int i = 0; i < V; i++) {
                     dbias[i] += g[r + S][i];
 #pragma unroll
-                    for (int k = 0; k < W; k++) {
-#if defined(MHC_OPS_PLANT_ERROR)
-                        const int tap = S - k;  // reversed
-#else
-                        const int tap = k;
-#endif
-                        dweight[k][i] += g[r + S][i] * (counts(S, tap) ? window[r + tap][i] : 0.0f);
-                    }
+                    for (int k = 0; k < W; k++)
+                        dweight[k][i] += g[r + S][i] * (counts(S, k) ? window[r + k][i] : 0.0f);
                 }
             }
             if constexpr (MASKED) {

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #if defined(__has_feature)
@@ -143,10 +144,28 @@ inline void __syncthreads() { on_cpu::barrier(); }
 
 typedef int hipError_t;
 typedef void* hipStream_t;
-constexpr hipError_t hipSuccess = 0;
+constexpr hipError_t hipSuccess = 0, hipErrorInvalidConfiguration = 9;
+
+// A GPU refuses the same launches. Settable, because tests cannot wait for so many threads.
+#ifndef MHC_OPS_CPU_THREADS_OF_LAUNCH
+#define MHC_OPS_CPU_THREADS_OF_LAUNCH (1ull << 32)
+#endif
+namespace on_cpu {
+constexpr uint64_t kThreadsOfBlock = 1024;
+inline thread_local hipError_t last_error = hipSuccess;
+}  // namespace on_cpu
+inline hipError_t hipGetLastError() { return std::exchange(on_cpu::last_error, hipSuccess); }
+inline const char* hipGetErrorString(hipError_t error) {
+    return error == hipErrorInvalidConfiguration ? "invalid configuration argument" : "out of memory";
+}
 
 template <class Kernel, class... Arguments>
 void hipLaunchKernelGGL(Kernel kernel, dim3 grid, dim3 block, unsigned, hipStream_t, Arguments... arguments) {
+    const uint64_t threads = uint64_t(block.x) * block.y * block.z;
+    if (threads > on_cpu::kThreadsOfBlock || threads * grid.x * grid.y * grid.z >= MHC_OPS_CPU_THREADS_OF_LAUNCH) {
+        on_cpu::last_error = hipErrorInvalidConfiguration;
+        return;
+    }
     gridDim = grid;
     blockDim = block;
     on_cpu::scheduler.kernel = [&] { kernel(arguments...); };
@@ -160,8 +179,6 @@ void hipLaunchKernelGGL(Kernel kernel, dim3 grid, dim3 block, unsigned, hipStrea
 }
 
 enum hipMemcpyKind { hipMemcpyHostToDevice, hipMemcpyDeviceToHost, hipMemcpyDeviceToDevice };
-inline const char* hipGetErrorString(hipError_t) { return "out of memory"; }
-inline hipError_t hipGetLastError() { return hipSuccess; }
 inline hipError_t hipDeviceSynchronize() { return hipSuccess; }
 template <class T>
 hipError_t hipMalloc(T** pointer, size_t bytes) {

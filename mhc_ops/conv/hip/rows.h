@@ -16,6 +16,7 @@ struct Shape {
     int L, D;
     int strips;  // of channels
     int groups;  // of kWaves · kTokens tokens
+    int64_t first_b = 0;  // the sequence that this launch begins with
 };
 
 // The part of the tensors that a wave owns: tokens start to end of sequence b, kLanes·V channels.
@@ -24,10 +25,11 @@ struct Place {
     int64_t b, piece;
 
     __device__ Place(const Shape& shape, int waves, int tokens) {
+        const unsigned of_launch = blockIdx.x / shape.strips;
         strip = blockIdx.x % shape.strips;
-        piece = blockIdx.x / shape.strips;
-        b = piece / shape.groups;
-        const int64_t begin = (piece % shape.groups * waves + uniform(threadIdx.y)) * tokens;
+        piece = shape.first_b * shape.groups + of_launch;
+        b = shape.first_b + of_launch / shape.groups;
+        const int64_t begin = (int64_t(of_launch % shape.groups) * waves + uniform(threadIdx.y)) * tokens;
         start = int(begin < shape.L ? begin : shape.L);
         end = start + tokens < shape.L ? start + tokens : shape.L;
     }

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,14 +12,15 @@ import pytest
 from mhc_ops.conv.hip import build
 
 ROOT = Path(__file__).parents[3]
+PROGRAM = Path(__file__).parent / "program" / "channellast_test.cpp"
 FAST = f"-O1 {toolchain.WIDTH_4} {toolchain.FP32}"
 PRESETS = ("Tiny", "Small", "Medium", "Large", "No Bias", "With SiLU")
 
 
-def script(*arguments, flags=FAST):
-    environment = {**os.environ, "CONV_TARGET": "cpu", "CONV_FLAGS": flags}
+def script(*arguments, flags=FAST, root=ROOT, **settings):
+    environment = {**os.environ, "CONV_TARGET": "cpu", "CONV_FLAGS": flags, **settings}
     return subprocess.run(
-        [ROOT / "run_channellast_test.sh", *arguments], env=environment, capture_output=True, text=True
+        [root / "run_channellast_test.sh", *arguments], env=environment, capture_output=True, text=True
     )
 
 
@@ -34,11 +36,11 @@ def test_every_case(tmp_path):
     """All types and widths, by the library that CPU tensors use."""
     library = build.compiled((build.cpu_compiler(), *build.CPU_FLAGS))
     program = tmp_path / "channellast_test"
-    source = build.SOURCE / "channellast_test.cpp"
     toolchain.run(
         build.cpu_compiler(),
         *build.CPU_FLAGS,
-        source,
+        f"-I{build.SOURCE}",
+        PROGRAM,
         "-x",
         "none",
         library,
@@ -67,11 +69,37 @@ def test_script_says_what_it_does():
     assert len(re.findall(r"% *$", done.stdout, re.M)) == 2 * (len(PRESETS) + 2)
 
 
-def test_a_wrong_kernel_fails():
-    done = script("-a", flags=f"{FAST} -DMHC_OPS_PLANT_ERROR")
-    assert done.returncode != 0
+def test_a_wrong_kernel_fails(tmp_path):
+    """In a copy, where dweight is summed from the taps in reverse."""
+    for folder in (build.SOURCE, PROGRAM.parent):
+        shutil.copytree(folder, tmp_path / folder.relative_to(ROOT))
+    shutil.copy(ROOT / "run_channellast_test.sh", tmp_path)
+    kernel = tmp_path / build.SOURCE.relative_to(ROOT) / "conv_bwd.h"
+    right = "dweight[k][i] += g[r + S][i] * (counts(S, k) ? window[r + k][i] : 0.0f);"
+    assert kernel.read_text().count(right) == 1
+    kernel.write_text(kernel.read_text().replace(right, "dweight[k][i] += g[r + S][i] * window[r + S - k][i];"))
+    done = script("-a", root=tmp_path)
+    assert done.returncode == 1
     assert "Status: FAILED" in done.stdout
     assert "Accuracy Summary: 0 / 6 PASSED" in done.stdout
+
+
+def test_a_launch_has_fewer_threads_than_hip_can_count():
+    """2^32 in truth; with few tokens a wave and a limit of 200,000 the largest cases need several launches."""
+    limit = "-DMHC_OPS_CPU_THREADS_OF_LAUNCH=200000 -DMHC_CONV_THREADS_OF_LAUNCH=200000"
+    done = script("-a", flags=f"{FAST} {limit} -DMHC_CONV_FWD_TOKENS=1 -DMHC_CONV_BWD_TOKENS=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 / 6 PASSED" in done.stdout
+
+
+def test_the_program_is_kept_and_takes_no_other_word(tmp_path):
+    done = script("-p", KEEP=str(tmp_path / "kept"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    program = tmp_path / "kept" / "channellast_test"
+    for word in ("abc", "1x", "", "-1", "3"):
+        said = subprocess.run([program, word], capture_output=True, text=True)
+        assert (said.returncode, said.stdout) == (2, ""), word
+        assert said.stderr == f"usage: {program} [0 all | 1 accuracy | 2 performance]\n"
 
 
 def test_sanitizers():

@@ -125,7 +125,22 @@ bool passes(const Case& c, bool quiet) {
     });
 }
 
+__global__ void nothing() {}
+
+// An error that an earlier launch left behind is not blamed on these.
+void survive_an_older_error() {
+    const Case c = presets().front();
+    Device<float> device(c, make_inputs(c, [](double value) { return value; }));
+    auto fail = [] { hipLaunchKernelGGL(nothing, dim3(1), dim3(4096), 0, nullptr); };  // no GPU has such blocks
+    fail();
+    device.forward();
+    fail();
+    device.backward();
+    CHECK(hipDeviceSynchronize());
+}
+
 bool accuracy() {
+    survive_an_older_error();
     int passed = 0, more_passed = 0;
     for (const Case& c : presets()) passed += passes(c, false);
     std::printf("Accuracy Summary: %d / %zu PASSED\n", passed, presets().size());
@@ -221,13 +236,13 @@ void performance() {
 }  // namespace
 
 int main(int count, char** arguments) {
-    const int mode = count > 1 ? std::atoi(arguments[1]) : 0;
-    if (count > 2 || mode < 0 || mode > 2) {
+    const std::string mode = count > 1 ? arguments[1] : "0";
+    if (count > 2 || (mode != "0" && mode != "1" && mode != "2")) {
         std::fprintf(stderr, "usage: %s [0 all | 1 accuracy | 2 performance]\n", arguments[0]);
         return 2;
     }
     std::printf("Channel-last causal conv1d, %s build\n", MHC_OPS_PLATFORM);
-    const bool passed = mode == 2 || accuracy();
-    if (mode != 1) performance();
+    const bool passed = mode == "2" || accuracy();
+    if (mode != "1") performance();
     return passed ? 0 : 1;
 }
