@@ -49,12 +49,16 @@ class Driver:
 
 
 @contextlib.contextmanager
-def compiling_for(name, monkeypatch):
-    """Within it, `kernel[grid](...)` compiles for the target instead of launching; yields the list of results."""
+def compiling_for(name, monkeypatch, kernels=None):
+    """Within it, `kernel[grid](...)` compiles for the target instead of launching; yields the list of results.
+
+    kernels: the names of those that are compiled; the others are passed over."""
     target, compiled = target_of(name), []
     launch = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
+        if kernels is not None and self.__name__ not in kernels:
+            return
         compiled.append(resources(launch(self, *args, grid=grid, warmup=True, **options), target))
 
     with monkeypatch.context() as patch:
@@ -92,3 +96,10 @@ def _amd(kernel):
 @functools.cache
 def _cuobjdump():
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+def check(name, compiled):
+    """None of the kernels spills or takes more shared memory than the GPU has."""
+    for kernel in compiled:
+        assert kernel.spilled == 0, f"{kernel.name} spills {kernel.spilled} bytes at {kernel.registers} registers"
+        assert kernel.shared <= GPUS[name].shared_memory, f"{kernel.name} takes {kernel.shared} bytes"

@@ -35,7 +35,8 @@ def of(device: torch.device) -> Device:
         return Device(device.type)
     properties = torch.cuda.get_device_properties(device)
     hip = torch.version.hip is not None
-    shared = properties.shared_memory_per_block if hip else properties.shared_memory_per_block_optin
+    # Of two kinds of limit, CUDA's default and what a kernel can opt in to, Triton and TileLang take the second.
+    shared = properties.shared_memory_per_block if hip else properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return Device(
         kind="hip" if hip else "cuda",
         capability=(properties.major, properties.minor),
