@@ -89,9 +89,9 @@ def page(
     lines = [
         "# What the Triton kernels take on each GPU",
         "",
-        f"Made by `scripts/compile_table.py` with {versions}: every kernel compiled, without the GPU,",
-        f"in {count // len(targets)} choices of n, D, width, type and what goes with it. A cell is the largest over all of",
-        "them: registers a thread / KB of shared memory a program. The first row is what the GPU has. Only the H200",
+        f"Made by `scripts/compile_table.py` with {versions}: every kernel compiled, without the GPU, in",
+        f"{count // len(targets)} choices of n, D, width, type and what goes with it. A cell is the largest over all",
+        "of them: registers a thread / KB of shared memory a program. The first row is what the GPU has. Only the H200",
         "(sm_90) was there to run them.",
         "",
         "| kernel | " + " | ".join(targets) + " |",
