@@ -46,10 +46,12 @@ def causal_conv1d(
 
 def silu_of(z: Tensor) -> Tensor:
     """z·σ(z). F.silu and sigmoid round the last few elements of a call on a CPU differently than the others, so that a
-    sequence in pieces would not have the bits of the whole; exp rounds them all alike. |z| keeps it from overflowing.
+    sequence in pieces would not have the bits of the whole; exp rounds them all alike. −|z| keeps it from overflowing,
+    and is written so that each side, 0 included, has all its derivatives: that of abs at 0 is 0.
     """
-    decay = torch.exp(-z.abs())
-    return z * torch.where(z >= 0, 1, decay) / (1 + decay)
+    positive = z >= 0
+    decay = torch.exp(torch.where(positive, -z, z))
+    return z * torch.where(positive, 1, decay) / (1 + decay)
 
 
 Taps = tuple[list[Tensor], Tensor, Tensor | None]
@@ -65,13 +67,14 @@ def dense(x: Tensor, state: Tensor | None, seq_idx: Tensor | None, W: int, dilat
     before = x.new_zeros(B, S, D) if state is None else state
     everything = torch.cat([before, x], 1)
     taps = [everything[:, k * dilation : k * dilation + L] for k in range(W)]
+    last = everything[:, L:].clone(memory_format=torch.contiguous_format)  # a view would keep everything in memory
     if seq_idx is None:
-        return taps, everything[:, L:], None
+        return taps, last, None
     ids, real = F.pad(seq_idx, (S, 0), value=-1), (seq_idx >= 0)[..., None]
     for k in range(W):
         same = ids[:, k * dilation : k * dilation + L] == seq_idx
         taps[k] = torch.where(real & same[..., None], taps[k], 0)
-    return taps, everything[:, L:], real
+    return taps, last, real
 
 
 def packed(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, W: int, dilation: int) -> Taps:

@@ -57,6 +57,38 @@ def test_gradcheck(residual):
 
     x = torch.randn(1, 6, 2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(call, (x, *names.values()))
+    assert torch.autograd.gradgradcheck(call, (x, *names.values()))
+
+
+@pytest.mark.parametrize("zero", [("x",), ("weight",), ("x", "gamma", "weight")], ids=str)
+def test_gradcheck_at_zero(zero):
+    """As with weight zero, which is how a trained model takes it in."""
+    module = fresh(2, 2, 2)
+    x = torch.randn(1, 3, 2, 2, dtype=torch.float64)
+    tensors = {"x": x, "gamma": module.norm_weight.detach(), "weight": module.weight.detach()}
+    leaves = [(torch.zeros_like(t) if name in zero else t).requires_grad_() for name, t in tensors.items()]
+
+    def call(*tensors):
+        return mhc_ops.short_conv(*tensors, norm_eps=0.1)  # 1e-5 bends too sharply for finite differences
+
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+def test_hessian_vector_product_of_a_module_that_starts_at_zero():
+    module = fresh(2, 8)
+    nn.init.zeros_(module.weight)
+    x = torch.randn(2, 5, 2, 8, dtype=torch.float64)
+    parameters = list(module.parameters())
+    torch.manual_seed(2)
+    direction = [torch.randn_like(parameter) for parameter in parameters]
+
+    def product(y):
+        first = torch.autograd.grad(y.square().sum(), parameters, create_graph=True)
+        return torch.autograd.grad(first, parameters, direction)
+
+    expected = product(oracle(x, *parameters, 1, True, 1e-5))
+    assert all(accuracy.close(*two) for two in zip(product(module(x)), expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
