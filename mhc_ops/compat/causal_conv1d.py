@@ -129,7 +129,8 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     total, D = x.shape
     if total == 0:
         return x.new_zeros(cu_seqlens.shape[0] - 1, state_len, D).mT
-    begin, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    bounds = cu_seqlens.clamp(0, total).cummax(0).values[:, None]
+    begin, end = bounds[:-1], bounds[1:]
     time = end - state_len + torch.arange(state_len, device=x.device)
     states = torch.where((time >= begin)[..., None], x[time.clamp(min=0)], 0)
     return states.contiguous().mT

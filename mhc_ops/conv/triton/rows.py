@@ -96,7 +96,7 @@ def under_taps(
             own = ids[r + W - 1]
             tap = tl.where((own >= 0) & (ids[r + k] == own), tap, 0.0)
             if state_ptr is not None:
-                start = tl.load(bounds_ptr + own, mask=own >= 0, other=0).to(tl.int32)
+                start = tl.load(bounds_ptr + own, mask=own >= 0, other=0)
                 back = start - (t - (W - 1 - k) * dilation)
                 state = load_state(state_ptr, own, back, (W - 1) * dilation, D, d, in_row & (own >= 0))
                 tap = tl.where((own >= 0) & (back > 0), state, tap)
