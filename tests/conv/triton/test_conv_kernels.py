@@ -168,6 +168,24 @@ def test_silu_of_any_number_in_short_conv(kernel_device):
     torch.testing.assert_close(dweight.flatten().double(), slopes(z), rtol=1e-6, atol=1e-36)
 
 
+@pytest.mark.parametrize("L", [0, 1, 1024, 3000])
+@pytest.mark.parametrize("count", [1, 2, 256, 257, 1000])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packing(dtype, count, L, kernel_device):
+    """More boundaries than a program looks at at once, more tokens than one has; some out of range or of order."""
+    from mhc_ops.conv.triton.states import packing
+
+    given = torch.randint(-50, L + 50, (count,), generator=torch.Generator().manual_seed(count), dtype=dtype)
+    given = given.sort().values
+    given[::70] = given[::70].flip(0)
+    bounds = given.clamp(0, L).cummax(0).values.int()
+    ids = torch.searchsorted(bounds, torch.arange(L, dtype=torch.int32), right=True).int() - 1
+    ids[ids == count - 1] = -1
+    result = packing(given.to(kernel_device), L)
+    assert torch.equal(result[0].cpu(), ids)
+    assert torch.equal(result[1].cpu(), bounds)
+
+
 @pytest.mark.parametrize("sizes", [(0, 5, 8), (2, 0, 8), (2, 5, 0)], ids=str)
 def test_nothing_to_do(sizes, kernel_device):
     tensors = leaves_of(ConvCase(*sizes, places="states").inputs(kernel_device))
