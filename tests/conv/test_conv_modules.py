@@ -158,6 +158,11 @@ def test_device_and_dtype():
     module = ShortConv(2, 8, device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
     assert {p.dtype for p in ShortConv(2, 8).parameters()} == {torch.float32}
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {p.dtype for p in ShortConv(2, 8).parameters()} == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_repr():
@@ -178,6 +183,8 @@ def test_repr():
         ({"dilation": 0}, ValueError, "dilation must be at least 1, got 0"),
         ({"dilation": 1.5}, TypeError, "dilation must be an int, got float"),
         ({"norm_eps": "1e-5"}, TypeError, "norm_eps must be a number, got str"),
+        ({"norm_eps": -1.0}, ValueError, "norm_eps must be finite and 0 or more, got -1.0"),
+        ({"norm_eps": float("nan")}, ValueError, "norm_eps must be finite and 0 or more, got nan"),
     ],
 )
 def test_arguments_are_checked(arguments, error, message):
@@ -230,6 +237,13 @@ def test_no_tokens():
         assert y.shape == shape
         y.sum().backward()
         assert not module.weight.grad.any()
+
+
+def test_more_dilation_than_tokens():
+    """Taps that are all before the first token take no memory."""
+    module = fresh(2, 8, 3, 2**40)
+    x = torch.randn(2, 5, 2, 8, dtype=torch.float64)
+    assert torch.equal(module(x), fresh(2, 8, 3, 5)(x))
 
 
 def test_strided_streams():

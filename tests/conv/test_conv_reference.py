@@ -186,7 +186,9 @@ def test_gradcheck(case):
     assert torch.autograd.gradgradcheck(call, leaves)
 
 
-@pytest.mark.parametrize("zero", [("x", "initial_state"), ("weight", "bias"), ("x", "weight", "bias", "residual")], ids=str)
+@pytest.mark.parametrize(
+    "zero", [("x", "initial_state"), ("weight", "bias"), ("x", "weight", "bias", "residual")], ids=str
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -210,19 +212,23 @@ def test_gradcheck_at_zero(case, zero):
     assert torch.autograd.gradgradcheck(call, leaves)
 
 
+def derivatives(function, z):
+    """function(z) and its first two derivatives, elementwise"""
+    leaf = z.clone().requires_grad_()
+    y = function(leaf)
+    (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y), create_graph=True)
+    (bend,) = torch.autograd.grad(slope, leaf, torch.ones_like(slope))
+    return y.detach(), slope.detach(), bend
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_silu_of_any_number(dtype):
-    """y and its first two derivatives by z, at the largest numbers, the smallest, and 0."""
+    """Up to the largest that there is, twice differentiated."""
     largest = torch.finfo(dtype).max
     z = torch.tensor([-largest, -1e8, -100, -20, -1, -1e-30, -0.0, 0, 1e-30, 1, 20, 100, 1e8, largest], dtype=dtype)
-    results = []
-    for values, silu in ((z, lambda z: conv(z[None, :, None], z.new_ones(1, 1), activation="silu")), (z.double(), F.silu)):
-        leaf = values.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(y := silu(leaf).flatten(), leaf, torch.ones_like(y), create_graph=True)
-        (bend,) = torch.autograd.grad(slope, leaf, torch.ones_like(slope))
-        results.append((y.detach(), slope.detach(), bend))
-    for one, other in zip(*results):
-        torch.testing.assert_close(one, other.to(dtype))
+    results = derivatives(lambda z: conv(z[None, None], z.new_ones(len(z), 1), activation="silu")[0, 0], z)
+    for one, exact in zip(results, derivatives(F.silu, z.double())):
+        torch.testing.assert_close(one, exact.to(dtype))
 
 
 @pytest.mark.parametrize("dilation", [1, 2])
@@ -355,6 +361,31 @@ def test_seq_idx_is_cu_seqlens():
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1]], dtype=torch.int32)
     one = conv(**tensors, activation="silu", seq_idx=ids)
     assert torch.equal(one, conv(**tensors, activation="silu", cu_seqlens=torch.tensor([0, 3, 7])))
+
+
+@pytest.mark.parametrize("places", [{}, {"ids": IDS}, {"B": 1, "cu": PADDED}], ids=str)
+def test_more_dilation_than_tokens(places):
+    """Taps that are all before the first token take no memory."""
+    case = Case(residual=True, **places)
+    options = case.options()
+    far, near = (
+        gradients(lambda dilation=dilation, **t: (conv(**t, **{**options, "dilation": dilation}),), case.inputs())
+        for dilation in (2**40, case.L)
+    )
+    assert torch.equal(far[0][0], near[0][0])
+    assert all(torch.equal(far[1][name], near[1][name]) for name in near[1])
+
+
+@pytest.mark.parametrize("case", [Case(state=True), Case(ids=IDS), Case(B=1, cu=PADDED, state=True)], ids=str)
+def test_meta(case):
+    """Shapes and types alone, as torch has it for its own functions."""
+    reference, _ = calls(case)
+    expected = reference(**case.inputs(torch.bfloat16))
+    tensors = {name: tensor.to("meta") for name, tensor in case.inputs(torch.bfloat16).items()}
+    options = {name: o.to("meta") if isinstance(o, torch.Tensor) else o for name, o in case.options().items()}
+    outputs = conv(**tensors, **options, output_final_state=case.ids is None)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert [(o.shape, o.dtype, o.stride()) for o in outputs] == [(o.shape, o.dtype, o.stride()) for o in expected]
 
 
 def test_any_layout_and_nothing_is_modified():
