@@ -80,8 +80,8 @@ def causal_conv1d_update(
       and older ones shift out.
     cache_seqlens: [B] int32, how many inputs each sequence had before; conv_state is then a ring buffer, written from
       cache_seqlens % state_len on.
-    conv_state_indices: [B] int32, the slot of each sequence (slot b for sequence b without it). Where it is −1, out is
-      zero and no state is touched.
+    conv_state_indices: [B] int32, the slot of each sequence (slot b for sequence b without it). Where it is −1 or there
+      is no such slot, or where cache_seqlens is negative, out is zero and no state is touched.
     Returns out, shaped, typed and laid out as x; it carries no gradient.
     """
     function = "causal_conv1d_update"
@@ -107,7 +107,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     """The last state_len inputs of each packed sequence, as `causal_conv1d_update` takes them.
 
     x: [total, D]   cu_seqlens: [N + 1] int32 or int64, where the sequences begin and end; its values are not looked at
-    on the host.
+    on the host, and count as within 0 and total and as no smaller than those before them.
     Returns states [N, D, state_len], channels side by side in memory; zero before the begin of a sequence that is
     shorter. They carry no gradient.
     """
@@ -129,7 +129,8 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     total, D = x.shape
     if total == 0:
         return x.new_zeros(cu_seqlens.shape[0] - 1, state_len, D).mT
-    begin, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    bounds = cu_seqlens.clamp(0, total).cummax(0).values[:, None]
+    begin, end = bounds[:-1], bounds[1:]
     time = end - state_len + torch.arange(state_len, device=x.device)
     states = torch.where((time >= begin)[..., None], x[time.clamp(min=0)], 0)
     return states.contiguous().mT

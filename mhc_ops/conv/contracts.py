@@ -71,7 +71,7 @@ def without_padding(dy: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | Non
         return torch.where((seq_idx >= 0)[..., None], dy, 0)
     if cu_seqlens is not None:
         t = torch.arange(dy.shape[1], device=dy.device)
-        return torch.where(((t >= cu_seqlens[0]) & (t < cu_seqlens[-1]))[:, None], dy, 0)
+        return torch.where(((t >= cu_seqlens[0]) & (t < cu_seqlens.max()))[:, None], dy, 0)  # they may decrease
     return dy
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ..core.check import check_count, check_numbers
-from .ops import short_conv
+from ..core.check import check_count
+from .ops import check_eps, short_conv
 
 
 class ShortConv(nn.Module):
@@ -26,8 +26,9 @@ class ShortConv(nn.Module):
     torch.Size([2, 10, 4, 64])
 
     Parameters: norm_weight [n, D], ones at first, and weight [n·D, width], uniform within ±1/√width as in nn.Conv1d;
-    there is no bias. With weight zero and residual=True the module is the identity, which is a way to add it to a model
-    that is already trained: `nn.init.zeros_(conv.weight)`. From there weight learns at once, norm_weight once it moved.
+    there is no bias. They have the dtype given, else torch's default, as in every module of torch. With weight zero and
+    residual=True the module is the identity, which is a way to add it to a model that is already trained:
+    `nn.init.zeros_(conv.weight)`. From there weight learns at once, norm_weight once it moved.
     """
 
     norm_weight: nn.Parameter
@@ -49,7 +50,7 @@ class ShortConv(nn.Module):
         super().__init__()
         for name, value in (("n", n), ("D", D), ("width", width), ("dilation", dilation)):
             check_count("ShortConv", name, value)
-        (self.norm_eps,) = check_numbers("ShortConv", norm_eps=norm_eps)
+        self.norm_eps = check_eps("ShortConv", norm_eps)
         self.n, self.D, self.width, self.dilation = n, D, width, dilation
         self.residual, self.backend = residual, backend
         self.norm_weight = nn.Parameter(torch.empty(n, D, device=device, dtype=dtype))

@@ -1,5 +1,7 @@
 """Causal conv1d: the public functions. Each checks its input, chooses a backend, calls the reference or the kernels."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,8 @@ def causal_conv1d(
     seq_idx: [B, L] int32, which sequence a token belongs to; taps on another one count as zero. Negative is padding:
       y is 0 there and nothing flows back from it.
     cu_seqlens: [N + 1] int32 or int64, where packed sequences begin and end, with B = 1. Tokens past the last are
-      padding. Its values are not looked at on the host.
+      padding. Its values are not looked at on the host: one out of range counts as the nearest of 0 and L, one that is
+      smaller than one before it as that one, and nothing outside of the tensors is touched.
     initial_state: [N, D, (W − 1)·dilation] typed as x, the inputs before the first token of each sequence (N = B
       without cu_seqlens); zeros where it is None. With output_final_state, (y, final_state) is returned: what the next
       piece of the sequence takes as its initial_state. A sequence in pieces has the bits of the whole.
@@ -75,6 +78,8 @@ def causal_conv1d(
         check_tensors(function, x=x, initial_state=initial_state)
         check_dtype(function, "initial_state", initial_state, (x.dtype,), " as x is")
         check_shapes(function, initial_state=(initial_state, (N, D, S)))
+    elif not output_final_state:
+        dilation = _within(L, dilation)
     name = choose(function, "conv", backend, x.device)
     state = None if initial_state is None else initial_state.transpose(1, 2)
     if name == "reference":
@@ -113,8 +118,10 @@ def causal_conv1d_update(
       last and older ones shift out.
     cache_seqlens: [B] int32 or int64, how many inputs each sequence had before; conv_state is then a ring of its own
       length, the input at time t at t modulo length.
-    conv_state_indices: [B] int32 or int64, the slot of each sequence (slot b for sequence b without it). Where it is
-      pad_slot_id, y is zero and no state is touched.
+    conv_state_indices: [B] int32 or int64, the slot of each sequence (slot b for sequence b without it), one of its own
+      for each.
+    A sequence is padding where its slot is pad_slot_id, negative or not in conv_state, or its cache_seqlens negative:
+      y is zero there and no state is touched.
     Returns y, shaped and typed as x; it carries no gradient. Nothing is looked at on the host, so the call can be
     captured in a CUDA graph.
     """
@@ -177,11 +184,9 @@ def short_conv(
         raise ValueError(f"{function}: x must be [B, L, n, D] with n and D at least 1, got {list(x.shape)}")
     n, D = x.shape[2:]
     check_shapes(function, gamma=(gamma, (n, D)))
-    if weight.dim() != 2 or weight.shape[0] != n * D or weight.shape[1] < 1:
-        raise ValueError(f"{function}: weight must be [{n * D}, W] with W at least 1, got {list(weight.shape)}")
+    _check_weight(function, weight, n * D)
     check_count(function, "dilation", dilation)
-    (norm_eps,) = check_numbers(function, norm_eps=norm_eps)
-    options = (norm_eps, dilation, bool(residual))
+    options = (check_eps(function, norm_eps), _within(x.shape[1], dilation), bool(residual))
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
         return reference.short_conv(x, gamma, weight, *options)
@@ -197,8 +202,10 @@ def _check_filter(
     if x.dim() != 3:
         raise ValueError(f"{function}: x must be {layout}, got {list(x.shape)}")
     D = x.shape[2]
-    if weight.dim() != 2 or weight.shape[0] != D or weight.shape[1] < 1:
-        raise ValueError(f"{function}: weight must be [{D}, W] with W at least 1, got {list(weight.shape)}")
+    if weight.dim() > 1 and 1 < x.shape[1] == weight.shape[0] != D:
+        expected = f"{layout} with D = {weight.shape[0]} as weight is {list(weight.shape)}"
+        raise ValueError(f"{function}: x must be {expected}, got {list(x.shape)}: pass x.mT")
+    _check_weight(function, weight, D)
     if bias is not None:
         check_shapes(function, bias=(bias, (D,)))
     if activation not in (None, "silu", "swish"):
@@ -207,9 +214,34 @@ def _check_filter(
     return activation is not None
 
 
+def _check_weight(function: str, weight: Tensor, D: int) -> None:
+    if weight.dim() != 2 or weight.shape[0] != D or weight.shape[1] < 1:
+        one_more = weight.dim() == 3 and weight.shape[1] == 1
+        hint = ": pass weight.squeeze(1), nn.Conv1d has one dimension more" if one_more else ""
+        raise ValueError(f"{function}: weight must be [{D}, W] with W at least 1, got {list(weight.shape)}{hint}")
+
+
+def check_eps(function: str, norm_eps: object) -> float:
+    (value,) = check_numbers(function, norm_eps=norm_eps)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{function}: norm_eps must be finite and 0 or more, got {value}")
+    return value
+
+
+def _within(L: int, dilation: int) -> int:
+    """A dilation that does the same without states: from L on, every tap but the last is before the first token.
+
+    The memory and the programs of a call grow with it.
+    """
+    return L if dilation > L > 0 else dilation
+
+
 def _check_index(function: str, name: str, index: object, x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if not isinstance(index, Tensor):
         raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(index).__name__}")
+    if index.layout is not torch.strided:
+        layout = str(index.layout).removeprefix("torch.")
+        raise TypeError(f"{function}: {name} must be a dense (strided) tensor, got {layout}")
     check_dtype(function, name, index, allowed)
     if index.device != x.device:
         raise ValueError(f"{function}: {name} must be on {x.device} as x is, got {index.device}")

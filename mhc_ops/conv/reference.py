@@ -46,10 +46,12 @@ def causal_conv1d(
 
 def silu_of(z: Tensor) -> Tensor:
     """z·σ(z). F.silu and sigmoid round the last few elements of a call on a CPU differently than the others, so that a
-    sequence in pieces would not have the bits of the whole; exp rounds them all alike. |z| keeps it from overflowing.
+    sequence in pieces would not have the bits of the whole; exp rounds them all alike. −|z| keeps it from overflowing,
+    and is written so that each side, 0 included, has all its derivatives: that of abs at 0 is 0.
     """
-    decay = torch.exp(-z.abs())
-    return z * torch.where(z >= 0, 1, decay) / (1 + decay)
+    positive = z >= 0
+    decay = torch.exp(torch.where(positive, -z, z))
+    return z * torch.where(positive, 1, decay) / (1 + decay)
 
 
 Taps = tuple[list[Tensor], Tensor, Tensor | None]
@@ -65,29 +67,34 @@ def dense(x: Tensor, state: Tensor | None, seq_idx: Tensor | None, W: int, dilat
     before = x.new_zeros(B, S, D) if state is None else state
     everything = torch.cat([before, x], 1)
     taps = [everything[:, k * dilation : k * dilation + L] for k in range(W)]
+    last = everything[:, L:].clone(memory_format=torch.contiguous_format)  # a view would keep everything in memory
     if seq_idx is None:
-        return taps, everything[:, L:], None
+        return taps, last, None
     ids, real = F.pad(seq_idx, (S, 0), value=-1), (seq_idx >= 0)[..., None]
     for k in range(W):
         same = ids[:, k * dilation : k * dilation + L] == seq_idx
         taps[k] = torch.where(real & same[..., None], taps[k], 0)
-    return taps, everything[:, L:], real
+    return taps, last, real
 
 
 def packed(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, W: int, dilation: int) -> Taps:
-    """The same for sequences cu_seqlens[i] to cu_seqlens[i + 1] of x [1, L, D], each with its own states."""
+    """The same for sequences cu_seqlens[i] to cu_seqlens[i + 1] of x [1, L, D], each with its own states.
+
+    A boundary counts as within 0 and L, and as no smaller than those before it.
+    """
     _, L, D = x.shape
     N, S = cu_seqlens.numel() - 1, (W - 1) * dilation
+    bounds = cu_seqlens.clamp(0, L).cummax(0).values
     before = x.new_zeros(N, S, D) if state is None else state
     everything = torch.cat([x.new_zeros(1, D), before.flatten(0, 1), x[0]])  # nothing, the states, the tokens
-    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+    begin, end = bounds[:-1], bounds[1:]
 
     def at(time: Tensor, sequence: Tensor, start: Tensor) -> Tensor:
         """Rows of everything: a token from the start of its sequence on, before it the state."""
         return torch.where(time >= start, 1 + N * S + time, 1 + sequence * S + S + time - start)
 
     t = torch.arange(L, device=x.device)
-    sequence = torch.searchsorted(cu_seqlens, t, right=True) - 1
+    sequence = torch.searchsorted(bounds, t, right=True) - 1
     real = (sequence >= 0) & (sequence < N)
     start = torch.cat([begin, begin.new_zeros(1)])[torch.where(real, sequence, N)]
     taps = []
@@ -114,24 +121,31 @@ def causal_conv1d_update(
 
     Without cache_seqlens the newest input is last and older ones shift out. With it, the state is a ring: the input at
     time t, counted from the sequence's begin, is at t modulo length, and cache_seqlens inputs came before these.
+    A sequence whose slot is pad_slot_id or is not there, or whose cache_seqlens is negative, is padding.
     """
     B, T, D = x.shape
-    length, S = state.shape[1], (weight.shape[1] - 1) * dilation
+    N, length, S = len(state), state.shape[1], (weight.shape[1] - 1) * dilation
     rows = torch.arange(B, device=x.device) if slots is None else slots.long()
-    real = torch.ones(B, dtype=torch.bool, device=x.device) if slots is None else slots != pad_slot_id
-    mine = state[torch.where(real, rows, 0)] if len(state) else x.new_zeros(B, length, D)
+    real = (rows >= 0) & (rows < N)
+    if slots is not None:
+        real = real & (rows != pad_slot_id)
+    if cache_seqlens is not None:
+        real, turned = real & (cache_seqlens >= 0), cache_seqlens.long()[:, None] % length
+    rows = torch.where(real, rows, N)
+    slots_and_spare = torch.cat([state, state.new_zeros(1, length, D)])  # what padding takes and leaves
+    mine = slots_and_spare[rows]
     if cache_seqlens is not None:  # oldest first
-        turn = (torch.arange(length, device=x.device) + cache_seqlens.long()[:, None]) % length
+        turn = (torch.arange(length, device=x.device) + turned) % length
         mine = mine.gather(1, turn[..., None].expand_as(mine))
     everything = torch.cat([mine, x], 1)
     before = everything[:, length - S : length]
     y, _ = causal_conv1d(x, weight, bias, None, None, None, before, silu, dilation)
     after = everything[:, T:]
     if cache_seqlens is not None:
-        turn = (torch.arange(length, device=x.device) - cache_seqlens.long()[:, None] - T) % length
+        turn = (torch.arange(length, device=x.device) - turned - T) % length
         after = after.gather(1, turn[..., None].expand_as(after))
     y = torch.where(real[:, None, None], y, 0)
-    return y, state.index_put((rows[real],), after[real])
+    return y, slots_and_spare.index_put((rows,), after)[:N]
 
 
 def short_conv(x: Tensor, gamma: Tensor, weight: Tensor, norm_eps: float, dilation: int, residual: bool) -> Tensor:

@@ -57,6 +57,38 @@ def test_gradcheck(residual):
 
     x = torch.randn(1, 6, 2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(call, (x, *names.values()))
+    assert torch.autograd.gradgradcheck(call, (x, *names.values()))
+
+
+@pytest.mark.parametrize("zero", [("x",), ("weight",), ("x", "gamma", "weight")], ids=str)
+def test_gradcheck_at_zero(zero):
+    """As with weight zero, which is how a trained model takes it in."""
+    module = fresh(2, 2, 2)
+    x = torch.randn(1, 3, 2, 2, dtype=torch.float64)
+    tensors = {"x": x, "gamma": module.norm_weight.detach(), "weight": module.weight.detach()}
+    leaves = [(torch.zeros_like(t) if name in zero else t).requires_grad_() for name, t in tensors.items()]
+
+    def call(*tensors):
+        return mhc_ops.short_conv(*tensors, norm_eps=0.1)  # 1e-5 bends too sharply for finite differences
+
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+def test_hessian_vector_product_of_a_module_that_starts_at_zero():
+    module = fresh(2, 8)
+    nn.init.zeros_(module.weight)
+    x = torch.randn(2, 5, 2, 8, dtype=torch.float64)
+    parameters = list(module.parameters())
+    torch.manual_seed(2)
+    direction = [torch.randn_like(parameter) for parameter in parameters]
+
+    def product(y):
+        first = torch.autograd.grad(y.square().sum(), parameters, create_graph=True)
+        return torch.autograd.grad(first, parameters, direction)
+
+    expected = product(oracle(x, *parameters, 1, True, 1e-5))
+    assert all(accuracy.close(*two) for two in zip(product(module(x)), expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -126,6 +158,11 @@ def test_device_and_dtype():
     module = ShortConv(2, 8, device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
     assert {p.dtype for p in ShortConv(2, 8).parameters()} == {torch.float32}
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {p.dtype for p in ShortConv(2, 8).parameters()} == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_repr():
@@ -146,6 +183,8 @@ def test_repr():
         ({"dilation": 0}, ValueError, "dilation must be at least 1, got 0"),
         ({"dilation": 1.5}, TypeError, "dilation must be an int, got float"),
         ({"norm_eps": "1e-5"}, TypeError, "norm_eps must be a number, got str"),
+        ({"norm_eps": -1.0}, ValueError, "norm_eps must be finite and 0 or more, got -1.0"),
+        ({"norm_eps": float("nan")}, ValueError, "norm_eps must be finite and 0 or more, got nan"),
     ],
 )
 def test_arguments_are_checked(arguments, error, message):
@@ -198,6 +237,13 @@ def test_no_tokens():
         assert y.shape == shape
         y.sum().backward()
         assert not module.weight.grad.any()
+
+
+def test_more_dilation_than_tokens():
+    """Taps that are all before the first token take no memory."""
+    module = fresh(2, 8, 3, 2**40)
+    x = torch.randn(2, 5, 2, 8, dtype=torch.float64)
+    assert torch.equal(module(x), fresh(2, 8, 3, 5)(x))
 
 
 def test_strided_streams():

@@ -186,6 +186,51 @@ def test_gradcheck(case):
     assert torch.autograd.gradgradcheck(call, leaves)
 
 
+@pytest.mark.parametrize(
+    "zero", [("x", "initial_state"), ("weight", "bias"), ("x", "weight", "bias", "residual")], ids=str
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=1, L=3, D=2, W=2),
+        Case(B=1, L=3, D=2, W=2, residual=True, state=True),
+        Case(B=1, L=4, D=2, W=2, residual=True, state=True, cu=(0, 1, 3)),
+        Case(B=1, L=4, D=2, W=2, residual=True, ids=((0, 0, -1, 1),)),
+    ],
+    ids=str,
+)
+def test_gradcheck_at_zero(case, zero):
+    """SiLU is smooth at 0, where a filter that starts at zero is."""
+    reference, _ = calls(case)
+    tensors = {name: torch.zeros_like(t) if name in zero else t for name, t in case.inputs().items()}
+    leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+
+    def call(*values):
+        return reference(**dict(zip(tensors, values)))
+
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+def derivatives(function, z):
+    """function(z) and its first two derivatives, elementwise"""
+    leaf = z.clone().requires_grad_()
+    y = function(leaf)
+    (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y), create_graph=True)
+    (bend,) = torch.autograd.grad(slope, leaf, torch.ones_like(slope))
+    return y.detach(), slope.detach(), bend
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_silu_of_any_number(dtype):
+    """Up to the largest that there is, twice differentiated."""
+    largest = torch.finfo(dtype).max
+    z = torch.tensor([-largest, -1e8, -100, -20, -1, -1e-30, -0.0, 0, 1e-30, 1, 20, 100, 1e8, largest], dtype=dtype)
+    results = derivatives(lambda z: conv(z[None, None], z.new_ones(len(z), 1), activation="silu")[0, 0], z)
+    for one, exact in zip(results, derivatives(F.silu, z.double())):
+        torch.testing.assert_close(one, exact.to(dtype))
+
+
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.parametrize("bias", [False, True])
 def test_is_torch_conv1d(bias, dilation):
@@ -318,6 +363,31 @@ def test_seq_idx_is_cu_seqlens():
     assert torch.equal(one, conv(**tensors, activation="silu", cu_seqlens=torch.tensor([0, 3, 7])))
 
 
+@pytest.mark.parametrize("places", [{}, {"ids": IDS}, {"B": 1, "cu": PADDED}], ids=str)
+def test_more_dilation_than_tokens(places):
+    """Taps that are all before the first token take no memory."""
+    case = Case(residual=True, **places)
+    options = case.options()
+    far, near = (
+        gradients(lambda dilation=dilation, **t: (conv(**t, **{**options, "dilation": dilation}),), case.inputs())
+        for dilation in (2**40, case.L)
+    )
+    assert torch.equal(far[0][0], near[0][0])
+    assert all(torch.equal(far[1][name], near[1][name]) for name in near[1])
+
+
+@pytest.mark.parametrize("case", [Case(state=True), Case(ids=IDS), Case(B=1, cu=PADDED, state=True)], ids=str)
+def test_meta(case):
+    """Shapes and types alone, as torch has it for its own functions."""
+    reference, _ = calls(case)
+    expected = reference(**case.inputs(torch.bfloat16))
+    tensors = {name: tensor.to("meta") for name, tensor in case.inputs(torch.bfloat16).items()}
+    options = {name: o.to("meta") if isinstance(o, torch.Tensor) else o for name, o in case.options().items()}
+    outputs = conv(**tensors, **options, output_final_state=case.ids is None)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert [(o.shape, o.dtype, o.stride()) for o in outputs] == [(o.shape, o.dtype, o.stride()) for o in expected]
+
+
 def test_any_layout_and_nothing_is_modified():
     case = Case(residual=True, state=True)
     tensors = case.inputs()
@@ -330,6 +400,22 @@ def test_any_layout_and_nothing_is_modified():
             assert torch.equal(one, two)
     assert all(torch.equal(tensors[name], before[name]) for name in before)
     assert expected[1].stride(1) == 1, "a state has its channels side by side"
+
+
+@pytest.mark.parametrize("places", [{"B": 1}, {"B": 2}, {"B": 1, "cu": (0, 4, 9)}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_final_state_is_a_tensor_of_its_own(places, dtype):
+    """It keeps nothing else in memory, and decoding goes on in it, in place, before the backward of y."""
+    case = Case(**places)
+    x, weight, bias = (tensor.requires_grad_() for tensor in case.inputs(dtype).values())
+    y, state = conv(x, weight, bias, **case.options(), output_final_state=True)
+    assert state.untyped_storage().nbytes() == state.numel() * state.element_size()
+    assert state.stride(1) == 1
+    expected = torch.autograd.grad(y.sum() + state.sum(), (x, weight, bias), retain_graph=True)
+    token = x[0, : len(state)].detach()
+    mhc_ops.causal_conv1d_update(token, state, weight, bias, activation="silu", backend="reference")
+    assert torch.equal(state[..., -1], token)
+    assert all(map(torch.equal, torch.autograd.grad(y.sum() + state.sum(), (x, weight, bias)), expected))
 
 
 def test_autocast_changes_nothing():

@@ -121,3 +121,14 @@ def test_update_carries_no_gradient():
     state = torch.zeros(2, 5, 3, dtype=torch.float64)
     assert not update(x[:, 0], state, weight, bias).requires_grad
     assert not state.requires_grad
+
+
+@pytest.mark.parametrize("T", [None, 2])
+@pytest.mark.parametrize("places", [(), ("cache_seqlens",), ("conv_state_indices",)], ids=str)
+def test_meta(places, T):
+    """Shapes and types alone, as torch has it for its own functions."""
+    x = torch.empty((3, 5) if T is None else (3, T, 5), device="meta", dtype=torch.bfloat16)
+    state = torch.empty(3, 5, 4, device="meta", dtype=torch.bfloat16)
+    indices = {name: torch.empty(3, device="meta", dtype=torch.int32) for name in places}
+    y = mhc_ops.causal_conv1d_update(x, state, torch.empty(5, 4, device="meta"), **indices)
+    assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)

@@ -21,7 +21,7 @@ from .rows import (
     walk,
 )
 from .states import dinitial_state as fill_dinitial_state
-from .states import sequence_ids
+from .states import packing
 
 
 # dfinal_state[sequence] where the final state holds x[t], else 0
@@ -29,7 +29,7 @@ from .states import sequence_ids
 def kept_in_final_state(dfinal_ptr, bounds_ptr, sequence, t, S, L, D, d, present):
     end = L
     if bounds_ptr is not None:
-        end = tl.load(bounds_ptr + sequence + 1, mask=sequence >= 0, other=0).to(tl.int32)
+        end = tl.load(bounds_ptr + sequence + 1, mask=sequence >= 0, other=0)
     s = t - (end - S)
     return load_row(dfinal_ptr + (sequence * S + s) * D + d, present & (s >= 0))
 
@@ -233,16 +233,16 @@ def causal_conv1d_bwd(
     dbias,
     dinitial_state,
 ):
+    B, L, D = x.shape
+    ids, bounds = (seq_idx, None) if cu_seqlens is None else packing(cu_seqlens, L)
     if dinitial_state.numel():
-        places = (cu_seqlens, initial_state, dy, dfinal_state)
+        places = (bounds, initial_state, dy, dfinal_state)
         fill_dinitial_state(x, weight, bias, *places, silu, dilation, dinitial_state)
     if not x.numel():
         dweight.zero_()
         dbias.zero_()
         return
-    B, L, D = x.shape
     W = weight.shape[1]
-    ids = seq_idx if cu_seqlens is None else sequence_ids(cu_seqlens, L)
     with_states = dfinal_state is not None or (ids is not None and initial_state is not None)
     kernel = configs.Kernel.BACKWARD if ids is None else configs.Kernel.BACKWARD_WITH_IDS
     if with_states:
@@ -257,7 +257,7 @@ def causal_conv1d_bwd(
         weight,
         bias,
         ids,
-        cu_seqlens,
+        bounds,
         initial_state,
         dy,
         dfinal_state,

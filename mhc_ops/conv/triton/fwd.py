@@ -8,7 +8,7 @@ from ...core.launch import launch
 from . import configs
 from .rows import cut, filtered, load_filter, load_id, load_row, rows_before, sigmoid, under_taps, walk
 from .states import final_state as fill_final_state
-from .states import sequence_ids
+from .states import packing
 
 
 # y[t] = act(bias + Σ_k weight[k]·x[t − (W−1−k)·dilation]) + residual[t];  0 at padding
@@ -90,13 +90,13 @@ def causal_conv1d_fwd(
     y,
     final_state,
 ):
+    B, L, D = x.shape
+    ids, bounds = (seq_idx, None) if cu_seqlens is None else packing(cu_seqlens, L)
     if output_final_state and final_state.numel():
-        fill_final_state(x, cu_seqlens, initial_state, final_state)
+        fill_final_state(x, bounds, initial_state, final_state)
     if not x.numel():
         return
-    B, L, D = x.shape
     W = weight.shape[1]
-    ids = seq_idx if cu_seqlens is None else sequence_ids(cu_seqlens, L)
     plain = ids is None or initial_state is None
     kernel = configs.Kernel.FORWARD if plain else configs.Kernel.FORWARD_WITH_STATES
     march, ranges, _, programs = cut(x, B, L, D, W, dilation, kernel)
@@ -108,7 +108,7 @@ def causal_conv1d_fwd(
         bias,
         residual,
         ids,
-        cu_seqlens,
+        bounds,
         initial_state,
         y,
         L,

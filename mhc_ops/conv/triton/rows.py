@@ -95,7 +95,7 @@ def under_taps(
             own = ids[r + W - 1]
             tap = tl.where((own >= 0) & (ids[r + k] == own), tap, 0.0)
             if state_ptr is not None:
-                start = tl.load(bounds_ptr + own, mask=own >= 0, other=0).to(tl.int32)
+                start = tl.load(bounds_ptr + own, mask=own >= 0, other=0)
                 back = start - (t - (W - 1 - k) * dilation)
                 state = load_state(state_ptr, own, back, (W - 1) * dilation, D, d, in_row & (own >= 0))
                 tap = tl.where((own >= 0) & (back > 0), state, tap)
@@ -134,6 +134,7 @@ def load_filter(weight_ptr, bias_ptr, d, in_row, W: tl.constexpr):
 
 
 # σ(z) to 2^-22. Triton's own takes 14 instructions, which is what limits a kernel that reads and writes 2 bytes each.
+# For any finite z: where −z·log2(e) overflows, ex2 of ∓inf is 0 or inf, rcp of 1 is exactly 1 and of inf 0.
 @triton.jit
 def sigmoid(z, CUDA: tl.constexpr):
     if CUDA:
@@ -149,10 +150,10 @@ def sigmoid(z, CUDA: tl.constexpr):
     return tl.sigmoid(z)
 
 
-# g = dy, or dy·σ(z)(1 + z(1 − σ(z))) behind SiLU
+# g = dy, or dy·σ(z)(1 + z(1 − σ(z))) behind SiLU. In this order: 1 + z − z·σ(z) loses the 1 where z is large.
 @triton.jit
 def through_activation(dy, z, SILU: tl.constexpr, CUDA: tl.constexpr):
     if SILU:
         gate = sigmoid(z, CUDA)
-        dy *= gate * (1 + z - z * gate)
+        dy *= gate * (1 + z * (1 - gate))
     return dy

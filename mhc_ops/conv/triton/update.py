@@ -12,7 +12,7 @@ from .rows import sigmoid
 
 # y[t] = act(bias + Σ_k weight[k]·input[t − (W−1−k)·dilation]), where inputs before these T tokens are in the state:
 # the one `back` tokens before the first is at length − back or, in a ring, at (came before − back) modulo length
-@triton.jit(do_not_specialize=["T", "length", "dilation", "pad_slot_id"])
+@triton.jit(do_not_specialize=["slots", "T", "length", "dilation", "pad_slot_id"])
 def causal_conv1d_update_kernel(
     x_ptr,
     state_ptr,
@@ -21,6 +21,7 @@ def causal_conv1d_update_kernel(
     before_ptr,
     slots_ptr,
     y_ptr,
+    slots,
     T,
     D,
     length,
@@ -44,15 +45,17 @@ def causal_conv1d_update_kernel(
     slot = b
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + b).to(tl.int64)
-        in_use = slot != pad_slot_id
+        in_use = (slot >= 0) & (slot < slots) & (slot != pad_slot_id)
     else:
         in_use = slot >= 0
+    newest = none + length  # where the first of these tokens would be
+    if before_ptr is not None:
+        before = tl.load(before_ptr + b).to(tl.int64)
+        in_use &= before >= 0
+        newest = before % length
     written = in_row & in_use
     x_ptr += b * x_batch + d.to(tl.int64) * x_channel
     state_ptr += tl.where(in_use, slot, 0) * state_slot + d.to(tl.int64) * state_channel
-    newest = none + length  # where the first of these tokens would be
-    if before_ptr is not None:
-        newest = tl.load(before_ptr + b).to(tl.int64) % length
     bias = tl.zeros([BLOCK_D], tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + d, mask=in_row, other=0.0).to(tl.float32)
@@ -101,6 +104,7 @@ def causal_conv1d_update_(x, state, weight, bias, cache_seqlens, slots, silu, di
         cache_seqlens,
         slots,
         y,
+        state.shape[0],
         T,
         D,
         state.shape[1],

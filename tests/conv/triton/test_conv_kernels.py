@@ -129,6 +129,63 @@ def test_padding_keeps_its_nan(kernel_device):
     assert not dresidual[padding].any()
 
 
+LARGEST = torch.finfo(fp32).max
+EXTREMES = [-LARGEST, -1e30, -1e8, -1000.0, -100.0, -88.0, -0.0, 0.0, 20.0, 100.0, 1e4, 1e8, 1e30, LARGEST]
+
+
+def slopes(z):
+    """dsilu/dz in fp64"""
+    leaf = z.double().requires_grad_()
+    y = torch.nn.functional.silu(leaf)
+    return torch.autograd.grad(y, leaf, torch.ones_like(y))[0]
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp32])
+def test_silu_of_any_number(dtype, kernel_device):
+    """y, dx and dinitial_state where z is as large as its type allows: 1 or 0 from both sides, never 0·inf."""
+    z = torch.tensor(EXTREMES, device=kernel_device).to(dtype)
+    z = torch.where(z.isinf(), z.sign() * torch.finfo(dtype).max, z)
+    weight = torch.tensor([1.0, 0.0], device=kernel_device).expand(len(z), 2)
+    state, x = z[None, :, None].clone().requires_grad_(), torch.zeros(1, 2, len(z), dtype=dtype, device=kernel_device)
+    x[0, 0] = z
+    x.requires_grad_()
+    y = conv(x, weight, activation="silu", initial_state=state)
+    expected = torch.nn.functional.silu(z.double())
+    gradients = torch.autograd.grad(y, (x, state), torch.ones_like(y))
+    for t in range(2):  # of the state, then of x
+        torch.testing.assert_close(y[0, t].double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-36)
+    for gradient in (gradients[0][0, 0], gradients[1][0, :, 0]):
+        torch.testing.assert_close(gradient.double(), slopes(z), rtol=4 * torch.finfo(dtype).eps, atol=1e-36)
+
+
+def test_silu_of_any_number_in_short_conv(kernel_device):
+    z = torch.tensor(EXTREMES, device=kernel_device)
+    x, gamma = (torch.ones(1, 1, 1, len(z), device=kernel_device).requires_grad_() for _ in range(2))
+    weight = z[:, None].clone().requires_grad_()
+    y = mhc_ops.short_conv(x, gamma[0, 0], weight, residual=False, norm_eps=0.0, backend="triton")
+    torch.testing.assert_close(y.flatten().double(), torch.nn.functional.silu(z.double()), rtol=1e-6, atol=1e-36)
+    (dweight,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    torch.testing.assert_close(dweight.flatten().double(), slopes(z), rtol=1e-6, atol=1e-36)
+
+
+@pytest.mark.parametrize("L", [0, 1, 512, 1300])
+@pytest.mark.parametrize("count", [1, 2, 128, 129, 1000])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packing(dtype, count, L, kernel_device):
+    """More boundaries than a program looks at at once, more tokens than one has; some out of range or of order."""
+    from mhc_ops.conv.triton.states import packing
+
+    given = torch.randint(-50, L + 50, (count,), generator=torch.Generator().manual_seed(count), dtype=dtype)
+    given = given.sort().values
+    given[::70] = given[::70].flip(0)
+    bounds = given.clamp(0, L).cummax(0).values.int()
+    ids = torch.searchsorted(bounds, torch.arange(L, dtype=torch.int32), right=True).int() - 1
+    ids[ids == count - 1] = -1
+    result = packing(given.to(kernel_device), L)
+    assert torch.equal(result[0].cpu(), ids)
+    assert torch.equal(result[1].cpu(), bounds)
+
+
 @pytest.mark.parametrize("sizes", [(0, 5, 8), (2, 0, 8), (2, 5, 0)], ids=str)
 def test_nothing_to_do(sizes, kernel_device):
     tensors = leaves_of(ConvCase(*sizes, places="states").inputs(kernel_device))
