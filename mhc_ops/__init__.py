@@ -2,7 +2,7 @@
 
 from .conv.modules import ShortConv
 from .conv.ops import causal_conv1d, causal_conv1d_update, short_conv
-from .core.backend import use_backend
+from .core.backend import read_environment, use_backend
 from .mhc.guide import (
     MHCBackwardTileLang,
     MHCForwardPreTileLang,
@@ -27,6 +27,7 @@ from .mhc.ops import (
 )
 
 __version__ = "0.1.0"
+read_environment()
 
 __all__ = [
     "HyperConnection",

@@ -58,7 +58,7 @@ class Op:
         *inputs, backend = inputs_and_backend
         outputs = self.contract(*inputs)
         with device.current(inputs[0]):
-            launcher = backends.load(self.family, backend, self.name)
+            launcher = backends.load(self.family, backend, self.name, inputs[0].device)
             replay.fill(self.name, backend, launcher, inputs, as_tuple(outputs))
         return outputs
 

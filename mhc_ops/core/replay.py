@@ -107,7 +107,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
         if watched() or forward_ad._current_level >= 0:
             return function(*arguments, **options)
-        key: list[Any] = [function, backends._chosen, *options]
+        key: list[Any] = [function, backends.chosen(), *options]
         tensors: list[Tensor] = []
         if not describe(arguments, key, tensors) or not describe(options.values(), key, tensors):
             return function(*arguments, **options)
