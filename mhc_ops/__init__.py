@@ -1,5 +1,6 @@
 """Fused operators for mHC (manifold-constrained hyper-connections) and channel-last causal conv1d."""
 
+from . import compat
 from .conv.modules import ShortConv
 from .conv.ops import causal_conv1d, causal_conv1d_update, short_conv
 from .core.backend import read_environment, use_backend
@@ -38,6 +39,7 @@ __all__ = [
     "ShortConv",
     "causal_conv1d",
     "causal_conv1d_update",
+    "compat",
     "mhc_backward",
     "mhc_backward_manual",
     "mhc_backward_tilelang",

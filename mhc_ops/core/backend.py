@@ -97,8 +97,14 @@ def use_backend(name: str | None = None, **families: str) -> Iterator[None]:
     thread's, so tasks of one thread that overlap pass `backend` to what they compile; so do functions under
     torch.utils.checkpoint, which runs them again in autograd's threads.
     """
+    with scope(_merge("use_backend", chosen(), name, families)):
+        yield
+
+
+@contextlib.contextmanager
+def scope(choice: Choice) -> Iterator[None]:
+    """Within it, `chosen()` is this choice."""
     before = chosen()
-    choice = _merge("use_backend", before, name, families)
     _in_thread.scopes = (choice, *getattr(_in_thread, "scopes", ()))
     _set_in_context(choice)
     try:

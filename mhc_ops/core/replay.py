@@ -156,8 +156,11 @@ def describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) ->
         kind = argument.__class__
         if kind is Tensor or kind is Parameter:
             tensors.append(argument)
-            layout = argument.is_contiguous() or argument.stride()
-            key += argument.shape, layout, argument.dtype, argument.get_device(), argument.data_ptr() & 15
+            try:
+                layout = argument.is_contiguous() or argument.stride()
+                key += argument.shape, layout, argument.dtype, argument.get_device(), argument.data_ptr() & 15
+            except RuntimeError:  # sparse and nested tensors have no strides, shape or address
+                return False
         elif kind in CONSTANTS:
             key += kind, argument
         else:

@@ -305,6 +305,7 @@ def mhc_backward(
     given = {key: pair for key, pair in shapes.items() if pair[0] is not None or key not in optional}
     check_tensors(function, x=x, **{key: tensor for key, (tensor, _) in given.items()})
     check_shapes(function, **given)
+    _, hc_eps = check_numbers(function, norm_eps=norm_eps, hc_eps=hc_eps)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
         return manual.mhc_pre_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dh_in, dh_post, dh_res, hc_eps)
