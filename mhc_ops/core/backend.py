@@ -213,7 +213,9 @@ def _why_not_hip(device_type: str) -> str | None:
 def _why_not_interpreted() -> str | None:
     if not _INTERPRETED:
         return "the tensors are on cpu, and triton takes them only in its interpreter (set TRITON_INTERPRET=1 at start)"
-    return None if _INSTALLED["numpy"] else "triton's interpreter needs numpy, which is not installed (pip install numpy)"
+    return (
+        None if _INSTALLED["numpy"] else "triton's interpreter needs numpy, which is not installed (pip install numpy)"
+    )
 
 
 @functools.cache

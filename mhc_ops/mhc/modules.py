@@ -108,7 +108,7 @@ class MHCBlock(_Maps):
         nn.init.constant_(self.alpha, 0.01)
         nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.check(x)
         return mhc_forward_pre(x, self.phi, self.alpha, self.bias, **self.options)
 

@@ -296,8 +296,8 @@ def gpu(monkeypatch):
     """A GPU of another kind, as torch would describe it."""
 
     def with_capability(major, minor):
-        of = dict(shared_memory_per_block=2**16, shared_memory_per_block_optin=2**16, multi_processor_count=40)
-        properties = SimpleNamespace(major=major, minor=minor, warp_size=32, **of)
+        shared = {"shared_memory_per_block": 2**16, "shared_memory_per_block_optin": 2**16}
+        properties = SimpleNamespace(major=major, minor=minor, warp_size=32, multi_processor_count=40, **shared)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         for cached in (device.of, backend._why_not_gpu, backend.load):
