@@ -1,8 +1,9 @@
 """Fused operators for mHC (manifold-constrained hyper-connections) and channel-last causal conv1d."""
 
+from . import compat
 from .conv.modules import ShortConv
 from .conv.ops import causal_conv1d, causal_conv1d_update, short_conv
-from .core.backend import use_backend
+from .core.backend import read_environment, use_backend
 from .mhc.guide import (
     MHCBackwardTileLang,
     MHCForwardPreTileLang,
@@ -27,6 +28,7 @@ from .mhc.ops import (
 )
 
 __version__ = "0.1.0"
+read_environment()
 
 __all__ = [
     "HyperConnection",
@@ -37,6 +39,7 @@ __all__ = [
     "ShortConv",
     "causal_conv1d",
     "causal_conv1d_update",
+    "compat",
     "mhc_backward",
     "mhc_backward_manual",
     "mhc_backward_tilelang",

@@ -7,12 +7,67 @@ width and D, any strides, states and seq_idx in both layouts, CPU tensors. The b
 `mhc_ops.use_backend`.
 """
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 import mhc_ops
 
 from ..core.check import check_dtype, check_shapes, check_tensors
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    *,
+    return_final_states: Literal[True],
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: Literal[True],
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def causal_conv1d_fn(
@@ -51,7 +106,7 @@ def causal_conv1d_fn(
         initial_state=initial_states,
         output_final_state=bool(return_final_states),
     )
-    if not return_final_states:
+    if isinstance(result, Tensor):
         return _laid_out_as(x, result)
     y, final_states = result
     if final_states_out is None:

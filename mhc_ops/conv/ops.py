@@ -1,6 +1,7 @@
 """Causal conv1d: the public functions. Each checks its input, chooses a backend, calls the reference or the kernels."""
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +21,57 @@ from . import contracts, reference
 
 MAX_WIDTH = 8  # of the kernels; the reference takes any
 INTEGERS = (torch.int32, torch.int64)
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    dilation: int = 1,
+    residual: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    dilation: int = 1,
+    residual: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[True],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    dilation: int = 1,
+    residual: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @replayed

@@ -5,6 +5,7 @@ What was asked for and cannot run raises; nothing falls back.
 """
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import importlib.metadata
@@ -13,37 +14,68 @@ import os
 import pkgutil
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
+from . import device as devices
+
 BACKENDS = ("reference", "triton", "tilelang", "hip")
+Choice = tuple[tuple[str, str], ...]  # a backend for each family that was given one: (("mhc", "triton"),)
+
+# The oldest Triton that compiles every kernel, and the first torch that brings it.
+TRITON = {"cuda": ((3, 6), "2.10"), "hip": ((3, 7), "2.12")}
+TILELANG = (0, 1, 15)
+OLDEST_GPU = (8, 0)
 
 # Read at import, so that the choice can be traced by torch.compile.
-_INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "tilelang")}
-_OLDEST = {"triton": (3, 6), "tilelang": (0, 1, 15)}
+_INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "tilelang", "numpy")}
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 _COMPILERS = (os.environ.get("CXX"), "c++", "g++", "clang++")
 _CXX = next((name for name in _COMPILERS if name and shutil.which(name)), None)
 _NVCC = shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
 _FOLDERS: dict[str, frozenset[str]] = {}
-# A plain global: torch.compile guards on it, while a ContextVar breaks the graph.
-_chosen: str | None = os.environ.get("MHC_OPS_BACKEND") or None
+_environment: Choice = ()  # what MHC_OPS_BACKEND says
+# What use_backend says, kept twice. Each asyncio task and each thread has its own context, but torch.compile cannot
+# trace a ContextVar; it can trace (and guard on) a thread's own attribute, which holds the open scopes, newest first.
+_in_context: contextvars.ContextVar[Choice] = contextvars.ContextVar("mhc_ops_backend")
+_in_thread = threading.local()
+
+
+def triton_version() -> str | None:
+    """As the package itself says it: wheels come under many names (triton, pytorch-triton-rocm, triton-windows)."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return None
+    found = re.search(r"^__version__ = ['\"](.+?)['\"]", Path(spec.origin).read_text("utf-8"), re.MULTILINE)
+    return found and found[1]
 
 
 def _version(package: str) -> str | None:
-    """None where the package is missing or goes by another name, as in ROCm builds."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
+def too_old(package: str, version: str | None, oldest: tuple[int, ...], brought_by: str = "") -> dict[str, str]:
+    """{package: sentence} where this version is too old. An unknown version is taken as it is."""
+    if version is None or tuple(map(int, re.findall(r"\d+", version)[:3])) >= oldest:
+        return {}
+    return {package: f"{package} {version} is installed, the kernels need {'.'.join(map(str, oldest))}{brought_by}"}
+
+
+def triton_too_old() -> dict[str, str]:
+    oldest, torch_version = TRITON["cuda" if torch.version.hip is None else "hip"]
+    return too_old("triton", triton_version(), oldest, f" (torch {torch_version} or newer brings it)")
+
+
 if _NVCC is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
     _NVCC = "/usr/local/cuda/bin/nvcc"
 _NVCC = _NVCC or _version("nvidia-cuda-nvcc")
-_VERSIONS = {name: version for name in _OLDEST if (version := _version(name)) is not None}
-_TOO_OLD = {name: v for name, v in _VERSIONS.items() if tuple(map(int, re.findall(r"\d+", v)[:3])) < _OLDEST[name]}
+_TOO_OLD = {**triton_too_old(), **too_old("tilelang", _version("tilelang"), TILELANG)}
 
 
 def register_family(family: str) -> None:
@@ -57,32 +89,93 @@ def families() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: str | None = None, **families: str) -> Iterator[None]:
     """Use a backend for every call in a with block that does not name its own: `with mhc_ops.use_backend("triton"):`
 
-    The choice is one for the process: threads that want different backends pass the `backend` argument.
+    By family, `use_backend(conv="hip")` or `use_backend("triton", conv="hip")`: the families are mhc and conv, and
+    the others keep what they had. Each thread and each asyncio task has its own choice. torch.compile sees the
+    thread's, so tasks of one thread that overlap pass `backend` to what they compile; so do functions under
+    torch.utils.checkpoint, which runs them again in autograd's threads.
     """
-    global _chosen
-    _check_name("use_backend", name)
-    before, _chosen = _chosen, name
+    with scope(_merge("use_backend", chosen(), name, families)):
+        yield
+
+
+@contextlib.contextmanager
+def scope(choice: Choice) -> Iterator[None]:
+    """Within it, `chosen()` is this choice."""
+    before = chosen()
+    _in_thread.scopes = (choice, *getattr(_in_thread, "scopes", ()))
+    _set_in_context(choice)
     try:
         yield
     finally:
-        _chosen = before
+        scopes = list(getattr(_in_thread, "scopes", ()))
+        if choice in scopes:  # where another thread ends the scope of a generator, it is not
+            scopes.remove(choice)  # the newest that is equal: scopes of tasks need not end in the order of a stack
+        _in_thread.scopes = tuple(scopes)
+        _set_in_context(before)
+
+
+def read_environment() -> None:
+    """MHC_OPS_BACKEND=triton, or by family: MHC_OPS_BACKEND=conv:hip,mhc:triton"""
+    global _environment
+    words = [word.strip() for word in os.environ.get("MHC_OPS_BACKEND", "").split(",") if word.strip()]
+    pairs = [word.split(":", 1) for word in words]
+    for_all = [pair[0] for pair in pairs if len(pair) == 1]
+    if len(for_all) > 1:
+        raise ValueError(f"MHC_OPS_BACKEND: more than one backend for all families: {', '.join(for_all)}")
+    if words:
+        by_family = dict(pair for pair in pairs if len(pair) == 2)
+        _environment = _merge("MHC_OPS_BACKEND", (), for_all[0] if for_all else None, by_family)
+
+
+def chosen() -> Choice:
+    """What use_backend or MHC_OPS_BACKEND say here."""
+    if torch.compiler.is_compiling():
+        scopes = getattr(_in_thread, "scopes", ())
+        return scopes[0] if scopes else _environment
+    return _in_context.get(_environment)
+
+
+def _set_in_context(choice: Choice) -> None:
+    if not torch.compiler.is_compiling():
+        _in_context.set(choice)
+
+
+def _merge(function: str, before: Choice, name: str | None, by_family: dict[str, str]) -> Choice:
+    if name is None and not by_family:
+        raise ValueError(f"{function}: name a backend, one of {', '.join(BACKENDS)}")
+    choices = dict(before)
+    if name is not None:
+        _check_name(function, name)
+        choices = dict.fromkeys(families(), name)
+    for family, backend in by_family.items():
+        if family not in _FOLDERS:
+            raise ValueError(f"{function}: family must be one of {', '.join(families())}, got {family!r}")
+        _check_name(function, backend)
+        choices[family] = backend
+    return tuple(choices.items())
 
 
 def choose(function: str, family: str, backend: str | None, device: torch.device) -> str:
     """The backend for this call, or an error that says why the one asked for cannot run and what would help."""
-    name = backend if backend is not None else _chosen or ("triton" if device.type == "cuda" else "reference")
+    name = backend
+    if name is None:
+        name = dict(chosen()).get(family) or ("triton" if device.type == "cuda" else "reference")
     _check_name(function, name)
-    reason = why_not(family, name, device.type)
-    if reason is not None:
-        raise RuntimeError(f"{function}: backend {name!r} cannot run here: {reason}")
+    _refuse(function, family, name, device)
     return name
 
 
-def why_not(family: str, backend: str, device_type: str) -> str | None:
-    """Why this backend cannot run this family on this kind of device; None if it can."""
+def _refuse(function: str, family: str, backend: str, device: torch.device) -> None:
+    reason = why_not(family, backend, device)
+    if reason is not None:
+        raise RuntimeError(f"{function}: backend {backend!r} cannot run here: {reason}")
+
+
+def why_not(family: str, backend: str, device: torch.device | str) -> str | None:
+    """Why this backend cannot run this family on this device ("cuda": the current GPU); None if it can."""
     if backend == "reference":
         return None
     if backend not in _FOLDERS[family]:
@@ -90,20 +183,21 @@ def why_not(family: str, backend: str, device_type: str) -> str | None:
     if backend in _INSTALLED and not _INSTALLED[backend]:
         return f"the package {backend} is not installed (pip install 'mhc-ops[{backend}]')"
     if backend in _TOO_OLD:
-        return f"{backend} {_TOO_OLD[backend]} is installed, the kernels need {'.'.join(map(str, _OLDEST[backend]))}"
+        return _TOO_OLD[backend]
+    if isinstance(device, str):
+        device = torch.device(device)
     if backend == "hip":
-        return _why_not_hip(device_type)
-    if device_type == "cuda":
+        return _why_not_hip(device.type)
+    if device.type == "cuda":
         if backend == "tilelang" and torch.version.hip is None and _NVCC is None:
             return (
                 "tilelang compiles with nvcc of the CUDA toolkit, which is not there (put it on PATH or set CUDA_HOME)"
             )
-        return None
-    if backend == "triton" and device_type == "cpu":
-        if _INTERPRETED:
-            return None
-        return "the tensors are on cpu, and triton takes them only in its interpreter (set TRITON_INTERPRET=1 at start)"
-    return f"{backend} runs on CUDA and ROCm devices, the tensors are on {device_type}"
+        # A trace cannot look at a GPU: there, `load` says it when the graph first runs.
+        return None if torch.compiler.is_compiling() else _why_not_gpu(device)
+    if backend == "triton" and device.type == "cpu":
+        return _why_not_interpreted()
+    return f"{backend} runs on CUDA and ROCm devices, the tensors are on {device.type}"
 
 
 def _why_not_hip(device_type: str) -> str | None:
@@ -116,9 +210,30 @@ def _why_not_hip(device_type: str) -> str | None:
     return None if device_type == "cuda" else f"hip runs on ROCm devices and on CPU tensors, not on {device_type}"
 
 
+def _why_not_interpreted() -> str | None:
+    if not _INTERPRETED:
+        return "the tensors are on cpu, and triton takes them only in its interpreter (set TRITON_INTERPRET=1 at start)"
+    return (
+        None if _INSTALLED["numpy"] else "triton's interpreter needs numpy, which is not installed (pip install numpy)"
+    )
+
+
 @functools.cache
-def load(family: str, backend: str, name: str) -> Callable[..., None]:
-    """The launcher `name` of mhc_ops/<family>/<backend>/."""
+def _why_not_gpu(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():  # a question about a GPU that is not here
+        return None
+    gpu = devices.of(device)
+    if gpu.kind != "cuda" or gpu.capability >= OLDEST_GPU:
+        return None
+    (major, minor), (oldest_major, oldest_minor) = gpu.capability, OLDEST_GPU
+    needed = f"the kernels need sm_{oldest_major}{oldest_minor} or newer"
+    return f"this GPU is sm_{major}{minor}; {needed}; backend='reference' runs on it"
+
+
+@functools.cache
+def load(family: str, backend: str, name: str, device: torch.device) -> Callable[..., None]:
+    """The launcher `name` of mhc_ops/<family>/<backend>/, for tensors on this device."""
+    _refuse(name, family, backend, device)
     if backend == "triton" and _INTERPRETED:
         _repair_interpreter()
     module = importlib.import_module(f"mhc_ops.{family}.{backend}")
@@ -137,7 +252,3 @@ def _repair_interpreter() -> None:
 def _check_name(function: str, name: str) -> None:
     if name not in BACKENDS:
         raise ValueError(f"{function}: backend must be one of {', '.join(BACKENDS)}, got {name!r}")
-
-
-if _chosen is not None:
-    _check_name("MHC_OPS_BACKEND", _chosen)

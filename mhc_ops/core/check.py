@@ -1,5 +1,6 @@
 """The input checks and their one wording: function: argument must be this, got that."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,11 +20,14 @@ def listed(names: Sequence[str]) -> str:
 
 
 def check_tensors(function: str, **arguments: object) -> None:
-    """Each is a tensor of a float type, on the device of the first. Optional ones are left out by the caller."""
+    """Each is a dense tensor of a float type, on the device of the first. Optional ones are left out by the caller."""
     first_name, first = next(iter(arguments.items()))
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(value).__name__}")
+        if value.layout is not torch.strided or value.is_nested:
+            layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").strip("_")
+            raise TypeError(f"{function}: {name} must be a dense (strided) tensor, got {layout}")
         check_dtype(function, name, value, FLOATS)
         assert isinstance(first, Tensor)
         if value.device != first.device:
@@ -57,8 +61,12 @@ def check_count(function: str, name: str, value: object) -> None:
 
 
 def check_numbers(function: str, **values: object) -> tuple[float, ...]:
-    """The values as floats: kernels are compiled for the type of a number."""
+    """The finite values as floats, as kernels are compiled for the type of a number. An eps is 0 or more."""
     for name, value in values.items():
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise TypeError(f"{function}: {name} must be a number, got {type(value).__name__}")
+        if name.endswith("eps") and not 0 <= value < math.inf:
+            raise ValueError(f"{function}: {name} must be finite and 0 or more, got {value}")
+        if not -math.inf < value < math.inf:
+            raise ValueError(f"{function}: {name} must be finite, got {value}")
     return tuple(float(value) for value in values.values())  # type: ignore[arg-type]

@@ -13,13 +13,19 @@ def is_eager(arguments: tuple[Any, ...]) -> bool:
 
 
 def watched() -> bool:
-    """By a compiler, a dispatch or function mode, or a functorch transform."""
+    """By a compiler, torch.jit.trace, a dispatch or function mode, or a functorch transform."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def is_transformed() -> bool:
+    """By torch.func: grad, vjp, vmap and what is made of them; not while a compiler traces those."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_plain(value: object) -> bool:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from . import backend as backends
 from . import device, replay
-from .modes import has_tangent, is_eager, needs_grad
+from .modes import has_tangent, is_eager, is_transformed, needs_grad
 
 Run = Callable[..., Any]
 Gradient = Callable[[Run, tuple[Any, ...], tuple[Tensor, ...], list[Tensor | None]], tuple[Tensor | None, ...]]
@@ -38,6 +38,7 @@ class Op:
         self.name = contract.__name__
         self.contract = contract
         self.function: type[torch.autograd.Function] | None = None
+        self.transformed = None if mutates else self._for_transforms(_setup_nothing, self._no_second_derivative)
         if family not in backends.families():
             backends.register_family(family)
         inputs, outputs = torch.library.infer_schema(contract, mutates_args=mutates).split(" -> ")
@@ -49,21 +50,48 @@ class Op:
         if not torch.compiler.is_compiling() and has_tangent(inputs_and_backend):
             raise NotImplementedError(f"{self.name}: forward-mode differentiation works with backend='reference' only")
         if not is_eager(inputs_and_backend):
-            return self.traced(*inputs_and_backend)
+            return self.dispatched(*inputs_and_backend)
         if self.function is not None and needs_grad(inputs_and_backend):
             return self.function.apply(*inputs_and_backend)
         return self.launch(*inputs_and_backend)
+
+    def dispatched(self, *inputs_and_backend: Any) -> Any:
+        """By torch, or by torch.func while one of its transforms is under way."""
+        if self.transformed is not None and is_transformed():
+            return self.transformed.apply(*inputs_and_backend)
+        return self.traced(*inputs_and_backend)
 
     def launch(self, *inputs_and_backend: Any) -> Any:
         *inputs, backend = inputs_and_backend
         outputs = self.contract(*inputs)
         with device.current(inputs[0]):
-            launcher = backends.load(self.family, backend, self.name)
+            launcher = backends.load(self.family, backend, self.name, inputs[0].device)
             replay.fill(self.name, backend, launcher, inputs, as_tuple(outputs))
         return outputs
 
     def _fake(self, *inputs_and_backend: Any) -> Any:
         return self.contract(*inputs_and_backend[:-1])
+
+    def _no_second_derivative(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(f"{self.name}: a second derivative works with backend='reference' only")
+
+    def _for_transforms(self, setup: Callable[..., None], back: Callable[..., Any]) -> type[torch.autograd.Function]:
+        """The op as torch.func takes it: torch's own autograd for custom ops does not work there.
+
+        Eager calls do not go this way, since torch binds the arguments of such a function anew in every call (10 µs).
+        """
+
+        class Transformed(torch.autograd.Function):
+            generate_vmap_rule = True  # a call for each element
+
+            @staticmethod
+            def forward(*inputs_and_backend: Any) -> Any:
+                return self.traced(*inputs_and_backend)
+
+            setup_context = staticmethod(setup)
+            backward = staticmethod(back)
+
+        return Transformed
 
     def gradient(
         self, outputs: int, saved: tuple[int, ...] | None = None, unread: tuple[int, ...] = ()
@@ -122,12 +150,19 @@ class Op:
 
             Function.__name__ = Function.__qualname__ = self.name
             self.function = Function
+            self.transformed = self._for_transforms(
+                setup_context, lambda ctx, *cotangents: backward(ctx, cotangents, "dispatched")
+            )
             self.traced.register_autograd(
                 lambda ctx, *cotangents: backward(ctx, cotangents, "traced"), setup_context=setup_context
             )
             return gradient
 
         return register
+
+
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:

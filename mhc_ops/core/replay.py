@@ -12,7 +12,7 @@ first call hold for the later ones, and outputs that the function does not retur
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from . import device
 from .launch import record
 from .modes import watched
 
+P = ParamSpec("P")
+R = TypeVar("R")
 MOST_PLANS = 10_000  # token counts are part of what a plan is kept by
 ALIGNMENT = 512  # bytes, as torch's allocators give on a GPU
 CONSTANTS = frozenset((int, float, bool, str, type(None)))
@@ -100,14 +102,14 @@ def fill(
         fills.append((recorder, outputs))
 
 
-def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+def replayed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator of a public function that calls one op, once, and returns some of its outputs."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         if watched() or forward_ad._current_level >= 0:
             return function(*arguments, **options)
-        key: list[Any] = [function, backends._chosen, *options]
+        key: list[Any] = [function, backends.chosen(), *options]
         tensors: list[Tensor] = []
         if not describe(arguments, key, tensors) or not describe(options.values(), key, tensors):
             return function(*arguments, **options)

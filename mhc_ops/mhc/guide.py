@@ -1,43 +1,104 @@
 """The names of the original guide; its snippets run with only the import line changed."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor
 
 from ..core.check import check_shapes
-from .ops import mhc_backward, mhc_forward_pre
+from .ops import Six, Three, mhc_backward, mhc_forward_pre
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
-def mhc_forward_pre_triton(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-    """`mhc_forward_pre(..., backend="triton")`"""
-    return mhc_forward_pre(*arguments, **options, backend="triton")
+class ForwardPre(Protocol):
+    """`mhc_forward_pre` without its backend."""
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        phi: Tensor,
+        alpha: Tensor,
+        bias: Tensor,
+        outflag: Literal[False] = False,
+        norm_eps: float = 1e-6,
+        hc_eps: float = 1e-6,
+        *,
+        gamma: Tensor | None = None,
+    ) -> Three: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        phi: Tensor,
+        alpha: Tensor,
+        bias: Tensor,
+        outflag: Literal[True],
+        norm_eps: float = 1e-6,
+        hc_eps: float = 1e-6,
+        *,
+        gamma: Tensor | None = None,
+    ) -> Six: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        phi: Tensor,
+        alpha: Tensor,
+        bias: Tensor,
+        outflag: bool,
+        norm_eps: float = 1e-6,
+        hc_eps: float = 1e-6,
+        *,
+        gamma: Tensor | None = None,
+    ) -> Three | Six: ...
 
 
+class Backward(Protocol):
+    """`mhc_backward` without its backend."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        phi: Tensor,
+        alpha: Tensor,
+        bias: Tensor,
+        inv_rms: Tensor,
+        h_mix: Tensor,
+        h_pre: Tensor,
+        h_post: Tensor,
+        dh_in: Tensor | None,
+        dh_post: Tensor | None,
+        dh_res: Tensor | None,
+        gamma: Tensor | None = None,
+        norm_eps: float = 1e-6,
+        hc_eps: float = 1e-6,
+    ) -> Gradients: ...
+
+
+def _on(backend: str, function: Callable[..., Any], name: str) -> Any:
+    """The function on this backend, under a name of its own; typed where it is assigned."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options, backend=backend)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f'`{function.__name__}(..., backend="{backend}")`'
+    return call
+
+
+mhc_forward_pre_triton: ForwardPre = _on("triton", mhc_forward_pre, "mhc_forward_pre_triton")
 mhc_forward_pre_triton_optimized = mhc_forward_pre_triton  # one pair of kernels serves small and large batches
-
-
-def mhc_backward_triton(*arguments: Any, **options: Any) -> Gradients:
-    """`mhc_backward(..., backend="triton")`"""
-    return mhc_backward(*arguments, **options, backend="triton")
-
-
-def mhc_backward_manual(*arguments: Any, **options: Any) -> Gradients:
-    """`mhc_backward(..., backend="reference")`: the gradient written out in torch."""
-    return mhc_backward(*arguments, **options, backend="reference")
-
-
-def mhc_forward_pre_tilelang(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-    """`mhc_forward_pre(..., backend="tilelang")`"""
-    return mhc_forward_pre(*arguments, **options, backend="tilelang")
-
-
-def mhc_backward_tilelang(*arguments: Any, **options: Any) -> Gradients:
-    """`mhc_backward(..., backend="tilelang")`"""
-    return mhc_backward(*arguments, **options, backend="tilelang")
+mhc_forward_pre_tilelang: ForwardPre = _on("tilelang", mhc_forward_pre, "mhc_forward_pre_tilelang")
+mhc_backward_triton: Backward = _on("triton", mhc_backward, "mhc_backward_triton")
+mhc_backward_tilelang: Backward = _on("tilelang", mhc_backward, "mhc_backward_tilelang")
+mhc_backward_manual: Backward = _on(
+    "reference", mhc_backward, "mhc_backward_manual"
+)  # the gradient written out in torch
 
 
 class _ForShape:
@@ -74,11 +135,16 @@ class _ForShape:
 class MHCForwardPreTileLang(_ForShape):
     """`op = MHCForwardPreTileLang(B, S, n, D)`, then `op(x, phi, alpha, bias)` as `mhc_forward_pre`."""
 
+    if TYPE_CHECKING:
+        __call__: ForwardPre
+
 
 class MHCBackwardTileLang(_ForShape):
     """`op = MHCBackwardTileLang(B, S, n, D)`, then `op(x, phi, alpha, ...)` as `mhc_backward`."""
 
     function = staticmethod(mhc_backward_tilelang)
+    if TYPE_CHECKING:
+        __call__: Backward
 
     def compile(self, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> None:
         maps = mhc_forward_pre_tilelang(x, phi, alpha, bias, outflag=True, gamma=gamma)

@@ -1,5 +1,6 @@
 """Modules around the mHC functions."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -7,14 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..core.check import check_count, check_numbers
+from ..core import backend as backends
+from ..core.check import check_count, check_numbers, check_tensors
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
 
+NUMBERS = ("norm_eps", "hc_eps", "post_mult", "sinkhorn_eps")  # among the options
 MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
 
 
 class _Maps(nn.Module):
-    """What the modules here have: phi [maps, nD], alpha [scales], bias [maps] and, if asked for, gamma [n, D]."""
+    """What the modules here have: phi [maps, nD], alpha [sections], bias [maps] and, if asked for, gamma [n, D].
+
+    sections: 3 for the n² + 2n maps of a layer, pre, post and res; 1 for the n of a head.
+    """
 
     phi: nn.Parameter
     alpha: nn.Parameter
@@ -25,8 +31,7 @@ class _Maps(nn.Module):
         self,
         n: int,
         D: int,
-        maps: int,
-        scales: int,
+        sections: int,
         gamma: bool,
         options: dict[str, Any],
         device: torch.device | str | None,
@@ -37,14 +42,16 @@ class _Maps(nn.Module):
         check_count(kind, "n", n)
         check_count(kind, "D", D)
         check_count(kind, "sinkhorn_iters", options.get("sinkhorn_iters", 1))
-        hc_eps, post_mult = check_numbers(kind, hc_eps=options["hc_eps"], post_mult=options.get("post_mult", 1.0))
-        if not 0 <= hc_eps < 1:
-            raise ValueError(f"{kind}: hc_eps must be 0 or more and below 1, got {hc_eps}")
-        if post_mult <= 0:
-            raise ValueError(f"{kind}: post_mult must be above 0, got {post_mult}")
+        names = [name for name in NUMBERS if name in options]
+        numbers = dict(zip(names, check_numbers(kind, **{name: options[name] for name in names})))
+        if numbers["hc_eps"] >= 1:
+            raise ValueError(f"{kind}: hc_eps must be below 1, got {numbers['hc_eps']}")
+        if numbers.get("post_mult", 1.0) <= 0:
+            raise ValueError(f"{kind}: post_mult must be above 0, got {numbers['post_mult']}")
+        maps = n if sections == 1 else n * n + 2 * n
         self.n, self.D, self.options = n, D, options
         self.phi = nn.Parameter(torch.empty(maps, n * D, device=device, dtype=dtype))
-        self.alpha = nn.Parameter(torch.empty(scales, device=device, dtype=dtype))
+        self.alpha = nn.Parameter(torch.empty(sections, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(maps, device=device, dtype=dtype))
         self.gamma = nn.Parameter(torch.empty(n, D, device=device, dtype=dtype)) if gamma else None
         self.reset_parameters()
@@ -57,6 +64,7 @@ class _Maps(nn.Module):
             nn.init.ones_(self.gamma)
 
     def check(self, x: Tensor) -> None:
+        check_tensors(type(self).__name__, x=x)
         if x.shape[-2:] != (self.n, self.D):
             raise ValueError(f"{type(self).__name__}: x must be [..., {self.n}, {self.D}], got {list(x.shape)}")
 
@@ -72,9 +80,9 @@ class MHCBlock(_Maps):
     """The trainable maps of one mHC layer: `h_in, h_post, h_res = block(x)` for x [..., n, D].
 
     h_in [..., D] is what the layer reads; h_post [..., n] and h_res [..., n, n] (raw logits, no Sinkhorn) say how its
-    output is written back. Parameters: phi [n² + 2n, nD], alpha [3], bias [n² + 2n], in fp32 unless dtype says
-    otherwise. A fresh block is near h_pre = 0.5, h_post = 1 and h_res = 0 for every x: alpha is 0.01 and bias 0.
-    `HyperConnection` is the module to train with.
+    output is written back. Parameters: phi [n² + 2n, nD], alpha [3], bias [n² + 2n], typed as torch's default (fp32)
+    unless dtype says otherwise. A fresh block is near h_pre = 0.5, h_post = 1 and h_res = 0 for every x: alpha is 0.01
+    and bias 0. `HyperConnection` is the module to train with.
 
     >>> block = MHCBlock(n=4, D=256)
     >>> h_in, h_post, h_res = block(torch.randn(2, 128, 4, 256))
@@ -89,10 +97,10 @@ class MHCBlock(_Maps):
         hc_eps: float = 1e-6,
         backend: str | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = torch.float32,
+        dtype: torch.dtype | None = None,
     ):
         options = {"norm_eps": norm_eps, "hc_eps": hc_eps, "backend": backend}
-        super().__init__(n, D, n * n + 2 * n, 3, False, options, device, dtype)
+        super().__init__(n, D, 3, False, options, device, dtype)
 
     def reset_parameters(self) -> None:
         """phi ~ N(0, 0.02²), alpha = 0.01, bias = 0."""
@@ -100,7 +108,7 @@ class MHCBlock(_Maps):
         nn.init.constant_(self.alpha, 0.01)
         nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.check(x)
         return mhc_forward_pre(x, self.phi, self.alpha, self.bias, **self.options)
 
@@ -113,7 +121,7 @@ class HyperConnection(_Maps):
     depend on the token (see `mhc_pre`, `mhc_post`).
 
     layer: any module or function from [..., D] to [..., D]. Where it returns a tuple, so does this: (x_next, *rest).
-    `forward(x, *args, **kwargs)` passes the extras on to the layer.
+    `forward(x, /, *args, **kwargs)` passes the extras on to the layer, an argument named x too.
 
     >>> expand, layer, head = (lambda x: mhc_expand(x, 4)), HyperConnection(nn.Linear(64, 64), 4, 64), HyperHead(4, 64)
     >>> out = head(layer(expand(torch.randn(2, 10, 64))))
@@ -125,7 +133,8 @@ class HyperConnection(_Maps):
     starts at 1 − 2⁻⁸; with post_mult at most 1, h_post starts at (1 − 2⁻⁸)·post_mult.
 
     gamma: learn a norm weight [n, D]. checkpoint: keep only x for the backward and run everything, the layer included,
-    again there. Other options as in `mhc_pre`. Parameters are fp32 unless dtype says otherwise.
+    again there. Other options as in `mhc_pre`. Parameters are typed as torch's default (fp32) unless dtype says
+    otherwise.
     """
 
     def __init__(
@@ -143,7 +152,7 @@ class HyperConnection(_Maps):
         checkpoint: bool = False,
         backend: str | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = torch.float32,
+        dtype: torch.dtype | None = None,
     ):
         options = {
             "norm_eps": norm_eps,
@@ -153,7 +162,9 @@ class HyperConnection(_Maps):
             "sinkhorn_eps": sinkhorn_eps,
             "backend": backend,
         }
-        super().__init__(n, D, n * n + 2 * n, 3, gamma, options, device, dtype)
+        if not callable(layer):
+            raise TypeError(f"HyperConnection: layer must be callable, got {type(layer).__name__}")
+        super().__init__(n, D, 3, gamma, options, device, dtype)
         self.layer, self.checkpoint = layer, checkpoint
 
     @torch.no_grad()
@@ -162,27 +173,34 @@ class HyperConnection(_Maps):
         diagonal (95 % of a stream stays where it is, n = 4). The wrapped layer is left as it is."""
         super().reset_parameters()
         pre, post, res = self.bias.split([self.n, self.n, self.n**2])
-        share = torch.softmax(torch.randn(self.n, device=self.bias.device), 0)
+        share = torch.softmax(torch.randn(self.n, device=self.bias.device, dtype=torch.float32), 0)
         pre.copy_(torch.logit((share - self.options["hc_eps"]).clamp(1 - MOST, MOST)))
         post.fill_(_logit(1 / self.options["post_mult"]))
         res.copy_(4 * torch.eye(self.n, device=self.bias.device).flatten())
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         def run(x: Tensor, *parameters: Any) -> Any:
             return mhc_layer(x, lambda h_in: self.layer(h_in, *args, **kwargs), *parameters, **self.options)
 
         self.check(x)
         parameters = (self.phi, self.alpha, self.bias, self.gamma)
-        if self.checkpoint and torch.is_grad_enabled():
+        if not self.checkpoint or not torch.is_grad_enabled():
+            return run(x, *parameters)
+        if torch.compiler.is_compiling():
             return checkpoint(run, x, *parameters, use_reentrant=False)
-        return run(x, *parameters)
+        choice = backends.chosen()  # autograd runs it again in a thread that has none of its own
+
+        def once_and_again() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+            return contextlib.nullcontext(), backends.scope(choice)
+
+        return checkpoint(run, x, *parameters, use_reentrant=False, context_fn=once_and_again)
 
 
 class HyperHead(_Maps):
     """The end of a network with n residual streams: a weighted sum of them, [..., n, D] to [..., D] (see `mhc_head`).
 
     Fresh, it is their mean (1 − 2⁻⁸ of the one stream with n = 1). Parameters: phi [n, nD], alpha [1], bias [n] and,
-    with gamma=True, gamma [n, D], in fp32 unless dtype says otherwise.
+    with gamma=True, gamma [n, D], typed as torch's default (fp32) unless dtype says otherwise.
 
     >>> HyperHead(4, 64)(torch.randn(2, 10, 4, 64)).shape
     torch.Size([2, 10, 64])
@@ -198,10 +216,10 @@ class HyperHead(_Maps):
         hc_eps: float = 1e-6,
         backend: str | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = torch.float32,
+        dtype: torch.dtype | None = None,
     ):
         options = {"norm_eps": norm_eps, "hc_eps": hc_eps, "backend": backend}
-        super().__init__(n, D, n, 1, gamma, options, device, dtype)
+        super().__init__(n, D, 1, gamma, options, device, dtype)
 
     def reset_parameters(self) -> None:
         """phi = 0, alpha = 0.01, gamma = 1; bias: every weight is 1/n."""

@@ -1,10 +1,11 @@
 """mHC: the public functions. Each checks its input, chooses a backend and calls the reference or the kernels."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVarTuple, Unpack
 
 from ..core.backend import choose
 from ..core.check import (
@@ -21,6 +22,54 @@ from ..core.replay import replayed
 from . import contracts, manual, reference
 
 MAX_STREAMS = 8  # of the kernels; the reference takes any n
+Three = tuple[Tensor, Tensor, Tensor]
+Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Rest = TypeVarTuple("Rest")  # what a layer returns besides h_out
+
+
+@overload
+def mhc_forward_pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    outflag: Literal[False] = False,
+    norm_eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+    *,
+    gamma: Tensor | None = None,
+    backend: str | None = None,
+) -> Three: ...
+
+
+@overload
+def mhc_forward_pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    outflag: Literal[True],
+    norm_eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+    *,
+    gamma: Tensor | None = None,
+    backend: str | None = None,
+) -> Six: ...
+
+
+@overload
+def mhc_forward_pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    outflag: bool,
+    norm_eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+    *,
+    gamma: Tensor | None = None,
+    backend: str | None = None,
+) -> Three | Six: ...
 
 
 @replayed
@@ -35,7 +84,7 @@ def mhc_forward_pre(
     *,
     gamma: Tensor | None = None,
     backend: str | None = None,
-) -> tuple[Tensor, ...]:
+) -> Three | Six:
     """What a layer reads from n residual streams, and the maps that write its output back (h_res without Sinkhorn).
 
     inv_rms = rsqrt(mean(v²) + norm_eps)    h_mix = phi @ (gamma ⊙ v)    z = (α0, α1, α2) · h_mix · inv_rms + bias
@@ -65,7 +114,7 @@ def mhc_pre(
     sinkhorn_iters: int = 20,
     sinkhorn_eps: float = 1e-6,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Three:
     """What a layer reads from n residual streams, and the maps with which `mhc_post` writes its output back.
 
     z = (α0, α1, α2) · phi @ (gamma ⊙ v) · inv_rms + bias    inv_rms = rsqrt(mean(v²) + norm_eps)    v = x as [nD]
@@ -89,7 +138,7 @@ def _pre(
     gamma: Tensor | None,
     options: tuple[Any, ...],
     backend: str | None,
-) -> tuple[Tensor, ...]:
+) -> Six:
     _check_pre(function, x, phi, alpha, bias, gamma)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
@@ -131,7 +180,7 @@ def mhc_post_pre(
     sinkhorn_iters: int = 20,
     sinkhorn_eps: float = 1e-6,
     backend: str | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The boundary between two layers in one call: `mhc_post` of one, then `mhc_pre` of the next.
 
     x, h_out, h_post, h_res: as in mhc_post; phi, alpha, bias, gamma and the options: the next layer's, as in mhc_pre
@@ -144,10 +193,49 @@ def mhc_post_pre(
     _check_pre(function, x, phi, alpha, bias, gamma)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        return reference.mhc_post_pre(x, h_out, h_post, h_res, phi, alpha, bias, gamma, *options)[:4]
-    _check_kernel_limits(function, x, name)
-    tensors = _contiguous(x, h_out, h_post, h_res, phi, alpha, bias, gamma)
-    return contracts.mhc_post_pre_fwd(*tensors, *options, name)[:4]
+        outputs = reference.mhc_post_pre(x, h_out, h_post, h_res, phi, alpha, bias, gamma, *options)
+    else:
+        _check_kernel_limits(function, x, name)
+        tensors = _contiguous(x, h_out, h_post, h_res, phi, alpha, bias, gamma)
+        outputs = contracts.mhc_post_pre_fwd(*tensors, *options, name)
+    x_next, h_in, h_post, h_res, *_ = outputs
+    return x_next, h_in, h_post, h_res
+
+
+@overload
+def mhc_layer(
+    x: Tensor,
+    layer: Callable[[Tensor], Tensor],
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None = None,
+    *,
+    norm_eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+    post_mult: float = 2.0,
+    sinkhorn_iters: int = 20,
+    sinkhorn_eps: float = 1e-6,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def mhc_layer(
+    x: Tensor,
+    layer: Callable[[Tensor], tuple[Tensor, Unpack[Rest]]],
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None = None,
+    *,
+    norm_eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+    post_mult: float = 2.0,
+    sinkhorn_iters: int = 20,
+    sinkhorn_eps: float = 1e-6,
+    backend: str | None = None,
+) -> tuple[Tensor, Unpack[Rest]]: ...
 
 
 def mhc_layer(
@@ -305,6 +393,7 @@ def mhc_backward(
     given = {key: pair for key, pair in shapes.items() if pair[0] is not None or key not in optional}
     check_tensors(function, x=x, **{key: tensor for key, (tensor, _) in given.items()})
     check_shapes(function, **given)
+    _, hc_eps = check_numbers(function, norm_eps=norm_eps, hc_eps=hc_eps)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
         return manual.mhc_pre_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dh_in, dh_post, dh_res, hc_eps)

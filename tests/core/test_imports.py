@@ -22,7 +22,7 @@ ALLOWED = {
     "guide": {"core", "ops"},
     "composed": set(),
     "kernels": {"core", "composed", "kernels"},
-    "compat": {"core", "public"},
+    "compat": {"core", "public", "compat"},
     "measure": {"core", "public", "measure"},
     "cli": {"core", "measure"},
     "__main__": {"cli"},
@@ -92,3 +92,9 @@ def test_import_loads_no_kernel_library():
 def test_public_names_exist():
     assert sorted(mhc_ops.__all__) == mhc_ops.__all__
     assert all(hasattr(mhc_ops, name) for name in mhc_ops.__all__)
+
+
+def test_compat_is_there_without_an_import_of_its_own():
+    code = "import mhc_ops; print(mhc_ops.compat.causal_conv1d.causal_conv1d_fn.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "causal_conv1d_fn\n", done.stderr

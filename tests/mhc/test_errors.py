@@ -38,7 +38,28 @@ FORWARD = [
     ({"bias": torch.zeros(M, 1)}, ValueError, "bias must be [24], got [24, 1]"),
     ({"gamma": torch.zeros(D, N)}, ValueError, "gamma must be [4, 16], got [16, 4]"),
     ({"bias": torch.zeros(M, device="meta")}, ValueError, "bias must be on cpu as x is, got meta"),
+    ({"x": torch.zeros(2, 3, N, D).to_sparse()}, TypeError, "x must be a dense (strided) tensor, got sparse_coo"),
+    ({"phi": torch.zeros(M, N * D).to_sparse_csr()}, TypeError,
+     "phi must be a dense (strided) tensor, got sparse_csr"),
+    ({"phi": torch.zeros(M, N * D).to_mkldnn()}, TypeError, "phi must be a dense (strided) tensor, got mkldnn"),
+    ({"x": torch.nested.nested_tensor([torch.zeros(3, N, D)])}, TypeError,
+     "x must be a dense (strided) tensor, got nested"),
+    ({"x": torch.zeros(2, 3, N, D, dtype=torch.complex64)}, TypeError,
+     "x must be bfloat16, float16, float32 or float64, got complex64"),
 ]  # fmt: skip
+NAN, INF = float("nan"), float("inf")
+EPS = [
+    ({eps: value}, error, f"{eps} must be {message}")
+    for eps in ("norm_eps", "hc_eps")
+    for value, error, message in (
+        (NAN, ValueError, "finite and 0 or more, got nan"),
+        (-1e-6, ValueError, "finite and 0 or more, got -1e-06"),
+        (INF, ValueError, "finite and 0 or more, got inf"),
+        (True, TypeError, "a number, got bool"),
+        (None, TypeError, "a number, got NoneType"),
+    )
+]
+FORWARD += EPS
 BACKWARD = [
     ({"inv_rms": torch.zeros(2)}, ValueError, "inv_rms must be [2, 3], got [2]"),
     ({"h_mix": torch.zeros(2, 3, N)}, ValueError, "h_mix must be [2, 3, 24], got [2, 3, 4]"),
@@ -50,6 +71,7 @@ BACKWARD = [
     ({"inv_rms": None}, TypeError, "inv_rms must be a torch.Tensor, got NoneType"),
     ({"dh_res": 0.0}, TypeError, "dh_res must be a torch.Tensor, got float"),
     ({"dh_in": torch.zeros(2, 3, D, device="meta")}, ValueError, "dh_in must be on cpu as x is, got meta"),
+    *EPS,
 ]
 
 
@@ -108,6 +130,11 @@ PRE = [case for case in FORWARD if "x" not in case[0]] + [
     ({"sinkhorn_iters": True}, TypeError, "sinkhorn_iters must be an int, got bool"),
     ({"post_mult": None}, TypeError, "post_mult must be a number, got NoneType"),
     ({"norm_eps": "1e-6"}, TypeError, "norm_eps must be a number, got str"),
+    ({"sinkhorn_eps": -1.0}, ValueError, "sinkhorn_eps must be finite and 0 or more, got -1.0"),
+    ({"sinkhorn_eps": NAN}, ValueError, "sinkhorn_eps must be finite and 0 or more, got nan"),
+    ({"post_mult": NAN}, ValueError, "post_mult must be finite, got nan"),
+    ({"post_mult": -INF}, ValueError, "post_mult must be finite, got -inf"),
+    ({"post_mult": False}, TypeError, "post_mult must be a number, got bool"),
 ]
 LAYER = [*PRE, ({"layer": None}, TypeError, "layer must be callable, got NoneType")]
 HEAD = [
@@ -115,6 +142,7 @@ HEAD = [
     ({"alpha": torch.zeros(3)}, ValueError, "alpha must be [1] or [], got [3]"),
     ({"bias": torch.zeros(M)}, ValueError, "bias must be [4], got [24]"),
     ({"gamma": torch.zeros(D, N)}, ValueError, "gamma must be [4, 16], got [16, 4]"),
+    *EPS,
 ]
 SINKHORN = [
     ({"logits": torch.zeros(2, 3)}, ValueError, "logits must be [..., n, n] with n at least 1, got [2, 3]"),
@@ -122,7 +150,10 @@ SINKHORN = [
     ({"logits": 1.0}, TypeError, "logits must be a torch.Tensor, got float"),
     ({"iters": 0}, ValueError, "iters must be at least 1, got 0"),
     ({"eps": None}, TypeError, "eps must be a number, got NoneType"),
-]
+    ({"eps": NAN}, ValueError, "eps must be finite and 0 or more, got nan"),
+    ({"logits": torch.zeros(2, 4, 4).to_sparse()}, TypeError,
+     "logits must be a dense (strided) tensor, got sparse_coo"),
+]  # fmt: skip
 EXPAND = [
     ({"n": 2.5}, TypeError, "n must be an int, got float"),
     ({"n": 0}, ValueError, "n must be at least 1, got 0"),

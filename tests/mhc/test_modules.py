@@ -1,13 +1,15 @@
 """The modules: what they start as, what they keep, what they print."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import mhc_ops
-from mhc_ops import HyperConnection, HyperHead, MHCBlock, mhc_expand
+from mhc_ops import HyperConnection, HyperHead, MHCBlock, ShortConv, mhc_expand
+from mhc_ops.core import backend
 from mhc_ops.measure import accuracy
 
 
@@ -123,8 +125,12 @@ def test_repr():
 def test_sizes_are_checked(module):
     with pytest.raises(ValueError, match=r": n must be at least 1, got 0$"):
         module(0, 8)
+    with pytest.raises(TypeError, match=r": n must be an int, got NoneType$"):
+        module(None, 8)
     with pytest.raises(TypeError, match=r": D must be an int, got float$"):
         module(2, 8.0)
+    with pytest.raises(TypeError, match=r": x must be a torch.Tensor, got list$"):
+        module(2, 8)([1.0])
     with pytest.raises(ValueError, match=r": x must be \[\.\.\., 2, 8\], got \[3, 4, 8\]$"):
         module(2, 8)(torch.zeros(3, 4, 8))
 
@@ -136,12 +142,71 @@ def test_sizes_are_checked(module):
         ({"sinkhorn_iters": 2.5}, TypeError, "sinkhorn_iters must be an int, got float"),
         ({"post_mult": 0}, ValueError, "post_mult must be above 0, got 0.0"),
         ({"post_mult": "2"}, TypeError, "post_mult must be a number, got str"),
-        ({"hc_eps": 1.5}, ValueError, "hc_eps must be 0 or more and below 1, got 1.5"),
+        ({"post_mult": float("nan")}, ValueError, "post_mult must be finite, got nan"),
+        ({"hc_eps": 1.5}, ValueError, "hc_eps must be below 1, got 1.5"),
+        ({"hc_eps": -0.5}, ValueError, "hc_eps must be finite and 0 or more, got -0.5"),
+        ({"norm_eps": -1e-6}, ValueError, "norm_eps must be finite and 0 or more, got -1e-06"),
+        ({"norm_eps": "1e-6"}, TypeError, "norm_eps must be a number, got str"),
+        ({"sinkhorn_eps": float("nan")}, ValueError, "sinkhorn_eps must be finite and 0 or more, got nan"),
+        ({"sinkhorn_eps": True}, TypeError, "sinkhorn_eps must be a number, got bool"),
+        ({"layer": None}, TypeError, "layer must be callable, got NoneType"),
     ],
 )
 def test_options_are_checked(options, error, message):
     with pytest.raises(error, match=f"^HyperConnection: {message}$"):
-        HyperConnection(nn.Identity(), 2, 8, **options)
+        HyperConnection(**{"layer": nn.Identity(), "n": 2, "D": 8, **options})
+
+
+@pytest.mark.parametrize("module", [MHCBlock, HyperHead])
+def test_norm_eps_of_the_others_is_checked(module):
+    with pytest.raises(ValueError, match=f"^{module.__name__}: norm_eps must be finite and 0 or more, got nan$"):
+        module(2, 8, norm_eps=float("nan"))
+
+
+def test_a_layer_may_have_an_argument_named_x():
+    module = HyperConnection(lambda h, *, x: h * x, 2, 8)
+    streams = torch.randn(3, 2, 8)
+    plain = HyperConnection(lambda h: h * 2.0, 2, 8)
+    plain.load_state_dict(module.state_dict())
+    assert torch.equal(module(streams, x=2.0), plain(streams))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_parameters_follow_the_default_dtype(dtype):
+    """As those of torch's own modules and of ShortConv."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        modules = [
+            MHCBlock(2, 8),
+            HyperConnection(nn.Identity(), 2, 8, gamma=True),
+            HyperHead(2, 8, gamma=True),
+            ShortConv(2, 8),
+        ]
+        half = HyperHead(2, 8, dtype=torch.float16)
+    finally:
+        torch.set_default_dtype(before)
+    assert {parameter.dtype for module in modules for parameter in module.parameters()} == {dtype}
+    assert all(parameter.isfinite().all() for module in modules for parameter in module.parameters())
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
+
+
+def test_checkpoint_runs_again_on_the_same_backend():
+    """Also where the backward is run by another thread, as autograd does on a GPU."""
+    seen = []
+
+    def layer(h):
+        seen.append(backend.chosen())
+        return h.tanh()
+
+    module = HyperConnection(layer, 2, 8, checkpoint=True)
+    with mhc_ops.use_backend("reference", conv="hip"):
+        loss = module(torch.randn(3, 2, 8)).square().sum()
+        expected = backend.chosen()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert seen == [expected, expected]
 
 
 def test_extreme_options_start_finite():

@@ -200,3 +200,77 @@ def test_only_plain_tensors_are_eager():
     seen = []
     torch.func.vmap(lambda t: (seen.append(is_eager((t,))), t)[1])(plain)
     assert seen == [False]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("reference", "cpu"), id="reference"),
+        pytest.param(("triton", "cpu"), marks=pytest.mark.interpreted, id="interpreted"),
+        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu, id="triton"),
+    ]
+)
+def energy(request):
+    """A number made of all that mhc_pre returns, as a function of x; some x; the backend's name."""
+    backend, device = request.param
+    tensors = cases.Case(cases.MHC_PRE, (3,), 2, 8, torch.float32).inputs(device)
+
+    def call(x):
+        return sum(output.square().sum() for output in mhc_ops.mhc_pre(**{**tensors, "x": x}, backend=backend))
+
+    return call, tensors["x"], backend
+
+
+def gradient_of(call, x):
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(call(leaf), leaf)[0]
+
+
+def test_func_grad(energy):
+    call, x, _ = energy
+    expected = gradient_of(call, x)
+    assert torch.equal(torch.func.grad(call)(x), expected)
+    _, back = torch.func.vjp(call, x)
+    assert torch.equal(back(torch.ones((), device=x.device))[0], expected)
+
+
+def test_func_grad_of_a_module(energy):
+    """Layer and all, by its parameters."""
+    _, x, backend = energy
+    module = mhc_ops.HyperConnection(torch.nn.Linear(8, 8), 2, 8, gamma=True, backend=backend, device=x.device)
+    module.layer.to(x.device)
+    parameters = dict(module.named_parameters())
+    loss = module(x).square().sum()
+    expected = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()))))
+    found = torch.func.grad(lambda given: torch.func.functional_call(module, given, (x,)).square().sum())(parameters)
+    assert all(accuracy.close(found[name], expected[name].double()) for name in parameters)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap(energy):
+    """A call for each element in kernels."""
+    call, x, _ = energy
+    one_by_one = torch.stack([call(row[None]) for row in x])
+    assert accuracy.close(torch.func.vmap(lambda row: call(row[None]))(x), one_by_one.double())
+    gradients = torch.func.vmap(torch.func.grad(lambda row: call(row[None])))(x)
+    assert accuracy.close(gradients, gradient_of(call, x).double())
+    assert accuracy.close(torch.func.jacrev(call)(x), gradient_of(call, x).double())
+
+
+def test_second_derivative_by_func(energy):
+    call, x, backend = energy
+    second = torch.func.grad(lambda x: torch.func.grad(call)(x).square().sum())
+    if backend == "reference":
+        assert second(x).isfinite().all()
+        return
+    message = "^mhc_pre_bwd: a second derivative works with backend='reference' only$"
+    with pytest.raises(NotImplementedError, match=message):
+        second(x)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+def test_jit_trace(energy):
+    """What was traced computes with the values it is given, not with those of the trace."""
+    call, x, backend = energy
+    traced = torch.jit.trace(call, (x,))
+    assert torch.equal(traced(2 * x), call(2 * x))
+    assert ("mhc_ops::mhc_pre_fwd" in str(traced.graph)) == (backend == "triton")

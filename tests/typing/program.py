@@ -1,0 +1,73 @@
+"""What a program of a user sees of every public name; `mypy --strict` reads it, nobody runs it."""
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import mhc_ops
+from mhc_ops.compat.causal_conv1d import causal_conv1d_fn
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+t = torch.zeros(1)
+flag = bool(t.sum())
+
+
+def two(h: Tensor) -> tuple[Tensor, int]:
+    return h, 1
+
+
+assert_type(mhc_ops.__version__, str)
+with mhc_ops.use_backend("triton", conv="hip"):
+    assert_type(mhc_ops.mhc_forward_pre(t, t, t, t), tuple[Tensor, Tensor, Tensor])
+    assert_type(mhc_ops.mhc_forward_pre(t, t, t, t, False, gamma=t), tuple[Tensor, Tensor, Tensor])
+    assert_type(mhc_ops.mhc_forward_pre(t, t, t, t, True), tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor])
+    h_in, h_post, h_res, inv_rms, h_mix, h_pre = mhc_ops.mhc_forward_pre(t, t, t, t, outflag=True, norm_eps=1e-5)
+    either = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    found: either = mhc_ops.mhc_forward_pre(t, t, t, t, outflag=flag)
+
+assert_type(mhc_ops.mhc_pre(t, t, t, t, post_mult=1, sinkhorn_iters=3), tuple[Tensor, Tensor, Tensor])
+assert_type(mhc_ops.mhc_post(t, t, t, t, backend="reference"), Tensor)
+assert_type(mhc_ops.mhc_post_pre(t, t, t, t, t, t, t), tuple[Tensor, Tensor, Tensor, Tensor])
+assert_type(mhc_ops.mhc_layer(t, torch.tanh, t, t, t), Tensor)
+assert_type(mhc_ops.mhc_layer(t, two, t, t, t, hc_eps=0.0), tuple[Tensor, int])
+assert_type(mhc_ops.mhc_head(t, t, t, t, t), Tensor)
+assert_type(mhc_ops.mhc_expand(t, 4), Tensor)
+assert_type(mhc_ops.sinkhorn(t, 3, 1e-6), Tensor)
+assert_type(mhc_ops.mhc_backward(t, t, t, t, inv_rms, h_mix, h_pre, h_post, None, t, None), Gradients)
+
+assert_type(mhc_ops.mhc_forward_pre_triton(t, t, t, t), tuple[Tensor, Tensor, Tensor])
+assert_type(
+    mhc_ops.mhc_forward_pre_triton_optimized(t, t, t, t, outflag=True),
+    tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+)
+assert_type(mhc_ops.mhc_forward_pre_tilelang(t, t, t, t, gamma=t), tuple[Tensor, Tensor, Tensor])
+assert_type(mhc_ops.mhc_backward_triton(t, t, t, t, t, t, t, t, t, t, t, t), Gradients)
+assert_type(mhc_ops.mhc_backward_tilelang(t, t, t, t, t, t, t, t, None, None, None), Gradients)
+assert_type(mhc_ops.mhc_backward_manual(t, t, t, t, t, t, t, t, t, t, t, hc_eps=0.0), Gradients)
+assert_type(mhc_ops.MHCForwardPreTileLang(1, 2, 4, 8)(t, t, t, t), tuple[Tensor, Tensor, Tensor])
+assert_type(mhc_ops.MHCBackwardTileLang(1, 2, 4, 8, dtype=t.dtype)(t, t, t, t, t, t, t, t, t, t, t), Gradients)
+
+assert_type(mhc_ops.causal_conv1d(t, t), Tensor)
+assert_type(mhc_ops.causal_conv1d(t, t, t, output_final_state=True), tuple[Tensor, Tensor])
+assert_type(mhc_ops.causal_conv1d(t, t, output_final_state=flag), Tensor | tuple[Tensor, Tensor])
+assert_type(mhc_ops.causal_conv1d_update(t, t, t, activation="silu"), Tensor)
+assert_type(mhc_ops.short_conv(t, t, t, residual=False), Tensor)
+assert_type(causal_conv1d_fn(t, t), Tensor)
+assert_type(mhc_ops.compat.causal_conv1d.causal_conv1d_fn(t, t, return_final_states=True), tuple[Tensor, Tensor])
+
+assert_type(mhc_ops.MHCBlock(n=4, D=8, dtype=torch.bfloat16).forward(t), tuple[Tensor, Tensor, Tensor])
+assert_type(mhc_ops.HyperHead(4, 8, gamma=True).forward(t), Tensor)
+assert_type(mhc_ops.ShortConv(4, 8, device="cpu").forward(t), Tensor)
+assert_type(mhc_ops.HyperConnection(nn.Linear(8, 8), 4, 8).phi, nn.Parameter)
+
+# Each of these is an error, which `--warn-unused-ignores`, a part of --strict, would miss.
+mhc_ops.mhc_pre(t, t, t)  # type: ignore[call-arg]
+mhc_ops.mhc_pre(t, t, t, t, norm_epsilon=1e-6)  # type: ignore[call-arg]
+mhc_ops.mhc_post(t, t, t, 1.0)  # type: ignore[arg-type]
+mhc_ops.sinkhorn(t, iters="20")  # type: ignore[arg-type]
+mhc_ops.mhc_backward_manual(t, t, t, t)  # type: ignore[call-arg]
+mhc_ops.mhc_forward_pre_triton(t, t, t, t, backend="reference")  # type: ignore[call-overload]
+mhc_ops.causal_conv1d(t, t, dilatation=2)  # type: ignore[call-overload]
+mhc_ops.causal_conv1d_update(t, t)  # type: ignore[call-arg]
+mhc_ops.short_conv(t, t)  # type: ignore[call-arg]
+mhc_ops.use_backend(conv=1)  # type: ignore[arg-type]
