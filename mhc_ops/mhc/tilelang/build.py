@@ -16,8 +16,6 @@ import tilelang.language as T
 import torch
 from tilelang.cpu.language import Kernel as CPUKernel
 
-from ...core import device
-
 F32, BF16 = "float32", "bfloat16"
 NAMES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: "float16"}
 TYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -36,12 +34,6 @@ class Threads:
 
 
 ON_CPU = Threads(1, 1)
-
-
-def kind_of(on: torch.device) -> str:
-    """ "cuda", "hip" or "cpu"; "older" for NVIDIA GPUs before Hopper, which cannot copy whole tiles on their own."""
-    plain = device.kind(on)
-    return "older" if plain == "cuda" and device.capability(on) < (9, 0) else plain
 
 
 def grid(*blocks: Any, threads: Threads) -> Any:

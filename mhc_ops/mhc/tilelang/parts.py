@@ -9,8 +9,9 @@ from typing import Any
 import tilelang.language as T
 import torch
 
+from ...core import device
 from . import configs
-from .build import F32, TYPES, grid, kernel, kind_of, thread
+from .build import F32, TYPES, grid, kernel, thread
 
 
 def pairs(left: int, right: int) -> tuple[tuple[int, int], ...]:
@@ -32,13 +33,21 @@ def fragments(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
     return tuple(T.alloc_fragment(shape, dtype) for _ in range(count))
 
 
+def parts_of(value: Any, count: int, dtype: str) -> list[Any]:
+    cut = []
+    for _ in range(count):
+        cut.append(T.cast(value, dtype))
+        value = value - T.cast(cut[-1], F32)
+    return cut
+
+
 @T.macro
 def cut(values, parts):
-    """Cut a fragment of fp32 into tiles, one for each part; what is left of the values is the error."""
-    for p in tuple(range(len(parts))):
-        for r, c in T.Parallel(*values.shape):
-            parts[p][r, c] = T.cast(values[r, c], parts[p].dtype)
-            values[r, c] -= T.cast(T.cast(values[r, c], parts[p].dtype), F32)
+    """Cut values into tiles, one for each part. The values stay as they are: TileLang takes a vector that it has cast
+    for the same as long as its address is the same, also where it was overwritten in between."""
+    for r, c in T.Parallel(*values.shape):
+        for p in tuple(range(len(parts))):
+            parts[p][r, c] = parts_of(T.cast(values[r, c], F32), len(parts), parts[p].dtype)[p]
 
 
 def fetch(source: Any, tile: Any, loaded: Any) -> Any:
@@ -98,7 +107,7 @@ def phi_parts(phi, gamma, alpha, n, order, dtype):
     out = torch.empty((len(order) * configs.padded_maps(M), K), dtype=TYPES[dtype], device=phi.device)
     weights = phi.new_empty(0) if gamma is None else gamma.view(K)
     scales = phi.new_empty(0) if alpha is None else alpha
-    threads = configs.per_column(kind_of(phi.device))
+    threads = configs.per_column(device.of(phi.device))
     scaled, weighted = alpha is not None, gamma is not None
     phi_parts_kernel(n, M, K, order, dtype, scaled, weighted, threads)(phi, weights, scales, out)
     return out

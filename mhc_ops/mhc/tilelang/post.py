@@ -2,9 +2,10 @@
 
 import tilelang.language as T
 
+from ...core import device
 from ...core.sizes import cdiv
 from . import configs
-from .build import F32, NAMES, grid, in_fp32, kernel, kind_of, lane_sum, readable, thread, vector
+from .build import F32, NAMES, grid, in_fp32, kernel, lane_sum, readable, thread, vector
 
 
 # x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]
@@ -152,7 +153,7 @@ def mhc_post_fwd(x, h_out, h_post, h_res, x_next):
         return
     x, h_out = readable(x), readable(h_out)
     names = (NAMES[x.dtype], NAMES[h_out.dtype])
-    mhc_post_fwd_kernel(n, D, *names, *configs.stream(kind_of(x.device), D, *names))(
+    mhc_post_fwd_kernel(n, D, *names, *configs.stream(device.of(x.device), D, *names))(
         x.view(T, n, D),
         h_out.view(T, D),
         h_post.float().view(T, n),
@@ -174,7 +175,7 @@ def mhc_post_bwd(x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post
     names = (NAMES[x.dtype], NAMES[h_out.dtype], NAMES[dx_next.dtype])
     narrow = [] if dh_out.dtype == h_out.dtype else [dh_out]
     with in_fp32(dh_post, dh_res, *narrow) as (wide_dh_post, wide_dh_res, *wide):
-        mhc_post_bwd_kernel(n, D, *names, residual, configs.per_group(kind_of(x.device)))(
+        mhc_post_bwd_kernel(n, D, *names, residual, configs.per_group(device.of(x.device)))(
             x.view(T, n, D),
             h_out.view(T, D),
             h_post.float().view(T, n),

@@ -15,9 +15,9 @@ import torch
 from ...core import device
 from ...core.sizes import cdiv
 from . import configs
-from .build import F32, NAMES, TYPES, grid, kernel, kind_of, lane_sum, readable, thread, vector
+from .build import F32, NAMES, TYPES, grid, kernel, lane_sum, readable, thread, vector
 from .parts import phi_parts, section
-from .pre_dx import factors, mhc_pre_dx_kernel, phi_order
+from .pre_dx import mhc_pre_dx_kernel
 from .pre_sums import sum_gradients
 from .sinkhorn import divisors, half_steps_back, sinkhorn, softmax_back
 
@@ -106,7 +106,7 @@ def mhc_pre_dmaps_kernel(n, M, K, parts, dtype, threads):
         alpha: T.Tensor((1 if head else 3,), F32),
         bias: T.Tensor((M,), F32),
         dh_mix: T.Tensor((tokens, columns), dtype),
-        factor: T.Tensor((tokens, factors(n, head)), F32),
+        factor: T.Tensor((tokens, configs.factors(n, head)), F32),
         sums: T.Tensor((2, M, groups), F32),
         divisors: T.Tensor((half_steps, n, tokens), F32),
         hc_eps: T.float32,
@@ -210,8 +210,8 @@ def mhc_pre_bwd(
     inv_rms, h_mix = inv_rms.float(), h_mix.float()
     phi, alpha, bias = phi.float(), alpha.float().view(-1), bias.float()
     gamma = None if gamma is None else gamma.float()
-    kind = kind_of(x.device)
-    exact = configs.arithmetic(dtype, kind)
+    on = device.of(x.device)
+    exact = configs.arithmetic(dtype, on)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
@@ -223,11 +223,11 @@ def mhc_pre_bwd(
     if dh_in is not None:
         in_dtype = NAMES[dh_in.dtype]
         dh_pre = scratch(T, n)
-        mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, configs.per_group(kind))(x.view(T, n, D), dh_in.view(T, D), dh_pre)
+        mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, configs.per_group(on))(x.view(T, n, D), dh_in.view(T, D), dh_pre)
 
-    threads = configs.per_token(kind)
+    threads = configs.per_token(on)
     dh_mix = scratch(T, configs.mix_columns(M, exact.parts), dtype=TYPES[exact.dtype])
-    factor = scratch(T, factors(n, head))
+    factor = scratch(T, configs.factors(n, head))
     sums = scratch(2, M, cdiv(T, threads.lanes))
     mhc_pre_dmaps_kernel(n, M, K, exact.parts, exact.dtype, threads)(
         h_mix.view(T, M),
@@ -248,15 +248,15 @@ def mhc_pre_bwd(
     )
 
     residual = "" if dx_next is None else "mixed" if mixed else "added"
-    config = configs.dx(n, D, M, dtype, kind)
-    steps, slices = configs.token_slices(T, n, D, config, device.multiprocessors(x.device))
+    config = configs.dx(n, D, M, dtype, on)
+    steps, slices = configs.token_slices(T, n, D, config, on.processors)
     A = scratch(slices, M, K)
     mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, NAMES[dx.dtype], residual, exact, config)(
         x.view(T, K),
         x.new_empty(0, D) if dh_in is None else dh_in.view(T, D),
         x.new_empty(0, K) if dx_next is None else dx_next.view(T, K),
         dh_mix,
-        phi_parts(phi, gamma, alpha, n, phi_order(exact.parts), exact.dtype),
+        phi_parts(phi, gamma, alpha, n, configs.phi_order(exact.parts), exact.dtype),
         factor,
         dx.view(T, K),
         A,

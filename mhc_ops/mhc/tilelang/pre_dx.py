@@ -6,21 +6,9 @@ import operator
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from ...core.sizes import cdiv
 from . import configs
 from .build import F32, kernel
 from .parts import cut, fetch, fragments, release, tiles
-
-
-def factors(n: int, head: bool) -> int:
-    """Numbers per token that pass B multiplies with: x_factor, h_pre[i], h_res[i, j]; in whole 16 bytes."""
-    return cdiv(1 + n + (0 if head else n * n), 4) * 4
-
-
-def phi_order(parts: int) -> tuple[int, ...]:
-    """The parts of phi as they lie in its tile: for each order o of products, the largest last, what the first o + 1
-    parts of dh_mix are multiplied with."""
-    return tuple(order - p for order in reversed(range(parts)) for p in range(order + 1))
 
 
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
@@ -39,7 +27,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
     columns = configs.mix_columns(M, parts)
     x_numbered, numbered = tuple(range(x_parts)), tuple(range(parts))
     at_once = config.streams > 1  # all of mix_own; with one stream each part just before its product, to save registers
-    depth = len(phi_order(parts)) * rows
+    depth = len(configs.phi_order(parts)) * rows
     orders = tuple((o, depth - (o + 1) * (o + 2) // 2 * rows) for o in reversed(numbered))
 
     def sum_of_parts(tile, m, d):
@@ -61,16 +49,14 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
             fetch(dx_next[t0, ((first if residual == "added" else 0) + j) * D + d0], next_tile[j], loaded)
 
     @T.macro
-    def multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, own, product, sums, total):
+    def multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, product, sums, total):
         """sums += dh_mixᵀ·x and total = dh_mix·phi"""
         if at_once:
             for o in numbered:
                 T.copy(mix_tile[:, 0 : (o + 1) * rows], mix_own[o])
         for s in streams:
             if x_parts > 1:
-                for t, d in T.Parallel(block_t, block_d):
-                    own[t, d] = T.cast(x_tile[s][t, d], F32)
-                cut(own, x_part)
+                cut(x_tile[s], x_part)
             # A fresh product per step: matrix units truncate as they accumulate.
             T.clear(product)
             for p in reversed(x_numbered):
@@ -131,7 +117,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
         dx_next: T.Tensor((tokens if residual else 0, K), dtype),
         dh_mix: T.Tensor((tokens, columns), part),
         phi: T.Tensor((depth, K), part),
-        factor: T.Tensor((tokens, factors(n, head)), F32),
+        factor: T.Tensor((tokens, configs.factors(n, head)), F32),
         dx: T.Tensor((tokens, K), dx_dtype),
         A: T.Tensor((slices, M, K), F32),
         steps: T.int32,
@@ -149,7 +135,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
             out_tile = T.alloc_shared((block_t, block_d), dx_dtype)
             mix_tile = T.alloc_shared((block_t, columns), part)
             phi_tile = tiles(config.streams, (depth, block_d), part)
-            factor_tile = T.alloc_shared((block_t, factors(n, head)), F32)
+            factor_tile = T.alloc_shared((block_t, configs.factors(n, head)), F32)
             sums_tile = T.alloc_shared((columns, block_d), F32)
             T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (*next_tile, in_tile, out_tile)})
             own = T.alloc_fragment((block_t, block_d), F32)
@@ -167,7 +153,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
                     t0 = (piece * steps + step) * block_t
                     load_x(t0, first, d0, x, dh_mix, x_tile, mix_tile, None)
                     load_rest(t0, first, d0, factor, dh_in, dx_next, factor_tile, in_tile, next_tile, None)
-                    multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, own, product, sums, total)
+                    multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, product, sums, total)
                     add_x(factor_tile, x_tile, total)
                     add_rest(first, factor_tile, in_tile, next_tile, own, total)
                     store(t0, first, d0, total, out_tile, dx)
@@ -194,7 +180,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
                     for step in T.serial(steps):
                         t0 = (piece * steps + step) * block_t
                         T.barrier_wait(x_loaded, step % 2)
-                        multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, own, product, sums, total)
+                        multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, product, sums, total)
                         T.barrier_wait(rest_loaded, step % 2)
                         add_x(factor_tile, x_tile, total)
                         release(x_free)

@@ -10,9 +10,10 @@ do not depend on the batch.
 import tilelang.language as T
 import torch
 
+from ...core import device
 from ...core.sizes import cdiv
 from . import configs
-from .build import F32, NAMES, ON_CPU, grid, kernel, kind_of, readable, thread, vector
+from .build import F32, NAMES, ON_CPU, grid, kernel, readable, thread, vector
 from .parts import cut, fetch, pairs, phi_parts, release, tiles
 from .sinkhorn import sinkhorn
 
@@ -229,14 +230,14 @@ def forward(x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, iters, sink
     x = readable(x)
     T, dtype = x.numel() // K, NAMES[x.dtype]
     h_post, h_res, inv_rms, h_mix, h_pre = maps
-    kind = kind_of(x.device)
-    exact, config = configs.arithmetic(dtype, kind), configs.project(M, K, dtype, kind)
+    on = device.of(x.device)
+    exact, config = configs.arithmetic(dtype, on), configs.project(M, K, dtype, on)
     slices = config.slices(K)
     partials = torch.empty((slices, M + 1, T), dtype=torch.float32, device=x.device)
     weights = None if gamma is None else gamma.float()
     parts = phi_parts(phi.float(), weights, None, n, tuple(range(exact.parts)), exact.dtype)
     mhc_pre_project_kernel(M, K, dtype, exact, config)(x.view(T, K), parts, partials)
-    mhc_pre_finish_kernel(n, D, M, dtype, slices, *configs.finish(kind, n, D, dtype))(
+    mhc_pre_finish_kernel(n, D, M, dtype, slices, *configs.finish(on, n, D, dtype))(
         x.view(T, n, D),
         partials,
         alpha.float().view(-1),

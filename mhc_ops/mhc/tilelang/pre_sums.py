@@ -3,9 +3,10 @@
 import tilelang.language as T
 import torch
 
+from ...core import device
 from ...core.sizes import cdiv
 from . import configs
-from .build import F32, grid, in_fp32, kernel, kind_of, lane_sum, thread
+from .build import F32, grid, in_fp32, kernel, lane_sum, thread
 from .parts import section
 
 
@@ -119,8 +120,8 @@ def mhc_pre_dalpha_kernel(n, M, threads):
 def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias):
     """A: [slices, M, K]   sums: [2, M, groups], Σ dz and Σ dz·m of each group of tokens"""
     _, M, K = A.shape
-    kind = kind_of(A.device)
-    columns, group = configs.per_column(kind), configs.per_token(kind)
+    on = device.of(A.device)
+    columns, group = configs.per_column(on), configs.per_token(on)
     missing = torch.empty((M, cdiv(K, columns.lanes)), dtype=torch.float32, device=A.device)
     by_row = torch.empty(M, dtype=torch.float32, device=A.device)
     weights = A.new_empty(0) if gamma is None else gamma.view(K)

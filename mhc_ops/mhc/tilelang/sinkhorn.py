@@ -7,8 +7,9 @@ walked back.
 import tilelang.language as T
 import torch
 
+from ...core import device
 from . import configs
-from .build import F32, NAMES, grid, kernel, kind_of, thread
+from .build import F32, NAMES, grid, kernel, thread
 
 
 # c = softmax(c, over j)
@@ -156,7 +157,7 @@ def divisors(T: int, n: int, iters: int, on: torch.device) -> torch.Tensor:
 def sinkhorn_fwd(logits, iters, eps, h_res):
     n = logits.shape[-1]
     if logits.numel():
-        run = sinkhorn_fwd_kernel(n, NAMES[logits.dtype], configs.per_token(kind_of(logits.device)))
+        run = sinkhorn_fwd_kernel(n, NAMES[logits.dtype], configs.per_token(device.of(logits.device)))
         run(logits.view(-1, n * n), h_res.view(-1, n * n), iters, eps)
 
 
@@ -164,6 +165,6 @@ def sinkhorn_bwd(logits, dh_res, iters, eps, dlogits):
     n = logits.shape[-1]
     T = logits.numel() // (n * n)
     if T:
-        run = sinkhorn_bwd_kernel(n, NAMES[logits.dtype], configs.per_token(kind_of(logits.device)))
+        run = sinkhorn_bwd_kernel(n, NAMES[logits.dtype], configs.per_token(device.of(logits.device)))
         scratch = divisors(T, n, iters, logits.device)
         run(logits.view(T, n * n), dh_res.view(T, n * n), dlogits.view(T, n * n), scratch, iters, eps)

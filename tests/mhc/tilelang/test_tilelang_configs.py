@@ -1,0 +1,151 @@
+"""Every config over its whole domain: sizes that the kernels take, within the memory and registers of the device."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("tilelang")
+from tilelang_targets import DEVICES
+
+from mhc_ops.core.device import Device
+from mhc_ops.core.sizes import cdiv
+from mhc_ops.mhc.tilelang import configs
+from mhc_ops.mhc.tilelang.build import ON_CPU, TYPES, vector
+
+ALL = {**DEVICES, "sm_103": Device("cuda", (10, 3), 227 << 10, 160), "cpu": Device("cpu")}
+LARGE = [2**power + off for power in range(11, 15) for off in (-1, 0, 1)]
+WIDTHS = [*range(1, 1026), *LARGE]  # of D
+TOKENS = [*range(1, 300), *(2**power + off for power in range(9, 21) for off in (-1, 0, 1))]
+REGISTERS = 65536  # of a multiprocessor
+by_device = pytest.mark.parametrize("on", ALL.values(), ids=ALL)
+
+
+def is_power_of_2(number):
+    return number > 0 and number & (number - 1) == 0
+
+
+def maps(n):
+    """Rows of phi: in the head, and elsewhere."""
+    return n, n * n + 2 * n
+
+
+def check_threads(threads, on):
+    if on.kind == "cpu":
+        assert threads == ON_CPU
+    else:
+        assert threads.lanes == 32
+        assert 1 <= threads.groups <= 8
+
+
+def check_block(block, on):
+    assert is_power_of_2(block.threads)
+    assert block.threads % on.warp == 0
+    assert block.resident >= 1
+    assert block.loaders in (0, configs.LOADERS)
+    assert block.loaders == 0 or on.capability == (9, 0)
+    assert block.registers % 8 == 0
+    assert configs.LOADER_REGISTERS <= block.registers <= 240
+    held = block.threads * block.registers + block.loaders * configs.LOADER_REGISTERS
+    assert block.resident * held <= REGISTERS
+
+
+@by_device
+def test_threads(on):
+    for config in (configs.per_token, configs.per_group, configs.per_column):
+        check_threads(config(on), on)
+
+
+@by_device
+def test_streams_cover_a_row(on):
+    for D, dtype, other in itertools.product(WIDTHS, TYPES, TYPES):
+        threads, vectors = configs.stream.__wrapped__(on, D, dtype, other)
+        width = vector(threads, D, dtype, other)
+        check_threads(threads, on)
+        assert vectors >= 1
+        assert D % width == 0
+        assert width in (1, 2, 4, 8)
+        blocks = cdiv(D, threads.block * vectors * width)
+        assert blocks == 1 or threads == ON_CPU or threads.groups > 4  # of the same size, and none of them small
+
+
+@by_device
+def test_finish_fits_the_threads_of_a_multiprocessor(on):
+    for n, D, dtype in itertools.product(range(1, 9), WIDTHS, TYPES):
+        threads, vectors, resident = configs.finish.__wrapped__(on, n, D, dtype)
+        assert (threads, vectors) == configs.stream(on, D, dtype)
+        assert resident >= 1
+        assert resident * threads.block <= 768
+
+
+@pytest.mark.parametrize("M", sorted({M for n in range(1, 9) for M in maps(n)}))
+def test_sides_of_products(M):
+    rows = configs.padded_maps(M)
+    assert is_power_of_2(rows)
+    assert max(16, M) <= rows <= 128
+    for parts in (1, 2, 3):
+        columns = configs.mix_columns(M, parts)
+        assert columns >= parts * rows
+        assert columns in (16, 32) or columns % 64 == 0
+
+
+def test_orders_of_parts():
+    """Each pair of parts whose order is kept stands once: part p of dh_mix beside part order[...] of phi."""
+    assert [configs.phi_order(parts) for parts in (1, 2, 3)] == [(0,), (1, 0, 0), (2, 1, 0, 1, 0, 0)]
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_factors_of_a_token(n):
+    for head in (False, True):
+        assert configs.factors(n, head) % 4 == 0
+        assert 0 <= configs.factors(n, head) - (1 + n + (0 if head else n * n)) < 4
+
+
+@by_device
+def test_arithmetic(on):
+    for dtype in TYPES:
+        exact = configs.arithmetic(dtype, on)
+        assert 1 <= exact.x_parts <= exact.parts <= 3
+
+
+@by_device
+def test_project(on):
+    for n, D, dtype in itertools.product(range(1, 9), WIDTHS, TYPES):
+        for M in maps(n):
+            config = configs.project.__wrapped__(M, n * D, dtype, on)
+            check_block(config, on)
+            assert is_power_of_2(config.block_t)
+            assert is_power_of_2(config.block_k)
+            assert config.block_t >= 32
+            assert config.slice_k % config.block_k == 0
+            assert config.stages == (2 if config.loaders else 1)
+            slices = config.slices(n * D)
+            assert 1 <= slices <= configs.MOST_SLICES
+            assert (slices - 1) * config.slice_k < n * D <= slices * config.slice_k
+            assert config.loaders == 0 or n * D % 8 == 0
+            tiles = config.tiles(M, dtype, configs.arithmetic(dtype, on))
+            assert on.kind == "cpu" or config.resident * tiles < on.shared_memory
+
+
+@by_device
+def test_dx(on):
+    for n, D, dtype in itertools.product(range(1, 9), WIDTHS, TYPES):
+        for M in maps(n):
+            config = configs.dx.__wrapped__(n, D, M, dtype, on)
+            check_block(config, on)
+            assert config.block_t in (16, 32, 64)
+            assert config.block_d in (16, 32)
+            assert n % config.streams == 0
+            assert config.loaders == 0 or D % 8 == 0
+            tiles = config.tiles(n, M, dtype, configs.arithmetic(dtype, on))
+            assert on.kind == "cpu" or config.resident * tiles < on.shared_memory
+
+
+@by_device
+def test_slices_of_tokens(on):
+    for n, dtype, T in itertools.product(range(1, 9), TYPES, TOKENS):
+        for D in (1, 64, 4096):
+            config = configs.dx(n, D, maps(n)[1], dtype, on)
+            steps, slices = configs.token_slices.__wrapped__(T, n, D, config, on.processors)
+            blocks = cdiv(T, config.block_t)
+            assert 1 <= slices <= configs.MOST_TOKEN_SLICES
+            assert (slices - 1) * steps < blocks <= slices * steps

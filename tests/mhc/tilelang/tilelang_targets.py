@@ -1,0 +1,188 @@
+"""What the TileLang launchers launch, for GPUs that are not here: lowered to source, and compiled by nvcc."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import tilelang
+import torch
+from tilelang import tvm
+
+from mhc_ops.core import backend, device
+from mhc_ops.core.device import Device
+from mhc_ops.measure import accuracy, cases
+from mhc_ops.mhc.tilelang import build, configs
+from mhc_ops.mhc.tilelang.pre_dx import mhc_pre_dx_kernel
+from mhc_ops.mhc.tilelang.pre_fwd import mhc_pre_project_kernel
+
+DEVICES = {
+    "sm_80": Device("cuda", (8, 0), shared_memory=163 << 10, processors=108),
+    "sm_86": Device("cuda", (8, 6), shared_memory=99 << 10, processors=84),
+    "sm_89": Device("cuda", (8, 9), shared_memory=99 << 10, processors=142),
+    "sm_90a": Device("cuda", (9, 0), shared_memory=227 << 10, processors=132),
+    "sm_100a": Device("cuda", (10, 0), shared_memory=227 << 10, processors=148),
+    "sm_120a": Device("cuda", (12, 0), shared_memory=99 << 10, processors=170),
+    "gfx942": Device("hip", (9, 4), shared_memory=64 << 10, processors=304, warp=64),
+    "gfx950": Device("hip", (9, 5), shared_memory=160 << 10, processors=256, warp=64),
+}
+
+PRODUCTS = ("mhc_pre_project", "mhc_pre_dx")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel on a target. AMD's are only lowered: registers and spills are not known."""
+
+    kernel: str
+    n: int
+    dtype: str
+    target: str
+    registers: int | None
+    shared: int
+    spills: int | None  # bytes
+
+
+@dataclass(frozen=True)
+class Lowered:
+    kernel: str
+    source: str
+    shared: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of the two kernels with matrix products."""
+
+    kernel: str
+    n: int
+    D: int
+    dtype: str
+    dh_in: bool = True
+    residual: str = "mixed"
+
+    @property
+    def M(self) -> int:
+        return self.n * self.n + 2 * self.n
+
+    def config(self, on: Device) -> configs.Project | configs.Dx:
+        if self.kernel == "mhc_pre_project":
+            return configs.project(self.M, self.n * self.D, self.dtype, on)
+        return configs.dx(self.n, self.D, self.M, self.dtype, on)
+
+    def tiles(self, on: Device) -> int:
+        """Bytes of shared memory, as the config counts them."""
+        streams = () if self.kernel == "mhc_pre_project" else (self.n,)
+        return self.config(on).tiles(*streams, self.M, self.dtype, configs.arithmetic(self.dtype, on))
+
+    def function(self, on: Device):
+        exact, config, dtype = configs.arithmetic(self.dtype, on), self.config(on), self.dtype
+        if self.kernel == "mhc_pre_project":
+            return mhc_pre_project_kernel.__wrapped__(self.M, self.n * self.D, dtype, exact, config)
+        in_dtype = dtype if self.dh_in else ""
+        return mhc_pre_dx_kernel.__wrapped__(
+            self.n, self.D, self.M, dtype, in_dtype, dtype, self.residual, exact, config
+        )
+
+
+def distinct_products(target: str) -> dict:
+    """For every config that a device has for n of 1 to 8 in any type, the product that needs most shared memory with
+    it, by what differs between configs."""
+    on, found = DEVICES[target], {}
+    for kernel, n, D, dtype in itertools.product(PRODUCTS, range(1, 9), (64, 36), build.TYPES):
+        product = Product(kernel, n, D, dtype)
+        try:
+            config = product.config(on)
+        except NotImplementedError:
+            continue
+        key = (kernel, dataclasses.replace(config, slice_k=0) if kernel == "mhc_pre_project" else config)
+        if key not in found or found[key].tiles(on) < product.tiles(on):
+            found[key] = product
+    return found
+
+
+@contextlib.contextmanager
+def launching_on(on: Device) -> Iterator[list]:
+    """Within it, launchers take tensors of a CPU for those of that device; yields the functions that they compile.
+    Nothing is executed."""
+    functions: list = []
+
+    def compile(function, target):
+        functions.append(function)
+        return lambda *arguments: None
+
+    with contextlib.ExitStack() as stack:
+        for place, name, value in (
+            (build.tilelang, "compile", compile),
+            (torch.cuda, "current_device", object),  # a GPU that nothing was compiled for yet
+            (device, "of", lambda _: on),
+            (backend, "why_not", lambda family, name, device_type: None),
+        ):
+            stack.enter_context(mock.patch.object(place, name, value))
+        yield functions
+
+
+def launched(case: cases.Case, on: Device, unused: Iterable[str] = ()) -> list:
+    """The functions that a case compiles on a device, forward and backward, where some outputs are not used."""
+    tensors = case.inputs("cpu")
+    outputs = accuracy.run(case.subject, tensors, "reference")
+    cotangents = accuracy.random_cotangents(case.subject, outputs, 0)
+    for index, name in enumerate(case.subject.differentiable):
+        cotangents[index] = None if name in unused else cotangents[index]
+    with launching_on(on) as functions:
+        accuracy.run(case.subject, tensors, "tilelang", cotangents)
+    return functions
+
+
+def lower(function, target: str) -> Lowered:
+    if DEVICES[target].kind == "hip":
+        config = {"kind": "hip", "mcpu": target, "mtriple": "amdgcn-amd-amdhsa-hcc", "thread_warp_size": 64}
+    else:
+        config = {"kind": "cuda", "arch": target}
+    on = tvm.target.Target(config)
+    with on:
+        lowered = tilelang.lower(function, target=on, enable_device_compile=False)
+    (kernel,) = lowered.device_mod.functions.values()
+    shared = int(kernel.attrs.get("dyn_shared_memory_buf", 0))
+    return Lowered(str(function.attrs["global_symbol"]), lowered.kernel_source, shared)
+
+
+def nvcc() -> str | None:
+    return shutil.which("nvcc")
+
+
+def resources(kernels: list[Lowered], target: str) -> list[tuple[int, int]]:
+    """Registers and bytes spilled, of each kernel. All in one file: the headers take longer than the kernels."""
+    root = os.path.dirname(tilelang.__file__)
+    includes = (f"-I{root}/src", f"-I{root}/3rdparty/cutlass/include")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernels.cu"
+        numbered = (k.source.replace(f"{k.kernel}_kernel(", f"kernel_{i}(") for i, k in enumerate(kernels))
+        file.write_text("\n".join(numbered))
+        options = ("--cubin", "-O3", f"-arch={target}", "-std=c++20", "-w", "--resource-usage", "-o", f"{folder}/cubin")
+        done = subprocess.run([nvcc(), *options, *includes, str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    used = {}
+    for text in done.stderr.split("Compiling entry function")[1:]:
+        number = int(re.search(r"kernel_(\d+)", text)[1])
+        memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+        used[number] = (int(re.search(r"Used (\d+) registers", text)[1]), max(map(int, memory.groups())))
+    return [used[i] for i in range(len(kernels))]
+
+
+def rows(target: str, chosen: Iterable[cases.Case]) -> Iterator[Row]:
+    """What the kernels of some cases take on a target."""
+    for case in chosen:
+        kernels = [lower(function, target) for function in launched(case, DEVICES[target])]
+        known = resources(kernels, target) if DEVICES[target].kind == "cuda" else [(None, None)] * len(kernels)
+        for kernel, (registers, spills) in zip(kernels, known):
+            dtype = build.NAMES[case.dtype]
+            yield Row(kernel.kernel, case.n, dtype, target, registers, kernel.shared, spills)
