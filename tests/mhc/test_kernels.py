@@ -9,13 +9,12 @@ from mhc_ops.measure import accuracy, cases
 
 
 def accuracy_cases(subject):
-    """triton/test_pre.py has more of mhc_forward_pre, whose kernels the others share. The seeds: at n = 1 some of the
-    head's gradients are single sums, which cancel to almost nothing for others."""
+    """triton/test_pre.py has more of mhc_forward_pre, whose kernels the others share."""
     return [
-        cases.Case(subject, (37,), 1, 40, bf16, seed=3),
+        cases.Case(subject, (37,), 1, 40, bf16),
         cases.Case(subject, (37,), 3, 96, fp32),
         cases.Case(subject, (37,), 4, 96, bf16),
-        cases.Case(subject, (5, 3), 4, 7, fp16, seed=1),
+        cases.Case(subject, (5, 3), 4, 7, fp16),
         cases.Case(subject, (19,), 8, 33, bf16),
         cases.Case(subject, (21,), 2, 64, bf16, parameter_dtype=bf16),
         cases.Case(subject, (), 4, 33, bf16, gamma=False),
@@ -32,23 +31,18 @@ SINKHORN = [
 ]
 
 
-def seed(subject):
-    """Of those tried, one for which the head's dalpha, a single sum, does not cancel to almost nothing."""
-    return 5 if subject is cases.MHC_HEAD else 0
-
-
 # Sizes that only a GPU gets through: many slices and groups of K, full grids, every config with aligned and odd D.
 LARGE = [
     *(
-        cases.Case(subject, (1500,), n, 512, dtype, seed=seed(subject))
+        cases.Case(subject, (1500,), n, 512, dtype)
         for subject in STREAMED
         for n in range(1, 9)
         for dtype in (bf16, fp16, fp32)
     ),
     *(cases.Case(subject, (700,), n, 257, dtype) for subject in STREAMED for n in (3, 4, 8) for dtype in (bf16, fp32)),
-    *(cases.Case(subject, (4096,), 4, 2560, bf16, gamma=False, seed=seed(subject)) for subject in STREAMED),
-    *(cases.Case(subject, (2048,), 4, 4096, bf16, seed=seed(subject)) for subject in STREAMED),
-    *(cases.Case(subject, (128,), 4, 7168, bf16, seed=seed(subject)) for subject in STREAMED),
+    *(cases.Case(subject, (4096,), 4, 2560, bf16, gamma=False) for subject in STREAMED),
+    *(cases.Case(subject, (2048,), 4, 4096, bf16) for subject in STREAMED),
+    *(cases.Case(subject, (128,), 4, 7168, bf16) for subject in STREAMED),
     *(cases.Case(cases.SINKHORN, (5000,), n, 0, fp32) for n in range(1, 9)),
 ]
 
@@ -106,7 +100,7 @@ def test_layouts(subject, place):
 def test_expanded_cotangents(subject, place):
     """The gradient of a sum arrives with stride 0."""
     backend, device = place
-    tensors = cases.Case(subject, (6,), 3, 40, fp32, seed=1).inputs(device)
+    tensors = cases.Case(subject, (6,), 3, 40, fp32).inputs(device)
     outputs = accuracy.run(subject, tensors, backend)
     count = len(subject.outputs) - subject.intermediates
     expanded = [outputs[name].new_ones(()).expand_as(outputs[name]) for name in subject.outputs[:count]]
