@@ -149,8 +149,10 @@ SUBJECTS = (MHC_FORWARD_PRE, MHC_PRE, MHC_POST, MHC_LAYER, MHC_POST_PRE, MHC_HEA
 LAYOUTS = ("", "sliced", "strided", "transposed", "expanded")
 
 
-def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another layout, NaN around them where there is a place; `expanded` repeats the first row."""
+def laid_out(name: str, tensor: Tensor, layout: str) -> Tensor:
+    """The same values in another layout, NaN around them where there is a place; `expanded` repeats the first row, but
+    of no parameter: of maps that are all alike there is nothing to learn.
+    """
     last, other = tensor.shape[-1:], float("nan") if tensor.is_floating_point() else -1
     if layout == "sliced" and last:
         wide = tensor.new_full((*tensor.shape[:-1], last[0] + 3), other)
@@ -160,7 +162,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
         return torch.stack([tensor, torch.full_like(tensor, other)], -1)[..., 0]
     if layout == "transposed" and tensor.dim() > 1:
         return tensor.mT.contiguous().mT
-    if layout == "expanded" and tensor.dim() > 1:
+    if layout == "expanded" and tensor.dim() > 1 and name not in (*_PARAMETERS, "weight"):
         return tensor[:1].expand_as(tensor)
     return tensor
 
@@ -184,7 +186,7 @@ class Case:
 
     def inputs(self, device: torch.device | str = "cpu", drawn_on: torch.device | str = "cpu") -> Tensors:
         """Drawn on the CPU, a case is the same on every device; drawn on a GPU, large ones take no time."""
-        return {name: laid_out(tensor, self.layout) for name, tensor in self._drawn(device, drawn_on).items()}
+        return {name: laid_out(name, tensor, self.layout) for name, tensor in self._drawn(device, drawn_on).items()}
 
     def _drawn(self, device: torch.device | str, drawn_on: torch.device | str) -> Tensors:
         n, D = self.n, self.D

@@ -76,7 +76,7 @@ class ConvCase:
 
     def inputs(self, device: torch.device | str = "cpu", drawn_on: torch.device | str = "cpu") -> Tensors:
         """Drawn on the CPU, a case is the same on every device; drawn on a GPU, large ones take no time."""
-        return {name: laid_out(tensor, self.layout) for name, tensor in self._drawn(device, drawn_on).items()}
+        return {name: laid_out(name, tensor, self.layout) for name, tensor in self._drawn(device, drawn_on).items()}
 
     def _drawn(self, device: torch.device | str, drawn_on: torch.device | str) -> Tensors:
         generator = torch.Generator(drawn_on).manual_seed(self.seed)

@@ -1,8 +1,11 @@
 """Every mHC op in every kernel backend: exact, for any layout, type and value of its inputs."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
-from mhc_kernels import STREAMED, bf16, by_any_subject, by_subject, cotangents_of, fp16, fp32, needs, on_gpu
+from mhc_kernels import STREAMED, bf16, by_any_subject, by_subject, cotangents_of, fp16, fp32, leave_out, needs, on_gpu
 
 import mhc_ops
 from mhc_ops.measure import accuracy, cases
@@ -67,6 +70,25 @@ def test_exact_to_one_rounding(case, kernel_device, poisoned):
     assert_accurate(case, "triton", kernel_device)
 
 
+TINY = [
+    case
+    for subject in STREAMED
+    for case in (
+        cases.Case(subject, (11,), 1, 12, bf16),
+        cases.Case(subject, (7,), 3, 12, fp32),
+        cases.Case(subject, (), 2, 20, bf16, parameter_dtype=bf16),
+    )
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("case", [*TINY, *SINKHORN[:6]], ids=str)
+def test_exact_at_any_seed(case, seed):
+    pytest.importorskip("triton")
+    assert_accurate(replace(case, seed=cases.SEED + seed), "triton", "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("backend", "case"), [("triton", c) for c in LARGE] + [("tilelang", c) for c in FEWER], ids=str
@@ -110,21 +132,45 @@ def test_expanded_cotangents(subject, place):
     assert all(accuracy.close(results[name], exact[name]) for name in names)
 
 
-UNUSED = [(s, i) for s in STREAMED for i in range(len(s.outputs) - s.intermediates) if len(s.outputs) > 1]
+def parts_of_the_outputs(subject, T, D, kinds):
+    """A case for each choice of outputs that have a cotangent, at each (n, type)."""
+    return [
+        cases.Case(subject, (T,), n, D, dtype, unused=unused) for n, dtype in kinds for unused in leave_out(subject)
+    ]
 
 
-@pytest.mark.parametrize(("subject", "used"), UNUSED, ids=[f"{s.name}-{s.outputs[i]}" for s, i in UNUSED])
-def test_unused_outputs(subject, used, place, poisoned):
-    """One output alone has a cotangent. The seed: at others, dalpha, a single sum then, cancels to almost nothing."""
-    backend, device = place
-    tensors = cases.Case(subject, (9,), 3, 40, fp32, seed=3).inputs(device)
-    outputs = accuracy.run(subject, tensors, backend)
-    every = accuracy.random_cotangents(subject, outputs, seed=0)
-    chosen = [c if i == used else None for i, c in enumerate(every)]
-    results = accuracy.run(subject, tensors, backend, chosen)
-    exact = accuracy.truth(subject, tensors, chosen, outputs)
-    for name in exact:
-        assert accuracy.close(results[name], exact[name]), name
+def in_turn(subject, turn):
+    every = leave_out(subject)
+    kinds = [SOME_KINDS[(turn + index) % len(SOME_KINDS)] for index in range(len(every))]
+    return [cases.Case(subject, (3,), n, 12, dtype, unused=out) for (n, dtype), out in zip(kinds, every)]
+
+
+EVERY_KIND = list(product(range(1, 9), (bf16, fp16, fp32)))
+ODD_KINDS = list(product((4, 8), (bf16, fp32)))
+PARTS = [case for subject in STREAMED for case in parts_of_the_outputs(subject, 70, 64, EVERY_KIND)]
+ODD_PARTS = [case for subject in STREAMED for case in parts_of_the_outputs(subject, 9, 33, ODD_KINDS)]
+# The interpreter takes its time: one kind for each choice of outputs, in turn, and all choices of one op at another.
+SOME_KINDS = [(1, fp16), (4, bf16), (7, bf16), (8, fp32)]
+SOME_PARTS = [
+    *(case for turn, subject in enumerate(STREAMED) for case in in_turn(subject, turn)),
+    *parts_of_the_outputs(cases.MHC_PRE, 3, 12, [(8, fp32)]),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+@pytest.mark.parametrize("case", [*PARTS, *ODD_PARTS], ids=str)
+def test_any_of_the_outputs_may_be_unused(case, backend, poisoned):
+    """Kernels leave out what has no cotangent, each config in its own way."""
+    needs(backend)
+    assert_accurate(case, backend, "cuda")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", list(dict.fromkeys(SOME_PARTS)), ids=str)
+def test_any_of_the_outputs_may_be_unused_in_the_interpreter(case, poisoned):
+    pytest.importorskip("triton")
+    assert_accurate(case, "triton", "cpu")
 
 
 @pytest.mark.parametrize("gamma", [False, True])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mhc_kernels import leave_out
 
 import mhc_ops
 from mhc_ops.measure import accuracy, cases
@@ -17,6 +18,17 @@ def doubles(case):
 def test_exact_to_one_rounding(case):
     rows = accuracy.measure(case, "reference")
     assert all(row.passed for row in rows), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda subject: subject.name)
+def test_any_of_the_outputs_may_be_unused(subject, dtype):
+    """Every choice of outputs that have a cotangent, for every n."""
+    drawn = [
+        cases.Case(subject, (9,), n, 20, dtype, unused=unused) for n in range(1, 9) for unused in leave_out(subject)
+    ]
+    failed = [row for case in drawn for row in accuracy.measure(case, "reference") if not row.passed]
+    assert failed == []
 
 
 def test_equations():
