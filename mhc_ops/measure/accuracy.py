@@ -28,6 +28,7 @@ Cotangents = list[Tensor | None]
 NORM_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-5, torch.float64: 1e-12}
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ENOUGH_TO_AVERAGE = 1000
+NOTHING = torch.finfo(torch.float32).tiny  # in fp32; an error is then not relative to anything
 OTHER_SIDE = 1.01  # values almost in the middle of two steps may be rounded to the other side
 STEEP_TOLERANCE = 3e-5
 NOT_BEHIND_SINKHORN = ("h_in", "h_post", "inv_rms", "h_mix", "h_pre", "out")
@@ -156,9 +157,13 @@ def truth(
     exact = {name: Exact(output.detach()) for name, output in zip(subject.outputs, outputs)}
     if doubled:
         gradients = partial(_gradients, leaves, outputs, again=True)
-        terms = cache(lambda: sizes_of_terms(gradients, doubled))
-        exact |= {name: Exact(g, lambda name=name: terms()[name]) for name, g in gradients(doubled).items()}
+        terms = cache(partial(sizes_of_terms, gradients, doubled))
+        exact |= {name: Exact(gradient, _entry(terms, name)) for name, gradient in gradients(doubled).items()}
     return exact
+
+
+def _entry(tensors: Callable[[], Tensors], name: str) -> Callable[[], Tensor]:
+    return lambda: tensors()[name]
 
 
 def sizes_of_terms(gradients: Callable[[Cotangents], Tensors], cotangents: Cotangents) -> Tensors:
@@ -202,7 +207,7 @@ def judge(
 
     def judged(of_sums: Tensor) -> Row:
         scale = max(value.norm().item(), own / tolerance, of_sums.norm().item() / tolerance)
-        relative = error.norm().item() / scale if scale else error.norm().item()
+        relative = error.norm().item() / (scale if scale > NOTHING else 1.0)
         passed = relative <= tolerance  # False for NaN
         if rounded:
             passed = one_rounding(error, value, result.dtype, of_sums) and (passed or value.numel() < ENOUGH_TO_AVERAGE)

@@ -1,4 +1,4 @@
-"""Random cases, each rebuilt from a seed and its number: any op, shape, type, layout, options and outputs that are used.
+"""Random cases, each rebuilt from a seed and its number: any op, shape, type, layout, options and used outputs.
 
 Every backend is compared with fp64, and the kernels with themselves: the same call twice gives the same bits.
 """
@@ -19,8 +19,8 @@ from .conv_cases import PLACES, AnyCase, ConvCase
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)
 EPSILONS = (0.0, 1e-6, 1e-3)
-FEWEST = 16  # elements of an output: all of fewer may be near zero by chance, and so is what their norm allows
-SHORTEST_NORM = 3  # channels: what a norm over one or two leaves to differentiate is, in some rows, all rounding
+MOVES = 8
+SHORTEST_NORM = 3  # channels: what a norm over one or two leaves to differentiate is nothing, or almost
 LARGEST_IN_FP16 = 30.0  # scale of x where gradients are stored in fp16, which ends at 65504
 MHC = (*(subject for subject in cases.SUBJECTS for _ in range(2) if subject is not cases.SINKHORN), cases.SINKHORN)
 CONV = ("causal_conv1d", "causal_conv1d", "causal_conv1d", "causal_conv1d_update", "short_conv", "short_conv")
@@ -63,13 +63,38 @@ def examine(case: AnyCase, backend: str, device: torch.device) -> str:
     try:
         ran = accuracy.run_case(case, backend, device)
         again = accuracy.run(case.subject, ran.tensors, backend, ran.cotangents)
-        rows = accuracy.judge_all(case, backend, ran)
+        rows = [row for row in accuracy.judge_all(case, backend, ran) if not row.passed]
+        rows = [row for row in rows if not within_reach(case, ran, row)]
     except Exception as error:  # a crash is a finding, and the next case is to be run
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    wrong = [f"{r.output} off by {r.relative_error:.1e} (allowed {r.tolerance:.0e})" for r in rows if not r.passed]
+    wrong = [f"{row.output} off by {row.relative_error:.1e} (allowed {row.tolerance:.0e})" for row in rows]
     if backend != "reference":  # which is torch's, and torch adds up indexed gradients in any order on a GPU
         wrong += [f"{name} has other bits in a second run" for name in again if differ(ran.results[name], again[name])]
     return "; ".join(wrong)
+
+
+def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
+    """Whether the truth itself moves this far when every input and cotangent moves by the tolerance of fp32.
+
+    Of the smallest sizes there are a few numbers or one, and among thousands of cases some are zero but for rounding:
+    the slope of SiLU at its turning point, a sum of two streams.
+    """
+    size, name = accuracy.NORM_TOLERANCE[torch.float32], row.output
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(tensor: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+        return tensor.double() * (1 + size * signs)
+
+    exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents, ran.results)[name].value
+    squares = torch.zeros_like(exact)
+    for _ in range(MOVES):
+        tensors = {key: moved(t) if t.is_floating_point() else t for key, t in ran.tensors.items()}
+        cotangents = [None if c is None else moved(c) for c in ran.cotangents]
+        there = accuracy.truth(case.subject, tensors, cotangents, ran.results)[name].value
+        squares += ((there - exact) / size).square() / MOVES
+    result = accuracy.as_computed(case, ran.results[name])
+    return accuracy.judge(case, row.backend, name, result, accuracy.Exact(exact, squares.sqrt)).passed
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
@@ -86,7 +111,7 @@ def _mhc(draw: random.Random, small: bool) -> Case:
     subject = draw.choice(MHC)
     n = draw.randint(1, 8)
     D = max(_size(draw, 80 if small else 1100), -(-SHORTEST_NORM // n))
-    T = _tokens(draw, small, D)
+    T = _tokens(draw, small)
     dtype, parameters = draw.choice(FLOATS), draw.choice((*FLOATS, torch.float32, torch.float64))
     return Case(
         subject.with_options(**_options(draw, subject)),
@@ -121,12 +146,12 @@ def _options(draw: random.Random, subject: Subject) -> dict[str, float]:
 def _conv(draw: random.Random, small: bool) -> ConvCase:
     op = draw.choice(CONV)
     D = _size(draw, 80 if small else 1100)
-    L, B = _tokens(draw, small, D), draw.choice((1, 1, 2, 3))
+    L, B = _tokens(draw, small), draw.choice((1, 1, 2, 3))
     places, n = draw.choice(("", *PLACES)), 0
     if op == "causal_conv1d_update":
-        L, B, places = draw.randint(1, 4), max(2, -(-FEWEST // D)), draw.choice(("", "ring", "slots"))
+        L, places = draw.randint(1, 4), draw.choice(("", "ring", "slots"))
     if op == "short_conv":
-        places, n, D = "", draw.randint(1, 8), min(max(D, SHORTEST_NORM), 300)
+        places, n, D = "", draw.randint(1, 2 if small else 8), min(max(D, SHORTEST_NORM), 300)
     if "cu_seqlens" in places:
         B = 1
     parameters = draw.choice((*FLOATS, torch.float32, torch.float64))
@@ -156,9 +181,9 @@ def _size(draw: random.Random, largest: int) -> int:
     return min(largest, int(2 ** draw.uniform(0, largest.bit_length())))
 
 
-def _tokens(draw: random.Random, small: bool, D: int) -> int:
-    """None now and then; otherwise as many as FEWEST asks for."""
-    return 0 if draw.random() < 0.03 else max(_size(draw, 40 if small else 300), -(-FEWEST // D))
+def _tokens(draw: random.Random, small: bool) -> int:
+    """None now and then."""
+    return 0 if draw.random() < 0.03 else _size(draw, 12 if small else 300)
 
 
 def _scale(draw: random.Random, parameter_dtype: torch.dtype) -> float:

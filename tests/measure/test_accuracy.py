@@ -62,6 +62,8 @@ def test_empty_and_zero():
     assert verdict(torch.zeros(0), torch.zeros(0, dtype=fp64))
     assert verdict(torch.zeros(3), torch.zeros(3, dtype=fp64))
     assert not verdict(torch.ones(3), torch.zeros(3, dtype=fp64))
+    assert verdict(torch.zeros(3), torch.full((3,), 1e-60, dtype=fp64)), "fp32 has nothing that small"
+    assert not verdict(torch.zeros(3), torch.full((3,), 1e-30, dtype=fp64))
 
 
 @pytest.mark.parametrize("output", ["h_in", "h_post", "h_res", "inv_rms", "h_mix", "h_pre"])
