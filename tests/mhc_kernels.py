@@ -1,5 +1,7 @@
 """What tests of mHC kernels share: for which ops and backends they run."""
 
+from itertools import combinations
+
 import pytest
 import torch
 
@@ -23,4 +25,10 @@ def needs(backend):
 
 
 def cotangents_of(subject, tensors, backend):
-    return accuracy.random_cotangents(subject, accuracy.run(subject, tensors, backend), seed=0)
+    return accuracy.random_cotangents(subject, accuracy.run(subject, tensors, backend))
+
+
+def leave_out(subject):
+    """Every choice of outputs that have no cotangent, but for all of them."""
+    outputs = subject.differentiable
+    return [unused for count in range(len(outputs)) for unused in combinations(outputs, count)]

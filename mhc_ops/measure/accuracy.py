@@ -2,31 +2,55 @@
 
 Tolerances follow from the type that a result is stored in:
   16 bits  one rounding of the exact value: 2^-8 (bf16) or 2^-11 (fp16) of the largest magnitude in the row, for every
-           element; and 2e-3 or 3e-4 in norm, from 1,000 elements up (fewer do not average)
+           element; and in norm, from 1,000 elements up (fewer do not average), 2e-3 or 3e-4, or what rounding the exact
+           values gives where that is more (values that repeat do not average either)
   fp32     1e-5 in norm; 3e-5 behind Sinkhorn where its logits have σ = 8: errors of the logits grow with them
   fp64     1e-12 in norm
+
+A gradient is a sum, whose terms may cancel; no arithmetic is more exact than the size of its terms, (Σ terms²)^½, says.
+Where that exceeds the norm of the gradient, the tolerance is a share of it. A gradient in 16 bits is that sum in fp32,
+rounded: beside the rounding it is allowed what the sum is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from ..core.check import name_of
-from .cases import Subject, Tensors
+from .cases import SEED, Subject, Tensors
 from .conv_cases import AnyCase
+
+Cotangents = list[Tensor | None]
 
 NORM_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-5, torch.float64: 1e-12}
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ENOUGH_TO_AVERAGE = 1000
+NOTHING = torch.finfo(torch.float32).tiny  # in fp32; an error is then not relative to anything
+OTHER_SIDE = 1.01  # values almost in the middle of two steps may be rounded to the other side
 STEEP_TOLERANCE = 3e-5
 NOT_BEHIND_SINKHORN = ("h_in", "h_post", "inv_rms", "h_mix", "h_pre", "out")
+DRAWS = 16  # of signs: the size of the terms of a single number is then known to 18 %, that of many to far less
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A result in fp64. terms: of a gradient, element by element (Σ terms²)^½ of what it adds up; asked for only where
+    the value alone does not let a result pass, as it takes longer than the value.
+    """
+
+    value: Tensor
+    terms: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One output of one case: errors, what is allowed, and the verdict."""
+    """One output of one case: errors, what is allowed, and the verdict.
+
+    relative_error: in norm, of the truth; where that is too much, of the terms it is the sum of if they are larger
+    """
 
     case: str
     backend: str
@@ -43,94 +67,166 @@ class Row:
         return "PASS" if self.passed else "FAIL"
 
 
-def run(subject: Subject, tensors: Tensors, backend: str, cotangents: list[Tensor | None] | None = None) -> Tensors:
+def run(subject: Subject, tensors: Tensors, backend: str, cotangents: Cotangents | None = None) -> Tensors:
     """Outputs by name and, where cotangents are given, gradients as d<input>, in the order of the inputs."""
-    return _run(subject, lambda leaves: subject.call(**leaves, backend=backend), tensors, cotangents)
-
-
-def _run(
-    subject: Subject,
-    call: Callable[[Tensors], tuple[Tensor, ...]],
-    tensors: Tensors,
-    cotangents: list[Tensor | None] | None,
-) -> Tensors:
-    leaves = {name: tensor.detach() for name, tensor in tensors.items()}
-    leaves |= {name: leaves[name].clone() for name in subject.mutated}
-    wanted = [name for name, tensor in leaves.items() if cotangents and tensor.is_floating_point()]
-    for name in wanted:
-        leaves[name].requires_grad_()
-    outputs = call(leaves)
+    call = partial(subject.call, backend=backend)
+    leaves, outputs = _forward(subject, lambda leaves: call(**leaves), tensors, bool(cotangents))
     results = dict(zip(subject.outputs, outputs))
     if cotangents:
-        used = [(o, c) for o, c in zip(outputs, cotangents) if c is not None]
-        gradients = torch.autograd.grad(
-            [o for o, _ in used], [leaves[name] for name in wanted], [c for _, c in used], materialize_grads=True
-        )
-        results |= {f"d{name}": gradient for name, gradient in zip(wanted, gradients)}
+        results |= _gradients(leaves, outputs, cotangents)
     return {name: result.detach() for name, result in results.items()}
 
 
-def random_cotangents(subject: Subject, outputs: Tensors, seed: int) -> list[Tensor | None]:
+def _forward(
+    subject: Subject, call: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors, differentiable: bool
+) -> tuple[Tensors, tuple[Tensor, ...]]:
+    """The leaves that a gradient is wanted of, and the outputs."""
+    leaves = {name: tensor.detach() for name, tensor in tensors.items()}
+    leaves |= {name: leaves[name].clone() for name in subject.mutated}
+    wanted = {name: leaf for name, leaf in leaves.items() if differentiable and leaf.is_floating_point()}
+    for leaf in wanted.values():
+        leaf.requires_grad_()
+    return wanted, call(leaves)
+
+
+def _gradients(leaves: Tensors, outputs: tuple[Tensor, ...], cotangents: Cotangents, again: bool = False) -> Tensors:
+    """again: whether the same outputs will be differentiated once more."""
+    used = [(o, c) for o, c in zip(outputs, cotangents) if c is not None]
+    wanted = list(leaves.values())
+    gradients = torch.autograd.grad(
+        [o for o, _ in used], wanted, [c for _, c in used], retain_graph=again, materialize_grads=True
+    )
+    return {f"d{name}": gradient for name, gradient in zip(leaves, gradients)}
+
+
+def random_cotangents(subject: Subject, outputs: Tensors, seed: int = SEED, unused: Sequence[str] = ()) -> Cotangents:
     """One per differentiable output, typed and shaped as it; sums hide errors that random cotangents show.
 
     Divided by the root of the last dimension, so that every output reaches the gradients with about the same weight and
-    none hides the error of another. Made on the CPU, so that a case is the same on every device.
+    none hides the error of another. Made on the CPU, so that a case is the same on every device. None for `unused`.
     """
     generator = torch.Generator().manual_seed(seed + 1)
-    cotangents: list[Tensor | None] = []
+    cotangents: Cotangents = []
     for name in subject.differentiable:
         output = outputs[name]
         normal = torch.randn(output.shape, generator=generator) / max(1, output.shape[-1]) ** 0.5
-        cotangents.append(normal.to(output.device, output.dtype))
+        cotangents.append(None if name in unused else normal.to(output.device, output.dtype))
     return cotangents
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a case was run with, and what came of it."""
+
+    tensors: Tensors
+    cotangents: Cotangents
+    results: Tensors
+
+
+def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> Ran:
+    """Forward, for the cotangents; then forward and backward."""
+    tensors = case.inputs(device)
+    outputs = run(case.subject, tensors, backend)
+    cotangents = random_cotangents(case.subject, outputs, case.seed, case.unused)
+    return Ran(tensors, cotangents, run(case.subject, tensors, backend, cotangents))
 
 
 def measure(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> list[Row]:
     """Run a case forward and backward on a backend and compare each result with fp64."""
-    tensors = case.inputs(device)
-    outputs = run(case.subject, tensors, backend)
-    cotangents = random_cotangents(case.subject, outputs, case.seed)
-    results = run(case.subject, tensors, backend, cotangents)
-    exact = truth(case.subject, tensors, cotangents, results)
-    if case.dtype != torch.float64:  # an fp64 parameter gets an fp64 gradient, of sums that were fp32
-        results = {name: r.float() if r.dtype == torch.float64 else r for name, r in results.items()}
-    return [judge(case, backend, name, results[name], exact[name]) for name in exact]
+    return judge_all(case, backend, run_case(case, backend, device))
+
+
+def judge_all(case: AnyCase, backend: str, ran: Ran) -> list[Row]:
+    exact = truth(case.subject, ran.tensors, ran.cotangents, ran.results)
+    return [judge(case, backend, name, as_computed(case, ran.results[name]), exact[name]) for name in exact]
+
+
+def as_computed(case: AnyCase, result: Tensor) -> Tensor:
+    """An fp64 parameter gets an fp64 gradient, of sums that were fp32."""
+    return result.float() if result.dtype == torch.float64 and case.dtype != torch.float64 else result
 
 
 def truth(
-    subject: Subject, tensors: Tensors, cotangents: list[Tensor | None], results: Tensors | None = None
-) -> Tensors:
+    subject: Subject, tensors: Tensors, cotangents: Cotangents, results: Tensors | None = None
+) -> dict[str, Exact]:
     """The reference in fp64 on the very same inputs; `results`: what is to be judged, where the subject asks for it."""
     wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     doubled = [None if c is None else c.double() for c in cotangents]
-    return _run(subject, lambda leaves: subject.truth(leaves, results or {}), wide, doubled)
+    call = partial(subject.truth, results=results or {})
+    leaves, outputs = _forward(subject, call, wide, bool(doubled))
+    exact = {name: Exact(output.detach()) for name, output in zip(subject.outputs, outputs)}
+    if doubled:
+        gradients = partial(_gradients, leaves, outputs, again=True)
+        terms = cache(partial(sizes_of_terms, gradients, doubled))
+        exact |= {name: Exact(gradient, _entry(terms, name)) for name, gradient in gradients(doubled).items()}
+    return exact
+
+
+def _entry(tensors: Callable[[], Tensors], name: str) -> Callable[[], Tensor]:
+    return lambda: tensors()[name]
+
+
+def sizes_of_terms(gradients: Callable[[Cotangents], Tensors], cotangents: Cotangents) -> Tensors:
+    """(Σ terms²)^½ of every element of the gradients; a term is what one element of a cotangent contributes.
+
+    A gradient is linear in the cotangents: with random signs on their elements it is Σ ± term, and the mean of its
+    square is Σ terms², as the mixed products average out. That holds for every op and costs a few backward passes,
+    where a table of the terms would be as large as x times phi.
+    """
+    squares: Tensors = {}
+    device = next(c.device for c in cotangents if c is not None)
+    generator = torch.Generator(device).manual_seed(0)
+    for _ in range(DRAWS):
+        signed = [None if c is None else c * _signs(c, generator) for c in cotangents]
+        for name, gradient in gradients(signed).items():
+            squares[name] = squares.get(name, 0) + gradient.square() / DRAWS
+    return {name: square.sqrt() for name, square in squares.items()}
+
+
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 2, like.shape, generator=generator, device=like.device) * 2 - 1
 
 
 def judge(
-    case: AnyCase | None, backend: str, name: str, result: Tensor, exact: Tensor, norm_tolerance: float | None = None
+    case: AnyCase | None, backend: str, name: str, result: Tensor, exact: Exact, norm_tolerance: float | None = None
 ) -> Row:
     """norm_tolerance: all that a library of another precision is held to; None: what the output's type allows."""
-    words = str(case or "")
-    if result.shape != exact.shape:
-        raise AssertionError(f"{words}: {name} is {list(result.shape)}, should be {list(exact.shape)}")
-    tolerance = NORM_TOLERANCE[result.dtype] if norm_tolerance is None else norm_tolerance
+    words, value = str(case or ""), exact.value
+    if result.shape != value.shape:
+        raise AssertionError(f"{words}: {name} is {list(result.shape)}, should be {list(value.shape)}")
     steep = case is not None and case.steep and name not in NOT_BEHIND_SINKHORN
-    if steep and result.dtype == torch.float32 and norm_tolerance is None:
-        tolerance = STEEP_TOLERANCE
-    stored = name_of(result.dtype), exact.numel()
-    if exact.numel() == 0:
-        return Row(words, backend, name, 0.0, 0.0, tolerance, True, *stored)
-    error = (result.double() - exact).abs()
-    norm = exact.norm().item()
-    relative = error.norm().item() / norm if norm else error.norm().item()
-    passed = relative <= tolerance  # False for NaN
-    if result.dtype in ROUNDING and norm_tolerance is None:
-        row_largest = (exact.abs() if exact.dim() == 0 else exact.abs().amax(-1, keepdim=True)).expand_as(exact)
-        one_rounding = bool((error <= ROUNDING[result.dtype] * row_largest).all())
-        passed = one_rounding and (passed or exact.numel() < ENOUGH_TO_AVERAGE)
-    return Row(words, backend, name, error.max().item(), relative, tolerance, passed, *stored)
+    of_fp32 = STEEP_TOLERANCE if steep else NORM_TOLERANCE[torch.float32]
+    tolerance = of_fp32 if result.dtype == torch.float32 else NORM_TOLERANCE[result.dtype]
+    rounded = result.dtype in ROUNDING and norm_tolerance is None
+    tolerance = tolerance if norm_tolerance is None else norm_tolerance
+    row = partial(Row, words, backend, name, tolerance=tolerance, dtype=name_of(result.dtype), elements=value.numel())
+    if value.numel() == 0:
+        return row(max_error=0.0, relative_error=0.0, passed=True)
+    error = (result.double() - value).abs()
+    own = OTHER_SIDE * (value.to(result.dtype).double() - value).norm().item() if rounded else 0.0
+
+    def judged(of_sums: Tensor) -> Row:
+        scale = max(value.norm().item(), own / tolerance, of_sums.norm().item() / tolerance)
+        relative = error.norm().item() / (scale if scale > NOTHING else 1.0)
+        passed = relative <= tolerance  # False for NaN
+        if rounded:
+            passed = one_rounding(error, value, result.dtype, of_sums) and (passed or value.numel() < ENOUGH_TO_AVERAGE)
+        return row(max_error=error.max().item(), relative_error=relative, passed=passed)
+
+    alone = judged(torch.zeros_like(value))
+    if alone.passed or exact.terms is None:
+        return alone
+    return judged((of_fp32 if rounded else tolerance) * exact.terms())
 
 
-def close(result: Tensor, exact: Tensor) -> bool:
+def one_rounding(error: Tensor, value: Tensor, dtype: torch.dtype, of_sums: Tensor) -> bool:
+    """Whether every element is as near as a rounding brings it, beside what the sum that is rounded is off."""
+    row_largest = (value.abs() if value.dim() == 0 else value.abs().amax(-1, keepdim=True)).expand_as(value)
+    smallest_step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    allowed = (ROUNDING[dtype] * row_largest).clamp(min=smallest_step / 2) + of_sums
+    return bool((error <= allowed).all())
+
+
+def close(result: Tensor, exact: Exact | Tensor) -> bool:
     """The verdict alone."""
-    return judge(None, "", "", result, exact).passed
+    return judge(None, "", "", result, exact if isinstance(exact, Exact) else Exact(exact)).passed

@@ -1,6 +1,7 @@
 """Cases as data: an op, a shape, types and scales; the same case always makes the same tensors."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,8 @@ import mhc_ops
 from ..core.check import name_of
 
 Tensors = dict[str, Tensor]
+Options = tuple[tuple[str, float], ...]
+SEED = int(os.environ.get("MHC_OPS_SEED", "0"))  # of every case: none is chosen for what it happens to draw
 STEEP_LOGITS = 8.0
 
 
@@ -24,7 +27,7 @@ class Subject:
     inputs: names of the tensors it takes; outputs: their names, the last `intermediates` of them carry no gradient.
     moved: the bytes that forward and backward must move, in multiples of the bytes of x, given n.
     exact: the outputs in fp64, from fp64 inputs and the results under test (which may be stored in between).
-    mutated: the inputs that a call writes to.
+    mutated: the inputs that a call writes to. options: what a call is given beside tensors, see `with_options`.
     """
 
     name: str
@@ -34,8 +37,9 @@ class Subject:
     outputs: tuple[str, ...]
     moved: Callable[[int], tuple[float, float]]
     intermediates: int = 0
-    exact: Callable[[Tensors, Tensors], tuple[Tensor, ...]] | None = None
+    exact: Callable[..., tuple[Tensor, ...]] | None = None
     mutated: tuple[str, ...] = ()
+    options: Options = ()
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -47,6 +51,10 @@ class Subject:
             return self.exact(tensors, results)
         return self.call(**tensors, backend="reference")
 
+    def with_options(self, **options: float) -> "Subject":
+        exact = None if self.exact is None else partial(self.exact, **options)
+        return replace(self, call=partial(self.call, **options), exact=exact, options=tuple(options.items()))
+
 
 def _forward_pre(**arguments: Any) -> tuple[Tensor, ...]:
     return mhc_ops.mhc_forward_pre(outflag=True, **arguments)
@@ -56,13 +64,13 @@ def _post(**arguments: Any) -> tuple[Tensor, ...]:
     return (mhc_ops.mhc_post(**arguments),)
 
 
-def _post_pre_exact(tensors: Tensors, results: Tensors) -> tuple[Tensor, ...]:
+def _post_pre_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     """The next layer reads x_next as it was stored."""
     of_post = {name: tensors[name] for name in MHC_POST.inputs}
     of_pre: dict[str, Any] = {name: t for name, t in tensors.items() if name in MHC_PRE.inputs and name != "x"}
     x_next = mhc_ops.mhc_post(**of_post, backend="reference")
     stored = x_next + (results["x_next"].double() - x_next).detach()
-    return x_next, *mhc_ops.mhc_pre(stored, **of_pre, backend="reference")
+    return x_next, *mhc_ops.mhc_pre(stored, **of_pre, **options, backend="reference")
 
 
 def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[Tensor, ...]:
@@ -80,8 +88,8 @@ def _head(**arguments: Any) -> tuple[Tensor, ...]:
     return (mhc_ops.mhc_head(**arguments),)
 
 
-def _sinkhorn(logits: Tensor, backend: str) -> tuple[Tensor, ...]:
-    return (mhc_ops.sinkhorn(logits, backend=backend),)
+def _sinkhorn(**arguments: Any) -> tuple[Tensor, ...]:
+    return (mhc_ops.sinkhorn(**arguments),)
 
 
 _PARAMETERS = ("phi", "alpha", "bias", "gamma")
@@ -138,6 +146,26 @@ MHC_HEAD = Subject("mhc_head", "mhc", _head, ("x", *_PARAMETERS), ("out",), _mov
 SINKHORN = Subject("sinkhorn", "mhc", _sinkhorn, ("logits",), ("h_res",), _moved_by_sinkhorn)
 SUBJECTS = (MHC_FORWARD_PRE, MHC_PRE, MHC_POST, MHC_LAYER, MHC_POST_PRE, MHC_HEAD, SINKHORN)
 
+LAYOUTS = ("", "sliced", "strided", "transposed", "expanded")
+
+
+def laid_out(name: str, tensor: Tensor, layout: str) -> Tensor:
+    """The same values in another layout, NaN around them where there is a place; `expanded` repeats the first row, but
+    of no parameter: of maps that are all alike there is nothing to learn.
+    """
+    last, other = tensor.shape[-1:], float("nan") if tensor.is_floating_point() else -1
+    if layout == "sliced" and last:
+        wide = tensor.new_full((*tensor.shape[:-1], last[0] + 3), other)
+        wide[..., 1:-2] = tensor
+        return wide[..., 1:-2]
+    if layout == "strided":
+        return torch.stack([tensor, torch.full_like(tensor, other)], -1)[..., 0]
+    if layout == "transposed" and tensor.dim() > 1:
+        return tensor.mT.contiguous().mT
+    if layout == "expanded" and tensor.dim() > 1 and name not in (*_PARAMETERS, "weight"):
+        return tensor[:1].expand_as(tensor)
+    return tensor
+
 
 @dataclass(frozen=True)
 class Case:
@@ -152,17 +180,22 @@ class Case:
     scale: float = 1.0  # of x
     parameter_dtype: torch.dtype = torch.float32
     sigma: float = 1.05  # of the logits that Sinkhorn gets
-    seed: int = 0
+    seed: int = SEED
+    unused: tuple[str, ...] = ()  # outputs without a cotangent
+    layout: str = ""  # one of LAYOUTS
 
     def inputs(self, device: torch.device | str = "cpu", drawn_on: torch.device | str = "cpu") -> Tensors:
         """Drawn on the CPU, a case is the same on every device; drawn on a GPU, large ones take no time."""
+        return {name: laid_out(name, tensor, self.layout) for name, tensor in self._drawn(device, drawn_on).items()}
+
+    def _drawn(self, device: torch.device | str, drawn_on: torch.device | str) -> Tensors:
         n, D = self.n, self.D
         generator = torch.Generator(drawn_on).manual_seed(self.seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=drawn_on).to(device)
 
-        if self.subject is SINKHORN:
+        if self.subject.inputs == SINKHORN.inputs:
             return {"logits": (self.sigma * normal(*self.outer, n, n)).to(self.dtype)}
         tensors = {"x": (normal(*self.outer, n, D) * self.scale).to(self.dtype)}
         if "h_out" in self.subject.inputs:
@@ -171,7 +204,7 @@ class Case:
             tensors["h_post"] = 2 * torch.sigmoid(normal(*self.outer, n))
             tensors["h_res"] = mhc_ops.sinkhorn(normal(*self.outer, n, n), backend="reference")
         if "phi" in self.subject.inputs:
-            M = n if self.subject is MHC_HEAD else n * n + 2 * n
+            M = n if self.subject.name == MHC_HEAD.name else n * n + 2 * n
             parameters = {
                 "phi": normal(M, n * D) / (n * D) ** 0.5,
                 "alpha": torch.tensor([1.1, 0.9, self.sigma][: M // n], device=device),
@@ -196,13 +229,13 @@ class Case:
 
     def bytes_moved(self) -> dict[str, float]:
         """What kernels must move when x does not fit the cache."""
-        size = self.n if self.subject is SINKHORN else self.D
+        size = self.n if self.subject.inputs == SINKHORN.inputs else self.D
         X = math.prod(self.outer) * self.n * size * self.dtype.itemsize
         forward, backward = self.subject.moved(self.n)
         return {"forward": forward * X, "backward": backward * X, "both": (forward + backward) * X}
 
     def __str__(self) -> str:
-        sizes = (*self.outer, self.n, self.n if self.subject is SINKHORN else self.D)
+        sizes = (*self.outer, self.n, self.n if self.subject.inputs == SINKHORN.inputs else self.D)
         words = [self.subject.name, "x".join(map(str, sizes)), name_of(self.dtype)]
         if self.parameter_dtype != torch.float32:
             words.append(f"parameters {name_of(self.parameter_dtype)}")
@@ -212,15 +245,18 @@ class Case:
             words.append(f"logits {self.sigma:g}")
         if not self.gamma and "gamma" in self.subject.inputs:
             words.append("no gamma")
-        return " ".join(words)
+        return " ".join([*words, *further_words(self)])
+
+
+def further_words(case: Any) -> list[str]:
+    """Of what most cases leave as it is."""
+    words = [f"{name} {value:g}" for name, value in case.subject.options] + [case.layout] * bool(case.layout)
+    words += [f"no d{name}" for name in case.unused]
+    return words + [f"seed {case.seed}"] * (case.seed != SEED)
 
 
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32
 MIXED = (MHC_PRE, MHC_LAYER, MHC_POST_PRE)  # those with Sinkhorn and the rest
-
-
-# The head's dalpha, and its dbias at n = 1, are single sums; of the seeds 0 to 19 this is where they cancel least.
-_HEAD_SEED = 17
 
 
 # What `mhc-ops check` runs: every stream count, every type, every scale once, sizes that are a multiple of nothing.
@@ -231,7 +267,7 @@ def _check(subject: Subject) -> tuple[Case, ...]:
             *(Case(SINKHORN, (173,), n, 0, _fp32) for n in (1, 2, 3, 5, 6, 7, 8)),
             Case(SINKHORN, (2, 128), 4, 0, _bf16),
         )
-    case = partial(Case, subject, seed=_HEAD_SEED if subject is MHC_HEAD else 0)
+    case = partial(Case, subject)
     return (
         case((2, 128), 4, 256, _bf16, gamma=False),
         case((2, 128), 4, 256, _bf16),

@@ -10,7 +10,7 @@ from torch import Tensor
 import mhc_ops
 
 from ..core.check import name_of
-from .cases import Case, Subject, Tensors, sweep
+from .cases import SEED, Case, Subject, Tensors, further_words, laid_out, sweep
 
 
 def _conv(output_final_state: bool = False, **arguments: Any) -> tuple[Tensor, ...]:
@@ -48,7 +48,10 @@ class ConvCase:
     update: bool = False
     scale: float = 1.0  # of x
     parameter_dtype: torch.dtype = torch.float32
-    seed: int = 0
+    norm_eps: float = 1e-5  # of short_conv
+    seed: int = SEED
+    unused: tuple[str, ...] = ()  # outputs without a cotangent
+    layout: str = ""  # one of cases.LAYOUTS
 
     steep = False  # nothing here grows small errors
 
@@ -56,7 +59,7 @@ class ConvCase:
     def subject(self) -> Subject:
         options: dict[str, Any] = {"dilation": self.dilation}
         if self.n:
-            call = partial(_short_conv, **options, residual=self.residual)
+            call = partial(_short_conv, **options, residual=self.residual, norm_eps=self.norm_eps)
             return Subject("short_conv", "conv", call, (), ("y",), lambda _: (3, 5))
         options["activation"] = "silu" if self.silu else None
         name = " silu" if self.silu else ""
@@ -73,6 +76,9 @@ class ConvCase:
 
     def inputs(self, device: torch.device | str = "cpu", drawn_on: torch.device | str = "cpu") -> Tensors:
         """Drawn on the CPU, a case is the same on every device; drawn on a GPU, large ones take no time."""
+        return {name: laid_out(name, tensor, self.layout) for name, tensor in self._drawn(device, drawn_on).items()}
+
+    def _drawn(self, device: torch.device | str, drawn_on: torch.device | str) -> Tensors:
         generator = torch.Generator(drawn_on).manual_seed(self.seed)
         B, L, D, W, S = self.B, self.L, self.D, self.W, (self.W - 1) * self.dilation
 
@@ -138,7 +144,9 @@ class ConvCase:
             words.append(f"parameters {name_of(self.parameter_dtype)}")
         if self.scale != 1:
             words.append(f"scale {self.scale:g}")
-        return " ".join(words)
+        if self.n and self.norm_eps != ConvCase.norm_eps:
+            words.append(f"norm_eps {self.norm_eps:g}")
+        return " ".join([*words, *further_words(self)])
 
 
 AnyCase = Case | ConvCase

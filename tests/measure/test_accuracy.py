@@ -5,12 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+import mhc_ops
 from mhc_ops.measure import accuracy, cases
+from mhc_ops.measure.accuracy import Exact
+from mhc_ops.measure.conv_cases import ConvCase
+from mhc_ops.measure.selection import CHECK
 
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-def verdict(result, exact):
+def verdict(result, value, terms=None):
+    exact = Exact(value, None if terms is None else lambda: terms)
     return accuracy.judge(None, "backend", "output", result, exact).passed
 
 
@@ -57,6 +62,8 @@ def test_empty_and_zero():
     assert verdict(torch.zeros(0), torch.zeros(0, dtype=fp64))
     assert verdict(torch.zeros(3), torch.zeros(3, dtype=fp64))
     assert not verdict(torch.ones(3), torch.zeros(3, dtype=fp64))
+    assert verdict(torch.zeros(3), torch.full((3,), 1e-60, dtype=fp64)), "fp32 has nothing that small"
+    assert not verdict(torch.zeros(3), torch.full((3,), 1e-30, dtype=fp64))
 
 
 @pytest.mark.parametrize("output", ["h_in", "h_post", "h_res", "inv_rms", "h_mix", "h_pre"])
@@ -90,4 +97,151 @@ def test_cases_are_the_same_each_time():
 @pytest.mark.parametrize(("output", "passes"), [("h_res", True), ("dphi", True), ("h_post", False), ("h_mix", False)])
 def test_steep_logits_allow_more_only_behind_sinkhorn(output, passes, exact):
     case = cases.Case(cases.MHC_PRE, (64,), 4, 32, sigma=8)
-    assert accuracy.judge(case, "backend", output, (exact * (1 + 2e-5)).float(), exact).passed is passes
+    assert accuracy.judge(case, "backend", output, (exact * (1 + 2e-5)).float(), Exact(exact)).passed is passes
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1e-5, 1.0])
+def test_one_rounding_of_numbers_too_small_for_fp16(scale, exact):
+    """Below 2^-14 the steps of fp16 stay as they are: one rounding is half of such a step."""
+    few = scale * exact[:20]
+    assert verdict(few.half(), few)
+    assert not verdict((few + 2**-23 + 2**-9 * few.abs().amax()).half(), few)
+
+
+def test_values_that_repeat_do_not_average():
+    """1 + 2^-8 is in the middle between two steps of bf16: every element is off by that, which is one rounding."""
+    repeated = torch.full((64, 32), 1 + 2**-8, dtype=fp64)
+    assert verdict(repeated.bfloat16(), repeated)
+    assert not verdict((repeated + 2**-7).bfloat16(), repeated)
+    spread = repeated * torch.linspace(1, 2, 32, dtype=fp64)
+    assert verdict(spread.bfloat16(), spread)
+    assert not verdict(spread.bfloat16() * (1 + 2**-7), spread)
+
+
+def test_a_sum_that_cancels_is_judged_by_its_terms():
+    """1000 added up to 1: rounding to fp32 is a share of the 1000."""
+    one, terms = torch.ones(3, dtype=fp64), torch.full((3,), 1000.0, dtype=fp64)
+    assert not verdict((one + 5e-3).float(), one)
+    assert verdict((one + 5e-3).float(), one, terms)
+    assert not verdict((one + 2e-2).float(), one, terms)
+    assert verdict((one + 5e-6).float(), one, terms / 1e6), "terms that are smaller than their sum change nothing"
+    assert not verdict((one + 2e-5).float(), one, terms / 1e6)
+    assert verdict((one + 2**-8 + 5e-3).bfloat16(), one, terms)
+    assert not verdict((one + 3e-2).bfloat16(), one, terms)
+
+
+TINY = [
+    *(cases.Case(subject, (3,), 2, 3, fp32) for subject in cases.SUBJECTS),
+    cases.Case(cases.MHC_HEAD, (), 1, 5, fp32),
+    ConvCase(2, 5, 2, 3, fp32, residual=True),
+    ConvCase(1, 12, 2, 3, fp32, places="cu_seqlens states"),
+    ConvCase(2, 5, 2, 2, fp32, n=2),
+]
+
+
+@pytest.mark.parametrize("case", TINY, ids=str)
+def test_the_sizes_of_terms_are_what_each_cotangent_contributes(case, monkeypatch):
+    """Against all terms one by one: one element of one cotangent, and nothing else, gives one term."""
+    monkeypatch.setattr(accuracy, "DRAWS", 400)  # a norm is then known to 4 %
+    ran = accuracy.run_case(case, "reference")
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in ran.tensors.items()}
+    squares = {}
+    for index, cotangent in enumerate(ran.cotangents):
+        for element in range(cotangent.numel()):
+            only = [None] * len(ran.cotangents)
+            only[index] = torch.zeros_like(cotangent, dtype=fp64)
+            only[index].view(-1)[element] = cotangent.view(-1)[element]
+            for name, term in accuracy.run(case.subject, wide, "reference", only).items():
+                squares[name] = squares.get(name, 0) + term.square()
+    for name, exact in accuracy.truth(case.subject, ran.tensors, ran.cotangents, ran.results).items():
+        if name not in case.subject.outputs:
+            assert exact.terms().norm().item() == pytest.approx(squares[name].sum().sqrt().item(), rel=0.2), name
+
+
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_the_reference_is_exact_at_any_seed(seed):
+    """Every case of `mhc-ops check`, with 20 other draws."""
+    drawn = [replace(case, seed=cases.SEED + seed) for case in CHECK]
+    failed = [row for case in drawn for row in accuracy.measure(case, "reference") if not row.passed]
+    assert failed == []
+
+
+class Planted(torch.autograd.Function):
+    """The identity, whose gradient is another."""
+
+    @staticmethod
+    def forward(ctx, value, fault):
+        ctx.fault = fault
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.fault(gradient), None
+
+
+def without_a_token(x, phi, backend, **rest):
+    """dphi lacks what the last token contributes."""
+    all_but, last = (
+        cases.MHC_PRE.call(x=rows, phi=phi, **rest, backend=backend)
+        for phi, rows in ((phi, x[:-1]), (phi.detach(), x[-1:]))
+    )
+    return tuple(torch.cat(two) for two in zip(all_but, last))
+
+
+def with_gradient(name, fault):
+    def call(backend, **tensors):
+        tensors[name] = Planted.apply(tensors[name], fault)
+        return cases.MHC_PRE.call(**tensors, backend=backend)
+
+    return call
+
+
+def in_two_parts(x, backend, **rest):
+    """dx as torch adds it up: through the layer and past it, each rounded, and rounded again."""
+    h_in, h_post, h_res = mhc_ops.mhc_pre(x, **{k: v for k, v in rest.items() if k != "h_out"}, backend=backend)
+    return mhc_ops.mhc_post(x, rest["h_out"], h_post, h_res, backend=backend), h_in
+
+
+def zero_stream(gradient):
+    changed = gradient.clone()
+    changed.unflatten(-1, (4, -1))[:, 2] = 0
+    return changed
+
+
+FOUR_TOLERANCES = 4 * accuracy.NORM_TOLERANCE[fp32]
+PLANTED = {
+    "dphi by four tolerances": ("dphi", cases.MHC_PRE, with_gradient("phi", lambda g: g * (1 + FOUR_TOLERANCES))),
+    "dbias by four tolerances": ("dbias", cases.MHC_PRE, with_gradient("bias", lambda g: g * (1 + FOUR_TOLERANCES))),
+    "dgamma by 1e-4": ("dgamma", cases.MHC_PRE, with_gradient("gamma", lambda g: g * (1 + 1e-4))),
+    "a stream left out of dphi": ("dphi", cases.MHC_PRE, with_gradient("phi", zero_stream)),
+    "a token left out of dphi": ("dphi", cases.MHC_PRE, without_a_token),
+    "dx rounded twice": ("dx", cases.MHC_LAYER, in_two_parts),
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_few_roundings_too_many_fail(fault, seed):
+    """In every seed, and in that gradient alone."""
+    output, subject, call = PLANTED[fault]
+    case = cases.Case(subject, (130,), 4, 64, bf16, seed=cases.SEED + seed)
+    assert all(row.passed for row in accuracy.measure(case, "reference"))
+    rows = accuracy.measure(replace(case, subject=replace(subject, call=call, exact=right(subject))), "reference")
+    assert [row.output for row in rows if not row.passed] == [output]
+
+
+def right(subject):
+    return lambda tensors, results: subject.truth(tensors, results)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("subject", [cases.MHC_PRE, cases.MHC_HEAD], ids=lambda subject: subject.name)
+def test_dalpha_four_tolerances_of_its_terms_off_fails(subject, seed):
+    """A few numbers, which cancel now and then: they are held to what they add up."""
+    case = cases.Case(subject, (37,), 4, 24, fp32, seed=cases.SEED + seed)
+    ran = accuracy.run_case(case, "reference")
+    exact = accuracy.truth(subject, ran.tensors, ran.cotangents)["dalpha"]
+    size = max(exact.value.norm(), exact.terms().norm())
+    for error, passes in ((FOUR_TOLERANCES, False), (FOUR_TOLERANCES / 8, True)):
+        wrong = (exact.value + error * size * exact.value.sign() / len(exact.value) ** 0.5).float()
+        assert accuracy.judge(case, "backend", "dalpha", wrong, exact).passed is passes

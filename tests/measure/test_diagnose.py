@@ -12,9 +12,6 @@ from mhc_ops.measure import cases
 from mhc_ops.measure.cases import Case
 from mhc_ops.measure.conv_cases import ConvCase
 from mhc_ops.measure.diagnose.diagnosis import diagnose
-from mhc_ops.measure.diagnose.places import everywhere
-from mhc_ops.measure.diagnose.trace import Trace
-from mhc_ops.measure.diagnose.verdict import Output, findings
 
 fp32, bf16 = torch.float32, torch.bfloat16
 
@@ -206,25 +203,3 @@ def test_a_truth_that_is_not_finite_is_not_judged():
     tensors["x"][3, 1, 7] = math.nan
     sentences = [finding.sentence for finding in diagnose(case, tensors=tensors).findings]
     assert sentences[0].startswith("cannot be judged: the truth is not finite")
-
-
-@pytest.mark.parametrize(("error", "sentence"), [(1e-5, "rounding, of a sum that cancels"), (1e-2, "no simple")])
-def test_a_sum_that_cancels_is_no_fault(error, sentence):
-    """1000 added up to 1, wrong by 1e-5: that is 1e-8 of what was added, though 1e-5 of the sum."""
-    exact = torch.ones(3, dtype=torch.float64)
-    output = Output(
-        name="dalpha",
-        result=exact + error * torch.tensor([1.0, 2.0, -3.0]),
-        exact=exact,
-        passed=False,
-        off=torch.ones(3, dtype=torch.bool),
-        unwritten=torch.zeros(3, dtype=torch.bool),
-        close=lambda candidate: False,
-        locate=everywhere,
-        terms={},
-        sizes=1000 * exact,
-        is_gradient=True,
-        repeats=True,
-    )
-    (finding,) = findings([output], [], lambda hypothesis, last=None: Trace(), Trace(values={"dalpha": exact}), {})
-    assert finding.sentence.startswith(sentence)

@@ -163,7 +163,7 @@ def test_a_shape_that_is_none(shape, capsys):
 @pytest.mark.parametrize(
     "case",
     [
-        *(cases.Case(subject, (12,), 2, 24, torch.float32, seed=17) for subject in cases.SUBJECTS),
+        *(cases.Case(subject, (12,), 2, 24, torch.float32) for subject in cases.SUBJECTS),
         cases.Case(cases.MHC_PRE, (), 4, 300, torch.bfloat16, gamma=False, sigma=8),
         ConvCase(2, 13, 20),
         ConvCase(1, 13, 20, dilation=2, places="cu_seqlens states"),
@@ -177,7 +177,7 @@ def test_own_inputs(case, tmp_path, capsys):
     file = tmp_path / "inputs.pt"
     torch.save(case.inputs(), file)
     op = case.subject.name.split()[0]
-    assert cli.main(["diagnose", op, "--device", "cpu", "--inputs", str(file), "--seed", "17"]) == 0
+    assert cli.main(["diagnose", op, "--device", "cpu", "--inputs", str(file)]) == 0
     assert f"{op}, reference: nothing found" in capsys.readouterr().out
 
 

@@ -88,12 +88,10 @@ def _run(
 ) -> tuple[list[Tensor | None], Tensors]:
     if cotangents is None:
         outputs = accuracy.run(subject, tensors, backend)
-        cotangents = accuracy.random_cotangents(subject, outputs, case.seed)
+        cotangents = accuracy.random_cotangents(subject, outputs, case.seed, case.unused)
         _leave_zeros(*outputs.values(), *tensors.values())
     results = accuracy.run(subject, tensors, backend, cotangents)
-    if case.dtype != torch.float64:  # as in accuracy.measure
-        results = {name: r.float() if r.dtype == torch.float64 else r for name, r in results.items()}
-    return cotangents, results
+    return cotangents, {name: accuracy.as_computed(case, result) for name, result in results.items()}
 
 
 def _leave_zeros(*like: Tensor) -> None:
@@ -132,8 +130,14 @@ def threads_that_pay(tensors: Tensors) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _output(case: AnyCase, row: Row, results: Tensors, plain: Tensors, exact: Tensors, right: Trace) -> Output:
-    name, result, truth = row.output, results[row.output], exact[row.output]
+def _output(
+    case: AnyCase, row: Row, results: Tensors, plain: Tensors, exact: dict[str, accuracy.Exact], right: Trace
+) -> Output:
+    name, result, truth, terms = row.output, results[row.output], exact[row.output].value, exact[row.output].terms
+
+    def close(candidate: Tensor) -> bool:
+        return accuracy.judge(case, row.backend, name, result, accuracy.Exact(candidate, terms)).passed
+
     return Output(
         name=name,
         result=result.double(),
@@ -141,12 +145,11 @@ def _output(case: AnyCase, row: Row, results: Tensors, plain: Tensors, exact: Te
         passed=row.passed,
         off=wrong_elements(result.double(), truth, result.dtype),
         unwritten=result.isnan() & ~plain[name].isnan(),
-        close=lambda candidate: accuracy.judge(case, row.backend, name, result, candidate).passed,
+        close=close,
         locate=partial(place_of, layout=layout(case, name, tuple(truth.shape)), sections=section_names(case)),
         terms={term: value.reshape(truth.shape) for term, value in right.terms(name).items()},
-        sizes=right.values.get(f"{name}, sizes"),
         is_gradient=name not in case.subject.outputs,
-        repeats=accuracy.judge(case, row.backend, name, result, plain[name].double()).passed,
+        repeats=close(plain[name].double()),
     )
 
 

@@ -93,9 +93,7 @@ def pre_backward(
     dz = at("dz", torch.cat(parts, -1))
 
     scales = at("dz for dalpha", dz) * at("m for dalpha", m)
-    at("dalpha, sizes", torch.stack([scales[:, rows].abs().sum() for rows in sections.values()]))
     at("dalpha", torch.stack([scales[:, rows].sum() for rows in sections.values()]).reshape(tensors["alpha"].shape))
-    at("dbias, sizes", dz.abs().sum(0))
     at("dbias", at("dz for dbias", dz).sum(0))
     dm = at("dm", dz * alphas)
     dh_mix = at("dh_mix", dm * inv_rms[:, None])

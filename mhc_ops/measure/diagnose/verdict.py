@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..accuracy import NORM_TOLERANCE
 from ..cases import Tensors
 from . import terms
 from .places import Place, everywhere
@@ -30,7 +29,6 @@ class Output:
     close: Callable[[Tensor], bool]  # whether the result would pass if this were the truth
     locate: Callable[[Tensor], Place]
     terms: Tensors
-    sizes: Tensor | None  # the sum of the sizes of all that was added up, where that may cancel
     is_gradient: bool
     repeats: bool  # whether another run gave the same, up to rounding
 
@@ -88,7 +86,6 @@ def findings(
         able = [hypothesis for hypothesis in hypotheses if not before.isdisjoint(hypothesis.edits)]
         finding = (
             _fact(lead, wrong)
-            or _cancellation(lead)
             or _hypothesis(wrong, outputs, _followed(lead, outputs), run)
             or _hypothesis(wrong, outputs, able, run)
             or _terms(lead, sizes)
@@ -126,17 +123,6 @@ def _fact(lead: Output, wrong: Sequence[Output]) -> Finding | None:
 
 def _subject(place: Place, what: str) -> str:
     return f"{place.words or 'everything'} {'are' if place.several else 'is'} {what}"
-
-
-def _cancellation(lead: Output) -> Finding | None:
-    """A sum that cancels is no fault of a kernel: its error is small beside what was added up."""
-    if lead.sizes is None:
-        return None
-    added = float(lead.sizes.norm())
-    if float((lead.result - lead.exact).norm()) > NORM_TOLERANCE[torch.float32] / 10 * added:
-        return None
-    left = float(lead.exact.norm()) / added
-    return Finding(f"rounding, of a sum that cancels to {left:.0e} of its parts; no fault", (lead.name,), 1.0)
 
 
 def _followed(lead: Output, outputs: Sequence[Output]) -> list[Hypothesis]:

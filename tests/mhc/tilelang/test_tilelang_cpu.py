@@ -51,7 +51,7 @@ def on_cpu(monkeypatch):
 
 
 CASES = [
-    *(cases.Case(subject, (37,), 4, 24, torch.float32, seed=cases._HEAD_SEED) for subject in cases.SUBJECTS),
+    *(cases.Case(subject, (37,), 4, 24, torch.float32) for subject in cases.SUBJECTS),
     *(cases.Case(cases.MHC_LAYER, (37,), n, 9, torch.float32, gamma=False) for n in (1, 3, 8)),
     cases.Case(cases.SINKHORN, (37,), 8, 0, torch.float32),
 ]
@@ -83,7 +83,7 @@ NAMES = ("inv_rms", "h_mix", "h_pre", "h_post", "dh_in", "dh_post", "dh_res", "g
 def test_h_out_in_fp64(on_cpu):
     tensors = cases.Case(cases.MHC_POST, (9,), 3, 8, torch.float32).inputs()
     tensors["h_out"] = tensors["h_out"].double()
-    cotangents = accuracy.random_cotangents(cases.MHC_POST, accuracy.run(cases.MHC_POST, tensors, "tilelang"), 0)
+    cotangents = accuracy.random_cotangents(cases.MHC_POST, accuracy.run(cases.MHC_POST, tensors, "tilelang"))
     results = accuracy.run(cases.MHC_POST, tensors, "tilelang", cotangents)
     exact = accuracy.truth(cases.MHC_POST, tensors, cotangents)
     assert results["dh_out"].dtype == torch.float64

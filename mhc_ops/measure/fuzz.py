@@ -1,0 +1,199 @@
+"""Random cases, each rebuilt from a seed and its number: any op, shape, type, layout, options and used outputs.
+
+Every backend is compared with fp64, and the kernels with themselves: the same call twice gives the same bits.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count as numbers
+
+import torch
+from torch import Tensor
+
+from . import accuracy, cases, selection
+from .cases import LAYOUTS, Case, Subject
+from .conv_cases import PLACES, AnyCase, ConvCase
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)
+EPSILONS = (0.0, 1e-6, 1e-3)
+MOVES = 8
+SHORTEST_NORM = 3  # channels: what a norm over one or two leaves to differentiate is nothing, or almost
+LARGEST_IN_FP16 = 30.0  # scale of x where gradients are stored in fp16, which ends at 65504
+MHC = (*(subject for subject in cases.SUBJECTS for _ in range(2) if subject is not cases.SINKHORN), cases.SINKHORN)
+CONV = ("causal_conv1d", "causal_conv1d", "causal_conv1d", "causal_conv1d_update", "short_conv", "short_conv")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case on one backend. detail: what is off, "" where nothing is."""
+
+    case: str
+    backend: str
+    passed: bool
+    detail: str
+
+
+def run(
+    seconds: float,
+    device: torch.device | str,
+    backends: Sequence[str],
+    seed: int,
+    progress: Callable[[int], None] | None = None,
+    count: int | None = None,
+) -> Iterator[Outcome]:
+    """Cases 0, 1, ... until the time is over or `count` of them are done; progress(number) before each."""
+    place, end = torch.device(device), time.monotonic() + seconds
+    for number in numbers():
+        if time.monotonic() >= end or (count is not None and number >= count):
+            return
+        if progress is not None:
+            progress(number)
+        case = case_of(seed, number, small=place.type == "cpu")
+        for backend in backends:
+            if selection.runs(case, backend, place):
+                detail = examine(case, backend, place)
+                yield Outcome(f"{seed}:{number} {case}", backend, not detail, detail)
+
+
+def examine(case: AnyCase, backend: str, device: torch.device) -> str:
+    """What is off, or ""."""
+    try:
+        ran = accuracy.run_case(case, backend, device)
+        again = accuracy.run(case.subject, ran.tensors, backend, ran.cotangents)
+        rows = [row for row in accuracy.judge_all(case, backend, ran) if not row.passed]
+        rows = [row for row in rows if not within_reach(case, ran, row)]
+    except Exception as error:  # a crash is a finding, and the next case is to be run
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    wrong = [f"{row.output} off by {row.relative_error:.1e} (allowed {row.tolerance:.0e})" for row in rows]
+    if backend != "reference":  # which is torch's, and torch adds up indexed gradients in any order on a GPU
+        wrong += [f"{name} has other bits in a second run" for name in again if differ(ran.results[name], again[name])]
+    return "; ".join(wrong)
+
+
+def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
+    """Whether the truth itself moves this far when every input and cotangent moves by the tolerance of fp32.
+
+    Of the smallest sizes there are a few numbers or one, and among thousands of cases some are zero but for rounding:
+    the slope of SiLU at its turning point, a sum of two streams.
+    """
+    size, name = accuracy.NORM_TOLERANCE[torch.float32], row.output
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(tensor: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+        return tensor.double() * (1 + size * signs)
+
+    exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents, ran.results)[name].value
+    squares = torch.zeros_like(exact)
+    for _ in range(MOVES):
+        tensors = {key: moved(t) if t.is_floating_point() else t for key, t in ran.tensors.items()}
+        cotangents = [None if c is None else moved(c) for c in ran.cotangents]
+        there = accuracy.truth(case.subject, tensors, cotangents, ran.results)[name].value
+        squares += ((there - exact) / size).square() / MOVES
+    result = accuracy.as_computed(case, ran.results[name])
+    return accuracy.judge(case, row.backend, name, result, accuracy.Exact(exact, squares.sqrt)).passed
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    return not torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def case_of(seed: int, number: int, small: bool = False) -> AnyCase:
+    """small: for the CPU, where a kernel is interpreted."""
+    draw = random.Random(f"{seed}:{number}")
+    return _mhc(draw, small) if draw.random() < 0.55 else _conv(draw, small)
+
+
+def _mhc(draw: random.Random, small: bool) -> Case:
+    subject = draw.choice(MHC)
+    n = draw.randint(1, 8)
+    D = max(_size(draw, 80 if small else 1100), -(-SHORTEST_NORM // n))
+    T = _tokens(draw, small)
+    dtype, parameters = draw.choice(FLOATS), draw.choice((*FLOATS, torch.float32, torch.float64))
+    return Case(
+        subject.with_options(**_options(draw, subject)),
+        draw.choice([(T,), (T,), (1, T), (T, 1)]),
+        n,
+        0 if subject is cases.SINKHORN else D,
+        dtype,
+        gamma=draw.random() < 0.5,
+        scale=_scale(draw, parameters),
+        parameter_dtype=parameters,
+        sigma=draw.choice((0.1, 1.05, 3.0)),
+        seed=draw.randrange(1 << 30),
+        unused=_unused(draw, subject.differentiable),
+        layout=draw.choice(LAYOUTS),
+    )
+
+
+def _options(draw: random.Random, subject: Subject) -> dict[str, float]:
+    """Some of those that the op has, in the order of their names."""
+    if subject is cases.SINKHORN:
+        drawn: dict[str, float] = {"iters": draw.randint(1, 25), "eps": draw.choice(EPSILONS)}
+    elif "phi" not in subject.inputs:
+        return {}
+    else:
+        drawn = {"norm_eps": draw.choice(EPSILONS), "hc_eps": draw.choice(EPSILONS)}
+    if subject in cases.MIXED:
+        drawn |= {"post_mult": draw.choice((0.5, 1.0, 3.0))}
+        drawn |= {"sinkhorn_iters": draw.randint(1, 25), "sinkhorn_eps": draw.choice(EPSILONS)}
+    return {name: value for name, value in drawn.items() if draw.random() < 0.5}
+
+
+def _conv(draw: random.Random, small: bool) -> ConvCase:
+    op = draw.choice(CONV)
+    D = _size(draw, 80 if small else 1100)
+    L, B = _tokens(draw, small), draw.choice((1, 1, 2, 3))
+    places, n = draw.choice(("", *PLACES)), 0
+    if op == "causal_conv1d_update":
+        L, places = draw.randint(1, 4), draw.choice(("", "ring", "slots"))
+    if op == "short_conv":
+        places, n, D = "", draw.randint(1, 2 if small else 8), min(max(D, SHORTEST_NORM), 300)
+    if "cu_seqlens" in places:
+        B = 1
+    parameters = draw.choice((*FLOATS, torch.float32, torch.float64))
+    outputs = ("y", "final_state") if "states" in places else ()
+    return ConvCase(
+        B, L, D,
+        W=draw.randint(1, 8),
+        dtype=draw.choice(FLOATS),
+        silu=draw.random() < 0.5,
+        bias=draw.random() < 0.5,
+        dilation=draw.choice((1, 1, 2, 3, 5)),
+        residual=draw.random() < 0.5 and op != "causal_conv1d_update",
+        places=places,
+        n=n,
+        update=op == "causal_conv1d_update",
+        scale=_scale(draw, parameters),
+        parameter_dtype=parameters,
+        norm_eps=draw.choice(EPSILONS),
+        seed=draw.randrange(1 << 30),
+        unused=_unused(draw, outputs),
+        layout=draw.choice(LAYOUTS),
+    )  # fmt: skip
+
+
+def _size(draw: random.Random, largest: int) -> int:
+    """Every magnitude as often: 1 to 10 as 100 to 1000."""
+    return min(largest, int(2 ** draw.uniform(0, largest.bit_length())))
+
+
+def _tokens(draw: random.Random, small: bool) -> int:
+    """None now and then."""
+    return 0 if draw.random() < 0.03 else _size(draw, 12 if small else 300)
+
+
+def _scale(draw: random.Random, parameter_dtype: torch.dtype) -> float:
+    largest = LARGEST_IN_FP16 if parameter_dtype == torch.float16 else SCALES[-1]
+    return min(largest, draw.choice(SCALES))
+
+
+def _unused(draw: random.Random, outputs: Sequence[str]) -> tuple[str, ...]:
+    """Half of the time all are used; never none."""
+    if draw.random() < 0.5:
+        return ()
+    kept = draw.choice(outputs) if outputs else ""
+    return tuple(name for name in outputs if name != kept and draw.random() < 0.5)

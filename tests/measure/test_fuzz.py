@@ -1,0 +1,104 @@
+"""Random cases against fp64: a minute of them in each run of the suite, more with `mhc-ops check --fuzz`."""
+
+import pytest
+import torch
+
+import mhc_ops
+from mhc_ops.core.backend import BACKENDS
+from mhc_ops.measure import cases, fuzz
+from mhc_ops.measure.cases import LAYOUTS, Case
+from mhc_ops.measure.conv_cases import ConvCase
+
+CPU = torch.device("cpu")
+
+
+def assert_nothing_found(seconds, device, backends):
+    outcomes = list(fuzz.run(seconds, device, backends, seed=cases.SEED))
+    print(f"seed {cases.SEED}: {len(outcomes)} runs in {seconds} s")
+    assert outcomes
+    assert [outcome for outcome in outcomes if not outcome.passed] == []
+
+
+def test_the_reference():
+    assert_nothing_found(20, "cpu", ["reference"])
+
+
+@pytest.mark.interpreted
+def test_the_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    assert_nothing_found(40, "cpu", ["triton"])
+
+
+@pytest.mark.gpu
+def test_every_backend_of_this_gpu():
+    assert_nothing_found(60, "cuda", BACKENDS)
+
+
+def test_a_case_follows_from_its_number():
+    drawn = [fuzz.case_of(3, number) for number in range(50)]
+    assert [str(case) for case in drawn] == [str(fuzz.case_of(3, number)) for number in range(50)]
+    assert len({str(case) for case in drawn}) == 50
+    case = drawn[7]
+    assert all(torch.equal(a, b) for a, b in zip(case.inputs().values(), fuzz.case_of(3, 7).inputs().values()))
+    assert str(fuzz.case_of(4, 7)) != str(case)
+    numbers = [outcome.case.split()[0] for outcome in fuzz.run(60, "cpu", ["reference"], seed=3, count=4)]
+    assert numbers == ["3:0", "3:1", "3:2", "3:3"]
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_everything_is_drawn(small):
+    drawn = [fuzz.case_of(0, number, small) for number in range(3000)]
+    mhc = [case for case in drawn if isinstance(case, Case)]
+    conv = [case for case in drawn if isinstance(case, ConvCase)]
+    ops = {"causal_conv1d", "causal_conv1d_update", "short_conv", *(subject.name for subject in cases.SUBJECTS)}
+    assert {case.subject.name.split()[0] for case in drawn} == ops
+    assert {case.layout for case in drawn} == set(LAYOUTS)
+    assert {case.dtype for case in drawn} == set(fuzz.FLOATS)
+    assert {case.parameter_dtype for case in drawn} == {*fuzz.FLOATS, torch.float64}
+    assert {case.n for case in mhc} == {case.W for case in conv} == set(range(1, 9))
+    assert {case.dilation for case in conv} == {1, 2, 3, 5}
+    assert {case.places for case in conv} == {
+        "",
+        "states",
+        "seq_idx",
+        "cu_seqlens",
+        "cu_seqlens states",
+        "ring",
+        "slots",
+    }
+    options = {name for case in mhc for name, _ in case.subject.options}
+    assert options == {"iters", "eps", "norm_eps", "hc_eps", "post_mult", "sinkhorn_iters", "sinkhorn_eps"}
+    assert any(not all(case.outer) for case in mhc) and any(case.L == 0 for case in conv)
+    assert any(case.unused for case in mhc) and any(case.unused for case in conv)
+    assert all(len(case.unused) < max(1, len(case.subject.differentiable)) for case in drawn)
+
+
+FAULTS = {
+    "a value that is off": (lambda y, runs: y * (1 + 1e-4), "x_next off by"),
+    "an element that is lost": (
+        lambda y, runs: torch.cat([y.flatten()[:-1], y.new_zeros(1)]).view_as(y),
+        "x_next off by",
+    ),
+    "other bits each time": (lambda y, runs: y * (1 + 2**-22 * (runs % 2)), "x_next has other bits in a second run"),
+    "a crash": (lambda y, runs: y.view(-7), "RuntimeError: "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault, monkeypatch):
+    """Planted in mhc_post as a kernel has it; what computes the truth is left alone."""
+    right, (plant, words), runs = mhc_ops.mhc_post, FAULTS[fault], []
+
+    def wrong(x, *rest, backend, **more):
+        y = right(x, *rest, backend="reference", **more)
+        runs.append(1)
+        return plant(y, len(runs)) if backend == "triton" else y
+
+    monkeypatch.setattr(mhc_ops, "mhc_post", wrong)
+    monkeypatch.setattr(fuzz.selection, "runs", lambda case, *_: case.subject.name == "mhc_post" and all(case.outer))
+    monkeypatch.setattr(fuzz, "FLOATS", (torch.float32,))
+    found = [next(o for o in fuzz.run(60, "cpu", [name], seed=cases.SEED)) for name in ("triton", "reference")]
+    assert [outcome.passed for outcome in found] == [False, True]
+    assert words in found[0].detail
+    number = int(found[0].case.split()[0].split(":")[1])
+    assert words in fuzz.examine(fuzz.case_of(cases.SEED, number, small=True), "triton", CPU)
