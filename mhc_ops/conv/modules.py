@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ..core.check import check_count
-from .ops import check_eps, short_conv
+from ..core.check import check_count, check_numbers
+from .ops import short_conv
 
 
 class ShortConv(nn.Module):
@@ -50,7 +50,7 @@ class ShortConv(nn.Module):
         super().__init__()
         for name, value in (("n", n), ("D", D), ("width", width), ("dilation", dilation)):
             check_count("ShortConv", name, value)
-        self.norm_eps = check_eps("ShortConv", norm_eps)
+        (self.norm_eps,) = check_numbers("ShortConv", norm_eps=norm_eps)
         self.n, self.D, self.width, self.dilation = n, D, width, dilation
         self.residual, self.backend = residual, backend
         self.norm_weight = nn.Parameter(torch.empty(n, D, device=device, dtype=dtype))

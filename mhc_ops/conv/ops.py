@@ -1,6 +1,5 @@
 """Causal conv1d: the public functions. Each checks its input, chooses a backend, calls the reference or the kernels."""
 
-import math
 from typing import Literal, overload
 
 import torch
@@ -238,7 +237,7 @@ def short_conv(
     check_shapes(function, gamma=(gamma, (n, D)))
     _check_weight(function, weight, n * D)
     check_count(function, "dilation", dilation)
-    options = (check_eps(function, norm_eps), _within(x.shape[1], dilation), bool(residual))
+    options = (*check_numbers(function, norm_eps=norm_eps), _within(x.shape[1], dilation), bool(residual))
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
         return reference.short_conv(x, gamma, weight, *options)
@@ -271,13 +270,6 @@ def _check_weight(function: str, weight: Tensor, D: int) -> None:
         one_more = weight.dim() == 3 and weight.shape[1] == 1
         hint = ": pass weight.squeeze(1), nn.Conv1d has one dimension more" if one_more else ""
         raise ValueError(f"{function}: weight must be [{D}, W] with W at least 1, got {list(weight.shape)}{hint}")
-
-
-def check_eps(function: str, norm_eps: object) -> float:
-    (value,) = check_numbers(function, norm_eps=norm_eps)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{function}: norm_eps must be finite and 0 or more, got {value}")
-    return value
 
 
 def _within(L: int, dilation: int) -> int:

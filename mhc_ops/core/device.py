@@ -44,18 +44,3 @@ def of(device: torch.device) -> Device:
         processors=properties.multi_processor_count,
         warp=properties.warp_size,
     )
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side at one per multiprocessor. A CPU (interpreter) counts as one."""
-    return of(device).processors
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """CUDA's: (9, 0) is Hopper."""
-    return of(device).capability
-
-
-def kind(device: torch.device) -> str:
-    """ "cuda", "hip" (torch calls ROCm devices cuda) or "cpu"."""
-    return of(device).kind

@@ -108,7 +108,7 @@ def _refuse(x: Tensor, weight: Tensor, residual: Tensor | None, cu_seqlens: Tens
 
 
 def _library(x: Tensor) -> ctypes.CDLL:
-    kind = device.kind(x.device)
+    kind = device.of(x.device).kind
     if kind == "hip":
         return build.hip_library(x.get_device())
     if kind == "cpu":
