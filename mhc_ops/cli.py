@@ -2,7 +2,6 @@
 
 import argparse
 import errno
-import importlib
 import math
 import os
 import random
@@ -229,7 +228,8 @@ def run_check(options: argparse.Namespace) -> int:
 def run_fuzz(options: argparse.Namespace) -> int:
     if options.case or options.json:
         raise Refused("--fuzz draws cases of its own and prints those that fail: --case and --json do not go with it")
-    fuzz = importlib.import_module(".measure.fuzz", __package__)
+    from .measure import fuzz
+
     seed = random.randrange(2**32) if options.seed is None else options.seed
     absent = selection.absent(wanted(options), options.device)
     here = [b for b in wanted(options) if sum(entry.provider == b for entry in absent) < len(backends.families())]

@@ -237,7 +237,8 @@ def short_conv(
     check_shapes(function, gamma=(gamma, (n, D)))
     _check_weight(function, weight, n * D)
     check_count(function, "dilation", dilation)
-    options = (*check_numbers(function, norm_eps=norm_eps), _within(x.shape[1], dilation), bool(residual))
+    (norm_eps,) = check_numbers(function, norm_eps=norm_eps)
+    options = (norm_eps, _within(x.shape[1], dilation), bool(residual))
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
         return reference.short_conv(x, gamma, weight, *options)
