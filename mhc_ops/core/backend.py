@@ -162,16 +162,15 @@ def choose(function: str, family: str, backend: str | None, device: torch.device
     """The backend for this call, or an error that says why the one asked for cannot run and what would help."""
     name = backend
     if name is None:
-        name = dict(chosen()).get(family) or ("triton" if device.type == "cuda" else "reference")
+        choices = chosen()
+        name = dict(choices).get(family) if choices else None
+    if name is None:
+        name = "triton" if device.type == "cuda" else "reference"
     _check_name(function, name)
-    _refuse(function, family, name, device)
-    return name
-
-
-def _refuse(function: str, family: str, backend: str, device: torch.device) -> None:
-    reason = why_not(family, backend, device)
+    reason = why_not(family, name, device)
     if reason is not None:
-        raise RuntimeError(f"{function}: backend {backend!r} cannot run here: {reason}")
+        raise RuntimeError(f"{function}: backend {name!r} cannot run here: {reason}")
+    return name
 
 
 def why_not(family: str, backend: str, device: torch.device | str) -> str | None:
@@ -233,7 +232,7 @@ def _why_not_gpu(device: torch.device) -> str | None:
 @functools.cache
 def load(family: str, backend: str, name: str, device: torch.device) -> Callable[..., None]:
     """The launcher `name` of mhc_ops/<family>/<backend>/, for tensors on this device."""
-    _refuse(name, family, backend, device)
+    choose(name, family, backend, device)
     if backend == "triton" and _INTERPRETED:
         _repair_interpreter()
     module = importlib.import_module(f"mhc_ops.{family}.{backend}")
@@ -250,5 +249,5 @@ def _repair_interpreter() -> None:
 
 
 def _check_name(function: str, name: str) -> None:
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"{function}: backend must be one of {', '.join(BACKENDS)}, got {name!r}")

@@ -26,7 +26,6 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
     from_in, read_dtype = in_dtype != "", in_dtype or dtype
     columns = configs.mix_columns(M, parts)
     x_numbered, numbered = tuple(range(x_parts)), tuple(range(parts))
-    at_once = config.streams > 1  # all of mix_own; with one stream each part just before its product, to save registers
     depth = len(configs.phi_order(parts)) * rows
     orders = tuple((o, depth - (o + 1) * (o + 2) // 2 * rows) for o in reversed(numbered))
 
@@ -51,7 +50,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
     @T.macro
     def multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, product, sums, total):
         """sums += dh_mixᵀ·x and total = dh_mix·phi"""
-        if at_once:
+        if config.at_once:
             for o in numbered:
                 T.copy(mix_tile[:, 0 : (o + 1) * rows], mix_own[o])
         for s in streams:
@@ -65,7 +64,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
                 sums[s][m, d] += product[m, d]
             T.clear(total[s])
             for o, place in orders:
-                if not at_once:
+                if not config.at_once:
                     T.copy(mix_tile[:, 0 : (o + 1) * rows], mix_own[o])
                 T.gemm(mix_own[o], phi_tile[s][place : place + (o + 1) * rows, :], total[s])
 
