@@ -1,5 +1,7 @@
 """The judge can say no: what it lets through and what it catches."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -245,3 +247,11 @@ def test_dalpha_four_tolerances_of_its_terms_off_fails(subject, seed):
     for error, passes in ((FOUR_TOLERANCES, False), (FOUR_TOLERANCES / 8, True)):
         wrong = (exact.value + error * size * exact.value.sign() / len(exact.value) ** 0.5).float()
         assert accuracy.judge(case, "backend", "dalpha", wrong, exact).passed is passes
+
+
+def test_one_seed_for_all_cases(monkeypatch):
+    """And the environment gives it."""
+    assert {case.seed for case in CHECK} == {cases.SEED}
+    monkeypatch.setenv("MHC_OPS_SEED", "31")
+    code = "from mhc_ops.measure.selection import CHECK; print({case.seed for case in CHECK})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "{31}\n"

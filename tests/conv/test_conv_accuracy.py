@@ -1,10 +1,12 @@
-"""A convolution with states has two outputs: each may be unused."""
+"""The convolution against fp64 whichever outputs are used and whatever is drawn."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mhc_ops.core.backend import why_not
-from mhc_ops.measure import accuracy
+from mhc_ops.measure import accuracy, cases
 from mhc_ops.measure.conv_cases import ConvCase
 
 PARTS = [
@@ -38,3 +40,19 @@ def test_any_of_the_outputs_may_be_unused_in_hip(case):
     if why_not("conv", "hip", "cuda"):
         pytest.skip(why_not("conv", "hip", "cuda"))
     assert_accurate(case, "hip", "cuda")
+
+
+TINY = [
+    ConvCase(1, 7, 12),
+    ConvCase(1, 7, 1, 3, torch.float32),
+    ConvCase(1, 7, 12, parameter_dtype=torch.bfloat16, places="cu_seqlens states"),
+    ConvCase(1, 4, 12, 2, n=2),
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("case", TINY, ids=str)
+def test_exact_at_any_seed(case, seed):
+    pytest.importorskip("triton")
+    assert_accurate(replace(case, seed=cases.SEED + seed), "triton", "cpu")
