@@ -68,10 +68,13 @@ def compiling_for(name, monkeypatch, kernels=None):
         yield compiled
 
 
+_known = {}
+
+
 def resources(kernel, target):
-    if target.backend == "cuda":
-        return _nvidia(kernel)
-    return _amd(kernel)
+    if kernel.hash not in _known:
+        _known[kernel.hash] = _nvidia(kernel) if target.backend == "cuda" else _amd(kernel)
+    return _known[kernel.hash]
 
 
 def _nvidia(kernel):

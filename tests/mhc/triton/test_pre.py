@@ -1,5 +1,6 @@
 """mHC pre without Sinkhorn in Triton, in the interpreter and on a GPU; test_ops.py has what holds for every op."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 import mhc_ops
-from mhc_ops.core import device
+from mhc_ops.core import device, replay
 from mhc_ops.core.sizes import cdiv
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.contracts import mhc_pre_bwd
@@ -46,11 +47,12 @@ def test_exact_to_one_rounding(case, kernel_device, poisoned):
 def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypatch):
     """Programs that walk groups of slices, or take one slice each, as on devices of 1 and of 1000 multiprocessors."""
     tensors = Case((70,), 4, 2100, bf16).inputs(kernel_device)
-    results, pieces = [], set()
+    here, results, pieces = device.of(tensors["x"].device), [], set()
     for processors in (1, 4, 1000):
-        monkeypatch.setattr(device, "multiprocessors", lambda _, count=processors: count)
+        monkeypatch.setattr(device, "of", lambda _, spread=replace(here, processors=processors): spread)
+        replay.forget()
         results.append(mhc_ops.mhc_forward_pre(**tensors, outflag=True, backend="triton"))
-        project = configs.project(24, 4 * 2100, False, "cuda" if kernel_device == "cuda" else "cpu")
+        project = configs.project(24, 4 * 2100, False, here)
         token_blocks = cdiv(70, project.block_t)
         pieces.add(configs.cut(4 * 2100, project.block_d, token_blocks, processors).pieces)
     assert len(pieces) == 2, "both ways were taken"
