@@ -49,7 +49,8 @@ def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypat
     tensors = Case((70,), 4, 2100, bf16).inputs(kernel_device)
     here, results, pieces = device.of(tensors["x"].device), [], set()
     for processors in (1, 4, 1000):
-        monkeypatch.setattr(device, "of", lambda _, spread=replace(here, processors=processors): spread)
+        described = replace(here, processors=processors)
+        monkeypatch.setattr(device, "of", lambda _, described=described: described)
         replay.forget()
         results.append(mhc_ops.mhc_forward_pre(**tensors, outflag=True, backend="triton"))
         project = configs.project(24, 4 * 2100, False, here)
