@@ -8,6 +8,7 @@ group one lane; the tests execute it there.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,11 @@ class Threads:
 
 ON_CPU = Threads(1, 1)
 
+# One thread compiles for all. Backward kernels are first called in a thread of torch's autograd, which Python does not
+# wait for when it ends: a thread that is in TVM then is torn out of its C++, and that ends the process with "Aborted".
+# Python waits for this one. Nor are TVM's registries made for two threads that compile at a time.
+COMPILER = ThreadPoolExecutor(1, "tilelang")
+
 
 def grid(*blocks: Any, threads: Threads) -> Any:
     return CPUKernel(*blocks) if threads == ON_CPU else T.Kernel(*blocks, threads=threads.block)
@@ -59,9 +65,15 @@ def vector(threads: Threads, D: int, *dtypes: str) -> int:
 def kernel(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: `factory(*constants)` returns a PrimFunc; the decorated one, the kernel compiled for this device."""
 
+    def compile_for(gpu: int | None, constants: tuple[Any, ...]) -> Any:
+        if gpu is None:
+            return tilelang.compile(factory(*constants), target="c")
+        with torch.cuda.device(gpu):
+            return tilelang.compile(factory(*constants), target="auto")
+
     @functools.cache
     def compiled(gpu: int | None, *constants: Any) -> Any:
-        return tilelang.compile(factory(*constants), target="c" if gpu is None else "auto")
+        return COMPILER.submit(compile_for, gpu, constants).result()
 
     @functools.wraps(factory)
     def for_this_device(*constants: Any) -> Any:

@@ -123,6 +123,7 @@ def launching_on(on: Device) -> Iterator[list]:
         for place, name, value in (
             (build.tilelang, "compile", compile),
             (torch.cuda, "current_device", object),  # a GPU that nothing was compiled for yet
+            (torch.cuda, "device", lambda gpu: contextlib.nullcontext()),
             (device, "of", lambda _: on),
             (backend, "why_not", lambda family, name, device_type: None),
         ):
