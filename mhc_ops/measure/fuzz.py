@@ -20,6 +20,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)
 EPSILONS = (0.0, 1e-6, 1e-3)
 MOVES = 8
+ALIKE = 4  # cases in a row that share what kernels are compiled for, which on a GPU takes longer than all the rest
 SHORTEST_NORM = 3  # channels: what a norm over one or two leaves to differentiate is nothing, or almost
 LARGEST_IN_FP16 = 30.0  # scale of x where gradients are stored in fp16, which ends at 65504
 MHC = (*(subject for subject in cases.SUBJECTS for _ in range(2) if subject is not cases.SINKHORN), cases.SINKHORN)
@@ -103,28 +104,29 @@ def differ(one: Tensor, other: Tensor) -> bool:
 
 def case_of(seed: int, number: int, small: bool = False) -> AnyCase:
     """small: for the CPU, where a kernel is interpreted."""
-    draw = random.Random(f"{seed}:{number}")
-    return _mhc(draw, small) if draw.random() < 0.55 else _conv(draw, small)
+    kernels, draw = random.Random(f"{seed}:{number // ALIKE}"), random.Random(f"{seed}:{number} of its kind")
+    return (_mhc if kernels.random() < 0.55 else _conv)(kernels, draw, small)
 
 
-def _mhc(draw: random.Random, small: bool) -> Case:
-    subject = draw.choice(MHC)
-    n = draw.randint(1, 8)
-    D = max(_size(draw, 80 if small else 1100), -(-SHORTEST_NORM // n))
+def _mhc(kernels: random.Random, draw: random.Random, small: bool) -> Case:
+    """kernels: draws what they are compiled for; draw: the rest."""
+    subject = kernels.choice(MHC)
+    n = kernels.randint(1, 8)
+    D = max(_size(kernels, 80 if small else 1100), -(-SHORTEST_NORM // n))
+    dtype, parameters = kernels.choice(FLOATS), kernels.choice((*FLOATS, torch.float32, torch.float64))
     T = _tokens(draw, small)
-    dtype, parameters = draw.choice(FLOATS), draw.choice((*FLOATS, torch.float32, torch.float64))
     return Case(
         subject.with_options(**_options(draw, subject)),
         draw.choice([(T,), (T,), (1, T), (T, 1)]),
         n,
         0 if subject is cases.SINKHORN else D,
         dtype,
-        gamma=draw.random() < 0.5,
+        gamma=kernels.random() < 0.5,
         scale=_scale(draw, parameters),
         parameter_dtype=parameters,
         sigma=draw.choice((0.1, 1.05, 3.0)),
         seed=draw.randrange(1 << 30),
-        unused=_unused(draw, subject.differentiable),
+        unused=_unused(kernels, subject.differentiable),
         layout=draw.choice(LAYOUTS),
     )
 
@@ -143,28 +145,27 @@ def _options(draw: random.Random, subject: Subject) -> dict[str, float]:
     return {name: value for name, value in drawn.items() if draw.random() < 0.5}
 
 
-def _conv(draw: random.Random, small: bool) -> ConvCase:
-    op = draw.choice(CONV)
-    D = _size(draw, 80 if small else 1100)
+def _conv(kernels: random.Random, draw: random.Random, small: bool) -> ConvCase:
+    op = kernels.choice(CONV)
+    D, n, places = _size(kernels, 80 if small else 1100), 0, kernels.choice(("", *PLACES))
     L, B = _tokens(draw, small), draw.choice((1, 1, 2, 3))
-    places, n = draw.choice(("", *PLACES)), 0
     if op == "causal_conv1d_update":
-        L, places = draw.randint(1, 4), draw.choice(("", "ring", "slots"))
+        L, places = draw.randint(1, 4), kernels.choice(("", "ring", "slots"))
     if op == "short_conv":
         places, n, D = "", draw.randint(1, 2 if small else 8), min(max(D, SHORTEST_NORM), 300)
     slow = op == "short_conv" and small  # ten seconds in the interpreter with another sequence and phase
     if "cu_seqlens" in places or slow:
         B = 1
-    parameters = draw.choice((*FLOATS, torch.float32, torch.float64))
+    parameters = kernels.choice((*FLOATS, torch.float32, torch.float64))
     outputs = ("y", "final_state") if "states" in places else ()
     return ConvCase(
         B, L, D,
-        W=draw.randint(1, 8),
-        dtype=draw.choice(FLOATS),
-        silu=draw.random() < 0.5,
-        bias=draw.random() < 0.5,
+        W=kernels.randint(1, 8),
+        dtype=kernels.choice(FLOATS),
+        silu=kernels.random() < 0.5,
+        bias=kernels.random() < 0.5,
         dilation=draw.choice((1, 1, 2) if slow else (1, 1, 2, 3, 5)),
-        residual=draw.random() < 0.5 and op != "causal_conv1d_update",
+        residual=kernels.random() < 0.5 and op != "causal_conv1d_update",
         places=places,
         n=n,
         update=op == "causal_conv1d_update",
@@ -172,7 +173,7 @@ def _conv(draw: random.Random, small: bool) -> ConvCase:
         parameter_dtype=parameters,
         norm_eps=draw.choice(EPSILONS),
         seed=draw.randrange(1 << 30),
-        unused=_unused(draw, outputs),
+        unused=_unused(kernels, outputs),
         layout=draw.choice(LAYOUTS),
     )  # fmt: skip
 
