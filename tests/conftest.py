@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from mhc_ops.core.backend import _INTERPRETED
-from mhc_ops.measure import speed
+from mhc_ops.measure import cases, speed
+
+
+def pytest_report_header():
+    return f"base seed of all cases: {cases.SEED} (MHC_OPS_SEED)"
 
 
 def pytest_collection_modifyitems(items):
