@@ -23,7 +23,6 @@ CONFIGS = [
     (4096, 4, fp32, ""),
     (4097, 4, bf16, ""),
     (4097, 7, fp32, ""),
-    (4097, 8, fp32, "cu_seqlens states"),
 ]
 # Channels of a thread are the same on every NVIDIA GPU.
 COMPILED = [
