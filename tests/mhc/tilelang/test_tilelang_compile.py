@@ -17,17 +17,14 @@ CASES = {
     "sm_90a": (
         cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16),
         cases.Case(cases.MHC_LAYER, (70,), 8, 64, fp32),
-        cases.Case(cases.MHC_POST_PRE, (70,), 3, 257, fp16, gamma=False),
         cases.Case(cases.MHC_HEAD, (70,), 5, 40, bf16),
         cases.Case(cases.SINKHORN, (70,), 8, 0, bf16),
     ),
-    "sm_80": (cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16),),
-    "sm_120a": (cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16),),
+    "sm_80": (cases.Case(cases.MHC_POST_PRE, (70,), 3, 257, fp16, gamma=False),),
     "gfx942": (
-        cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16),
-        cases.Case(cases.MHC_POST_PRE, (70,), 3, 257, fp16, gamma=False),
-        cases.Case(cases.MHC_HEAD, (70,), 5, 40, bf16),
-        cases.Case(cases.SINKHORN, (70,), 8, 0, bf16),
+        cases.Case(cases.MHC_POST_PRE, (70,), 4, 264, bf16, gamma=False),
+        cases.Case(cases.MHC_HEAD, (70,), 5, 40, fp32),
+        cases.Case(cases.SINKHORN, (70,), 8, 0, fp16),
     ),
 }
 
@@ -66,7 +63,7 @@ def others(case, target):
 
 
 @needs_nvcc
-@by_target(CASES.get, "sm_90a", "sm_80", "sm_120a")
+@by_target(CASES.get, "sm_90a", "sm_80")
 def test_kernels_compile_without_spills(target, item):
     for registers, spills in resources(lowered(others(item, target), target), target):
         assert spills == 0, registers
@@ -95,7 +92,7 @@ def test_products_lower_for_amd(target, item):
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
-@pytest.mark.parametrize(("n", "dtype"), [(8, "float32"), (1, "float32"), (4, "float16"), (4, "bfloat16")])
+@pytest.mark.parametrize(("n", "dtype"), [(8, "float32"), (1, "float32"), (2, "float16")])
 def test_gradients_of_maps_alone(n, dtype, target):
     """Without dh_in and dx_next, threads take other elements of x: for n = 1 and 8, fp32 once summed it three times."""
     product = Product("mhc_pre_dx", n, 64, dtype, dh_in=False, residual="")
