@@ -128,15 +128,10 @@ class Block:
         return in_loop + after if self.loaders else max(in_loop, after)
 
 
-def is_hopper(on: Device) -> bool:
-    """It alone has products that read their factors from shared memory (wgmma)."""
-    return on.kind == "cuda" and on.capability == (9, 0)
-
-
 def loaders(row: int, on: Device) -> int:
-    """Threads that load rows of so many 16-bit elements, where products read the tiles themselves: the copies
-    that run on their own (TMA) need rows that begin at multiples of 16 bytes."""
-    return LOADERS if is_hopper(on) and row % 8 == 0 else 0
+    """Threads that load rows of so many 16-bit elements: the copies that run on their own (TMA) need rows that begin at
+    multiples of 16 bytes. Hopper alone: Blackwell has them too, but not the products (wgmma) that read those tiles."""
+    return LOADERS if on.kind == "cuda" and on.capability == (9, 0) and row % 8 == 0 else 0
 
 
 def fits(on: Device, resident: int, tiles: int) -> bool:
@@ -221,8 +216,7 @@ def dx(n: int, D: int, M: int, dtype: str, on: Device) -> Dx:
     gradient; in TileLang's own pipeline the same tiles took 249 and 93.
 
     More streams, three parts and rows that cannot be copied ahead need more registers: smaller tiles there, and only
-    one or two streams at a time for n = 8, or for three parts from n = 5 on. So do products of other GPUs than Hopper:
-    also n = 7 takes one stream at a time."""
+    one or two streams at a time for n = 8, or for the latter two from n = 5 on."""
     three_parts, ahead, exact = dtype != BF16, loaders(D, on), arithmetic(dtype, on)
     few = n <= 4 and not three_parts
 
@@ -232,9 +226,9 @@ def dx(n: int, D: int, M: int, dtype: str, on: Device) -> Dx:
         if few and on.kind == "hip":
             yield Dx(threads=128, loaders=0, resident=1, block_t=32, block_d=32, streams=n, at_once=n > 1)
         streams = n
-        if n == 8 or (three_parts and n > 4) or (n == 7 and not is_hopper(on)):
+        if n == 8 or (n > 4 and (three_parts or not ahead)):
             streams = 1 if n % 2 or (three_parts and n == 8) else 2
-        at_once = streams > 1 and (few or is_hopper(on))
+        at_once = streams > 1 and (few or ahead > 0)
         yield Dx(threads=128, loaders=ahead, resident=1, block_t=32, block_d=16, streams=streams, at_once=at_once)
         yield Dx(threads=64, loaders=0, resident=1, block_t=16, block_d=16, streams=1)
 

@@ -9,6 +9,7 @@ from tilelang_targets import DEVICES, PRODUCTS, Product, distinct_products, laun
 
 from mhc_ops.core.device import Device
 from mhc_ops.measure import cases
+from mhc_ops.mhc.tilelang import configs
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 needs_nvcc = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc to compile with")
@@ -16,30 +17,26 @@ CASES = {
     "sm_90a": (
         cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16),
         cases.Case(cases.MHC_LAYER, (70,), 8, 64, fp32),
-        cases.Case(cases.MHC_POST_PRE, (70,), 3, 257, fp16, gamma=False),
         cases.Case(cases.MHC_HEAD, (70,), 5, 40, bf16),
         cases.Case(cases.SINKHORN, (70,), 8, 0, bf16),
     ),
-    "sm_80": (cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16),),
-    "sm_120a": (cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16),),
+    "sm_80": (cases.Case(cases.MHC_POST_PRE, (70,), 3, 257, fp16, gamma=False),),
     "gfx942": (
-        cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16),
-        cases.Case(cases.MHC_POST_PRE, (70,), 3, 257, fp16, gamma=False),
-        cases.Case(cases.MHC_HEAD, (70,), 5, 40, bf16),
-        cases.Case(cases.SINKHORN, (70,), 8, 0, bf16),
+        cases.Case(cases.MHC_POST_PRE, (70,), 4, 264, bf16, gamma=False),
+        cases.Case(cases.MHC_HEAD, (70,), 5, 40, fp32),
+        cases.Case(cases.SINKHORN, (70,), 8, 0, fp16),
     ),
 }
 
 
 def compiled_products(target):
-    """Every config of Hopper (wgmma) and of sm_80, which has the plain loops (mma) of the other NVIDIA GPUs; of those,
-    the largest on the one with the least shared memory; on AMD GPUs every config once."""
+    """Every config of Hopper (wgmma), of sm_80 (the plain loops of the other NVIDIA GPUs, with mma) and of gfx942; of
+    GPUs that have no others than those, the largest."""
     found = distinct_products(target)
-    if target == "sm_120a":
-        by_size = sorted(found.values(), key=lambda product: product.tiles(DEVICES[target]))
-        return list({product.kernel: product for product in by_size}.values())
-    seen = distinct_products("gfx942") if target == "gfx950" else {}
-    return [product for key, product in found.items() if key not in seen]
+    if target in ("sm_90a", "sm_80", "gfx942"):
+        return list(found.values())
+    by_size = sorted(found.values(), key=lambda product: product.tiles(DEVICES[target]))
+    return list({product.kernel: product for product in by_size}.values())
 
 
 def lowered(functions, target):
@@ -66,7 +63,7 @@ def others(case, target):
 
 
 @needs_nvcc
-@by_target(CASES.get, "sm_90a", "sm_80", "sm_120a")
+@by_target(CASES.get, "sm_90a", "sm_80")
 def test_kernels_compile_without_spills(target, item):
     for registers, spills in resources(lowered(others(item, target), target), target):
         assert spills == 0, registers
@@ -78,24 +75,24 @@ def test_kernels_lower_for_amd(target, item):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80", "sm_120a"])
 def test_products_compile_without_spills(target, part):
-    products = compiled_products(target)[part::4]
+    products = compiled_products(target)[part::2]
     kernels = lowered([product.function(DEVICES[target]) for product in products], target)
     for product, kernel, (_, spills) in zip(products, kernels, resources(kernels, target) if kernels else ()):
-        assert kernel.shared <= product.tiles(DEVICES[target]), product
+        assert kernel.shared <= product.tiles(DEVICES[target]) + configs.KEPT, product
         assert spills == 0, product
 
 
 @by_target(compiled_products, "gfx942", "gfx950")
 def test_products_lower_for_amd(target, item):
     (kernel,) = lowered([item.function(DEVICES[target])], target)
-    assert kernel.shared <= item.tiles(DEVICES[target])
+    assert kernel.shared <= item.tiles(DEVICES[target]) + configs.KEPT
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
-@pytest.mark.parametrize(("n", "dtype"), [(8, "float32"), (1, "float32"), (4, "float16"), (4, "bfloat16")])
+@pytest.mark.parametrize(("n", "dtype"), [(8, "float32"), (1, "float32"), (2, "float16")])
 def test_gradients_of_maps_alone(n, dtype, target):
     """Without dh_in and dx_next, threads take other elements of x: for n = 1 and 8, fp32 once summed it three times."""
     product = Product("mhc_pre_dx", n, 64, dtype, dh_in=False, residual="")

@@ -94,16 +94,14 @@ class Product:
 
 
 def distinct_products(target: str) -> dict:
-    """For every config that a device has for n of 1 to 8 in any type, the product that needs most shared memory with
-    it, by what differs between configs."""
+    """For every config that a device has for n of 1 to 8 in any type, but for the number of streams, the product that
+    needs most shared memory with it."""
     on, found = DEVICES[target], {}
     for kernel, n, D, dtype in itertools.product(PRODUCTS, range(1, 9), (64, 36), build.TYPES):
         product = Product(kernel, n, D, dtype)
-        try:
-            config = product.config(on)
-        except NotImplementedError:
-            continue
-        key = (kernel, dataclasses.replace(config, slice_k=0) if kernel == "mhc_pre_project" else config)
+        config = product.config(on)
+        same = {"slice_k": 0} if kernel == "mhc_pre_project" else {"streams": 0}
+        key = (kernel, dataclasses.replace(config, **same))
         if key not in found or found[key].tiles(on) < product.tiles(on):
             found[key] = product
     return found
