@@ -179,7 +179,7 @@ def run_info(options: argparse.Namespace) -> int:
     print()
     for family in backends.families():
         for backend in backends.BACKENDS:
-            reason = backends.why_not(family, backend, here.type)
+            reason = backends.why_not(family, backend, here)
             print(f"{family:5} {backend:10} {'runs on ' + here.type if reason is None else 'no: ' + reason}")
     print()
     return 0

@@ -217,8 +217,14 @@ def _why_not_interpreted() -> str | None:
     )
 
 
-@functools.cache
 def _why_not_gpu(device: torch.device) -> str | None:
+    if device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _why_not_this_gpu(device)
+
+
+@functools.cache
+def _why_not_this_gpu(device: torch.device) -> str | None:
     if not torch.cuda.is_available():  # a question about a GPU that is not here
         return None
     gpu = devices.of(device)

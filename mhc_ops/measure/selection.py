@@ -41,13 +41,13 @@ def _nearest(text: str, cases: Sequence[AnyCase]) -> str:
 
 
 def runs(case: AnyCase, backend: str, device: torch.device) -> bool:
-    return case.runs_on(backend) and backends.why_not(case.subject.family, backend, device.type) is None
+    return case.runs_on(backend) and backends.why_not(case.subject.family, backend, device) is None
 
 
 def absent(wanted: Sequence[str], device: torch.device) -> list[NotMeasured]:
     """Backends that cannot run here, and why."""
     reasons = [
-        (family, backend, backends.why_not(family, backend, device.type))
+        (family, backend, backends.why_not(family, backend, device))
         for family in backends.families()
         for backend in wanted
     ]

@@ -1,6 +1,5 @@
 """Modules around the mHC functions."""
 
-import contextlib
 import math
 from typing import Any
 
@@ -190,10 +189,11 @@ class HyperConnection(_Maps):
             return checkpoint(run, x, *parameters, use_reentrant=False)
         choice = backends.chosen()  # autograd runs it again in a thread that has none of its own
 
-        def once_and_again() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-            return contextlib.nullcontext(), backends.scope(choice)
+        def run_on_the_same(x: Tensor, *parameters: Any) -> Any:
+            with backends.scope(choice):
+                return run(x, *parameters)
 
-        return checkpoint(run, x, *parameters, use_reentrant=False, context_fn=once_and_again)
+        return checkpoint(run_on_the_same, x, *parameters, use_reentrant=False)
 
 
 class HyperHead(_Maps):

@@ -299,8 +299,9 @@ def gpu(monkeypatch):
         shared = {"shared_memory_per_block": 2**16, "shared_memory_per_block_optin": 2**16}
         properties = SimpleNamespace(major=major, minor=minor, warp_size=32, multi_processor_count=40, **shared)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        for cached in (device.of, backend._why_not_gpu, backend.load):
+        for cached in (device.of, backend._why_not_this_gpu, backend.load):
             cached.cache_clear()
         monkeypatch.setitem(backend._INSTALLED, "triton", True)
         monkeypatch.setattr(backend, "_TOO_OLD", {})
@@ -308,7 +309,7 @@ def gpu(monkeypatch):
 
     yield with_capability
     monkeypatch.undo()
-    for cached in (device.of, backend._why_not_gpu, backend.load):
+    for cached in (device.of, backend._why_not_this_gpu, backend.load):
         cached.cache_clear()
 
 

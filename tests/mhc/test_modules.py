@@ -209,6 +209,13 @@ def test_checkpoint_runs_again_on_the_same_backend():
     assert seen == [expected, expected]
 
 
+def test_checkpoint_runs_again_for_every_backward():
+    module, x = HyperConnection(torch.tanh, 2, 8, checkpoint=True), torch.randn(3, 2, 8, requires_grad=True)
+    loss = module(x).square().sum()
+    once, again = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(once, again)
+
+
 def test_extreme_options_start_finite():
     for options in ({"hc_eps": 0.5}, {"post_mult": 0.5}, {"post_mult": 100.0}):
         assert HyperConnection(nn.Identity(), 4, 8, **options).bias.isfinite().all()
