@@ -102,3 +102,13 @@ def test_faults_are_found(fault, monkeypatch):
     assert words in found[0].detail
     number = int(found[0].case.split()[0].split(":")[1])
     assert words in fuzz.examine(fuzz.case_of(cases.SEED, number, small=True), "triton", CPU)
+
+
+def test_bits_are_compared():
+    one = torch.tensor([[1.0, 2.0]], dtype=torch.float16)[:, :1]  # a single element, with a stride
+    assert not fuzz.differ(one, one.clone())
+    assert fuzz.differ(one, one + 2**-10)
+    nan, zero = torch.tensor(float("nan")), torch.zeros(())
+    assert not fuzz.differ(nan, nan)
+    assert fuzz.differ(zero, -zero)
+    assert fuzz.differ(nan, zero)
