@@ -35,6 +35,7 @@ def test_info(capsys):
 def test_info_describes_every_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA L40S")
     monkeypatch.setattr(devices, "of", lambda device: devices.Device("cuda", (8, 9), 99 << 10, 142))
     assert cli.main(["info"]) == 0

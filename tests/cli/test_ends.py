@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mhc_ops import cli
+from mhc_ops import cli, measure
 from mhc_ops.measure import arguments, compare, page, report, results
 
 COMMAND = [sys.executable, "-m", "mhc_ops"]
@@ -167,6 +167,7 @@ def fuzz(monkeypatch):
 
     module.run = run
     monkeypatch.setitem(sys.modules, "mhc_ops.measure.fuzz", module)
+    monkeypatch.setattr(measure, "fuzz", module, raising=False)  # where the real one was imported before
     return module
 
 

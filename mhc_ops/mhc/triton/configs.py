@@ -15,6 +15,7 @@ from ...core.device import Device
 from ...core.sizes import cdiv, floor_power_of_2, next_power_of_2
 
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes
+HOPPER = (9, 0)
 
 
 def compact(on: Device) -> bool:
@@ -188,7 +189,7 @@ def dx(n: int, D: int, wide: bool, residual: bool, on: Device) -> Dx:
         return Dx(16, 16, 4, 2, 4) if n == 8 else Dx(16, max(16, columns // streams), 4, 2, streams)
     uneven = wide or not aligned(D)
     if n == 8:
-        return Dx(16, 16, 8, 2, 2) if uneven else Dx(16, 16, 4, 2, 2 if compact(on) else 4)
+        return Dx(16, 16, 8, 2, 2) if uneven else Dx(16, 16, 4, 2, 4 if on.capability == HOPPER else 2)
     if uneven:
         share = 4 if n == 1 and compact(on) else 2
         return Dx(16, max(16, columns // share // streams), 4, 2, streams)
