@@ -37,6 +37,9 @@ CONV = [
     *itertools.product((4096,), (4,), (bf16,), ("", "cu_seqlens states")),
     (4097, 7, fp32, ""),
 ]
+TILELANG = """
+TileLang's two kernels with matrix products are compiled by nvcc for sm_80, sm_90a and sm_120 in the tests, without spills,
+and lowered to HIP source for gfx942 and gfx950 (`tests/mhc/tilelang/`)."""
 FAMILIES = {"mhc": (test_compile, MHC), "conv": (test_conv_compile, CONV)}
 Item = tuple[str, str, tuple]
 
@@ -106,7 +109,7 @@ def page(
     ending = [f"- {problem}" for problem in problems] or [
         "No kernel spills, and each fits the shared memory of its GPU."
     ]
-    return "\n".join([*lines, "", *ending])
+    return "\n".join([*lines, "", *ending, TILELANG])
 
 
 def limit(target: str) -> int:
