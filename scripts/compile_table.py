@@ -38,8 +38,8 @@ CONV = [
     (4097, 7, fp32, ""),
 ]
 TILELANG = """
-TileLang's two kernels with matrix products are compiled by nvcc for sm_80, sm_90a and sm_120 in the tests, without spills,
-and lowered to HIP source for gfx942 and gfx950 (`tests/mhc/tilelang/`)."""
+TileLang's two kernels with matrix products are compiled by nvcc for sm_80, sm_90a and sm_120 in the tests, without
+spills, and lowered to HIP source for gfx942 and gfx950 (`tests/mhc/tilelang/`)."""
 FAMILIES = {"mhc": (test_compile, MHC), "conv": (test_conv_compile, CONV)}
 Item = tuple[str, str, tuple]
 
