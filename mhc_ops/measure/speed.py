@@ -98,7 +98,7 @@ class Copies:
 def why_no_compiler() -> str | None:
     """torch.compile needs a C++ compiler, and has to write what that accepts."""
     if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
-        return "with ATEN_CPU_CAPABILITY=default torch.compile writes C++ that does not compile"
+        return "with ATEN_CPU_CAPABILITY=default torch.compile writes C++ that does not compile (at::vec is not declared)"
     return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler (g++ or clang++)"
 
 
