@@ -1,10 +1,19 @@
 """Where a test runs: on the CPU, in Triton's interpreter, or on a GPU."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.measure import cases, speed
+
+# torch keeps what torch.compile made by its source, not by ATEN_CPU_CAPABILITY: code for one set of vector instructions
+# would be taken for another, and give garbage or not compile.
+kept = Path(tempfile.gettempdir()) / f"mhc_ops_inductor_{os.getuid()}_{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
 
 
 def pytest_report_header():

@@ -136,7 +136,7 @@ def test_bench_skips_and_says_what_is_missing(small, capsys, tmp_path):
     assert all(peers.why_not(peer) is None or f"{peer.name} did not run: " in printed for peer in peers.PEERS)
 
 
-def test_an_interrupted_bench_keeps_what_it_has(small, monkeypatch, tmp_path, capsys):
+def test_an_interrupted_bench_keeps_what_it_has(small, monkeypatch, tmp_path, capsys, cxx):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
