@@ -3,7 +3,7 @@
 Measured on an H200 (copy 4,200 GB/s), torch 2.11, triton 3.6, bf16, n = 4, cold L2, unless a line says otherwise. No
 autotuning: results must not depend on what ran before, and the first call must not stall. The token count T is never
 compiled in. The interpreter (kind "cpu") wants few, large programs. What is chosen for other GPUs than Hopper's is
-compiled for them in every test run, without spills and within their shared memory, but was not timed there.
+compiled for them (docs/gpus.md), without spills and within their shared memory, but was not timed there.
 """
 
 from dataclasses import dataclass
