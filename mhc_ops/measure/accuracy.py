@@ -157,7 +157,7 @@ def truth(
     exact = {name: Exact(output.detach()) for name, output in zip(subject.outputs, outputs)}
     if doubled:
         gradients = partial(_gradients, leaves, outputs, again=True)
-        terms = cache(partial(sizes_of_terms, gradients, doubled))
+        terms = cache(partial(sizes_of_terms, gradients, outputs, doubled))
         exact |= {name: Exact(gradient, _entry(terms, name)) for name, gradient in gradients(doubled).items()}
     return exact
 
@@ -166,20 +166,26 @@ def _entry(tensors: Callable[[], Tensors], name: str) -> Callable[[], Tensor]:
     return lambda: tensors()[name]
 
 
-def sizes_of_terms(gradients: Callable[[Cotangents], Tensors], cotangents: Cotangents) -> Tensors:
-    """(Σ terms²)^½ of every element of the gradients; a term is what one element of a cotangent contributes.
+def sizes_of_terms(
+    gradients: Callable[[Cotangents], Tensors], outputs: Sequence[Tensor], cotangents: Cotangents
+) -> Tensors:
+    """(Σ terms²)^½ of every element of the gradients; a term is what one element of the gradient of an output
+    contributes, where an output may be read by what makes another, as x_next is by the next layer's maps.
 
-    A gradient is linear in the cotangents: with random signs on their elements it is Σ ± term, and the mean of its
-    square is Σ terms², as the mixed products average out. That holds for every op and costs a few backward passes,
+    A gradient is linear in those of the outputs: with random signs on their elements it is Σ ± term, and the mean of
+    its square is Σ terms², as the mixed products average out. That holds for every op and costs a few backward passes,
     where a table of the terms would be as large as x times phi.
     """
     squares: Tensors = {}
     device = next(c.device for c in cotangents if c is not None)
     generator = torch.Generator(device).manual_seed(0)
+    differentiable = [output for output in outputs if output.requires_grad]
+    hooks = [output.register_hook(lambda gradient: gradient * _signs(gradient, generator)) for output in differentiable]
     for _ in range(DRAWS):
-        signed = [None if c is None else c * _signs(c, generator) for c in cotangents]
-        for name, gradient in gradients(signed).items():
+        for name, gradient in gradients(cotangents).items():
             squares[name] = squares.get(name, 0) + gradient.square() / DRAWS
+    for hook in hooks:
+        hook.remove()
     return {name: square.sqrt() for name, square in squares.items()}
 
 
