@@ -1,16 +1,27 @@
 """Declare an op once; torch sees one custom op, eager calls launch directly.
 
-A contract is a typed function that allocates the outputs:
+A contract is a typed function that allocates the outputs; inputs and outputs go by their names from here to the kernel:
+
+    class PostOutputs(NamedTuple):
+        x_next: Tensor
 
     @op("mhc")
-    def mhc_post_fwd(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
-        return torch.empty_like(x)
+    def mhc_post_fwd(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> PostOutputs:
+        return PostOutputs(x_next=torch.empty_like(x))
 
-Its signature is the schema and its body is the fake. The real call allocates with it and hands inputs and outputs to
+Its signature is the schema (an input that is itself a NamedTuple, as PreOptions, stands there by its fields) and its
+body is the fake. The real call allocates with it and hands inputs and outputs to
 `mhc_ops.<family>.<backend>.mhc_post_fwd`, which only fills.
+
+    mhc_post_fwd.gradient_is(mhc_post_bwd, residual=True)
+
+The names say what the gradient needs: inputs and outputs, which are kept for it, and d<output>, the cotangents. Where
+it is more than one op, it is written as a function: see `Op.gradient`.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +29,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import backend as backends
-from . import device, replay
-from .modes import has_tangent, is_eager, is_transformed, needs_grad
+from . import device
+from .modes import has_tangent, is_eager, is_transformed
+from .replay import Replay
 
-Run = Callable[..., Any]
-Gradient = Callable[[Run, tuple[Any, ...], tuple[Tensor, ...], list[Tensor | None]], tuple[Tensor | None, ...]]
+Inputs = dict[str, Any]
+Gradients = dict[str, Tensor | None]
 
 
 def op(family: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], "Op"]:
@@ -31,46 +43,84 @@ def op(family: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., An
 
 
 class Op:
-    """Call it as op(*inputs, backend); all inputs are positional, tensors contiguous and checked by the caller."""
+    """Call it as op(backend=..., x=x, ...), every input by its name; tensors are checked by the caller."""
 
     def __init__(self, family: str, contract: Callable[..., Any], mutates: tuple[str, ...]):
         self.family = family
         self.name = contract.__name__
         self.contract = contract
-        self.function: type[torch.autograd.Function] | None = None
+        self.mutates = mutates
+        signature = inspect.signature(contract)
+        self.inputs = {name: getattr(p.annotation, "_fields", ()) for name, p in signature.parameters.items()}
+        self.groups = {name: p.annotation for name, p in signature.parameters.items() if self.inputs[name]}
+        self.outputs = signature.return_annotation
+        self.differentiate: Callable[..., Gradients] | None = None
+        self.asks_given = False
+        self.reads: tuple[str, ...] = ()  # the inputs and outputs that the gradient needs
+        self.varying: tuple[str, ...] = ()  # the outputs that carry a gradient
+        self.function: type[Eager] = type(self.name, (Eager,), {})
         self.transformed = None if mutates else self._for_transforms(_setup_nothing, self._no_second_derivative)
         if family not in backends.families():
             backends.register_family(family)
-        inputs, outputs = torch.library.infer_schema(contract, mutates_args=mutates).split(" -> ")
-        schema = f"{inputs.removesuffix(')')}, str backend) -> {outputs}"
-        self.traced = torch.library.custom_op(f"mhc_ops::{self.name}", self.launch, mutates_args=mutates, schema=schema)
+        schema = _schema(signature, self.outputs, mutates)
+        self.traced = torch.library.custom_op(f"mhc_ops::{self.name}", self._flat, mutates_args=mutates, schema=schema)
         self.traced.register_fake(self._fake)
 
-    def __call__(self, *inputs_and_backend: Any) -> Any:
-        if not torch.compiler.is_compiling() and has_tangent(inputs_and_backend):
+    def __call__(self, *, backend: str, **inputs: Any) -> Any:
+        """All outputs, on the path that fits what the inputs are and who watches."""
+        tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+        if not torch.compiler.is_compiling() and has_tangent(tensors):
             raise NotImplementedError(f"{self.name}: forward-mode differentiation works with backend='reference' only")
-        if not is_eager(inputs_and_backend):
-            return self.dispatched(*inputs_and_backend)
-        if self.function is not None and needs_grad(inputs_and_backend):
-            return self.function.apply(*inputs_and_backend)
-        return self.launch(*inputs_and_backend)
+        if not is_eager(tensors):
+            return self.dispatched(backend=backend, **inputs)
+        call = Call(self, backend, inputs, self.outputs._fields)
+        return self.outputs(*call(tensors))
 
-    def dispatched(self, *inputs_and_backend: Any) -> Any:
-        """By torch, or by torch.func while one of its transforms is under way."""
-        if self.transformed is not None and is_transformed():
-            return self.transformed.apply(*inputs_and_backend)
-        return self.traced(*inputs_and_backend)
-
-    def launch(self, *inputs_and_backend: Any) -> Any:
-        *inputs, backend = inputs_and_backend
-        outputs = self.contract(*inputs)
-        with device.current(inputs[0]):
-            launcher = backends.load(self.family, backend, self.name, inputs[0].device)
-            replay.fill(self.name, backend, launcher, inputs, as_tuple(outputs))
+    def launch(self, *, backend: str, **inputs: Any) -> Any:
+        outputs = self.contract(**inputs)
+        first = next(value for value in inputs.values() if isinstance(value, Tensor))
+        with device.current(first):
+            launcher = backends.load(self.family, backend, self.name, first.device)
+            launcher(**inputs, **outputs._asdict())
         return outputs
 
-    def _fake(self, *inputs_and_backend: Any) -> Any:
-        return self.contract(*inputs_and_backend[:-1])
+    def dispatched(self, *, backend: str, **inputs: Any) -> Any:
+        """By torch, or by torch.func while one of its transforms is under way."""
+        flat = [*self.flattened(inputs), backend]
+        if self.transformed is not None and is_transformed():
+            return self.named(self.transformed.apply(*flat))
+        if self.mutates:  # nothing flows back through what is overwritten
+            with torch.no_grad():
+                return self.named(self.traced(*flat))
+        return self.named(self.traced(*flat))
+
+    def through_torch(self, *, backend: str, **inputs: Any) -> Any:
+        return self.named(self.traced(*self.flattened(inputs), backend))
+
+    def flattened(self, inputs: Inputs) -> list[Any]:
+        """In the order of the schema."""
+        if inputs.keys() != self.inputs.keys():
+            raise TypeError(f"{self.name}: takes {list(self.inputs)}, got {list(inputs)}")
+        flat: list[Any] = []
+        for name, fields in self.inputs.items():
+            flat += inputs[name] if fields else (inputs[name],)
+        return flat
+
+    def unflattened(self, flat: Sequence[Any]) -> Inputs:
+        inputs, values = {}, iter(flat)
+        for name, fields in self.inputs.items():
+            inputs[name] = self.groups[name](*[next(values) for _ in fields]) if fields else next(values)
+        return inputs
+
+    def named(self, results: Any) -> Any:
+        return self.outputs(*(results if isinstance(results, (tuple, list)) else (results,)))
+
+    def _flat(self, *flat_and_backend: Any) -> Any:
+        *flat, backend = flat_and_backend
+        return _plain(self.launch(backend=backend, **self.unflattened(flat)))
+
+    def _fake(self, *flat_and_backend: Any) -> Any:
+        return _plain(self.contract(**self.unflattened(flat_and_backend[:-1])))
 
     def _no_second_derivative(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         raise NotImplementedError(f"{self.name}: a second derivative works with backend='reference' only")
@@ -85,85 +135,182 @@ class Op:
             generate_vmap_rule = True  # a call for each element
 
             @staticmethod
-            def forward(*inputs_and_backend: Any) -> Any:
-                return self.traced(*inputs_and_backend)
+            def forward(*flat_and_backend: Any) -> Any:
+                return self.traced(*flat_and_backend)
 
             setup_context = staticmethod(setup)
             backward = staticmethod(back)
 
         return Transformed
 
-    def gradient(
-        self, outputs: int, saved: tuple[int, ...] | None = None, unread: tuple[int, ...] = ()
-    ) -> Callable[[Gradient], Gradient]:
-        """Decorator: `gradient(run, inputs, saved, cotangents)` returns one gradient per tensor input.
+    def gradient(self, differentiate: Callable[..., Gradients]) -> Callable[..., Gradients]:
+        """Decorator of the gradient: `differentiate(run, <names>)` returns gradients by the names of inputs.
 
-        `run(other_op, *inputs)` calls another op on the path and backend of the forward. The first `outputs` outputs
-        have cotangents, each contiguous, or None where nothing used that output; no gradient flows through the others,
-        the intermediates. Outputs at the indices `saved` are kept for the backward: all intermediates by default.
-        Of inputs at the indices `unread` only the type is kept and comes in their place. Where nothing used any output,
-        there is no gradient.
+        Names are inputs and outputs of the op, which are kept for it; d<output>, the cotangents, each contiguous, or
+        None where nothing used that output; and `given`, the names of the tensors among the inputs. No gradient flows
+        through outputs whose cotangent is not asked for. `run(other_op, x=x, ...)` calls another op on the path and
+        backend of the forward. Where nothing used any output, there is no gradient.
         """
+        _, *names = inspect.signature(differentiate).parameters
+        self._register(names, differentiate)
+        return differentiate
 
-        def register(gradient: Gradient) -> Gradient:
-            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                results = as_tuple(output)
-                ctx.set_materialize_grads(False)
-                ctx.mark_non_differentiable(*results[outputs:])
-                values = [
-                    value.dtype if index in unread and isinstance(value, Tensor) else value
-                    for index, value in enumerate(inputs)
-                ]
-                ctx.constants = [None if isinstance(value, Tensor) else value for value in values]
-                tensors = [value if isinstance(value, Tensor) else None for value in values]
-                kept = range(outputs, len(results)) if saved is None else saved
-                ctx.save_for_backward(*tensors, *[results[index] for index in kept])
+    def gradient_is(self, backward: "Op", renamed: dict[str, str] | None = None, **fixed: Any) -> None:
+        """The gradient is this op, on inputs of the same names; `renamed` or `fixed` are those that it has besides."""
+        names = {name: (renamed or {}).get(name, name) for name in backward.inputs if name not in fixed}
 
-            def backward(ctx: Any, cotangents: tuple[Tensor | None, ...], path: str) -> tuple[Any, ...]:
-                count = len(ctx.constants)
-                if all(cotangent is None for cotangent in cotangents[:outputs]):
-                    return (None,) * count
-                unpacked = ctx.saved_tensors  # once: checkpointing and offloading unpack on each access
-                tensors, of_output = unpacked[:count], unpacked[count:]
-                *inputs, backend = (
-                    constant if tensor is None else tensor for tensor, constant in zip(tensors, ctx.constants)
-                )
-                contiguous = [None if c is None else c.contiguous() for c in cotangents[:outputs]]
+        def differentiate(run: Callable[..., Any], **values: Any) -> Gradients:
+            return by_input(run(backward, **{name: values[here] for name, here in names.items()}, **fixed))
 
-                def run(other: Op, *arguments: Any) -> Any:
-                    return getattr(other, path)(*arguments, backend)
+        self._register(list(names.values()), differentiate)
 
-                gradients = gradient(run, tuple(inputs), of_output, contiguous)
-                return *gradients, *[None] * (count - len(gradients))
+    def _register(self, names: list[str], differentiate: Callable[..., Gradients]) -> None:
+        outputs = self.outputs._fields
+        self.varying = tuple(name for name in outputs if f"d{name}" in names)
+        self.reads = tuple(name for name in names if name in self.inputs or name in outputs)
+        self.asks_given = "given" in names
+        unknown = set(names) - {"given"} - set(self.reads) - {f"d{name}" for name in self.varying}
+        if unknown:
+            raise TypeError(f"{self.name}: its gradient asks for {sorted(unknown)}")
+        self.differentiate = differentiate
 
-            class Function(torch.autograd.Function):
-                @staticmethod
-                def forward(ctx: Any, *inputs_and_backend: Any) -> Any:
-                    outputs = self.launch(*inputs_and_backend)
-                    setup_context(ctx, inputs_and_backend, outputs)
-                    return outputs
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            *flat, backend = inputs
+            ctx.call = Call(self, backend, self.unflattened(flat), outputs)
+            tensors = [value for value in flat if isinstance(value, Tensor)]
+            ctx.call.keep(ctx, tensors, output if isinstance(output, tuple) else (output,))
 
-                @staticmethod
-                @once_differentiable
-                def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-                    return backward(ctx, cotangents, "launch")
+        def backward(ctx: Any, cotangents: tuple[Tensor | None, ...], path: Callable[..., Any]) -> tuple[Any, ...]:
+            call = ctx.call
+            run = partial(path, backend=call.backend)
+            found = dict(zip(call.names, call.gradients(ctx, cotangents, partial(call.differentiated, run))))
+            flat = [found.get(name) for name, fields in self.inputs.items() for _ in fields or (name,)]
+            return *flat, None
 
-            Function.__name__ = Function.__qualname__ = self.name
-            self.function = Function
-            self.transformed = self._for_transforms(
-                setup_context, lambda ctx, *cotangents: backward(ctx, cotangents, "dispatched")
-            )
-            self.traced.register_autograd(
-                lambda ctx, *cotangents: backward(ctx, cotangents, "traced"), setup_context=setup_context
-            )
-            return gradient
+        self.transformed = self._for_transforms(
+            setup_context, lambda ctx, *cotangents: backward(ctx, cotangents, Op.dispatched)
+        )
+        self.traced.register_autograd(
+            lambda ctx, *cotangents: backward(ctx, cotangents, Op.through_torch), setup_context=setup_context
+        )
 
-        return register
+
+class Call:
+    """One eager call of an op without its tensors, which are a list in the order of `names`.
+
+    returns: the outputs that the caller wants. What the gradient needs besides is kept by autograd alone."""
+
+    def __init__(self, op: Op, backend: str, inputs: Inputs, returns: tuple[str, ...]):
+        self.op, self.backend, self.returns = op, backend, returns
+        self.names = [name for name, value in inputs.items() if isinstance(value, Tensor)]
+        self.constants = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
+        self.read = [self.names.index(name) for name in op.reads if name in self.names]
+        self.hidden = [name for name in op.reads if name in op.outputs._fields and name not in returns]
+        self.shown = [i for i, name in enumerate(returns) if name in op.reads]
+        self.fixed = [i for i, name in enumerate(returns) if name not in op.varying]
+        replayable = backend == "triton" and not backends._INTERPRETED
+        wrap: Callable[[Any], Any] = Replay if replayable else lambda function: function
+        self.forward = wrap(partial(self.launched, returns))
+        self.forward_keeping = wrap(partial(self.launched, (*returns, *self.hidden)))
+        self.backward = wrap(partial(self.differentiated, partial(Op.launch, backend=backend)))
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What is returned, in the order of `returns`."""
+        if self.op.differentiate is not None and torch.is_grad_enabled():
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    # Not through torch.autograd.Function.apply, which looks for transforms once more.
+                    return super(torch.autograd.Function, self.op.function).apply(self, *tensors)  # type: ignore[misc]
+        return self.forward(tensors)
+
+    def launched(self, outputs: tuple[str, ...], tensors: Sequence[Tensor]) -> list[Tensor]:
+        results = self.op.launch(backend=self.backend, **dict(zip(self.names, tensors)), **self.constants)
+        return [getattr(results, name) for name in outputs]
+
+    def keep(self, ctx: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """For the backward. results: what is returned, then what is hidden."""
+        count = len(self.returns)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*[tensors[i] for i in self.read], *[results[i] for i in self.shown], *results[count:])
+        if self.fixed:
+            ctx.mark_non_differentiable(*[results[i] for i in self.fixed])
+
+    def gradients(
+        self, ctx: Any, cotangents: Sequence[Tensor | None], differentiated: Callable[..., Sequence[Tensor | None]]
+    ) -> Sequence[Tensor | None]:
+        """One for each of `names`. cotangents: one for each of `returns`."""
+        if all(cotangent is None for cotangent in cotangents):
+            return [None] * len(self.names)
+        dense = [c if c is None or c.is_contiguous() else c.contiguous() for c in cotangents]
+        # saved_tensors once: checkpointing and offloading unpack on each access
+        return differentiated([*ctx.saved_tensors, *dense])
+
+    def differentiated(self, run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """tensors: what is kept, then the cotangents, as in `gradients`."""
+        op = self.op
+        assert op.differentiate is not None
+        kept = [self.names[i] for i in self.read] + [self.returns[i] for i in self.shown] + self.hidden
+        values: Inputs = dict.fromkeys(f"d{name}" for name in op.varying)
+        values |= {name: self.constants[name] for name in op.reads if name in self.constants}
+        values |= zip(kept, tensors)
+        for name, cotangent in zip(self.returns, tensors[len(kept) :]):
+            if name in op.varying:
+                values[f"d{name}"] = cotangent
+        if op.asks_given:
+            values["given"] = self.names
+        gradients = op.differentiate(run, **values)
+        return [gradients.get(name) for name in self.names]
+
+
+class Eager(torch.autograd.Function):
+    """Of a Call; each op has one of its own name."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = call.forward_keeping(tensors)
+        ctx.call = call
+        call.keep(ctx, tensors, results)
+        return tuple(results[: len(call.returns)])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        return _once(ctx, *cotangents) if torch.is_grad_enabled() else _backward(ctx, *cotangents)
+
+
+def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+    call = ctx.call
+    return None, *call.gradients(ctx, cotangents, call.backward)
+
+
+_once = once_differentiable(_backward)
+
+
+def by_input(gradients: Any) -> Gradients:
+    """The outputs of a backward op, dx as x and so on."""
+    return {name.removeprefix("d"): gradient for name, gradient in gradients._asdict().items()}
 
 
 def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+def _plain(outputs: Any) -> Any:
+    """As a custom op returns them."""
+    return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _schema(signature: inspect.Signature, outputs: Any, mutates: tuple[str, ...]) -> str:
+    """Of the contract with every group of options by its fields, and the backend at the end."""
+    kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
+    for name, parameter in signature.parameters.items():
+        fields = inspect.get_annotations(parameter.annotation) if hasattr(parameter.annotation, "_fields") else {}
+        for field, annotation in (fields or {name: parameter.annotation}).items():
+            parameters.append(inspect.Parameter(field, kind, annotation=annotation))
+    parameters.append(inspect.Parameter("backend", kind, annotation=str))
+    count = len(outputs._fields)
+    returned = tuple[(Tensor,) * count] if count > 1 else Tensor  # type: ignore[misc]
+
+    def flat() -> None: ...
+
+    flat.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+    return torch.library.infer_schema(flat, mutates_args=mutates)

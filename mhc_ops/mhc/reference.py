@@ -5,12 +5,11 @@ Computed in fp32, or fp64 where x is fp64; autocast is off (a backward that is i
 torch's affair, and torch advises against it).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..core.precision import accumulate, without_autocast
+from .options import PreOptions
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
@@ -34,13 +33,9 @@ def mhc_pre(
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
+    options: PreOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What a layer reads, and the maps that write it back. sinkhorn_iters = 0 leaves h_res as raw logits.
+    """What a layer reads, and the maps that write it back: h_in, h_post, h_res; inv_rms, h_mix, h_pre.
 
     z      = (α0, α1, α2) · h_mix · inv_rms + bias
     h_pre  = σ(z_pre) + hc_eps      h_post = post_mult · σ(z_post)      h_res = sinkhorn(z_res)
@@ -49,14 +44,14 @@ def mhc_pre(
     n = x.shape[-2]
     with without_autocast(x):
         wide = accumulate(x)  # once: the parts of dx meet before they are rounded
-        inv_rms, h_mix = project(wide, phi, gamma, norm_eps)
+        inv_rms, h_mix = project(wide, phi, gamma, options.norm_eps)
         z = h_mix * inv_rms[..., None] * per_row(alpha.to(h_mix.dtype), n) + bias.to(h_mix.dtype)
         z_pre, z_post, z_res = z.split(section_sizes(n), -1)
-        h_pre = torch.sigmoid(z_pre) + hc_eps
-        h_post = post_mult * torch.sigmoid(z_post)
+        h_pre = torch.sigmoid(z_pre) + options.hc_eps
+        h_post = options.post_mult * torch.sigmoid(z_post)
         h_res = z_res.unflatten(-1, (n, n))
-        if sinkhorn_iters:
-            h_res = sinkhorn(h_res, sinkhorn_iters, sinkhorn_eps)
+        if options.sinkhorn_iters:
+            h_res = sinkhorn(h_res, options.sinkhorn_iters, options.sinkhorn_eps)
         h_in = weighted_sum(h_pre, wide).to(x.dtype)
     return h_in, h_post, h_res, inv_rms.detach(), h_mix.detach(), h_pre.detach()
 
@@ -69,13 +64,23 @@ def mhc_post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
         return (h_res.mT @ wide + h_post[..., None] * h_out[..., None, :]).to(x.dtype)
 
 
-def mhc_post_pre(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, *next_pre: Any) -> tuple[Tensor, ...]:
-    """mhc_post, then mhc_pre (its arguments after x) of the x_next that was stored."""
+def mhc_post_pre(
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    options: PreOptions,
+) -> tuple[Tensor, ...]:
+    """mhc_post, then mhc_pre of the x_next that was stored."""
     x_next = mhc_post(accumulate(x), h_out, h_post, h_res)
     # Rounded as stored, but not in the backward: the two gradients of x_next meet before they are rounded.
     rounding = (x_next.to(x.dtype) - x_next).detach()
     stored = x_next + rounding.nan_to_num(0.0, torch.inf, -torch.inf)  # inf − inf: an inf stays what it is
-    h_in, *maps = mhc_pre(stored, *next_pre)
+    h_in, *maps = mhc_pre(stored, phi, alpha, bias, gamma, options)
     return stored.to(x.dtype), h_in.to(x.dtype), *maps
 
 

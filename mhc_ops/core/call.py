@@ -1,0 +1,112 @@
+"""What public functions have in common: check and prepare once, then call the same op again.
+
+    def mhc_post(x, h_out, h_post, h_res, *, backend=None):
+        return run(_prepare_post, x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend=backend)
+
+`_prepare_post` checks, chooses a backend and says what is to be done: a Request, or the result itself where that is
+the reference's. Eager calls whose arguments are alike (shapes, strides, types, devices, numbers, chosen backend) find
+the Call of an earlier one, whose checks hold for them too.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from . import backend as backends
+from .modes import watched
+from .op import Call, Op
+
+MOST_CALLS = 10_000  # token counts are part of what a call is kept by
+CONSTANTS = frozenset((int, float, bool, str, type(None)))
+
+_calls: dict[Any, "Kept"] = {}
+
+
+class Request(NamedTuple):
+    """returns: the output or outputs that the public function returns, in order."""
+
+    op: Op
+    backend: str
+    inputs: dict[str, Any]
+    returns: str | tuple[str, ...]
+
+
+class Kept(NamedTuple):
+    """A Call, which of the public function's tensors it takes, and whether a tensor or a tuple is returned."""
+
+    call: Call
+    taken: list[int] | None  # None: all, in this order
+    single: bool
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        results = self.call(tensors if self.taken is None else [tensors[i] for i in self.taken])
+        return results[0] if self.single else tuple(results)
+
+
+def run(prepare: Callable[..., Any], **arguments: Any) -> Any:
+    """prepare(**arguments), and what that asks for."""
+    if watched() or forward_ad._current_level >= 0:
+        return answer(prepare(**arguments))
+    key: list[Any] = [prepare, backends.chosen(), *arguments]
+    tensors: list[Tensor] = []
+    if not describe(arguments.values(), key, tensors):
+        return answer(prepare(**arguments))
+    words = tuple(key)
+    kept = _calls.get(words)
+    if kept is None:
+        return first_call(prepare(**arguments), tensors, words)
+    return kept(tensors)
+
+
+def answer(prepared: Any) -> Any:
+    """The result of a Request, where nothing is known of it from before."""
+    if not isinstance(prepared, Request):
+        return prepared
+    outputs = prepared.op(backend=prepared.backend, **prepared.inputs)
+    if isinstance(prepared.returns, str):
+        return getattr(outputs, prepared.returns)
+    return tuple([getattr(outputs, name) for name in prepared.returns])
+
+
+def first_call(prepared: Any, tensors: list[Tensor], words: tuple[Any, ...]) -> Any:
+    if not isinstance(prepared, Request):
+        return prepared
+    single = isinstance(prepared.returns, str)
+    returns = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
+    wanted = [value for value in prepared.inputs.values() if isinstance(value, Tensor)]
+    call = Call(prepared.op, prepared.backend, prepared.inputs, returns)
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    taken = [places.get(id(tensor), -1) for tensor in wanted]
+    if -1 not in taken:  # a copy in another layout, as is made in each call, is no tensor given
+        if len(_calls) >= MOST_CALLS:
+            _calls.clear()
+        _calls[words] = Kept(call, None if taken == list(range(len(tensors))) else taken, single)
+    results = call(wanted)
+    return results[0] if single else tuple(results)
+
+
+def describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
+    """Append to the key all that checks and launchers may look at, but for addresses, and collect the tensors; False
+    where there is more to it."""
+    for argument in arguments:
+        kind = argument.__class__
+        if kind is Tensor or kind is Parameter:
+            tensors.append(argument)
+            try:
+                layout = argument.is_contiguous() or argument.stride()
+                key += argument.shape, layout, argument.dtype, argument.device
+            except RuntimeError:  # sparse and nested tensors have no strides or shape
+                return False
+        elif kind in CONSTANTS:
+            key += kind, argument
+        else:
+            return False
+    return True
+
+
+def forget() -> None:
+    """Drop all calls; tests that change configs do."""
+    _calls.clear()

@@ -1,0 +1,259 @@
+"""What the public functions do first: check the input, choose a backend, and name the op that is to be called, or
+return what the reference does. Eager calls that are like an earlier one skip this (core/call.py)."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..core.backend import choose
+from ..core.call import Request
+from ..core.check import (
+    KERNEL_FLOATS,
+    check_count,
+    check_dtype,
+    check_numbers,
+    check_range,
+    check_shapes,
+    check_tensors,
+)
+from ..core.precision import accumulate
+from . import contracts, manual, reference
+from .options import PreOptions, checked
+
+MAX_STREAMS = 8  # of the kernels; the reference takes any n
+
+
+def forward_pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    outflag: bool,
+    backend: str | None,
+    **numbers: float,
+) -> Any:
+    options = checked("mhc_forward_pre", numbers)._replace(sinkhorn_iters=0)
+    returns = contracts.PreOutputs._fields[: 6 if outflag else 3]
+    return _pre_on("mhc_forward_pre", x, phi, alpha, bias, gamma, options, backend, returns)
+
+
+def pre(
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, backend: str | None, **options: Any
+) -> Any:
+    returns = contracts.PreOutputs._fields[:3]
+    return _pre_on("mhc_pre", x, phi, alpha, bias, gamma, checked("mhc_pre", options), backend, returns)
+
+
+def _pre_on(
+    function: str,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    options: PreOptions,
+    backend: str | None,
+    returns: tuple[str, ...],
+) -> Any:
+    check_pre(function, x, phi, alpha, bias, gamma)
+    name = choose(function, "mhc", backend, x.device)
+    if name == "reference":
+        return reference.mhc_pre(x, phi, alpha, bias, gamma, options)[: len(returns)]
+    check_kernel_limits(function, x, name)
+    inputs = _contiguous(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
+    return Request(contracts.mhc_pre_fwd, name, {**inputs, "options": options}, returns)
+
+
+def post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, backend: str | None) -> Any:
+    check_post("mhc_post", x, h_out, h_post, h_res)
+    name = choose("mhc_post", "mhc", backend, x.device)
+    if name == "reference":
+        return reference.mhc_post(x, h_out, h_post, h_res)
+    check_kernel_limits("mhc_post", x, name)
+    inputs = _contiguous(x=x, h_out=h_out, h_post=h_post, h_res=h_res)
+    return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
+
+
+def post_pre(
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    backend: str | None,
+    **given: Any,
+) -> Any:
+    function = "mhc_post_pre"
+    options = checked(function, given)
+    check_post(function, x, h_out, h_post, h_res)
+    check_pre(function, x, phi, alpha, bias, gamma)
+    name = choose(function, "mhc", backend, x.device)
+    if name == "reference":
+        return reference.mhc_post_pre(x, h_out, h_post, h_res, phi, alpha, bias, gamma, options)[:4]
+    check_kernel_limits(function, x, name)
+    inputs = _contiguous(x=x, h_out=h_out, h_post=h_post, h_res=h_res, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
+    returns = contracts.PostPreOutputs._fields[:4]
+    return Request(contracts.mhc_post_pre_fwd, name, {**inputs, "options": options}, returns)
+
+
+def layer_pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    linked: bool,
+    backend: str | None,
+    **given: Any,
+) -> Any:
+    """h_in, h_post, h_res and what `_layer_post` takes as `carry`: the link, or the reference's x in fp32."""
+    function = "mhc_layer"
+    options = checked(function, given)
+    check_pre(function, x, phi, alpha, bias, gamma)
+    name = choose(function, "mhc", backend, x.device)
+    if name == "reference":
+        streams = accumulate(x)  # once: the two parts of dx meet before they are rounded
+        h_in, h_post, h_res, *_ = reference.mhc_pre(streams, phi, alpha, bias, gamma, options)
+        return h_in.to(x.dtype), h_post, h_res, streams
+    check_kernel_limits(function, x, name)
+    inputs = {**_contiguous(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma), "options": options}
+    if linked:
+        return Request(contracts.mhc_layer_pre, name, inputs, contracts.LayerPreOutputs._fields[:4])
+    return Request(contracts.mhc_pre_fwd, name, inputs, contracts.PreOutputs._fields[:3])
+
+
+def layer_post(
+    carry: Tensor | None, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, backend: str | None
+) -> Any:
+    check_post("mhc_layer", x, h_out, h_post, h_res)
+    name = choose("mhc_layer", "mhc", backend, x.device)
+    if name == "reference":
+        assert carry is not None
+        return reference.mhc_post(carry, h_out, h_post, h_res).to(x.dtype)
+    inputs = _contiguous(x=x, h_out=h_out, h_post=h_post, h_res=h_res)
+    if carry is None:
+        return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
+    return Request(contracts.mhc_layer_post, name, {"link": carry, **inputs}, "x_next")
+
+
+def head(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    backend: str | None,
+) -> Any:
+    function = "mhc_head"
+    check_parameters(function, x, phi, alpha, bias, gamma)
+    n, D = x.shape[-2:]
+    check_shapes(function, phi=(phi, (n, n * D)), bias=(bias, (n,)))
+    if alpha.shape not in ((1,), ()):
+        raise ValueError(f"{function}: alpha must be [1] or [], got {list(alpha.shape)}")
+    norm_eps, hc_eps = check_numbers(function, norm_eps=norm_eps, hc_eps=hc_eps)
+    name = choose(function, "mhc", backend, x.device)
+    if name == "reference":
+        return reference.mhc_head(x, phi, alpha, bias, gamma, norm_eps, hc_eps)
+    check_kernel_limits(function, x, name)
+    inputs = _contiguous(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
+    return Request(contracts.mhc_head_fwd, name, {**inputs, "norm_eps": norm_eps, "hc_eps": hc_eps}, "out")
+
+
+def sinkhorn(logits: Tensor, iters: int, eps: float, backend: str | None) -> Any:
+    function = "sinkhorn"
+    check_tensors(function, logits=logits)
+    check_count(function, "iters", iters)
+    (eps,) = check_numbers(function, eps=eps)
+    if logits.dim() < 2 or logits.shape[-1] != logits.shape[-2] or logits.shape[-1] < 1:
+        raise ValueError(f"{function}: logits must be [..., n, n] with n at least 1, got {list(logits.shape)}")
+    name = choose(function, "mhc", backend, logits.device)
+    if name == "reference":
+        return reference.sinkhorn(logits, iters, eps)
+    check_kernel_limits(function, logits, name, "logits")
+    return Request(contracts.sinkhorn_fwd, name, {"logits": logits.contiguous(), "iters": iters, "eps": eps}, "h_res")
+
+
+def backward(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    inv_rms: Tensor,
+    h_mix: Tensor,
+    h_pre: Tensor | None,
+    h_post: Tensor | None,
+    dh_in: Tensor | None,
+    dh_post: Tensor | None,
+    dh_res: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    backend: str | None,
+) -> Any:
+    function = "mhc_backward"
+    check_pre(function, x, phi, alpha, bias, gamma)
+    *outer, n, D = x.shape
+    shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "inv_rms": (inv_rms, (*outer,)),
+        "h_mix": (h_mix, (*outer, n * n + 2 * n)),
+        "h_pre": (h_pre, (*outer, n)),
+        "h_post": (h_post, (*outer, n)),
+        "dh_in": (dh_in, (*outer, D)),
+        "dh_post": (dh_post, (*outer, n)),
+        "dh_res": (dh_res, (*outer, n, n)),
+    }
+    given = {key: pair for key, pair in shapes.items() if pair[0] is not None or key in ("inv_rms", "h_mix")}
+    check_tensors(function, x=x, **{key: tensor for key, (tensor, _) in given.items()})
+    check_shapes(function, **given)
+    options = checked(function, {"norm_eps": norm_eps, "hc_eps": hc_eps})._replace(sinkhorn_iters=0)
+    name = choose(function, "mhc", backend, x.device)
+    maps = {"inv_rms": inv_rms, "h_mix": h_mix, "dh_in": dh_in, "dh_post": dh_post, "dh_res": dh_res}
+    if name == "reference":
+        return manual.mhc_pre_bwd(x, phi, alpha, bias, gamma, **maps, hc_eps=options.hc_eps)
+    check_kernel_limits(function, x, name)
+    inputs = _contiguous(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma, **maps)
+    returns = contracts.PreGradients._fields[: 4 if gamma is None else 5]
+    return Request(contracts.mhc_pre_bwd, name, {**inputs, "options": options, "dx_next": None}, returns)
+
+
+def check_parameters(function: str, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> None:
+    tensors = {"x": x, "phi": phi, "alpha": alpha, "bias": bias}
+    check_tensors(function, **tensors if gamma is None else {**tensors, "gamma": gamma})
+    check_streams(function, x)
+    if gamma is not None:
+        check_shapes(function, gamma=(gamma, tuple(x.shape[-2:])))
+
+
+def check_streams(function: str, x: Tensor) -> None:
+    if x.dim() < 2 or x.shape[-2] < 1 or x.shape[-1] < 1:
+        raise ValueError(f"{function}: x must be [..., n, D] with n and D at least 1, got {list(x.shape)}")
+
+
+def check_pre(function: str, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> None:
+    check_parameters(function, x, phi, alpha, bias, gamma)
+    n, D = x.shape[-2:]
+    M = n * n + 2 * n
+    check_shapes(function, phi=(phi, (M, n * D)), alpha=(alpha, (3,)), bias=(bias, (M,)))
+
+
+def check_post(function: str, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> None:
+    check_tensors(function, x=x, h_out=h_out, h_post=h_post, h_res=h_res)
+    check_streams(function, x)
+    *outer, n, D = x.shape
+    check_shapes(function, h_out=(h_out, (*outer, D)), h_post=(h_post, (*outer, n)), h_res=(h_res, (*outer, n, n)))
+
+
+def check_kernel_limits(function: str, x: Tensor, backend: str, name: str = "x") -> None:
+    context = f" for backend {backend!r}"
+    check_dtype(function, name, x, KERNEL_FLOATS, context)
+    check_range(function, "n", x.shape[-2], 1, MAX_STREAMS, context)
+
+
+def _contiguous(**tensors: Tensor | None) -> dict[str, Any]:
+    return {name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()}
