@@ -1,14 +1,32 @@
 """The contracts of the convolution kernels and how their gradients are made of one another.
 
-A backend's launcher has the contract's name and takes its inputs, then its outputs. Inputs are checked. x and residual
-are [B, L, D] with channels side by side and otherwise any strides; all else is contiguous, states as [N, S, D] with
-S = (W − 1)·dilation.
+A backend's launcher has the contract's name and takes its inputs and its outputs by their names. Inputs are checked. x
+and residual are [B, L, D] with channels side by side and otherwise any strides; states are [N, D, S] with channels side
+by side, S = (W − 1)·dilation; all else is contiguous, cotangents too.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.op import op
+
+
+class ConvOutputs(NamedTuple):
+    """final_state is empty unless it is asked for."""
+
+    y: Tensor
+    final_state: Tensor
+
+
+class ConvGradients(NamedTuple):
+    """What there is nothing to differentiate for is empty: dbias, dinitial_state."""
+
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor
+    dinitial_state: Tensor
 
 
 @op("conv")
@@ -23,11 +41,11 @@ def causal_conv1d_fwd(
     silu: bool,
     dilation: int,
     output_final_state: bool,
-) -> tuple[Tensor, Tensor]:
-    """y, final_state (empty unless it is asked for)"""
+) -> ConvOutputs:
     N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = (N, (weight.shape[1] - 1) * dilation, x.shape[2])
-    return x.new_empty(x.shape), x.new_empty(state if output_final_state else (0,))
+    S = (weight.shape[1] - 1) * dilation
+    state = x.new_empty((N, S, x.shape[2])).transpose(1, 2) if output_final_state else x.new_empty(0)
+    return ConvOutputs(y=x.new_empty(x.shape), final_state=state)
 
 
 @op("conv")
@@ -38,31 +56,57 @@ def causal_conv1d_bwd(
     seq_idx: Tensor | None,
     cu_seqlens: Tensor | None,
     initial_state: Tensor | None,
-    dy: Tensor,
-    dfinal_state: Tensor | None,
     silu: bool,
     dilation: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias (empty without bias), dinitial_state (empty without initial_state)"""
-    dbias = weight.new_empty(0) if bias is None else torch.empty_like(bias)
-    dinitial_state = x.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
-    return x.new_empty(x.shape), torch.empty_like(weight), dbias, dinitial_state
+    dy: Tensor,
+    dfinal_state: Tensor | None,
+) -> ConvGradients:
+    return ConvGradients(
+        dx=x.new_empty(x.shape),
+        dweight=torch.empty_like(weight),
+        dbias=weight.new_empty(0) if bias is None else torch.empty_like(bias),
+        dinitial_state=x.new_empty(0) if initial_state is None else _as_state(initial_state),
+    )
 
 
-@causal_conv1d_fwd.gradient(outputs=2, unread=(3,))
-def causal_conv1d_gradient(run, inputs, saved, cotangents):
-    x, weight, bias, residual_dtype, seq_idx, cu_seqlens, initial_state, silu, dilation, output_final_state = inputs
-    dy, dfinal_state = cotangents
-    if not output_final_state:
-        dfinal_state = None  # of the empty stand-in
+@causal_conv1d_fwd.gradient
+def causal_conv1d_gradient(
+    run,
+    given,
+    x,
+    weight,
+    bias,
+    seq_idx,
+    cu_seqlens,
+    initial_state,
+    silu,
+    dilation,
+    output_final_state,
+    dy,
+    dfinal_state,
+):
     if dy is None:
         dy = x.new_zeros(x.shape)
-    places = (seq_idx, cu_seqlens, initial_state)
-    gradients = run(causal_conv1d_bwd, x, weight, bias, *places, dy, dfinal_state, silu, dilation)
-    dx, dweight, dbias, dinitial_state = gradients
-    dresidual = None if residual_dtype is None else without_padding(dy, seq_idx, cu_seqlens).to(residual_dtype)
-    dbias = None if bias is None else dbias
-    return dx, dweight, dbias, dresidual, None, None, None if initial_state is None else dinitial_state
+    gradients = run(
+        causal_conv1d_bwd,
+        x=x,
+        weight=weight,
+        bias=bias,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        silu=silu,
+        dilation=dilation,
+        dy=dy,
+        dfinal_state=dfinal_state if output_final_state else None,  # not of the empty stand-in
+    )
+    return {
+        "x": gradients.dx,
+        "weight": gradients.dweight,
+        "bias": gradients.dbias,
+        "residual": without_padding(dy, seq_idx, cu_seqlens) if "residual" in given else None,
+        "initial_state": gradients.dinitial_state,
+    }
 
 
 def without_padding(dy: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -75,39 +119,55 @@ def without_padding(dy: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | Non
     return dy
 
 
-@op("conv", mutates=("state",))
+class UpdateOutputs(NamedTuple):
+    y: Tensor
+
+
+@op("conv", mutates=("conv_state",))
 def causal_conv1d_update_(
     x: Tensor,
-    state: Tensor,
+    conv_state: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     cache_seqlens: Tensor | None,
-    slots: Tensor | None,
+    conv_state_indices: Tensor | None,
     silu: bool,
     dilation: int,
     pad_slot_id: int,
-) -> Tensor:
-    """y, shaped as x [B, D] or [B, T, D]. x and state [slots, length, D] have any strides; x enters state."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+) -> UpdateOutputs:
+    """y is shaped as x [B, D] or [B, T, D]. x and conv_state [slots, D, length] have any strides; x enters the state."""
+    return UpdateOutputs(y=torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
+class ShortConvOutputs(NamedTuple):
+    y: Tensor
+    inv_rms: Tensor
+
+
+class ShortConvGradients(NamedTuple):
+    dx: Tensor
+    dgamma: Tensor
+    dweight: Tensor
 
 
 @op("conv")
 def short_conv_fwd(
     x: Tensor, gamma: Tensor, weight: Tensor, norm_eps: float, dilation: int, residual: bool
-) -> tuple[Tensor, Tensor]:
-    """y, inv_rms [B, L, n]; x [B, L, n, D], gamma [n, D], weight [nD, W]"""
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+) -> ShortConvOutputs:
+    """x [B, L, n, D], gamma [n, D], weight [nD, W]; inv_rms [B, L, n]"""
+    return ShortConvOutputs(y=torch.empty_like(x), inv_rms=x.new_empty(x.shape[:-1], dtype=torch.float32))
 
 
 @op("conv")
 def short_conv_bwd(
-    x: Tensor, gamma: Tensor, weight: Tensor, inv_rms: Tensor, dy: Tensor, dilation: int, residual: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dgamma, dweight"""
-    return torch.empty_like(x), torch.empty_like(gamma), torch.empty_like(weight)
+    x: Tensor, gamma: Tensor, weight: Tensor, dilation: int, residual: bool, inv_rms: Tensor, dy: Tensor
+) -> ShortConvGradients:
+    return ShortConvGradients(torch.empty_like(x), torch.empty_like(gamma), torch.empty_like(weight))
 
 
-@short_conv_fwd.gradient(outputs=1)
-def short_conv_gradient(run, inputs, saved, cotangents):
-    *tensors, _, dilation, residual = inputs
-    return run(short_conv_bwd, *tensors, *saved, *cotangents, dilation, residual)
+short_conv_fwd.gradient_is(short_conv_bwd)
+
+
+def _as_state(state: Tensor) -> Tensor:
+    N, D, S = state.shape
+    return state.new_empty((N, S, D)).transpose(1, 2)
