@@ -135,7 +135,7 @@ def causal_conv1d_update_(
     dilation: int,
     pad_slot_id: int,
 ) -> UpdateOutputs:
-    """y is shaped as x [B, D] or [B, T, D]. x and conv_state [slots, D, length] have any strides; x enters the state."""
+    """y is shaped as x, [B, D] or [B, T, D]. x and conv_state [slots, D, length] have any strides; x enters it."""
     return UpdateOutputs(y=torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
