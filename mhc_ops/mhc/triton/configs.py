@@ -108,8 +108,8 @@ def aligned(row: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """K cut into slices, groups of slices, and pieces (slices or groups), each of which one program sums and stores."""
+class SplitK:
+    """K as slices, groups of slices, and pieces (slices or groups), each of which one program sums and stores."""
 
     slice_steps: int  # blocks of K per slice
     steps: int  # blocks of K per piece
@@ -121,7 +121,7 @@ MOST_SLICES, SHORTEST_SLICE, MOST_GROUPS, SHORTEST_GROUP = 32, 512, 4, 16
 
 
 @lru_cache(maxsize=4096)
-def cut(K: int, block_k: int, token_blocks: int, processors: int) -> Cut:
+def split_k(K: int, block_k: int, token_blocks: int, processors: int) -> SplitK:
     """Slices and groups are a function of n and D alone: up to 32 slices, none shorter than 512 columns, in up to 4
     groups of at least 16 blocks (fewer do not fill the pipeline). Pieces are groups where that gives every
     multiprocessor a program: 16 stored slices cost 3 µs in each of the two kernels at T = 8192, D = 4096.
@@ -131,7 +131,7 @@ def cut(K: int, block_k: int, token_blocks: int, processors: int) -> Cut:
     slices = cdiv(steps, slice_steps)
     group_slices = cdiv(slices, max(1, min(MOST_GROUPS, steps // SHORTEST_GROUP)))
     piece_slices = group_slices if token_blocks * cdiv(slices, group_slices) >= processors else 1
-    return Cut(slice_steps, piece_slices * slice_steps, cdiv(slices, piece_slices), group_slices // piece_slices)
+    return SplitK(slice_steps, piece_slices * slice_steps, cdiv(slices, piece_slices), group_slices // piece_slices)
 
 
 @cache

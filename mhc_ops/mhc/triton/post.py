@@ -124,7 +124,7 @@ def mhc_post_bwd_kernel(
         tl.store(dh_res_ptr + t * (n * n) + ij, total, mask=in_batch)
 
 
-def mhc_post_fwd(x, h_out, h_post, h_res, x_next):
+def mhc_post_fwd(*, x, h_out, h_post, h_res, x_next):
     n, D = x.shape[-2:]
     T, tile = h_out.numel() // D, configs.post_fwd(n, D, x.dtype == torch.float32, device.of(x.device))
     if T == 0:
@@ -132,13 +132,13 @@ def mhc_post_fwd(x, h_out, h_post, h_res, x_next):
     launch(
         mhc_post_fwd_kernel,
         (cdiv(T, tile.block_t), cdiv(D, tile.block_d)),
-        x,
-        h_out,
-        h_post,
-        h_res,
-        x_next,
-        T,
-        D,
+        x_ptr=x,
+        h_out_ptr=h_out,
+        h_post_ptr=h_post,
+        h_res_ptr=h_res,
+        x_next_ptr=x_next,
+        T=T,
+        D=D,
         n=n,
         BLOCK_T=tile.block_t,
         BLOCK_D=tile.block_d,
@@ -146,11 +146,11 @@ def mhc_post_fwd(x, h_out, h_post, h_res, x_next):
     )
 
 
-def mhc_layer_post(link, x, h_out, h_post, h_res, x_next):
-    mhc_post_fwd(x, h_out, h_post, h_res, x_next)
+def mhc_layer_post(*, link, x, h_out, h_post, h_res, x_next):
+    mhc_post_fwd(x=x, h_out=h_out, h_post=h_post, h_res=h_res, x_next=x_next)
 
 
-def mhc_post_bwd(x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post, dh_res):
+def mhc_post_bwd(*, x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post, dh_res):
     n, D = x.shape[-2:]
     wide = torch.float32 in (x.dtype, dx_next.dtype)
     T, tile = h_out.numel() // D, configs.post_bwd(n, D, wide, device.of(x.device))
@@ -159,17 +159,17 @@ def mhc_post_bwd(x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post
     launch(
         mhc_post_bwd_kernel,
         (cdiv(T, tile.block_t),),
-        x,
-        h_out,
-        h_post,
-        h_res,
-        dx_next,
-        dx if residual else None,
-        dh_out,
-        dh_post,
-        dh_res,
-        T,
-        D,
+        x_ptr=x,
+        h_out_ptr=h_out,
+        h_post_ptr=h_post,
+        h_res_ptr=h_res,
+        dx_next_ptr=dx_next,
+        dx_ptr=dx if residual else None,
+        dh_out_ptr=dh_out,
+        dh_post_ptr=dh_post,
+        dh_res_ptr=dh_res,
+        T=T,
+        D=D,
         n=n,
         BLOCK_T=tile.block_t,
         BLOCK_D=tile.block_d,

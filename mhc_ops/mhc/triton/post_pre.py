@@ -119,6 +119,7 @@ def mhc_post_project_kernel(
 
 
 def mhc_post_pre_fwd(
+    *,
     x,
     h_out,
     h_post,
@@ -127,28 +128,41 @@ def mhc_post_pre_fwd(
     alpha,
     bias,
     gamma,
-    norm_eps,
-    hc_eps,
-    post_mult,
-    sinkhorn_iters,
-    sinkhorn_eps,
+    options,
     x_next,
-    *outputs,
+    h_in,
+    h_post_next,
+    h_res_next,
+    inv_rms,
+    h_mix,
 ):
     if x.numel() == 0:
         return
     tile = configs.post_project(x.shape[-2], x.shape[-1], x.dtype != torch.bfloat16, device.of(x.device))
     if tile is None:
-        mhc_post_fwd(x, h_out, h_post, h_res, x_next)
-        partials, cut = project(x_next, phi, gamma)
+        mhc_post_fwd(x=x, h_out=h_out, h_post=h_post, h_res=h_res, x_next=x_next)
+        partials, split = project(x_next, phi, gamma)
     else:
-        partials, cut = post_project(x, h_out, h_post, h_res, phi, gamma, x_next, tile)
-    options = (norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
-    finish(x_next, partials, cut, alpha, bias, *options, *outputs, None)
+        partials, split = post_project(
+            x=x, h_out=h_out, h_post=h_post, h_res=h_res, phi=phi, gamma=gamma, x_next=x_next, tile=tile
+        )
+    finish(
+        x=x_next,
+        partials=partials,
+        split=split,
+        alpha=alpha,
+        bias=bias,
+        options=options,
+        h_in=h_in,
+        h_post=h_post_next,
+        h_res=h_res_next,
+        inv_rms=inv_rms,
+        h_mix=h_mix,
+    )
 
 
-def post_project(x, h_out, h_post, h_res, phi, gamma, x_next, tile):
-    """Fills x_next; returns the partial sums [pieces, T, M + 1], and how K was cut."""
+def post_project(*, x, h_out, h_post, h_res, phi, gamma, x_next, tile):
+    """Fills x_next; returns the partial sums [pieces, T, M + 1], and how K was split."""
     n, D = x.shape[-2:]
     M, K = phi.shape
     T, N = x.numel() // K, next_power_of_2(n)
@@ -156,24 +170,24 @@ def post_project(x, h_out, h_post, h_res, phi, gamma, x_next, tile):
     exact = configs.arithmetic(x.dtype, on)
     parts = phi_parts(phi, gamma, None, n, exact, stride=N)
     token_blocks = cdiv(T, tile.block_t)
-    cut = configs.cut(K, n * tile.block_d, token_blocks, on.processors)
-    partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
+    split = configs.split_k(K, n * tile.block_d, token_blocks, on.processors)
+    partials = torch.empty((split.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     launch(
         mhc_post_project_kernel,
-        (token_blocks * cut.pieces,),
-        x,
-        h_out,
-        h_post,
-        h_res,
-        parts,
-        x_next,
-        partials,
-        T,
-        D,
-        parts.shape[2],
-        cut.steps,
-        cut.pieces,
-        SLICE_STEPS=cut.slice_steps,
+        (token_blocks * split.pieces,),
+        x_ptr=x,
+        h_out_ptr=h_out,
+        h_post_ptr=h_post,
+        h_res_ptr=h_res,
+        parts_ptr=parts,
+        x_next_ptr=x_next,
+        partials_ptr=partials,
+        T=T,
+        D=D,
+        K_padded=parts.shape[2],
+        steps=split.steps,
+        pieces=split.pieces,
+        SLICE_STEPS=split.slice_steps,
         n=n,
         N=N,
         M=M,
@@ -186,7 +200,7 @@ def post_project(x, h_out, h_post, h_res, phi, gamma, x_next, tile):
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
-    return partials, cut
+    return partials, split
 
 
 mhc_post_pre_bwd = post_pre_bwd(mhc_pre_bwd, mhc_post_bwd)

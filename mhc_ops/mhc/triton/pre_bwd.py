@@ -16,6 +16,7 @@ import triton.language as tl
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
+from ..options import PreOptions
 from . import configs
 from .parts import alpha_of_row, part_of, phi_parts
 from .pre_sums import sum_gradients
@@ -255,21 +256,19 @@ def mhc_pre_dx_kernel(
 
 
 def mhc_pre_bwd(
+    *,
     x,
     phi,
     alpha,
     bias,
     gamma,
+    options,
     inv_rms,
     h_mix,
     dh_in,
     dh_post,
     dh_res,
     dx_next,
-    hc_eps,
-    post_mult,
-    sinkhorn_iters,
-    sinkhorn_eps,
     dx,
     dphi,
     dalpha,
@@ -293,7 +292,8 @@ def mhc_pre_bwd(
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     h_pre, x_factor = scratch(T, n), scratch(T)
-    assert dx_next is None or not mixed or sinkhorn_iters > 0
+    iters = options.sinkhorn_iters
+    assert dx_next is None or not mixed or iters > 0
     h_res = scratch(T, n, n) if mixed and dx_next is not None else None
     dh_pre = None
     if dh_in is not None:
@@ -302,11 +302,11 @@ def mhc_pre_bwd(
         launch(
             mhc_pre_dh_pre_kernel,
             (cdiv(T, pass_a.block_t),),
-            x,
-            dh_in,
-            dh_pre,
-            T,
-            D,
+            x_ptr=x,
+            dh_in_ptr=dh_in,
+            dh_pre_ptr=dh_pre,
+            T=T,
+            D=D,
             n=n,
             BLOCK_T=pass_a.block_t,
             BLOCK_N=next_power_of_2(n),
@@ -318,29 +318,29 @@ def mhc_pre_bwd(
     programs = cdiv(T, dmaps.block_t)
     dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
     sums = scratch(programs, 2, M)
-    through_sinkhorn = sinkhorn_iters > 0 and not (dh_res is None and h_res is None)
+    through_sinkhorn = iters > 0 and not (dh_res is None and h_res is None)
     launch(
         mhc_pre_dmaps_kernel,
         (programs,),
-        h_mix,
-        inv_rms,
-        dh_pre,
-        dh_post,
-        dh_res,
-        alpha,
-        bias,
-        dh_mix,
-        x_factor,
-        h_pre,
-        h_res,
-        sums,
-        divisors(T, n, sinkhorn_iters, x.device) if through_sinkhorn else None,
-        T,
-        D,
-        hc_eps,
-        post_mult,
-        sinkhorn_iters,
-        sinkhorn_eps,
+        h_mix_ptr=h_mix,
+        inv_rms_ptr=inv_rms,
+        dh_pre_ptr=dh_pre,
+        dh_post_ptr=dh_post,
+        dh_res_ptr=dh_res,
+        alpha_ptr=alpha,
+        bias_ptr=bias,
+        dh_mix_ptr=dh_mix,
+        x_factor_ptr=x_factor,
+        h_pre_ptr=h_pre,
+        h_res_ptr=h_res,
+        sums_ptr=sums,
+        divisors_ptr=divisors(T, n, iters, x.device) if through_sinkhorn else None,
+        T=T,
+        D=D,
+        hc_eps=options.hc_eps,
+        post_mult=options.post_mult,
+        iters=iters,
+        sinkhorn_eps=options.sinkhorn_eps,
         n=n,
         N=next_power_of_2(n),
         M=M,
@@ -358,19 +358,19 @@ def mhc_pre_bwd(
     launch(
         mhc_pre_dx_kernel,
         (blocks, slices),
-        x,
-        dh_in,
-        dx_next,
-        dh_mix,
-        parts,
-        x_factor,
-        h_pre,
-        h_res,
-        dx,
-        A,
-        T,
-        D,
-        parts.shape[2],
+        x_ptr=x,
+        dh_in_ptr=dh_in,
+        dx_next_ptr=dx_next,
+        dh_mix_ptr=dh_mix,
+        phi_ptr=parts,
+        x_factor_ptr=x_factor,
+        h_pre_ptr=h_pre,
+        h_res_ptr=h_res,
+        dx_ptr=dx,
+        A_ptr=A,
+        T=T,
+        D=D,
+        K_padded=parts.shape[2],
         n=n,
         M=M,
         PARTS=exact.parts,
@@ -384,9 +384,22 @@ def mhc_pre_bwd(
         num_warps=pass_b.warps,
     )
 
-    sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias)
+    sum_gradients(
+        A=A,
+        sums=sums,
+        phi=phi,
+        gamma=gamma,
+        alpha=alpha,
+        n=n,
+        parts=exact.parts,
+        dphi=dphi,
+        dgamma=dgamma,
+        dalpha=dalpha,
+        dbias=dbias,
+    )
 
 
-def mhc_head_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dout, hc_eps, *gradients):
-    no_maps = (None, None, None)  # dh_post, dh_res, dx_next
-    mhc_pre_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dout, *no_maps, hc_eps, 0.0, 0, 0.0, *gradients)
+def mhc_head_bwd(*, hc_eps, dout, **arguments):
+    """As pre's, with h_in alone."""
+    options = PreOptions(hc_eps=hc_eps, sinkhorn_iters=0)
+    mhc_pre_bwd(**arguments, options=options, dh_in=dout, dh_post=None, dh_res=None, dx_next=None)

@@ -18,6 +18,7 @@ import triton.language as tl
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
+from ..options import PreOptions
 from . import configs
 from .parts import LANE, alpha_of_row, load_phi, own_sums, phi_parts, rest_of, stacked_rows, sum_parts
 from .sinkhorn import matrices, sinkhorn
@@ -196,8 +197,8 @@ def mhc_pre_finish_kernel(
             tl.store(h_res_ptr + at, h_res, mask=is_res)
 
 
-def finish(x, partials, cut, alpha, bias, norm_eps, hc_eps, post_mult, iters, sinkhorn_eps, *outputs):
-    """outputs: h_in, h_post, h_res, inv_rms, h_mix, h_pre; h_pre may be None, in the head h_post and h_res too."""
+def finish(*, x, partials, split, alpha, bias, options, h_in, inv_rms, h_mix, h_post=None, h_res=None, h_pre=None):
+    """From the sums of `project`. A head has neither h_post nor h_res; h_pre where somebody wants it."""
     n, D = x.shape[-2:]
     T, M = partials.shape[1], partials.shape[2] - 1
     on = device.of(x.device)
@@ -207,24 +208,29 @@ def finish(x, partials, cut, alpha, bias, norm_eps, hc_eps, post_mult, iters, si
     launch(
         mhc_pre_finish_kernel,
         (token_blocks, cdiv(channel_blocks, blocks_each)),
-        x,
-        partials,
-        alpha,
-        bias,
-        *outputs,
-        T,
-        D,
-        blocks_each,
-        norm_eps,
-        hc_eps,
-        post_mult,
-        iters,
-        sinkhorn_eps,
+        x_ptr=x,
+        partials_ptr=partials,
+        alpha_ptr=alpha,
+        bias_ptr=bias,
+        h_in_ptr=h_in,
+        h_post_ptr=h_post,
+        h_res_ptr=h_res,
+        inv_rms_ptr=inv_rms,
+        h_mix_ptr=h_mix,
+        h_pre_ptr=h_pre,
+        T=T,
+        D=D,
+        blocks_each=blocks_each,
+        norm_eps=options.norm_eps,
+        hc_eps=options.hc_eps,
+        post_mult=options.post_mult,
+        iters=options.sinkhorn_iters,
+        sinkhorn_eps=options.sinkhorn_eps,
         n=n,
         N=next_power_of_2(n),
         M=M,
-        PIECES=cut.pieces,
-        GROUP_PIECES=cut.group_pieces,
+        PIECES=split.pieces,
+        GROUP_PIECES=split.group_pieces,
         BLOCK_T=tile.block_t,
         BLOCK_G=next_power_of_2(2 * n + 1),
         BLOCK_D=tile.block_d,
@@ -233,7 +239,7 @@ def finish(x, partials, cut, alpha, bias, norm_eps, hc_eps, post_mult, iters, si
 
 
 def project(x, phi, gamma):
-    """The partial sums [pieces, T, M + 1], and how K was cut."""
+    """The partial sums [pieces, T, M + 1], and how K was split."""
     n = x.shape[-2]
     M, K = phi.shape
     T = x.numel() // K
@@ -241,23 +247,23 @@ def project(x, phi, gamma):
     exact = configs.arithmetic(x.dtype, on)
     tile = configs.project(M, K, exact.parts == 1, on)
     token_blocks = cdiv(T, tile.block_t)
-    cut = configs.cut(K, tile.block_d, token_blocks, on.processors)
+    split = configs.split_k(K, tile.block_d, token_blocks, on.processors)
     parts = phi_parts(phi, gamma, None, n, exact) if token_blocks > configs.FEW_TOKEN_BLOCKS else None
-    partials = torch.empty((cut.pieces, T, M + 1), dtype=torch.float32, device=x.device)
+    partials = torch.empty((split.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     launch(
         mhc_pre_project_kernel,
-        (token_blocks * cut.pieces,),
-        x,
-        parts,
-        phi,
-        gamma,
-        partials,
-        T,
-        K,
-        0 if parts is None else parts.shape[2],
-        cut.steps,
-        cut.pieces,
-        SLICE_STEPS=cut.slice_steps,
+        (token_blocks * split.pieces,),
+        x_ptr=x,
+        parts_ptr=parts,
+        phi_ptr=phi,
+        gamma_ptr=gamma,
+        partials_ptr=partials,
+        T=T,
+        K=K,
+        K_padded=0 if parts is None else parts.shape[2],
+        steps=split.steps,
+        pieces=split.pieces,
+        SLICE_STEPS=split.slice_steps,
         M=M,
         PARTS=exact.parts,
         PRECISION=exact.precision,
@@ -268,38 +274,20 @@ def project(x, phi, gamma):
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
-    return partials, cut
+    return partials, split
 
 
-def mhc_pre_fwd(
-    x,
-    phi,
-    alpha,
-    bias,
-    gamma,
-    norm_eps,
-    hc_eps,
-    post_mult,
-    sinkhorn_iters,
-    sinkhorn_eps,
-    h_in,
-    h_post,
-    h_res,
-    inv_rms,
-    h_mix,
-    h_pre=None,
-):
+def mhc_pre_fwd(*, x, phi, alpha, bias, gamma, options, **outputs):
+    """outputs: h_in, inv_rms, h_mix and, where they are wanted, h_post, h_res, h_pre"""
     if x.numel():
-        options = (norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps)
-        finish(x, *project(x, phi, gamma), alpha, bias, *options, h_in, h_post, h_res, inv_rms, h_mix, h_pre)
+        partials, split = project(x, phi, gamma)
+        finish(x=x, partials=partials, split=split, alpha=alpha, bias=bias, options=options, **outputs)
 
 
-def mhc_layer_pre(*arguments):
-    *inputs_and_maps, _, inv_rms, h_mix = arguments  # the link holds a zero already
-    mhc_pre_fwd(*inputs_and_maps, inv_rms, h_mix)
+def mhc_layer_pre(*, link, **arguments):
+    """Nobody reads the link."""
+    mhc_pre_fwd(**arguments)
 
 
-def mhc_head_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, out, inv_rms, h_mix):
-    if x.numel():
-        options = (norm_eps, hc_eps, 0.0, 0, 0.0)
-        finish(x, *project(x, phi, gamma), alpha, bias, *options, out, None, None, inv_rms, h_mix, None)
+def mhc_head_fwd(*, norm_eps, hc_eps, out, **arguments):
+    mhc_pre_fwd(**arguments, options=PreOptions(norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iters=0), h_in=out)

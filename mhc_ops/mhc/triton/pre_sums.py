@@ -96,7 +96,7 @@ def mhc_pre_dalpha_kernel(
         tl.store(dalpha_ptr + s, dalpha.to(dalpha_ptr.dtype.element_ty))
 
 
-def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias):
+def sum_gradients(*, A, sums, phi, gamma, alpha, n, parts, dphi, dgamma, dalpha, dbias):
     """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel."""
     slices, M, K = A.shape
     tile = configs.dphi(M, device.of(A.device))
@@ -105,18 +105,18 @@ def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, db
     launch(
         mhc_pre_dphi_kernel,
         (blocks,),
-        A,
-        phi,
-        gamma,
-        alpha,
-        dphi,
-        dgamma,
-        missing,
-        slices,
-        K,
+        A_ptr=A,
+        phi_ptr=phi,
+        gamma_ptr=gamma,
+        alpha_ptr=alpha,
+        dphi_ptr=dphi,
+        dgamma_ptr=dgamma,
+        missing_ptr=missing,
+        slices=slices,
+        K=K,
         n=n,
         M=M,
-        PARTS=exact.parts,
+        PARTS=parts,
         BLOCK_M=configs.padded_maps(M),
         BLOCK_K=tile.block_d,
         num_warps=tile.warps,
@@ -124,15 +124,15 @@ def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, db
     launch(
         mhc_pre_dalpha_kernel,
         (1,),
-        sums,
-        missing,
-        dalpha,
-        dbias,
-        sums.shape[0],
-        blocks,
+        sums_ptr=sums,
+        missing_ptr=missing,
+        dalpha_ptr=dalpha,
+        dbias_ptr=dbias,
+        programs=sums.shape[0],
+        blocks=blocks,
         n=n,
         M=M,
-        PARTS=exact.parts,
+        PARTS=parts,
         BLOCK_R=configs.DALPHA.block_t,
         BLOCK_M=configs.padded_maps(M),
         num_warps=configs.DALPHA.warps,

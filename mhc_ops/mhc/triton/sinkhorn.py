@@ -144,7 +144,7 @@ def divisors(T: int, n: int, iters: int, on: torch.device) -> torch.Tensor:
     return torch.empty((2 * iters - 1, T, n), dtype=torch.float32, device=on)
 
 
-def sinkhorn_fwd(logits, iters, eps, h_res):
+def sinkhorn_fwd(*, logits, iters, eps, h_res):
     n = logits.shape[-1]
     T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.of(logits.device))
     if T == 0:
@@ -152,11 +152,11 @@ def sinkhorn_fwd(logits, iters, eps, h_res):
     launch(
         sinkhorn_fwd_kernel,
         (cdiv(T, tile.block_t),),
-        logits,
-        h_res,
-        T,
-        iters,
-        eps,
+        logits_ptr=logits,
+        h_res_ptr=h_res,
+        T=T,
+        iters=iters,
+        eps=eps,
         n=n,
         N=next_power_of_2(n),
         BLOCK_T=tile.block_t,
@@ -164,7 +164,7 @@ def sinkhorn_fwd(logits, iters, eps, h_res):
     )
 
 
-def sinkhorn_bwd(logits, dh_res, iters, eps, dlogits):
+def sinkhorn_bwd(*, logits, iters, eps, dh_res, dlogits):
     n = logits.shape[-1]
     T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.of(logits.device))
     if T == 0:
@@ -172,13 +172,13 @@ def sinkhorn_bwd(logits, dh_res, iters, eps, dlogits):
     launch(
         sinkhorn_bwd_kernel,
         (cdiv(T, tile.block_t),),
-        logits,
-        dh_res,
-        dlogits,
-        divisors(T, n, iters, logits.device),
-        T,
-        iters,
-        eps,
+        logits_ptr=logits,
+        dh_res_ptr=dh_res,
+        dlogits_ptr=dlogits,
+        divisors_ptr=divisors(T, n, iters, logits.device),
+        T=T,
+        iters=iters,
+        eps=eps,
         n=n,
         N=next_power_of_2(n),
         BLOCK_T=tile.block_t,

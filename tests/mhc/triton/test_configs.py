@@ -26,23 +26,23 @@ def test_cut(n):
             steps = cdiv(K, block_k)
             shapes = set()
             for token_blocks in TOKEN_BLOCKS:
-                cut = configs.cut(K, block_k, token_blocks, 132)
-                shares = [min((p + 1) * cut.steps, steps) - p * cut.steps for p in range(cut.pieces)]
+                split = configs.split_k(K, block_k, token_blocks, 132)
+                shares = [min((p + 1) * split.steps, steps) - p * split.steps for p in range(split.pieces)]
                 assert min(shares) >= 1, "no program is idle"
                 assert sum(shares) == steps, "each block is summed once"
-                assert cut.steps % cut.slice_steps == 0, "a program starts with a slice"
-                shapes.add((cut.slice_steps, cut.group_pieces * cut.steps))
+                assert split.steps % split.slice_steps == 0, "a program starts with a slice"
+                shapes.add((split.slice_steps, split.group_pieces * split.steps))
             assert len(shapes) == 1, "slices and groups depend on n and D alone"
 
 
 def test_few_tokens_fill_the_device():
-    assert configs.cut(4 * 4096, 128, 1, 132).pieces == 32
-    assert configs.cut(4 * 7168, 128, 2, 132).pieces == 32
+    assert configs.split_k(4 * 4096, 128, 1, 132).pieces == 32
+    assert configs.split_k(4 * 7168, 128, 2, 132).pieces == 32
 
 
 def test_many_tokens_store_groups():
     for token_blocks in (64, 128, 1000):
-        assert configs.cut(4 * 4096, 128, token_blocks, 132).pieces == 4
+        assert configs.split_k(4 * 4096, 128, token_blocks, 132).pieces == 4
 
 
 @pytest.mark.parametrize("T", [1, 31, 128, 4096, 8192, 140_000])
@@ -123,8 +123,8 @@ def test_plans(on):
         M, tile = configs.maps(n), configs.dx(n, D, False, True, on)
         block_k = configs.project(M, n * D, False, on).block_d
         for T in (1, 16, 1000, 10**6):
-            cut = configs.cut(n * D, block_k, cdiv(T, 64), on.processors)
-            assert min(cut.slice_steps, cut.steps, cut.pieces, cut.group_pieces) >= 1
+            split = configs.split_k(n * D, block_k, cdiv(T, 64), on.processors)
+            assert min(split.slice_steps, split.steps, split.pieces, split.group_pieces) >= 1
             blocks = cdiv(D, tile.block_d) * (n // tile.streams)
             assert configs.token_slices(T, M, blocks, tile, on.processors) >= 1
             channel_blocks = cdiv(D, configs.finish(D, on).block_d)

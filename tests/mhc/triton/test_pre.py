@@ -55,7 +55,7 @@ def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypat
         results.append(mhc_ops.mhc_forward_pre(**tensors, outflag=True, backend="triton"))
         project = configs.project(24, 4 * 2100, False, here)
         token_blocks = cdiv(70, project.block_t)
-        pieces.add(configs.cut(4 * 2100, project.block_d, token_blocks, processors).pieces)
+        pieces.add(configs.split_k(4 * 2100, project.block_d, token_blocks, processors).pieces)
     assert len(pieces) == 2, "both ways were taken"
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 
