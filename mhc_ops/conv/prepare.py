@@ -66,8 +66,7 @@ def causal_conv1d(
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
         state = None if initial_state is None else initial_state.transpose(1, 2)
-        inputs = (x, weight, bias, residual, seq_idx, cu_seqlens, state)
-        y, final_state = reference.causal_conv1d(*inputs, silu, dilation)
+        y, final_state = reference.causal_conv1d(x, weight, bias, residual, seq_idx, cu_seqlens, state, silu, dilation)
         return (y, final_state.transpose(1, 2)) if output_final_state else y
     _check_kernel_limits(function, x, weight, name)
     inputs = {

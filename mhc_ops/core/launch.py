@@ -6,7 +6,7 @@ from typing import Any
 
 COMPILE_OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg"))
 
-Start = Callable[[Any, list[Any]], None]  # start(stream, arguments)
+Start = Callable[[Any, tuple[Any, ...]], None]  # start(stream, arguments)
 _recording = threading.local()
 
 
@@ -43,7 +43,7 @@ def starter(compiled: Any, grid: tuple[int, int, int]) -> Start:
 
     runtime = knobs.runtime
 
-    def start(stream: Any, arguments: list[Any]) -> None:
+    def start(stream: Any, arguments: tuple[Any, ...]) -> None:
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
             slow(*arguments, stream=stream)
         else:
@@ -53,7 +53,7 @@ def starter(compiled: Any, grid: tuple[int, int, int]) -> Start:
 
 
 def _c_launcher(compiled: Any, grid: tuple[int, int, int]) -> Start | None:
-    run = getattr(compiled, "run", None)
+    run: Any = getattr(compiled, "run", None)
     if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
         return None
     import triton
@@ -64,7 +64,7 @@ def _c_launcher(compiled: Any, grid: tuple[int, int, int]) -> Start | None:
     version = triton.__version__.split(".")[:2]
     if version == ["3", "6"]:
 
-        def quick(stream: Any, arguments: list[Any]) -> None:
+        def quick(stream: Any, arguments: tuple[Any, ...]) -> None:
             launch(
                 x, y, z, stream, function, cooperative, dependent, None, None, metadata, None, None, None, *arguments
             )
@@ -73,7 +73,7 @@ def _c_launcher(compiled: Any, grid: tuple[int, int, int]) -> Start | None:
     if version == ["3", "7"]:
         kinds, signature = run.arg_annotations, run.kernel_signature
 
-        def quick_from_3_7(stream: Any, arguments: list[Any]) -> None:
+        def quick_from_3_7(stream: Any, arguments: tuple[Any, ...]) -> None:
             fixed = (x, y, z, stream, function, cooperative, dependent, metadata, None, None, None, None, None)
             launch(*fixed, kinds, signature, arguments)
 

@@ -1,5 +1,6 @@
 """What may be watching a call: compilers, modes, transforms, forward-mode differentiation."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def is_eager(arguments: tuple[Any, ...]) -> bool:
+def is_eager(arguments: Sequence[Any]) -> bool:
     """Plain tensors and nothing that watches."""
     return not watched() and not any(isinstance(a, Tensor) and not is_plain(a) for a in arguments)
 
@@ -34,12 +35,8 @@ def is_plain(value: object) -> bool:
     return kind is Tensor or kind is torch.nn.Parameter
 
 
-def has_tangent(arguments: tuple[Any, ...]) -> bool:
+def has_tangent(arguments: Sequence[Any]) -> bool:
     """Forward-mode differentiation is under way; without a check, kernels would drop the tangents in silence."""
     if forward_ad._current_level < 0:
         return False
     return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments)
-
-
-def needs_grad(arguments: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)

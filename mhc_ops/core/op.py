@@ -166,12 +166,12 @@ class Op:
 
     def _register(self, names: list[str], differentiate: Callable[..., Gradients]) -> None:
         outputs = self.outputs._fields
-        self.varying = tuple(name for name in outputs if f"d{name}" in names)
-        self.reads = tuple(name for name in names if name in self.inputs or name in outputs)
-        self.asks_given = "given" in names
-        unknown = set(names) - {"given"} - set(self.reads) - {f"d{name}" for name in self.varying}
+        varying = tuple(name for name in outputs if f"d{name}" in names)
+        reads = tuple(name for name in names if name in self.inputs or name in outputs)
+        unknown = set(names) - {"given"} - set(reads) - {f"d{name}" for name in varying}
         if unknown:
             raise TypeError(f"{self.name}: its gradient asks for {sorted(unknown)}")
+        self.varying, self.reads, self.asks_given = varying, reads, "given" in names
         self.differentiate = differentiate
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

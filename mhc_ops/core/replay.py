@@ -7,27 +7,35 @@ own tensors: no checks, no configs, no binding and hashing of arguments.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import itemgetter, or_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .launch import record, starter
+from .launch import Start, record, starter
 
 ALIGNMENT = 512  # bytes, as torch's allocators give on a GPU
 MOST_PLANS = 64  # of one function: a plan for each way in which its tensors are aligned
 
 Tensors = Sequence[Tensor | None]
 Function = Callable[[Tensors], Tensors]
+
+
+def _empty(device: torch.device | str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
 # Without torch's dispatcher, a third of the time; what code that torch.compile writes allocates with.
-_empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", partial(_empty, "cuda"))
 
 
 class Replay:
     """A function from tensors to tensors that does nothing but allocate and launch.
 
-    Its tensors have the same shapes and types in every call; strides and alignments may differ."""
+    Its tensors have the same shapes and types in every call; strides and alignments may differ, and some be None."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -35,10 +43,9 @@ class Replay:
 
     def __call__(self, tensors: Tensors) -> Tensors:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        key = tuple(
-            None if tensor is None else (address & 15, tensor.is_contiguous() or tensor.stride())
-            for tensor, address in zip(tensors, addresses)
-        )
+        key: Any = tuple([address != 0 for address in addresses])
+        if reduce(or_, addresses) & 15 or not all([t is None or t.is_contiguous() for t in tensors]):
+            key = tuple([None if t is None else (t.data_ptr() & 15, t.stride()) for t in tensors])
         if key not in self.plans:
             return self.first_call(tensors, key)
         plan = self.plans[key]
@@ -54,9 +61,10 @@ class Replay:
 
 
 class Plan:
-    """The launches of a call: which kernels, and for each argument which of the call's tensors it points to.
+    """The launches of a call: which kernels, and where each argument comes from.
 
-    The tensors are numbered: those given, those made and returned, then the pieces of one workspace."""
+    The tensors are numbered: those given, those made and returned, then the pieces of one workspace; behind their
+    addresses come the numbers that are the same in every call, so that the arguments of a launch are a selection."""
 
     def __init__(self, launches: list[Any], given: Tensors, made: list[Tensor], results: Tensors):
         found = {result.data_ptr(): result for result in results if result is not None}
@@ -65,20 +73,27 @@ class Plan:
         returned = [result for address, result in found.items() if address not in there]
         scratch = [tensor for address, tensor in memory.items() if address not in found]
         tensors = [*given, *returned, *scratch]
-        number = {tensor.data_ptr(): i for i, tensor in enumerate(tensors) if _has_memory(tensor)}
+        number = {t.data_ptr(): i for i, t in enumerate(tensors) if t is not None and t.numel()}
         if len(number) < sum(map(_has_memory, tensors)):
             raise LookupError("tensors that begin at the same address here need not do so in the next call")
         if not all(result.data_ptr() in memory for result in returned):
             raise LookupError("a result is neither given nor made by the call")
-        self.launches = []
+        self.launches: list[tuple[Start, Callable[[list[Any]], tuple[Any, ...]]]] = []
+        self.numbers: list[Any] = []
         for compiled, grid, arguments in launches:
-            slots = [(i, number[a.data_ptr()]) for i, a in enumerate(arguments) if _has_memory(a)]
-            constants = [0 if isinstance(a, Tensor) else a for a in arguments]
-            self.launches.append((starter(compiled, grid), constants, slots))
+            places = []
+            for argument in arguments:
+                if _has_memory(argument):
+                    places.append(number[argument.data_ptr()])
+                else:
+                    places.append(len(tensors) + len(self.numbers))
+                    self.numbers.append(0 if isinstance(argument, Tensor) else argument)
+            self.launches.append((starter(compiled, grid), itemgetter(*places)))
         first = next(tensor for tensor in given if tensor is not None)
-        self.device, self.index = first.device, first.get_device()  # index −1: a CPU
+        self.index = first.get_device()  # −1: a CPU
+        self.empty = _empty_cuda if self.index >= 0 else partial(_empty, first.device)
         self.made = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in returned]
-        self.results = [None if result is None else number[result.data_ptr()] for result in results]
+        self.results = [-1 if result is None else number[result.data_ptr()] for result in results]
         self.offsets, self.size = [], 0
         for tensor in scratch:
             self.offsets.append(self.size)
@@ -90,26 +105,20 @@ class Plan:
                 return self.run_here(given, addresses)
         return self.run_here(given, addresses)
 
-    def run_here(self, given: Tensors, addresses: list[int]) -> Tensors:
-        made = [self.allocate(*layout) for layout in self.made]
+    def run_here(self, given: Tensors, addresses: list[Any]) -> Tensors:
+        empty = self.empty
+        made = [empty(*layout) for layout in self.made]
         addresses += [tensor.data_ptr() for tensor in made]
         if self.size:
-            workspace = self.allocate((self.size,), (1,), torch.uint8)
+            workspace = empty((self.size,), (1,), torch.uint8)
             base = workspace.data_ptr()
             addresses += [base + offset for offset in self.offsets]
+        addresses += self.numbers
         stream = torch._C._cuda_getCurrentRawStream(self.index) if self.index >= 0 else None
-        for start, constants, slots in self.launches:
-            arguments = constants.copy()
-            for i, number in slots:
-                arguments[i] = addresses[number]
-            start(stream, arguments)
-        tensors = [*given, *made]
-        return [None if place is None else tensors[place] for place in self.results]
-
-    def allocate(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.index >= 0 and _empty_cuda is not None:
-            return _empty_cuda(shape, stride, dtype)
-        return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+        for start, arguments in self.launches:
+            start(stream, arguments(addresses))
+        tensors = [*given, *made, None]  # the last is what −1 finds
+        return [tensors[place] for place in self.results]
 
 
 def _has_memory(argument: Any) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..core.check import check_shapes
 from .ops import Six, Three, mhc_backward, mhc_forward_pre
+from .options import DEFAULTS
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
@@ -23,8 +24,8 @@ class ForwardPre(Protocol):
         alpha: Tensor,
         bias: Tensor,
         outflag: Literal[False] = False,
-        norm_eps: float = 1e-6,
-        hc_eps: float = 1e-6,
+        norm_eps: float = DEFAULTS.norm_eps,
+        hc_eps: float = DEFAULTS.hc_eps,
         *,
         gamma: Tensor | None = None,
     ) -> Three: ...
@@ -37,8 +38,8 @@ class ForwardPre(Protocol):
         alpha: Tensor,
         bias: Tensor,
         outflag: Literal[True],
-        norm_eps: float = 1e-6,
-        hc_eps: float = 1e-6,
+        norm_eps: float = DEFAULTS.norm_eps,
+        hc_eps: float = DEFAULTS.hc_eps,
         *,
         gamma: Tensor | None = None,
     ) -> Six: ...
@@ -51,8 +52,8 @@ class ForwardPre(Protocol):
         alpha: Tensor,
         bias: Tensor,
         outflag: bool,
-        norm_eps: float = 1e-6,
-        hc_eps: float = 1e-6,
+        norm_eps: float = DEFAULTS.norm_eps,
+        hc_eps: float = DEFAULTS.hc_eps,
         *,
         gamma: Tensor | None = None,
     ) -> Three | Six: ...
@@ -69,14 +70,14 @@ class Backward(Protocol):
         bias: Tensor,
         inv_rms: Tensor,
         h_mix: Tensor,
-        h_pre: Tensor,
-        h_post: Tensor,
+        h_pre: Tensor | None,
+        h_post: Tensor | None,
         dh_in: Tensor | None,
         dh_post: Tensor | None,
         dh_res: Tensor | None,
         gamma: Tensor | None = None,
-        norm_eps: float = 1e-6,
-        hc_eps: float = 1e-6,
+        norm_eps: float = DEFAULTS.norm_eps,
+        hc_eps: float = DEFAULTS.hc_eps,
     ) -> Gradients: ...
 
 
@@ -148,5 +149,5 @@ class MHCBackwardTileLang(_ForShape):
 
     def compile(self, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> None:
         maps = mhc_forward_pre_tilelang(x, phi, alpha, bias, outflag=True, gamma=gamma)
-        h_in, h_post, h_res, inv_rms, h_mix, h_pre = maps
-        mhc_backward_tilelang(x, phi, alpha, bias, inv_rms, h_mix, h_pre, h_post, h_in, h_post, h_res, gamma)
+        h_in, h_post, h_res, inv_rms, h_mix, _ = maps
+        mhc_backward_tilelang(x, phi, alpha, bias, inv_rms, h_mix, None, None, h_in, h_post, h_res, gamma)

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
 
 from ..core import backend as backends
-from ..core.check import check_count, check_numbers, check_tensors
+from ..core.check import check_count, check_tensors
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
+from .options import DEFAULTS, PreKeywords, checked, spelled_out
 
-NUMBERS = ("norm_eps", "hc_eps", "post_mult", "sinkhorn_eps")  # among the options
 MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
 
 
@@ -33,6 +34,7 @@ class _Maps(nn.Module):
         sections: int,
         gamma: bool,
         options: dict[str, Any],
+        backend: str | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ):
@@ -40,15 +42,15 @@ class _Maps(nn.Module):
         kind = type(self).__name__
         check_count(kind, "n", n)
         check_count(kind, "D", D)
-        check_count(kind, "sinkhorn_iters", options.get("sinkhorn_iters", 1))
-        names = [name for name in NUMBERS if name in options]
-        numbers = dict(zip(names, check_numbers(kind, **{name: options[name] for name in names})))
-        if numbers["hc_eps"] >= 1:
-            raise ValueError(f"{kind}: hc_eps must be below 1, got {numbers['hc_eps']}")
-        if numbers.get("post_mult", 1.0) <= 0:
-            raise ValueError(f"{kind}: post_mult must be above 0, got {numbers['post_mult']}")
+        found = checked(kind, options)
+        if found.hc_eps >= 1:
+            raise ValueError(f"{kind}: hc_eps must be below 1, got {found.hc_eps}")
+        if found.post_mult <= 0:
+            raise ValueError(f"{kind}: post_mult must be above 0, got {found.post_mult}")
         maps = n if sections == 1 else n * n + 2 * n
-        self.n, self.D, self.options = n, D, options
+        self.n, self.D = n, D
+        self.options = {name: getattr(found, name) for name in options}
+        self.backend = backend
         self.phi = nn.Parameter(torch.empty(maps, n * D, device=device, dtype=dtype))
         self.alpha = nn.Parameter(torch.empty(sections, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(maps, device=device, dtype=dtype))
@@ -63,16 +65,15 @@ class _Maps(nn.Module):
             nn.init.ones_(self.gamma)
 
     def check(self, x: Tensor) -> None:
-        check_tensors(type(self).__name__, x=x)
-        if x.shape[-2:] != (self.n, self.D):
+        if not isinstance(x, Tensor) or x.shape[-2:] != (self.n, self.D):
+            check_tensors(type(self).__name__, x=x)
             raise ValueError(f"{type(self).__name__}: x must be [..., {self.n}, {self.D}], got {list(x.shape)}")
 
     def extra_repr(self) -> str:
         """n=4, D=64, what was switched on, and the backend where one was named."""
         flags = {"gamma": self.gamma is not None, "checkpoint": getattr(self, "checkpoint", False)}
         words = [f"n={self.n}", f"D={self.D}", *(f"{name}=True" for name, on in flags.items() if on)]
-        backend = self.options["backend"]
-        return ", ".join(words + ([f"backend={backend!r}"] if backend else []))
+        return ", ".join(words + ([f"backend={self.backend!r}"] if self.backend else []))
 
 
 class MHCBlock(_Maps):
@@ -92,14 +93,14 @@ class MHCBlock(_Maps):
         n: int = 4,
         D: int = 256,
         *,
-        norm_eps: float = 1e-6,
-        hc_eps: float = 1e-6,
+        norm_eps: float = DEFAULTS.norm_eps,
+        hc_eps: float = DEFAULTS.hc_eps,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        options = {"norm_eps": norm_eps, "hc_eps": hc_eps, "backend": backend}
-        super().__init__(n, D, 3, False, options, device, dtype)
+        options = {"norm_eps": norm_eps, "hc_eps": hc_eps}
+        super().__init__(n, D, 3, False, options, backend, device, dtype)
 
     def reset_parameters(self) -> None:
         """phi ~ N(0, 0.02²), alpha = 0.01, bias = 0."""
@@ -109,7 +110,7 @@ class MHCBlock(_Maps):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.check(x)
-        return mhc_forward_pre(x, self.phi, self.alpha, self.bias, **self.options)
+        return mhc_forward_pre(x, self.phi, self.alpha, self.bias, backend=self.backend, **self.options)
 
 
 class HyperConnection(_Maps):
@@ -136,6 +137,7 @@ class HyperConnection(_Maps):
     otherwise.
     """
 
+    @spelled_out
     def __init__(
         self,
         layer: Any,
@@ -143,27 +145,15 @@ class HyperConnection(_Maps):
         D: int,
         *,
         gamma: bool = False,
-        norm_eps: float = 1e-6,
-        hc_eps: float = 1e-6,
-        post_mult: float = 2.0,
-        sinkhorn_iters: int = 20,
-        sinkhorn_eps: float = 1e-6,
         checkpoint: bool = False,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[PreKeywords],
     ):
-        options = {
-            "norm_eps": norm_eps,
-            "hc_eps": hc_eps,
-            "post_mult": post_mult,
-            "sinkhorn_iters": sinkhorn_iters,
-            "sinkhorn_eps": sinkhorn_eps,
-            "backend": backend,
-        }
         if not callable(layer):
             raise TypeError(f"HyperConnection: layer must be callable, got {type(layer).__name__}")
-        super().__init__(n, D, 3, gamma, options, device, dtype)
+        super().__init__(n, D, 3, gamma, {**DEFAULTS._asdict(), **options}, backend, device, dtype)
         self.layer, self.checkpoint = layer, checkpoint
 
     @torch.no_grad()
@@ -179,7 +169,8 @@ class HyperConnection(_Maps):
 
     def forward(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         def run(x: Tensor, *parameters: Any) -> Any:
-            return mhc_layer(x, lambda h_in: self.layer(h_in, *args, **kwargs), *parameters, **self.options)
+            layer = (lambda h_in: self.layer(h_in, *args, **kwargs)) if args or kwargs else self.layer
+            return mhc_layer(x, layer, *parameters, backend=self.backend, **self.options)
 
         self.check(x)
         parameters = (self.phi, self.alpha, self.bias, self.gamma)
@@ -212,14 +203,14 @@ class HyperHead(_Maps):
         D: int,
         *,
         gamma: bool = False,
-        norm_eps: float = 1e-6,
-        hc_eps: float = 1e-6,
+        norm_eps: float = DEFAULTS.norm_eps,
+        hc_eps: float = DEFAULTS.hc_eps,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        options = {"norm_eps": norm_eps, "hc_eps": hc_eps, "backend": backend}
-        super().__init__(n, D, 1, gamma, options, device, dtype)
+        options = {"norm_eps": norm_eps, "hc_eps": hc_eps}
+        super().__init__(n, D, 1, gamma, options, backend, device, dtype)
 
     def reset_parameters(self) -> None:
         """phi = 0, alpha = 0.01, gamma = 1; bias: every weight is 1/n."""
@@ -228,7 +219,7 @@ class HyperHead(_Maps):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
-        return mhc_head(x, self.phi, self.alpha, self.bias, self.gamma, **self.options)
+        return mhc_head(x, self.phi, self.alpha, self.bias, self.gamma, backend=self.backend, **self.options)
 
 
 def _logit(probability: float) -> float:

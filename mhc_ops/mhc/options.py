@@ -45,8 +45,8 @@ def checked(function: str, given: Mapping[str, Any]) -> PreOptions:
     options = PreOptions(**given)
     for name in _COUNTS:
         check_count(function, name, getattr(options, name))
-    numbers = {name: getattr(options, name) for name in _NUMBERS}
-    return options._replace(**dict(zip(_NUMBERS, check_numbers(function, **numbers))))
+    numbers: Any = dict(zip(_NUMBERS, check_numbers(function, **{name: getattr(options, name) for name in _NUMBERS})))
+    return options._replace(**numbers)
 
 
 def spelled_out(function: F) -> F:

@@ -213,7 +213,7 @@ def backward(
     check_shapes(function, **given)
     options = checked(function, {"norm_eps": norm_eps, "hc_eps": hc_eps})._replace(sinkhorn_iters=0)
     name = choose(function, "mhc", backend, x.device)
-    maps = {"inv_rms": inv_rms, "h_mix": h_mix, "dh_in": dh_in, "dh_post": dh_post, "dh_res": dh_res}
+    maps: dict[str, Any] = {"inv_rms": inv_rms, "h_mix": h_mix, "dh_in": dh_in, "dh_post": dh_post, "dh_res": dh_res}
     if name == "reference":
         return manual.mhc_pre_bwd(x, phi, alpha, bias, gamma, **maps, hc_eps=options.hc_eps)
     check_kernel_limits(function, x, name)

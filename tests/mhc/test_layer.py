@@ -194,7 +194,7 @@ def test_opcheck(gamma, kernel_device):
     leaves = [t if t is None else t.requires_grad_() for t in (x, *parameters)]
     opcheck(contracts.mhc_layer_pre.traced, (*leaves, *OPTIONS, "triton"))
     detached = [t if t is None else t.detach() for t in leaves]
-    h_in, h_post, h_res, link, inv_rms, h_mix = contracts.mhc_layer_pre(*detached, *OPTIONS, "triton")
+    h_in, h_post, h_res, link, inv_rms, h_mix = contracts.mhc_layer_pre.traced(*detached, *OPTIONS, "triton")
     maps = [t.requires_grad_() for t in (h_out, h_post, h_res)]
     opcheck(contracts.mhc_layer_post.traced, (link, x.detach(), *maps, "triton"))
     opcheck(contracts.mhc_post_fwd.traced, (x, *maps, "triton"))
@@ -203,7 +203,7 @@ def test_opcheck(gamma, kernel_device):
     plain = [t.detach() for t in maps]
     opcheck(contracts.mhc_post_bwd.traced, (detached[0], *plain, detached[0], True, "triton"))
     cotangents = (h_in, plain[1], plain[2], detached[0])
-    opcheck(contracts.mhc_pre_bwd.traced, (*detached, inv_rms, h_mix, *cotangents, *OPTIONS[1:], "triton"))
+    opcheck(contracts.mhc_pre_bwd.traced, (*detached, *OPTIONS, inv_rms, h_mix, *cotangents, "triton"))
 
 
 def sharded(rank, world, port, backend, results):

@@ -14,9 +14,10 @@ import mhc_ops
 from mhc_ops.core.modes import is_eager
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.contracts import mhc_pre_bwd, mhc_pre_fwd
+from mhc_ops.mhc.options import PreOptions
 
 SUBJECT = cases.MHC_FORWARD_PRE
-OPTIONS = (1e-6, 1e-6, 2.0, 0, 0.0)
+OPTIONS = PreOptions(sinkhorn_iters=0)
 
 
 def leaves(device, gamma=True):
@@ -26,6 +27,14 @@ def leaves(device, gamma=True):
 
 def forward(x, phi, alpha, bias, gamma=None):
     return mhc_ops.mhc_forward_pre(x, phi, alpha, bias, gamma=gamma, backend="triton")
+
+
+def traced(x, phi, alpha, bias, gamma):
+    return mhc_pre_fwd.traced(x, phi, alpha, bias, gamma, *OPTIONS, "triton")
+
+
+def direct(x, phi, alpha, bias, gamma):
+    return mhc_pre_fwd(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma, options=OPTIONS, backend="triton")
 
 
 def gradients(call, tensors):
@@ -40,8 +49,8 @@ def test_opcheck(gamma, kernel_device):
     x, phi, alpha, bias = (tensors[name] for name in ("x", "phi", "alpha", "bias"))
     opcheck(mhc_pre_fwd.traced, (x, phi, alpha, bias, tensors.get("gamma"), *OPTIONS, "triton"))
     detached = [None if t is None else t.detach() for t in (x, phi, alpha, bias, tensors.get("gamma"))]
-    h_in, h_post, _, inv_rms, h_mix, _ = mhc_pre_fwd(*detached, *OPTIONS, "triton")
-    opcheck(mhc_pre_bwd.traced, (*detached, inv_rms, h_mix, h_in, h_post, None, None, *OPTIONS[1:], "triton"))
+    h_in, h_post, _, inv_rms, h_mix, _ = mhc_pre_fwd.traced(*detached, *OPTIONS, "triton")
+    opcheck(mhc_pre_bwd.traced, (*detached, *OPTIONS, inv_rms, h_mix, h_in, h_post, None, None, "triton"))
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
@@ -113,39 +122,35 @@ def test_fake_tensors(kernel_device):
 @pytest.mark.parametrize("mode", [True, False], ids=["traced", "direct"])
 def test_intermediates_carry_no_gradient(mode, kernel_device):
     tensors = leaves(kernel_device)
-    call = mhc_pre_fwd.traced if mode else mhc_pre_fwd
-    outputs = call(*tensors.values(), *OPTIONS, "triton")
+    outputs = (traced if mode else direct)(*tensors.values())
     assert [output.requires_grad for output in outputs] == [True] * 3 + [False] * 3
 
 
 def test_direct_and_traced_give_the_same_bits(kernel_device):
     tensors = leaves(kernel_device)
-    arguments = (*tensors.values(), *OPTIONS, "triton")
-    direct, traced = mhc_pre_fwd(*arguments), mhc_pre_fwd.traced(*arguments)
-    assert all(torch.equal(a, b) for a, b in zip(direct, traced))
-    cotangents = [torch.randn_like(output) for output in direct[:3]]
+    ours, theirs = direct(*tensors.values()), traced(*tensors.values())
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    cotangents = [torch.randn_like(output) for output in ours[:3]]
     for one, other in zip(
-        torch.autograd.grad(direct[:3], list(tensors.values()), cotangents),
-        torch.autograd.grad(traced[:3], list(tensors.values()), cotangents),
+        torch.autograd.grad(ours[:3], list(tensors.values()), cotangents),
+        torch.autograd.grad(theirs[:3], list(tensors.values()), cotangents),
     ):
         assert torch.equal(one, other)
 
 
 def test_double_backward_of_the_traced_op_raises(kernel_device):
     tensors = leaves(kernel_device)
-    outputs = mhc_pre_fwd.traced(*tensors.values(), *OPTIONS, "triton")
+    outputs = traced(*tensors.values())
     (dx,) = torch.autograd.grad(outputs[0].square().sum(), tensors["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="autograd"):
         dx.sum().backward()
 
 
-@pytest.mark.parametrize("traced", [True, False], ids=["traced", "direct"])
+@pytest.mark.parametrize("op", [traced, direct])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpoint(reentrant, traced, kernel_device):
-    op = mhc_pre_fwd.traced if traced else mhc_pre_fwd
-
+def test_checkpoint(reentrant, op, kernel_device):
     def call(*tensors):
-        return op(*tensors, *OPTIONS, "triton")[:3]
+        return op(*tensors)[:3]
 
     def checkpointed(**tensors):
         return checkpoint(call, *tensors.values(), use_reentrant=reentrant)

@@ -6,6 +6,7 @@ import torch
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.check import name_of
 from mhc_ops.mhc import contracts
+from mhc_ops.mhc.options import PreOptions
 
 pytest.importorskip("triton")
 import cross_compile
@@ -44,7 +45,6 @@ COMPILED = [
     *((*config, target) for target, configs_there in ELSEWHERE.items() for config in configs_there),
 ]
 FEW = 16  # tokens, where the projection cuts phi into parts itself
-OPTIONS = (1e-6, 1e-6, 2.0, 20, 1e-6)  # norm_eps, hc_eps, post_mult, sinkhorn_iters, sinkhorn_eps
 KERNELS = {
     "phi_parts_kernel",
     "mhc_pre_project_kernel",
@@ -72,28 +72,30 @@ def launch_all(T, n, D, dtype, gamma=True):
     x, h_out = tensor(T, n, D, dtype=dtype), tensor(T, D, dtype=dtype)
     h_post, h_res, inv_rms, h_mix = tensor(T, n), tensor(T, n, n), tensor(T), tensor(T, M)
     weight = tensor(n, D) if gamma else None
-    parameters = (tensor(M, n * D), tensor(3), tensor(M), weight)
-    head = (tensor(n, n * D), tensor(1), tensor(n), weight)
-    cotangents = (h_out, h_post, h_res)
+    maps = {"phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M), "gamma": weight, "options": PreOptions()}
+    head = {"phi": tensor(n, n * D), "alpha": tensor(1), "bias": tensor(n), "gamma": weight, "hc_eps": 1e-6}
+    post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
+    kept = {"inv_rms": inv_rms, "h_mix": h_mix}
     for dx_next in (None, x):
-        launch("mhc_pre_bwd", x, *parameters, inv_rms, h_mix, *cotangents, dx_next, *OPTIONS[1:])
+        cotangents = {"dh_in": h_out, "dh_post": h_post, "dh_res": h_res, "dx_next": dx_next}
+        launch("mhc_pre_bwd", x=x, **maps, **kept, **cotangents)
     for streams in (x, tensor(FEW, n, D, dtype=dtype)):
-        launch("mhc_pre_fwd", streams, *parameters, *OPTIONS)
-        launch("mhc_head_fwd", streams, *head, *OPTIONS[:2])
-    launch("mhc_layer_pre", x, *parameters, *OPTIONS)
-    launch("mhc_post_fwd", x, h_out, h_post, h_res)
+        launch("mhc_pre_fwd", x=streams, **maps)
+        launch("mhc_head_fwd", x=streams, **head, norm_eps=1e-6)
+    launch("mhc_layer_pre", x=x, **maps)
+    launch("mhc_post_fwd", **post)
     for residual in (False, True):
-        launch("mhc_post_bwd", x, h_out, h_post, h_res, x, residual)
-    launch("mhc_post_pre_fwd", x, h_out, h_post, h_res, *parameters, *OPTIONS)
-    of_next = (x, inv_rms, h_mix, x, *cotangents)
-    launch("mhc_post_pre_bwd", x, h_out, h_post, h_res, *parameters, *of_next, *OPTIONS[1:])
-    launch("mhc_head_bwd", x, *head, inv_rms, tensor(T, n), h_out, OPTIONS[1])
-    launch("sinkhorn_fwd", h_res, 20, 1e-6)
-    launch("sinkhorn_bwd", h_res, h_res, 20, 1e-6)
+        launch("mhc_post_bwd", **post, dx_next=x, residual=residual)
+    launch("mhc_post_pre_fwd", **post, **maps)
+    cotangents = {"dx_next": x, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res}
+    launch("mhc_post_pre_bwd", **post, **maps, x_next=x, **kept, **cotangents)
+    launch("mhc_head_bwd", x=x, **head, inv_rms=inv_rms, h_mix=tensor(T, n), dout=h_out)
+    launch("sinkhorn_fwd", logits=h_res, iters=20, eps=1e-6)
+    launch("sinkhorn_bwd", logits=h_res, iters=20, eps=1e-6, dh_res=h_res)
 
 
-def launch(name, *inputs):
-    getattr(contracts, name).launch(*inputs, "triton")
+def launch(name, **inputs):
+    getattr(contracts, name).launch(backend="triton", **inputs)
 
 
 @pytest.mark.parametrize(

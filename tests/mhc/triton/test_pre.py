@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 import mhc_ops
-from mhc_ops.core import device, replay
+from mhc_ops.core import call, device
 from mhc_ops.core.sizes import cdiv
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.contracts import mhc_pre_bwd
@@ -51,7 +51,7 @@ def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypat
     for processors in (1, 4, 1000):
         described = replace(here, processors=processors)
         monkeypatch.setattr(device, "of", lambda _, described=described: described)
-        replay.forget()
+        call.forget()
         results.append(mhc_ops.mhc_forward_pre(**tensors, outflag=True, backend="triton"))
         project = configs.project(24, 4 * 2100, False, here)
         token_blocks = cdiv(70, project.block_t)

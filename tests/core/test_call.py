@@ -1,0 +1,282 @@
+"""Calls by name, with and without gradients; and their replay: a call that is like an earlier one starts the same
+compiled kernels on its own tensors, and nothing else."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from mhc_ops.core import backend as backends
+from mhc_ops.core import call
+from mhc_ops.core.call import Request, run
+from mhc_ops.core.launch import launch
+from mhc_ops.core.op import op
+
+
+class Kernel:
+    """y = x·amount, and between = x. Counts how often it is bound the long way, and how often it starts."""
+
+    __name__ = "kernel"
+    arg_names = ("x_ptr", "between_ptr", "y_ptr", "amount", "BLOCK")
+
+    def __init__(self):
+        self.bound, self.started, self.tensors = 0, [], {}
+
+    def __getitem__(self, grid):
+        def bind(*arguments, num_warps):
+            self.bound += 1
+            x, _, y, amount, BLOCK = arguments
+            self.started.append((grid, x.data_ptr(), y.data_ptr(), amount, BLOCK))
+            torch.mul(x.detach(), amount, out=y.detach())
+            return Compiled(self)
+
+        return bind
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def start(x, between, y, amount, BLOCK, stream):
+            assert between not in (x, y)
+            self.kernel.started.append((grid, x, y, amount, BLOCK))
+
+        return start
+
+
+class ScaledOutputs(NamedTuple):
+    y: Tensor
+    kept: Tensor
+
+
+class ScaledGradients(NamedTuple):
+    dx: Tensor
+
+
+class Options(NamedTuple):
+    amount: float = 2.0
+    block: int = 32
+
+
+@op("mhc")
+def scaled_fwd(x: Tensor, options: Options) -> ScaledOutputs:
+    return ScaledOutputs(y=torch.empty_like(x), kept=torch.empty_like(x))
+
+
+@op("mhc")
+def scaled_bwd(x: Tensor, options: Options, kept: Tensor, dy: Tensor) -> ScaledGradients:
+    return ScaledGradients(dx=torch.empty_like(x))
+
+
+scaled_fwd.gradient_is(scaled_bwd)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Stands for the kernels of a GPU; torch does what it does, unseen by who records."""
+    found, stray = Kernel(), []
+
+    def scale(x, y, options):
+        between = torch.empty(100, dtype=torch.float32)
+        arguments = {"x_ptr": x, "between_ptr": between, "y_ptr": y, "amount": options.amount, "BLOCK": options.block}
+        with torch.utils._python_dispatch._disable_current_modes():
+            launch(found, (3,), **arguments, num_warps=4)
+        for more in stray:
+            more(y)
+
+    launchers = {
+        "scaled_fwd": lambda *, x, options, y, kept: scale(x, y, options),
+        "scaled_bwd": lambda *, x, options, kept, dy, dx: scale(dy, dx, options),
+    }
+    monkeypatch.setattr(backends, "_INTERPRETED", False)
+    monkeypatch.setattr(backends, "load", lambda family, backend, name, device: launchers[name])
+    found.stray, found.checks = stray, []
+    call.forget()
+    yield found
+    call.forget()
+
+
+def prepared(kernel):
+    def prepare(x, amount, backend):
+        kernel.checks.append(x.shape)
+        options = Options(amount=amount)
+        return Request(scaled_fwd, "triton", {"x": x.contiguous(), "options": options}, "y")
+
+    return prepare
+
+
+@pytest.fixture
+def scaled(kernel):
+    prepare = prepared(kernel)
+    return lambda x, amount=2.0, backend=None: run(prepare, x=x, amount=amount, backend=backend)
+
+
+def test_the_schema_spells_out_the_options():
+    expected = "mhc_ops::scaled_fwd(Tensor x, float amount, SymInt block, str backend) -> (Tensor, Tensor)"
+    assert str(scaled_fwd.traced._opoverload._schema) == expected
+
+
+def test_a_gradient_that_asks_for_what_there_is_not():
+    with pytest.raises(TypeError, match="asks for \\['phi'\\]"):
+        scaled_fwd.gradient(lambda run, phi, dy: {})
+
+
+def test_a_kernel_argument_that_is_missing_or_unknown(kernel):
+    with pytest.raises(TypeError, match=r"kernel: missing \['y_ptr'\], unknown \['z_ptr'\]"):
+        launch(kernel, (1,), x_ptr=1, between_ptr=2, z_ptr=3, amount=4, BLOCK=5, num_warps=4)
+
+
+def test_an_input_that_is_missing_or_unknown(kernel):
+    with pytest.raises(TypeError):
+        scaled_fwd(x=torch.zeros(3), backend="triton")
+    with pytest.raises(TypeError):
+        scaled_fwd(x=torch.zeros(3), options=Options(), phi=None, backend="triton")
+    with pytest.raises(TypeError, match="takes"):
+        scaled_fwd.dispatched(x=torch.zeros(3), phi=None, backend="triton")
+
+
+def test_second_call_is_direct(kernel, scaled):
+    scaled(torch.zeros(64))
+    x = torch.ones(64)
+    y = scaled(x)
+    assert (kernel.bound, len(kernel.checks)) == (1, 1)
+    assert kernel.started[-1] == ((3, 1, 1), x.data_ptr(), y.data_ptr(), 2.0, 32)
+    assert (y.shape, y.dtype, y.requires_grad) == (x.shape, x.dtype, False)
+
+
+def test_second_step_of_training_is_direct(kernel, scaled):
+    """With gradients: forward and backward are bound once, and run on the tensors of each step."""
+    for _ in range(3):
+        x = torch.ones(64, requires_grad=True)
+        y = scaled(x)
+        assert kernel.started[-1][1:3] == (x.data_ptr(), y.data_ptr())
+        dy = torch.full((64,), 3.0)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        assert kernel.started[-1][1:3] == (dy.data_ptr(), dx.data_ptr())
+        assert y.grad_fn.name() == "scaled_fwdBackward"
+    assert (kernel.bound, len(kernel.checks), len(kernel.started)) == (2, 1, 6)
+
+
+def test_with_and_without_gradients_are_the_same_call(kernel, scaled):
+    scaled(torch.zeros(64))
+    scaled(torch.zeros(64, requires_grad=True))
+    assert len(kernel.checks) == 1
+    with torch.no_grad():
+        assert not scaled(torch.zeros(64, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"amount": 6.0},
+        {"amount": 2},
+        {"x": torch.zeros(65)},
+        {"x": torch.zeros(64, dtype=torch.bfloat16)},
+        {"x": torch.zeros(65)[1:]},
+        {"x": torch.zeros(128)[::2]},
+        {"x": torch.zeros(64, device="meta")},
+    ],
+    ids=["number", "kind of number", "shape", "type", "alignment", "strides", "device"],
+)
+def test_what_makes_another_call(change, kernel, scaled):
+    scaled(torch.zeros(64))
+    scaled(**{"x": torch.zeros(64), **change})
+    assert kernel.bound == 2
+
+
+def test_the_alignment_of_a_cotangent_makes_another_call(kernel, scaled):
+    for dy in (torch.ones(64), torch.ones(65)[1:], torch.ones(1).expand(64)):
+        x = torch.ones(64, requires_grad=True)
+        torch.autograd.grad(scaled(x), x, dy)
+    assert kernel.bound == 1 + 2, "forward, and two alignments of dy; an expanded one is copied"
+
+
+def test_what_hooks_bring_back_is_looked_at(kernel, scaled):
+    """Offloading and checkpointing may bring a kept tensor back elsewhere: here with another alignment."""
+
+    def elsewhere(tensor):
+        moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:]
+        return moved.copy_(tensor)
+
+    def here(tensor):
+        return tensor
+
+    for hook in (here, here, elsewhere):
+        x = torch.ones(64, requires_grad=True)
+        with saved_tensors_hooks(here, hook):
+            y = scaled(x)
+        torch.autograd.grad(y, x, torch.ones(64))
+    assert kernel.bound == 1 + 2
+
+
+@pytest.mark.parametrize("stray", [lambda y: y.zero_(), lambda y: y + 1], ids=["in place", "new"])
+def test_what_torch_does_besides_is_never_left_out(stray, kernel, scaled):
+    kernel.stray.append(stray)
+    for _ in range(3):
+        scaled(torch.zeros(64))
+    assert (kernel.bound, len(kernel.checks)) == (3, 1)
+
+
+def test_a_copy_in_another_layout_is_made_each_time(kernel, scaled):
+    for value in (1.0, 5.0):
+        assert scaled(torch.full((2, 128), value)[:, ::2])[0, 0] == 2 * value
+    assert len(kernel.checks) == 2
+
+
+def test_two_inputs_in_one_tensor_are_not_a_rule(kernel):
+    """x is given twice in the first call; in the second it is not."""
+
+    def prepare(one, other, backend):
+        kernel.checks.append(None)
+        return Request(scaled_fwd, "triton", {"x": other, "options": Options()}, ("y", "kept"))
+
+    x, other = torch.ones(64), torch.zeros(64)
+    run(prepare, one=x, other=x, backend=None)
+    run(prepare, one=x, other=other, backend=None)
+    assert kernel.started[-1][1] == other.data_ptr()
+
+
+def test_what_is_kept_is_bounded(kernel, scaled, monkeypatch):
+    monkeypatch.setattr(call, "MOST_CALLS", 3)
+    for amount in range(10):
+        scaled(torch.zeros(64), float(amount))
+    assert len(call._calls) <= 3
+
+
+def test_the_interpreter_records_nothing(kernel, scaled, monkeypatch):
+    monkeypatch.setattr(backends, "_INTERPRETED", True)
+    for _ in range(2):
+        scaled(torch.zeros(64))
+    assert (kernel.bound, len(kernel.checks)) == (2, 1), "the checks hold all the same"
+
+
+@pytest.mark.parametrize("how", ["subclass", "mode", "backend"])
+def test_calls_that_are_prepared_each_time(how, kernel, scaled):
+    for attempt in range(2):
+        if how == "subclass":
+            scaled(torch.zeros(64).as_subclass(type("Own", (torch.Tensor,), {})))
+        elif how == "mode":
+            with torch.overrides.BaseTorchFunctionMode():
+                scaled(torch.zeros(64))
+        else:
+            with backends.use_backend(("triton", "tilelang")[attempt]):
+                scaled(torch.zeros(64))
+    assert len(kernel.checks) == 2
+
+
+def test_a_second_derivative_says_so(kernel, scaled):
+    x = torch.ones(64, requires_grad=True)
+    (dx,) = torch.autograd.grad(scaled(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_no_gradient_where_no_output_is_used(kernel, scaled):
+    x = torch.ones(64, requires_grad=True)
+    unused = scaled(x)
+    before = kernel.bound
+    (unused.detach() + x).sum().backward()
+    assert kernel.bound == before
