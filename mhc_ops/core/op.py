@@ -176,9 +176,9 @@ class Op:
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             *flat, backend = inputs
-            ctx.call = Call(self, backend, self.unflattened(flat), outputs)
+            call = Call(self, backend, self.unflattened(flat), outputs)
             tensors = [value for value in flat if isinstance(value, Tensor)]
-            ctx.call.keep(ctx, tensors, output if isinstance(output, tuple) else (output,))
+            call.keep(ctx, tensors, output if isinstance(output, tuple) else (output,))
 
         def backward(ctx: Any, cotangents: tuple[Tensor | None, ...], path: Callable[..., Any]) -> tuple[Any, ...]:
             call = ctx.call
@@ -204,15 +204,20 @@ class Call:
         self.op, self.backend, self.returns = op, backend, returns
         self.names = [name for name, value in inputs.items() if isinstance(value, Tensor)]
         self.constants = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
-        self.read = [self.names.index(name) for name in op.reads if name in self.names]
-        self.hidden = [name for name in op.reads if name in op.outputs._fields and name not in returns]
-        self.shown = [i for i, name in enumerate(returns) if name in op.reads]
+        outputs = op.outputs._fields
+        hidden = tuple(name for name in op.reads if name in outputs and name not in returns)
+        everything = [*self.names, *returns, *hidden]  # as `keep` has it
+        self.kept = [name for name in op.reads if name in everything]
+        self.places = [everything.index(name) for name in self.kept]
         self.fixed = [i for i, name in enumerate(returns) if name not in op.varying]
         replayable = backend == "triton" and not backends._INTERPRETED
-        wrap: Callable[[Any], Any] = Replay if replayable else lambda function: function
-        self.forward = wrap(partial(self.launched, returns))
-        self.forward_keeping = wrap(partial(self.launched, (*returns, *self.hidden)))
-        self.backward = wrap(partial(self.differentiated, partial(Op.launch, backend=backend)))
+        self.forward: Any = partial(self.launched, returns)
+        self.forward_keeping: Any = partial(self.launched, (*returns, *hidden))
+        self.backward: Any = partial(self.differentiated, partial(Op.launch, backend=backend))
+        if replayable:
+            self.forward = Replay(self.forward, any_strides=False)
+            self.forward_keeping = Replay(self.forward_keeping, any_strides=False)
+            self.backward = Replay(self.backward, any_strides=True)  # saved_tensors_hooks may have changed them
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What is returned, in the order of `returns`."""
@@ -228,10 +233,11 @@ class Call:
         return [getattr(results, name) for name in outputs]
 
     def keep(self, ctx: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """For the backward. results: what is returned, then what is hidden."""
-        count = len(self.returns)
+        """For the backward. results: what is returned, then what the gradient needs besides."""
+        everything = (*tensors, *results)
+        ctx.call = self
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[tensors[i] for i in self.read], *[results[i] for i in self.shown], *results[count:])
+        ctx.save_for_backward(*[everything[place] for place in self.places])
         if self.fixed:
             ctx.mark_non_differentiable(*[results[i] for i in self.fixed])
 
@@ -239,9 +245,9 @@ class Call:
         self, ctx: Any, cotangents: Sequence[Tensor | None], differentiated: Callable[..., Sequence[Tensor | None]]
     ) -> Sequence[Tensor | None]:
         """One for each of `names`. cotangents: one for each of `returns`."""
-        if all(cotangent is None for cotangent in cotangents):
-            return [None] * len(self.names)
         dense = [c if c is None or c.is_contiguous() else c.contiguous() for c in cotangents]
+        if all(cotangent is None for cotangent in dense):
+            return [None] * len(self.names)
         # saved_tensors once: checkpointing and offloading unpack on each access
         return differentiated([*ctx.saved_tensors, *dense])
 
@@ -249,11 +255,10 @@ class Call:
         """tensors: what is kept, then the cotangents, as in `gradients`."""
         op = self.op
         assert op.differentiate is not None
-        kept = [self.names[i] for i in self.read] + [self.returns[i] for i in self.shown] + self.hidden
         values: Inputs = dict.fromkeys(f"d{name}" for name in op.varying)
         values |= {name: self.constants[name] for name in op.reads if name in self.constants}
-        values |= zip(kept, tensors)
-        for name, cotangent in zip(self.returns, tensors[len(kept) :]):
+        values |= zip(self.kept, tensors)
+        for name, cotangent in zip(self.returns, tensors[len(self.kept) :]):
             if name in op.varying:
                 values[f"d{name}"] = cotangent
         if op.asks_given:
@@ -268,7 +273,6 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = call.forward_keeping(tensors)
-        ctx.call = call
         call.keep(ctx, tensors, results)
         return tuple(results[: len(call.returns)])
 
