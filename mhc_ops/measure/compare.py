@@ -18,8 +18,7 @@ import torch
 from ..core.backend import BACKENDS
 from .accuracy import Row
 from .results import Results
-from .scaling import Growth
-from .speed import Measurement, deviation
+from .speed import Growth, Measurement, deviation
 
 SURE = 3  # standard deviations
 A_BIT = 2

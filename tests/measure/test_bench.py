@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mhc_ops.measure import bench, cases, peers, providers, results, selection, speed
+from mhc_ops.measure import bench, cases, peers, results, selection, speed
 
 CPU = torch.device("cpu")
 POST = cases.Case(cases.MHC_POST, (16,), 2, 8)
@@ -132,7 +132,7 @@ def test_a_budget_leaves_out_the_rest(monkeypatch):
         time.sleep(0.2)
         return []
 
-    monkeypatch.setattr(providers, "check", slow)
+    monkeypatch.setattr(bench, "check", slow)
     found, _ = run(budget=0.2)
     assert found.budget_seconds == 0.2
     assert not found.complete
@@ -145,7 +145,7 @@ def test_a_budget_leaves_out_the_rest(monkeypatch):
 
 def test_small_cases_are_checked_once(monkeypatch):
     checked = []
-    monkeypatch.setattr(providers, "check", lambda *arguments: checked.append(arguments) or [])
+    monkeypatch.setattr(bench, "check", lambda *arguments: checked.append(arguments) or [])
     large = [replace(POST, outer=(T,)) for T in (300, 600)]
     monkeypatch.setattr(selection, "BENCH_CPU", large)
     found, _ = run()
