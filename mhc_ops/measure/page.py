@@ -1,25 +1,21 @@
-"""Results as one HTML page that needs nothing beside itself, and as Markdown; drawn from the JSON file alone.
-
-The templates say how they look. Here is what they show: each number with its origin in the JSON file.
-"""
+"""Results as one HTML page that needs nothing beside itself, and as Markdown; drawn from the JSON file alone. The
+templates say how they look, tables.py what they show."""
 
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.backend import BACKENDS
-from .accuracy import Row
 from .peers import WITH_GRADIENTS
-from .results import DIRECTIONS, Results, by_reason
-from .speed import STACKED_LAYERS, Growth, Measurement
+from .report import Table
+from .results import DIRECTIONS, Results
+from .speed import Measurement
+from .tables import DIRECTION_WORDS, Bar, CaseBars, Shown, Value, growth_table, size_of
 
 TEMPLATES = Path(__file__).parent / "templates"
-DIRECTION_WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
 SHORT_WORDS = {"forward": "fwd", "backward": "bwd", "both": "step"}
-PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
 LONGEST_BAR = 6  # times the floor; a bar that is longer is drawn with a gap
 COLOURS = {  # light, dark
     "triton": ("#2563eb", "#6ea1ff"),
@@ -36,155 +32,6 @@ COLOURS = {  # light, dark
 OTHER_COLOUR = ("#6b7280", "#a1a8b3")
 
 
-class Value(NamedTuple):
-    """A number and its origin: paths into the JSON file, joined by " * " and " / " and evaluated from left to right."""
-
-    value: float
-    origin: str
-
-    def over(self, other: "Value") -> "Value":
-        return Value(self.value / other.value, f"{self.origin} / {other.origin}")
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One measurement and its number in the file."""
-
-    index: int
-    entry: Measurement
-
-    def of(self, name: str) -> Value | None:
-        found = getattr(self.entry, name)
-        return None if found is None else Value(found, f"measurements.{self.index}.{name}")
-
-    @property
-    def time(self) -> Value:
-        return Value(self.entry.microseconds, f"measurements.{self.index}.microseconds")
-
-    @property
-    def copy_bandwidth(self) -> Value:
-        """GB/s of the copy."""
-        at, m = f"measurements.{self.index}", self.entry
-        origin = f"{at}.bandwidth * {at}.microseconds / {at}.copy_microseconds"
-        return Value(m.bandwidth * m.microseconds / m.copy_microseconds, origin)
-
-
-@dataclass(frozen=True)
-class CaseBars:
-    """All of one case: direction -> provider -> measurement."""
-
-    subject: str
-    case: str
-    group: str
-    bars: dict[str, dict[str, Bar]]
-
-    @property
-    def size(self) -> str:
-        return size_of(self.case, self.subject)
-
-    @property
-    def every(self) -> list[Bar]:
-        return [bar for found in self.bars.values() for bar in found.values()]
-
-    def bar(self, direction: str, provider: str) -> Bar | None:
-        return self.bars.get(direction, {}).get(provider)
-
-    def ours(self, direction: str) -> Bar | None:
-        """The fastest of our kernels."""
-        kernels = [bar for provider, bar in self.bars.get(direction, {}).items() if provider in BACKENDS]
-        return min(kernels, key=lambda bar: bar.entry.microseconds, default=None)
-
-
-class Shown:
-    """The results of one file in the order in which they are shown."""
-
-    def __init__(self, results: Results) -> None:
-        self.results = results
-        self.device = results.versions.get("device", "unknown device")
-        names = list(dict.fromkeys(m.provider for m in results.measurements))
-        order = [*PROVIDER_ORDER, *(name for name in names if name not in PROVIDER_ORDER)]
-        self.providers = sorted(names, key=order.index)
-        found: dict[str, list[Bar]] = {}
-        for index, entry in enumerate(results.measurements):
-            found.setdefault(entry.case, []).append(Bar(index, entry))
-        self.cases = [self._case(bars) for bars in found.values()]
-        self.training, self.decode = ([c for c in self.cases if c.group == group] for group in ("training", "decode"))
-        self.subjects = list(dict.fromkeys(case.subject for case in (*self.training, *self.decode)))
-        self.reasons = by_reason(results.not_measured)
-
-    def _case(self, bars: list[Bar]) -> CaseBars:
-        first = bars[0].entry
-        ordered = sorted(bars, key=lambda bar: self.providers.index(bar.entry.provider))
-        by_direction = {d: {b.entry.provider: b for b in ordered if b.entry.direction == d} for d in DIRECTIONS}
-        return CaseBars(first.subject, first.case, first.group, {d: b for d, b in by_direction.items() if b})
-
-    def alike(self, cases: Sequence[CaseBars]) -> list[tuple[list[str], list[CaseBars]]]:
-        """Ops that the same providers have share a table: the providers, and the cases."""
-        tables: dict[tuple[str, ...], list[CaseBars]] = {}
-        for case in cases:
-            of_op = [c for c in cases if c.subject == case.subject and c.group == case.group]
-            there = {provider for c in of_op for bars in c.bars.values() for provider in bars}
-            tables.setdefault((case.group, *(p for p in self.providers if p in there)), []).append(case)
-        return [(providers, found) for (_, *providers), found in tables.items()]
-
-    def with_memory(self) -> list[CaseBars]:
-        return [c for c in (*self.training, *self.decode) if any(bar.entry.peak_megabytes for bar in c.every)]
-
-    @staticmethod
-    def directions(cases: Sequence[CaseBars]) -> list[str]:
-        return [direction for direction in DIRECTIONS if any(direction in case.bars for case in cases)]
-
-    def charts(self) -> dict[tuple[str, str, str, str], list[tuple[int, Growth]]]:
-        """By subject, axis, what stays and direction; a training step only where there are few."""
-        found: dict[tuple[str, str, str, str], list[tuple[int, Growth]]] = {}
-        for index, g in enumerate(self.results.scaling):
-            found.setdefault((g.subject, g.axis, g.at, g.direction), []).append((index, g))
-        return {key: growths for key, growths in found.items() if key[3] != "both" or len(found) < 5}
-
-    def accuracy(self) -> dict[str, dict[tuple[str, str], dict[str, tuple[int, Row]]]]:
-        """Of every op, case, provider and output the row. Some libraries run other kernels where gradients are wanted:
-        the larger error counts."""
-        found: dict[str, dict[tuple[str, str], dict[str, tuple[int, Row]]]] = {}
-        for index, row in enumerate(self.results.accuracy):
-            line = found.setdefault(_subject(row.case), {}).setdefault((row.case, row.backend), {})
-            output = row.output.removesuffix(WITH_GRADIENTS)
-            line[output] = max(filter(None, [line.get(output), (index, row)]), key=_badness)
-        return found
-
-    def largest_errors(self) -> tuple[list[str], dict[str, dict[str, float]]]:
-        """The providers, and by output the largest relative error of each."""
-        providers = list(dict.fromkeys(row.backend for row in self.results.accuracy))
-        found: dict[str, dict[str, float]] = {}
-        for row in self.results.accuracy:
-            errors = found.setdefault(row.output.removesuffix(WITH_GRADIENTS), {})
-            errors[row.backend] = max(errors.get(row.backend, 0.0), row.relative_error, key=_nan_last)
-        return providers, found
-
-    def environment(self) -> dict[str, str]:
-        r = self.results
-        budget = {} if r.budget_seconds is None else {"budget": f"{r.budget_seconds:g} s"}
-        return {"date": r.date, **r.versions, "complete": "yes" if r.complete else "no", **budget}
-
-
-def _badness(entry: tuple[int, Row]) -> tuple[bool, float]:
-    return not entry[1].passed, entry[1].relative_error
-
-
-def _nan_last(error: float) -> tuple[bool, float]:
-    return math.isnan(error), error
-
-
-def _subject(case: str) -> str:
-    """The words before the sizes."""
-    words = case.split()
-    return " ".join(words[: next((i for i, word in enumerate(words) if word[0].isdigit()), 1)])
-
-
-def size_of(case: str, subject: str) -> str:
-    """mhc_pre 8192x4x4096 bfloat16 no gamma -> 8192 × 4 × 4096 bfloat16 no gamma"""
-    return re.sub(r"(?<=\d)x(?=\d)", " × ", case.removeprefix(subject).strip())
-
-
 def significant(value: float) -> str:
     """Three digits, and all that stand before the point: 0.0123, 1.23, 12.3, 123, 12,345"""
     if not math.isfinite(value):
@@ -197,16 +44,20 @@ def percent(value: float) -> str:
     return f"{value:.0%}" if value >= 0.01 else f"{value:.2%}"
 
 
-def extent(values: Iterable[float], form: str, unit: str) -> str:
-    """1.8 to 4.1×, or one number where both are the same."""
-    ends = list(dict.fromkeys(f"{end:{form}}" for found in [list(values)] if found for end in (min(found), max(found))))
-    return " to ".join(ends) + unit if ends else "–"
-
-
 def grid_step(largest: float) -> float:
     """1, 2 or 5 times a power of ten, at most six of them up to the largest."""
     power = 10.0 ** math.floor(math.log10(largest))
     return next(step * power for step in (0.2, 0.5, 1.0, 2.0) if largest / (step * power) <= 6)
+
+
+def slug(name: str) -> str:
+    """For classes and anchors."""
+    return re.sub(r"\W+", "-", name)
+
+
+def as_markdown(table: Table) -> str:
+    lines = [table.header, ["---"] * len(table.header), *table.rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def draw(results: Results) -> str:
@@ -216,7 +67,8 @@ def draw(results: Results) -> str:
 
 
 def markdown(files: Sequence[Results]) -> str:
-    return _render("benchmarks.md", files=[Shown(results) for results in files])
+    tables = (overview_table, training_tables, small_table, memory_tables, error_table, growth_table)
+    return _render("benchmarks.md", files=[Shown(results) for results in files], **{t.__name__: t for t in tables})
 
 
 def _render(template: str, **values: Any) -> str:
@@ -229,9 +81,117 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters: list[Callable[..., Any]] = [significant, percent, extent, grid_step, math.isfinite, math.log10]
+    filters: list[Callable[..., Any]] = [significant, percent, grid_step, slug, as_markdown, math.isfinite, math.log10]
     environment.filters |= {function.__name__: function for function in filters}
-    environment.filters["slug"] = lambda name: re.sub(r"\W+", "-", name)
-    environment.globals |= {"WORDS": DIRECTION_WORDS, "SHORT": SHORT_WORDS, "Value": Value}
-    environment.globals |= {"BACKENDS": BACKENDS, "STACKED_LAYERS": STACKED_LAYERS, "size_of": size_of}
+    environment.globals |= {"WORDS": DIRECTION_WORDS, "SHORT": SHORT_WORDS, "Value": Value, "size_of": size_of}
     return environment.get_template(template).render(**values).strip() + "\n"
+
+
+# The tables of Markdown.
+
+
+def overview_table(shown: Shown) -> Table:
+    """Over all training sizes: how near ours comes to a copy, and how long the others take."""
+    others = [provider for provider in shown.providers if provider not in BACKENDS]
+    rows = []
+    for subject in shown.subjects:
+        of_op = [case for case in shown.training if case.subject == subject]
+        for direction, words in DIRECTION_WORDS.items():
+            pairs = [(case, bar.entry) for case in of_op if (bar := case.ours(direction))]
+            if pairs:
+                share = _extent([100 * ours.of_copy for _, ours in pairs], ".0f", "%")
+                bandwidth = _extent([ours.bandwidth for _, ours in pairs], ".0f", "")
+                ratios = [_ratios(pairs, direction, other) for other in others]
+                rows.append([_code(subject), words, share, bandwidth, *ratios])
+    return Table(["op", "", "of a copy", "GB/s", *others], rows)
+
+
+def _ratios(pairs: Sequence[tuple[CaseBars, Measurement]], direction: str, other: str) -> str:
+    bars = [(case.bar(direction, other), ours) for case, ours in pairs]
+    return _extent([bar.entry.microseconds / ours.microseconds for bar, ours in bars if bar], ".1f", "×")
+
+
+def _extent(values: Sequence[float], form: str, unit: str) -> str:
+    """1.8 to 4.1×, or one number where both are the same."""
+    ends = dict.fromkeys(f"{end:{form}}" for end in (min(values), max(values))) if values else ()
+    return " to ".join(ends) + unit if ends else "–"
+
+
+def training_tables(shown: Shown) -> list[Table]:
+    """Ours: µs · share of a copy; others: µs (times the faster of ours). Ops that the same providers have together."""
+
+    def cell(case: CaseBars, direction: str, provider: str) -> str:
+        bar, ours = case.bar(direction, provider), case.ours(direction)
+        if bar is None:
+            return "–"
+        time, fastest = bar.entry.microseconds, min(b.entry.microseconds for b in case.bars[direction].values())
+        words = f"{time:.1f} · {bar.entry.of_copy:.0%}"
+        if ours is not None and provider not in BACKENDS:
+            words = f"{time:.1f} ({time / ours.entry.microseconds:.1f}×)"
+        return f"**{words}**" if time == fastest else words
+
+    def row(case: CaseBars, direction: str, providers: Sequence[str]) -> list[str]:
+        cells = [cell(case, direction, provider) for provider in providers]
+        return [_code(case.subject), case.size, DIRECTION_WORDS[direction], *cells]
+
+    return [
+        Table(["op", "size", "", *providers], [row(case, d, providers) for case in cases for d in case.bars])
+        for providers, cases in shown.alike(shown.training)
+    ]
+
+
+def small_table(shown: Shown) -> Table:
+    """Device and host times; host times also in multiples of torch.add where that was measured."""
+
+    def cells(case: CaseBars, provider: str) -> Iterable[str]:
+        for direction in DIRECTIONS:
+            bar = case.bar(direction, provider)
+            yield f"{bar.entry.microseconds:.1f}" if bar else "–"
+            if direction != "backward":
+                yield _host(bar, shown.results.add_microseconds)
+
+    header = ["op", "size", "provider", "forward µs", "on the host", "backward µs", "step µs", "on the host"]
+    every = [(case, p) for case in shown.decode for p in shown.providers if any(p in b for b in case.bars.values())]
+    return Table(header, [[_code(case.subject), case.size, p, *cells(case, p)] for case, p in every])
+
+
+def _host(bar: Bar | None, add_microseconds: float | None) -> str:
+    if bar is None or bar.entry.host_microseconds is None:
+        return "–"
+    adds = f" ({bar.entry.host_microseconds / add_microseconds:.1f} adds)" if add_microseconds else ""
+    return f"{bar.entry.host_microseconds:.0f} µs{adds}"
+
+
+def memory_tables(shown: Shown) -> list[Table]:
+    """Peak MB above the inputs: forward · training step."""
+
+    def cell(case: CaseBars, provider: str) -> str:
+        bars = [case.bar(direction, provider) for direction in ("forward", "both")]
+        peaks = [None if bar is None else bar.entry.peak_megabytes for bar in bars]
+        return " · ".join("–" if peak is None else f"{peak:.0f}" for peak in peaks) if any(peaks) else "–"
+
+    cases = [case for case in shown.with_memory() if case.group == "training"]
+    return [
+        Table(["op", "size", *providers], [[_code(c.subject), c.size, *(cell(c, p) for p in providers)] for c in found])
+        for providers, found in shown.alike(cases)
+    ]
+
+
+def error_table(shown: Shown) -> Table:
+    """The largest relative error of each output and gradient, over all cases of the run."""
+    providers = list(dict.fromkeys(row.backend for row in shown.results.accuracy))
+    found: dict[str, dict[str, float]] = {}
+    for row in shown.results.accuracy:
+        errors = found.setdefault(row.output.removesuffix(WITH_GRADIENTS), {})
+        errors[row.backend] = max(errors.get(row.backend, 0.0), row.relative_error, key=_nan_last)
+    rows = [[f"`{o}`", *(f"{e[p]:.1e}" if p in e else "–" for p in providers)] for o, e in found.items()]
+    return Table(["output or gradient", *providers], rows)
+
+
+def _nan_last(error: float) -> tuple[bool, float]:
+    return math.isnan(error), error
+
+
+def _code(subject: str) -> str:
+    name, *options = subject.split()
+    return ", ".join([f"`{name}`", *options])
