@@ -10,25 +10,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from ..core import backend as backends
-from . import accuracy, peers, report, selection, speed
-from .cases import Subject, Sweep, Tensors
+from . import accuracy, peers, providers, report, selection, speed
+from .cases import Sweep
 from .conv_cases import AnyCase
 from .results import NotMeasured, Results
 
 LONGEST_REASON = 300  # characters: compilers say more than anybody reads in a table
 STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
 KERNELS = tuple(backend for backend in backends.BACKENDS if backend != "reference")
-OTHERS = ("eager", "torch.compile")
-PROVIDERS = (*KERNELS, *(peer.name for peer in peers.PEERS), *OTHERS)
-
-
-class Wrong(Exception):
-    """A provider that does not compute the function is not timed."""
+PROVIDERS = (*KERNELS, *(peer.name for peer in peers.PEERS), *providers.OF_TORCH)
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ def failures_of(where: str, provider: str, results: Results) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, providers.Wrong) else f"{type(error).__name__}: {error}"
         results.not_measured.append(NotMeasured(where, provider, " ".join(reason.split())[:LONGEST_REASON], True))
 
 
@@ -136,12 +130,12 @@ class Session:
     def measure(self, unit: Unit, until: float) -> None:
         case, provider = unit.case, unit.provider
         with failures_of(str(case), provider, self._results):
-            prepared = prepare(case, provider, case.inputs(self._device, drawn_on=self._device))
+            prepared = providers.prepare(case, provider, case.inputs(self._device, drawn_on=self._device))
             if prepared is None:
                 return
             rows = self._check(case, provider)
-            refuse_if_wrong(provider, rows)
-            errors = worst_errors(case.subject, rows)
+            providers.refuse_if_wrong(provider, rows)
+            errors = providers.worst_errors(case.subject, rows)
             timed = speed.measure(case, provider, *prepared, self._copies, self._device, unit.group, errors, until)
             for measurement in timed:
                 self._results.measurements.append(measurement)
@@ -150,52 +144,9 @@ class Session:
         """Once for cases that are the same when small."""
         key = (case.smaller(), provider)
         if key not in self._checked:
-            self._checked[key] = check(case.smaller(), provider, self._device)
+            self._checked[key] = providers.check(case, provider, self._device)
             self._results.accuracy += self._checked[key]
         return self._checked[key]
-
-
-def check(case: AnyCase, provider: str, device: torch.device) -> list[accuracy.Row]:
-    """Outputs and gradients against fp64, each provider held to its own precision."""
-    if provider == "torch.compile":
-        return []  # eager's formula; a compilation more for every case would cost more than all the rest
-    peer = peers.by_name(provider)
-    if peer is not None:
-        return peers.measure(peer, case, device) or []
-    rows = accuracy.measure(case, "reference" if provider == "eager" else provider, device)
-    return [replace(row, backend=provider) for row in rows]
-
-
-def refuse_if_wrong(provider: str, rows: list[accuracy.Row]) -> None:
-    """But for eager, which is the formula itself in fewer bits: its errors are shown, and it is timed."""
-    failed = [row for row in rows if not row.passed]
-    if failed and provider != "eager":
-        worst = max(failed, key=lambda row: (math.isnan(row.relative_error), row.relative_error))
-        raise Wrong(
-            f"{provider} is wrong, so it is not timed: {worst.output} of {worst.case} is off by "
-            f"{worst.relative_error:.1e} (allowed {worst.tolerance:.0e}); wrong in {len(failed)} of {len(rows)} results"
-        )
-
-
-def worst_errors(subject: Subject, rows: list[accuracy.Row]) -> dict[str, float]:
-    """By direction, the largest relative error: of the outputs, of the gradients, of all."""
-    outputs = [r.relative_error for r in rows if r.output.removesuffix(peers.WITH_GRADIENTS) in subject.outputs]
-    gradients = [r.relative_error for r in rows if r.output.removesuffix(peers.WITH_GRADIENTS) not in subject.outputs]
-    found = {"forward": outputs, "backward": gradients, "both": outputs + gradients}
-    return {direction: max(errors) for direction, errors in found.items() if errors}
-
-
-def prepare(case: AnyCase, provider: str, tensors: Tensors) -> tuple[Tensors, speed.Call] | None:
-    """The provider's own tensors, and `call(**tensors)`; None where it lacks the op."""
-    call = case.subject.call
-    peer = peers.by_name(provider)
-    if peer is not None:
-        prepared = peer.prepare(case.subject.name, tensors)
-        return None if prepared is None else (prepared.tensors, prepared.call)
-    if provider == "torch.compile":
-        torch.compiler.reset()
-        call = torch.compile(call, dynamic=False, fullgraph=True)
-    return tensors, partial(call, backend="reference" if provider in OTHERS else provider)
 
 
 def find_providers(request: Request, results: Results) -> list[str]:
@@ -213,7 +164,9 @@ def find_providers(request: Request, results: Results) -> list[str]:
     reason = speed.why_no_compiler()
     if reason is not None and request.asks_for("torch.compile"):
         results.not_measured.append(NotMeasured("", "torch.compile", reason))
-    return found + [other for other in OTHERS if request.asks_for(other) and not (other == "torch.compile" and reason)]
+    return found + [
+        other for other in providers.OF_TORCH if request.asks_for(other) and not (other == "torch.compile" and reason)
+    ]
 
 
 def plan(request: Request, present: Sequence[str]) -> list[Unit]:
@@ -233,7 +186,7 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit]:
         ours = [unit for p in kernels for unit in units([case], p)]
         planned += ours or units([case], "eager") * ("eager" in present)
     planned += [unit for case in (*training, *decode) for p in beside for unit in units([case], p)]
-    planned += [unit for p in OTHERS if p in present for unit in units(training, p)]
+    planned += [unit for p in providers.OF_TORCH if p in present for unit in units(training, p)]
     return [
         unit
         for unit in dict.fromkeys(planned)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mhc_ops.measure import bench, cases, peers, results, selection, speed
+from mhc_ops.measure import bench, cases, peers, providers, results, selection, speed
 
 CPU = torch.device("cpu")
 POST = cases.Case(cases.MHC_POST, (16,), 2, 8)
@@ -32,7 +32,7 @@ def run(**options):
 def peer(name, change, lacks=()):
     """A library that computes what the reference does, then changes it."""
 
-    def prepare(subject, ours):
+    def adapt(load, subject, ours):
         if subject in lacks:
             return None
         subjects = {s.name: s for s in cases.SUBJECTS}
@@ -42,7 +42,7 @@ def peer(name, change, lacks=()):
 
         return peers.Prepared({name: t.detach() for name, t in ours.items()}, call, {"x": "x"})
 
-    return peers.Peer(name, name, "as the reference", 1e-5, lambda: None, prepare)
+    return peers.Peer(name, name, name, "as the reference", 1e-5, adapt, load=lambda peer: None)
 
 
 def crash(output):
@@ -132,7 +132,7 @@ def test_a_budget_leaves_out_the_rest(monkeypatch):
         time.sleep(0.2)
         return []
 
-    monkeypatch.setattr(bench, "check", slow)
+    monkeypatch.setattr(providers, "check", slow)
     found, _ = run(budget=0.2)
     assert found.budget_seconds == 0.2
     assert not found.complete
@@ -145,7 +145,7 @@ def test_a_budget_leaves_out_the_rest(monkeypatch):
 
 def test_small_cases_are_checked_once(monkeypatch):
     checked = []
-    monkeypatch.setattr(bench, "check", lambda *arguments: checked.append(arguments) or [])
+    monkeypatch.setattr(providers, "check", lambda *arguments: checked.append(arguments) or [])
     large = [replace(POST, outer=(T,)) for T in (300, 600)]
     monkeypatch.setattr(selection, "BENCH_CPU", large)
     found, _ = run()
