@@ -17,19 +17,6 @@ from .tables import DIRECTION_WORDS, Bar, CaseBars, Shown, Value, growth_table, 
 TEMPLATES = Path(__file__).parent / "templates"
 SHORT_WORDS = {"forward": "fwd", "backward": "bwd", "both": "step"}
 LONGEST_BAR = 6  # times the floor; a bar that is longer is drawn with a gap
-COLOURS = {  # light, dark
-    "triton": ("#2563eb", "#6ea1ff"),
-    "tilelang": ("#0d9488", "#3fcdb8"),
-    "hip": ("#7c3aed", "#b39bff"),
-    "torch.compile": ("#d97706", "#f0ac52"),
-    "eager": ("#7b8696", "#9aa4b2"),
-    "Liger": ("#d6336c", "#f27ea8"),
-    "TileKernels": ("#3f8f2f", "#7fcf6d"),
-    "fla": ("#a8551f", "#e09a6a"),
-    "causal-conv1d": ("#0e7490", "#67c7dd"),
-    "copy": ("#475569", "#aab6c5"),
-}
-OTHER_COLOUR = ("#6b7280", "#a1a8b3")
 
 
 def significant(value: float) -> str:
@@ -61,9 +48,7 @@ def as_markdown(table: Table) -> str:
 
 
 def draw(results: Results) -> str:
-    shown = Shown(results)
-    colours = {name: COLOURS.get(name, OTHER_COLOUR) for name in [*shown.providers, "copy"]}
-    return _render("page.html", shown=shown, r=results, colours=colours, LONGEST_BAR=LONGEST_BAR)
+    return _render("page.html", shown=Shown(results), r=results, LONGEST_BAR=LONGEST_BAR)
 
 
 def markdown(files: Sequence[Results]) -> str:

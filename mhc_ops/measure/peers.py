@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -128,26 +128,19 @@ def measure(peer: Peer, case: AnyCase, device: torch.device | str = "cpu") -> li
     if prepared is None:
         return None
 
-    def copies() -> Tensors:
-        return {name: t.clone() if name in subject.mutated else t.detach() for name, t in prepared.tensors.items()}
-
+    theirs = replace(subject, call=lambda backend, **tensors: prepared.call(**tensors))
     with torch.no_grad():
-        plain = prepared.call(**copies())
-    results = dict(zip(subject.outputs, plain))
+        results = accuracy.run(theirs, prepared.tensors, peer.name)
     cotangents = accuracy.random_cotangents(subject, results, case.seed)
     exact = accuracy.truth(subject, ours, cotangents, results)
     if subject.differentiable:  # the truth is there before a backward may overwrite a cotangent
-        leaves = {name: t.requires_grad_(t.is_floating_point()) for name, t in copies().items()}
-        outputs = prepared.call(**leaves)
-        wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        gradients = dict(zip(wanted, torch.autograd.grad(outputs, list(wanted.values()), cotangents)))
-        results |= {f"{name}{WITH_GRADIENTS}": output for name, output in zip(subject.outputs, outputs)}
-        for theirs, name in prepared.same.items():
-            if theirs in gradients:
-                results[f"d{name}"] = gradients[theirs].view_as(ours[name])
+        trained = accuracy.run(theirs, prepared.tensors, peer.name, cotangents)
+        results |= {name + WITH_GRADIENTS: trained[name] for name in subject.outputs}
+        same = {name: trained[f"d{leaf}"] for leaf, name in prepared.same.items() if f"d{leaf}" in trained}
+        results |= {f"d{name}": gradient.view_as(ours[name]) for name, gradient in same.items()}
     tolerance = peer.tolerance(next(iter(ours.values())).dtype)
     return [
-        accuracy.judge(case, peer.name, name, result.detach(), exact[name.removesuffix(WITH_GRADIENTS)], tolerance)
+        accuracy.judge(case, peer.name, name, result, exact[name.removesuffix(WITH_GRADIENTS)], tolerance)
         for name, result in results.items()
     ]
 

@@ -82,15 +82,24 @@ def show(*parts: Table | str) -> None:
         elif console is None:
             print(table(*part))
         else:
-            from rich import box, text
-            from rich import table as rich_table
+            console.print(_coloured(part, console))
 
-            drawn = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
-            for column, name in enumerate(part.header):
-                drawn.add_column(name, justify="right" if column else "left", overflow="fold")
-            for row in part.rows:
-                drawn.add_row(*(text.Text(cell, COLOURS.get(cell, "")) for cell in row))
-            console.print(drawn)
+
+def _coloured(part: Table, console: Any) -> Any:
+    """The first column is wrapped where the terminal is narrow; the others, too, where that is not enough."""
+    from rich import box, text
+    from rich import table as rich_table
+
+    drawn = rich_table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column, name in enumerate(part.header):
+        drawn.add_column(name, justify="right" if column else "left", overflow="fold", no_wrap=column > 0)
+    for row in part.rows:
+        drawn.add_row(*(text.Text(cell, COLOURS.get(cell, "")) for cell in row))
+    unlimited = console.options.update(max_width=sys.maxsize)
+    if console.measure(drawn, options=unlimited).minimum > console.width:
+        for narrow in drawn.columns:
+            narrow.no_wrap = False
+    return drawn
 
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:

@@ -168,16 +168,14 @@ def measure(
             case=str(case),
             provider=provider,
             direction=direction,
-            microseconds=timing.microseconds,
+            **vars(timing),
             bandwidth=size / timing.microseconds / 1e3,
             copy_microseconds=copy.microseconds,
             host_microseconds=whole_call and host_time(whole_call, device, until),
             peak_megabytes=whole_call and peak_memory(whole_call, device),
             group=group,
             bytes=size,
-            spread=timing.spread,
             copy_spread=copy.spread,
-            samples=timing.samples,
             error=(errors or {}).get(direction),
         )
 

@@ -12,12 +12,13 @@ import subprocess
 import sys
 import termios
 import types
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
 
 from mhc_ops import cli, measure
-from mhc_ops.measure import arguments, compare, page, report, results
+from mhc_ops.measure import accuracy, arguments, compare, page, report, results, tables
 
 COMMAND = [sys.executable, "-m", "mhc_ops"]
 DIAGNOSE = ["diagnose", "mhc_post", "--device", "cpu", "--shape", "3x2x8"]
@@ -151,15 +152,17 @@ def test_progress_fits_the_terminal(columns, label, terminal):
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_a_table_fits_the_terminal(columns, terminal):
-    """And a file gets whole lines."""
+    """Wrapped where it is narrow, and no letter is lost."""
     pytest.importorskip("rich")
     lines = terminal("stdout", columns)
-    row = ("mhc_forward_pre 2x128x4x256 bfloat16 no gamma", "triton", "h_in", "1.0e-03", "FAIL")
-    report.show(report.Table(("op and case", "backend", "output", "error", "verdict"), [row]), "and words")
+    row = accuracy.Row("mhc_forward_pre 2x128x4x256 bfloat16 no gamma", "reference", "inv_rms", 1e-3, 2e-3, 1e-3, False)
+    table = tables.accuracy_table([row])
+    report.show(table, "and words")
     shown = lines()
     assert max(map(len, shown)) < columns
-    assert "".join("".join(shown).split()).count("FAIL") == 1
-    assert "and words" in shown
+    assert shown[-2:] == ["and words", ""]
+    letters = Counter("".join("".join(shown[:-2]).split()).replace("─", ""))
+    assert letters == Counter("".join(cell for cells in (table.header, *table.rows) for cell in cells).replace(" ", ""))
 
 
 def test_status_speaks_now_and_then(monkeypatch, capsys):
