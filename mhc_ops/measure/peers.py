@@ -159,10 +159,6 @@ def _output(h_out: Tensor | Layer, h_in: Tensor) -> Tensor:
 
 def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
     """No gamma; streams that are a power of two."""
-    known = subject in ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_layer")
-    if not known or "gamma" in ours or ours["x"].shape[-2].bit_count() != 1:
-        return None
-    ops = load()
     options = {"rms_eps": EPS, "pre_eps": EPS, "sinkhorn_eps": EPS}
     options |= {"allow_fp32": True, "tmax": SINKHORN_ITERS, "post_mult": POST_MULT}
 
@@ -182,6 +178,11 @@ def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | N
         h_in, h_post, h_res = pre(x, **parameters)
         return *post(x, _output(f_out, h_in), h_post, h_res), h_in
 
+    calls: dict[str, Callable[..., Outputs]]
+    calls = {"mhc_pre": pre, "mhc_post": post, "mhc_post_pre": post_pre, "mhc_layer": layer}
+    if subject not in calls or "gamma" in ours or ours["x"].shape[-2].bit_count() != 1:
+        return None
+    ops = load()
     x, theirs = ours["x"], {"x": ours["x"]}
     if "h_out" in ours:
         theirs["f_out"] = ours["h_out"]
@@ -195,8 +196,6 @@ def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | N
         theirs |= {"phi": ours["phi"][rows].T.to(x.dtype).contiguous(), "b": ours["bias"][rows].float()}
         scalars = (alpha.clone() for alpha in ours["alpha"].float().unbind())
         theirs |= dict(zip(("alpha_pre", "alpha_post", "alpha_res"), scalars))
-    calls: dict[str, Callable[..., Outputs]]
-    calls = {"mhc_pre": pre, "mhc_post": post, "mhc_post_pre": post_pre, "mhc_layer": layer}
     return Prepared(theirs, calls[subject], {"x": "x", "f_out": "h_out"})
 
 
@@ -229,19 +228,17 @@ class _NextPost(torch.autograd.Function):
         return cotangent
 
 
+def _tile_kernels_fit(ours: Tensors) -> bool:
+    """Four streams in bf16 whose nD is a multiple of its blocks, maps in fp32."""
+    if "logits" in ours:
+        return ours["logits"].shape[-1] == 4 and ours["logits"].dtype == torch.float32
+    *_, n, D = ours["x"].shape
+    in_bf16 = all(ours[name].dtype == torch.bfloat16 for name in ("x", "h_out") if name in ours)
+    return in_bf16 and n == 4 and n * D % 256 == 0
+
+
 def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
-    """Four streams in bf16 whose nD is a multiple of its blocks, maps in fp32; gamma is not compared."""
-    if subject == "sinkhorn":
-        takes = ours["logits"].shape[-1] == 4 and ours["logits"].dtype == torch.float32
-    elif subject in ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_layer", "mhc_head") and "gamma" not in ours:
-        *_, n, D = ours["x"].shape
-        in_bf16 = all(ours[name].dtype == torch.bfloat16 for name in ("x", "h_out") if name in ours)
-        takes = in_bf16 and n == 4 and n * D % 256 == 0
-    else:
-        takes = False
-    if not takes:
-        return None
-    ops = load()
+    """gamma is not compared."""
     options = {"norm_eps": EPS, "pre_eps": EPS, "sinkhorn_eps": EPS}
     options |= {"sinkhorn_repeat": SINKHORN_ITERS, "post_mult_value": POST_MULT}
 
@@ -289,11 +286,15 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
             return torch.atleast_1d(tensor).float()
         return {"logits": tensor, "h_post": tensor[None, ..., None]}.get(name, tensor[None])
 
-    theirs = {_TILE_KERNELS_NAMES[name]: layout(name, tensor).contiguous().clone() for name, tensor in ours.items()}
-    same = {"logits": "logits"} if subject == "sinkhorn" else {"residual": "x", "x": "h_out"}
     calls: dict[str, Callable[..., Outputs]]
     calls = {"mhc_pre": pre, "mhc_post": post, "mhc_post_pre": post_pre, "mhc_layer": layer, "mhc_head": head}
-    return Prepared(theirs, {**calls, "sinkhorn": sinkhorn}[subject], same)
+    calls["sinkhorn"] = sinkhorn
+    if subject not in calls or "gamma" in ours or not _tile_kernels_fit(ours):
+        return None
+    ops = load()
+    theirs = {_TILE_KERNELS_NAMES[name]: layout(name, tensor).contiguous().clone() for name, tensor in ours.items()}
+    same = {"logits": "logits"} if subject == "sinkhorn" else {"residual": "x", "x": "h_out"}
+    return Prepared(theirs, calls[subject], same)
 
 
 # flash-linear-attention: causal_conv1d on the same tensors; weights of any type.

@@ -46,6 +46,12 @@ def test_the_page_is_what_the_results_say(tmp_path):
     assert written.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8"), again
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_drawn_page_is_what_the_results_say(file):
+    again = f"run: mhc-ops page {file.relative_to(ROOT)} --html {file.with_suffix('.html').relative_to(ROOT)}"
+    assert page.draw(results.read(file)) == file.with_suffix(".html").read_text(encoding="utf-8"), again
+
+
 @pytest.mark.parametrize("name", FRONT_PAGES)
 def test_front_pages_say_what_was_measured(name):
     text = (ROOT / name).read_text(encoding="utf-8")
