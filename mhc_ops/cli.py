@@ -274,7 +274,7 @@ def run_bench(options: argparse.Namespace) -> int:
     if interrupted:
         return INTERRUPTED
     ours_failed = any(entry.failed and entry.provider in backends.BACKENDS for entry in found.not_measured)
-    return (1 if ours_failed else 0) if found.measurements or ours_failed else 2
+    return (1 if ours_failed else 0) if found.measurements or found.steps or ours_failed else 2
 
 
 def run_page(options: argparse.Namespace) -> int:

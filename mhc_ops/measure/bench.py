@@ -1,6 +1,6 @@
 """What `mhc-ops bench` runs, in which order, and for how long: the most important first, kept as it comes.
 
-Kernels come before other libraries, those before eager, and torch.compile last, which costs more than all the others;
+Training steps of a model come first, then kernels; those come before other libraries, those before eager, and torch.compile last, which costs more than all the others;
 so what a short budget or an interruption leaves out is what matters or yields least.
 """
 
@@ -10,15 +10,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from ..core import backend as backends
-from . import peers, providers, report, scaling, selection, speed
+from . import peers, providers, report, scaling, selection, speed, training_step
 from .accuracy import Row
 from .cases import Sweep
 from .conv_cases import AnyCase
 from .results import NotMeasured, Results
+from .training_step import Race
 
 LONGEST = 300  # characters of a reason: compilers say more than anybody reads in a table
 STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
@@ -57,7 +59,8 @@ class Unit:
 def run(request: Request, results: Results, save: Callable[[], None]) -> None:
     """Fill the results and save after every unit. KeyboardInterrupt passes, with all that was measured kept; Refused
     where no case has the name that was asked for."""
-    selection.named(request.case, [case for group in chosen_cases(request) for case in group])
+    if not training_step.named(request.case, request.device):
+        selection.named(request.case, [case for group in chosen_cases(request) for case in group])
     deadline = time.perf_counter() + request.budget
     results.budget_seconds = request.budget if math.isfinite(request.budget) else None
     asked = {"providers": request.providers, "case": [request.case] if request.case else [], "skip": request.skip}
@@ -112,7 +115,12 @@ class Session:
         self._copies = speed.Copies(device)
         self._checked: dict[tuple[AnyCase, str], list[Row]] = {}
 
-    def measure(self, unit: Unit, until: float) -> None:
+    def measure(self, unit: Unit | Race, until: float) -> None:
+        if isinstance(unit, Race):
+            with failures_of(unit.case, unit.provider, self._results):
+                noted = partial(failures_of, results=self._results)
+                self._results.steps += training_step.measure(unit, self._device, until, noted)
+            return
         case, provider = unit.case, unit.provider
         with failures_of(str(case), provider, self._results):
             prepared = providers.prepare(case, provider, case.inputs(self._device, drawn_on=self._device))
@@ -168,7 +176,7 @@ def chosen_cases(request: Request) -> tuple[Sequence[AnyCase], Sequence[AnyCase]
     return training, decode, [case for sweep in chosen_sweeps(request) for case in sweep.cases]
 
 
-def plan(request: Request, present: Sequence[str]) -> list[Unit]:
+def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
     """The most important first."""
     training, decode, sweep = chosen_cases(request)
 
@@ -187,15 +195,19 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit]:
         planned += fastest or units([case], "eager") * ("eager" in present)
     planned += [unit for case in (*training, *decode) for p in beside for unit in units([case], p)]
     planned += [unit for p in OTHERS if p in present for unit in units(training, p)]
-    return [
+    kept = [
         unit
         for unit in dict.fromkeys(planned)
         if request.case in str(unit.case) and not any(text in str(unit) for text in request.skip)
     ]
+    races = [race.without(request.skip) for race in training_step.plan(request.device, present, request.case)]
+    plain, compiled = ([race for race in races if race.providers and race.compiled == c] for c in (False, True))
+    return [*plain, *kept, *compiled]
 
 
 def skipped(request: Request, present: Sequence[str]) -> list[NotMeasured]:
     """What would have been measured but for --skip."""
     kept = set(plan(request, present))
     every = plan(replace(request, skip=()), present)
-    return [NotMeasured(str(unit.case), unit.provider, "left out (--skip)") for unit in every if unit not in kept]
+    left = [race.only(request.skip) if isinstance(race, Race) else race for race in every if race not in kept]
+    return [NotMeasured(str(unit.case), unit.provider, "left out (--skip)") for unit in left]

@@ -18,6 +18,7 @@ from . import files, peers, report
 from .accuracy import Row
 from .scaling import Growth
 from .speed import Measurement
+from .training_step import Step
 
 FORMAT = 2  # 1 had neither accuracy, spread nor scaling
 
@@ -67,6 +68,7 @@ class Results:
     measurements: list[Measurement] = field(default_factory=list)
     accuracy: list[Row] = field(default_factory=list)
     scaling: list[Growth] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     stack_megabytes: dict[str, float | None] = field(default_factory=dict)
     not_measured: list[NotMeasured] = field(default_factory=list)
 
@@ -100,6 +102,7 @@ _SENSE: dict[tuple[type, str], tuple[Callable[[Any], bool], str]] = {
     (Growth, "copy_microseconds"): (_all_positive, "numbers above 0"),
     (Growth, "per_megabyte"): (bool, "other than 0"),
     (Growth, "copy_per_megabyte"): (bool, "other than 0"),
+    (Step, "milliseconds"): (_positive, "above 0"),
     (Row, "dtype"): (_is_floating_type, "a floating type of torch, or empty"),
 }
 
@@ -115,6 +118,7 @@ def as_json(results: Results) -> dict[str, Any]:
     content["measurements"] = [report.finite(m.as_json()) for m in results.measurements]
     content["accuracy"] = [report.finite(vars(row)) for row in results.accuracy]
     content["scaling"] = [report.finite({**vars(g), "over_copy": g.over_copy}) for g in results.scaling]
+    content["steps"] = [report.finite(vars(step)) for step in results.steps]
     content["not_measured"] = [vars(entry) for entry in results.not_measured]
     return {"format": FORMAT, **content}
 

@@ -7,6 +7,7 @@ from .report import table
 from .results import DIRECTIONS, GROUPS, NotMeasured, Results
 from .scaling import Growth
 from .speed import STACKED_LAYERS, Measurement
+from .training_step import cells
 
 
 def accuracy_table(rows: Sequence[Row]) -> str:
@@ -108,7 +109,9 @@ def left_out(entries: Sequence[NotMeasured]) -> str:
 
 
 def bench_text(results: Results) -> str:
-    parts = [speed_table(results.measurements)]
+    parts = [speed_table(results.measurements)] if results.measurements or not results.steps else []
+    if results.steps:
+        parts.append(table(*cells(results.steps)))
     if results.scaling:
         parts.append(growth_table(results.scaling))
     parts += [

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cases import Tensors
-from .peer import EPS, POST_MULT, SINKHORN_ITERS, TENSOR_CORES, Peer, Prepared, load_module
+from .peer import EPS, POST_MULT, SINKHORN_ITERS, TENSOR_CORES, Layer, Peer, Prepared, load_module
 
 
 def _pre(
@@ -49,9 +49,9 @@ def _post_pre(
     return x_next, *_pre(ops, x_next, **parameters)
 
 
-def _layer(ops: Any, x: Tensor, f_out: Tensor, **parameters: Tensor) -> tuple[Tensor, ...]:
+def _layer(ops: Any, x: Tensor, f_out: Tensor | Layer, **parameters: Tensor) -> tuple[Tensor, ...]:
     h_in, h_post, h_res = _pre(ops, x, **parameters)
-    return *_post(ops, x, f_out, h_post, h_res), h_in
+    return *_post(ops, x, f_out(h_in) if callable(f_out) else f_out, h_post, h_res), h_in
 
 
 _CALLS: dict[str, Callable[..., tuple[Tensor, ...]]] = {

@@ -28,6 +28,7 @@ TENSOR_CORES = ROUNDINGS * TF32_ROUNDING  # what fp32 tensors are held to where 
 NO_TENSOR_CORES = accuracy.NORM_TOLERANCE[torch.float32]
 
 WITH_GRADIENTS = " with gradients"
+Layer = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Prepared:
 
     tensors: the peer's own leaves, converted once from ours; their gradients come in the peer's layout and type.
     call: differentiable with the peer's backward, given contiguous cotangents for every output, in the order of the
-          outputs; a backward may overwrite the cotangent of x_next.
+          outputs; a backward may overwrite the cotangent of x_next. Of mhc_layer, h_out may be the layer itself.
     same: the leaves that hold a tensor of ours as it is: their gradients can be compared. Their name -> our name.
     """
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cases import Tensors
-from .peer import EPS, POST_MULT, SINKHORN_ITERS, TENSOR_CORES, Peer, Prepared, load_module, version
+from .peer import EPS, POST_MULT, SINKHORN_ITERS, TENSOR_CORES, Layer, Peer, Prepared, load_module, version
 
 _GRADIENT_AT_STORAGE = "grad_from_mhc_post"
 _PRE_OPTIONS = {
@@ -76,9 +76,9 @@ def _post_pre(
     return _NextPost.apply(x_next).squeeze(0), *outputs  # last, so that its backward runs before that of pre
 
 
-def _layer(ops: Any, residual: Tensor, x: Tensor, **parameters: Tensor) -> tuple[Tensor, ...]:
+def _layer(ops: Any, residual: Tensor, x: Tensor | Layer, **parameters: Tensor) -> tuple[Tensor, ...]:
     h_in, maps = ops.mhc_pre(residual, **parameters, **_PRE_OPTIONS)
-    return ops.mhc_post(x, residual, *maps).squeeze(0), h_in.squeeze(0)
+    return ops.mhc_post(x(h_in) if callable(x) else x, residual, *maps).squeeze(0), h_in.squeeze(0)
 
 
 def _head(ops: Any, residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, ...]:
