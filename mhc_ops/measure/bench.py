@@ -1,6 +1,6 @@
 """What `mhc-ops bench` runs, in which order, and for how long: the most important first, kept as it comes.
 
-Training steps of a model come first, then kernels; those come before other libraries, those before eager, and torch.compile last, which costs more than all the others;
+Kernels come before other libraries, those before eager, and torch.compile last, which costs more than all the others;
 so what a short budget or an interruption leaves out is what matters or yields least.
 """
 
@@ -200,14 +200,14 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
         for unit in dict.fromkeys(planned)
         if request.case in str(unit.case) and not any(text in str(unit) for text in request.skip)
     ]
-    races = [race.without(request.skip) for race in training_step.plan(request.device, present, request.case)]
-    plain, compiled = ([race for race in races if race.providers and race.compiled == c] for c in (False, True))
-    return [*plain, *kept, *compiled]
+    races = [race.split(request.skip)[0] for race in training_step.plan(request.case, present, request.device)]
+    eager, compiled = ([race for race in races if race.providers and race.compiled == c] for c in (False, True))
+    return [*eager, *kept, *compiled]
 
 
 def skipped(request: Request, present: Sequence[str]) -> list[NotMeasured]:
     """What would have been measured but for --skip."""
     kept = set(plan(request, present))
     every = plan(replace(request, skip=()), present)
-    left = [race.only(request.skip) if isinstance(race, Race) else race for race in every if race not in kept]
+    left = [unit.split(request.skip)[1] if isinstance(unit, Race) else unit for unit in every if unit not in kept]
     return [NotMeasured(str(unit.case), unit.provider, "left out (--skip)") for unit in left]
