@@ -1,7 +1,7 @@
 """What `mhc-ops bench` runs, in which order, and for how long: the most important first, kept as it comes.
 
-Kernels come before other libraries, those before eager, and torch.compile last, which costs more than all the others;
-so what a short budget or an interruption leaves out is what matters or yields least.
+Training steps come before kernels, those before other libraries, then eager, and torch.compile last, which costs more
+than all the others; so what a short budget or an interruption leaves out is what matters or yields least.
 """
 
 import contextlib

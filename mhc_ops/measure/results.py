@@ -56,7 +56,7 @@ class NotMeasured:
 @dataclass
 class Results:
     """command: "check" or "bench"; complete: neither interrupted nor out of time; selection: what bench was limited to;
-    stack_megabytes: peak of a stack of layers; precision: what a peer computes in, where that is less than ours."""
+    steps: training steps of a model; stack_megabytes: peak of a stack of layers; precision: what a peer computes in, where that is less than ours."""
 
     command: str
     date: str = ""

@@ -101,7 +101,7 @@ def test_peers_are_checked_in_a_layer_and_in_the_model(monkeypatch):
     assert next(step for step in found.steps if step.provider == "right").difference == 0.0
     reasons = {entry.provider: entry.reason for entry in found.not_measured if entry.failed}
     assert set(reasons) == {peer.name for peer in planted[1:]}
-    assert reasons["other layer"].startswith("other layer is wrong, so it is not timed: x_next of mhc_layer 16x4x128 ")
+    assert "wrong, so it is not timed: dh_out of mhc_layer 16x4x128 bfloat16" in reasons["other layer"]
     for name in ("other model", "no gradient", "not a number"):
         assert reasons[name].startswith(f"{name} is wrong, so it is not timed: its step is off by "), reasons[name]
     assert reasons["crashing"] == "ValueError: no such size"
@@ -171,8 +171,22 @@ def test_streams_make_another_model():
     assert losses[0] != losses[1] == losses[2]
 
 
-def test_compiled_it_is_the_same_model(cxx):
-    assert 0 < difference("torch.compile", compiled=True) <= ALLOWED
+def test_compiled_it_is_the_same_model(cxx, monkeypatch):
+    """In one graph, around a connection that takes less time to compile than twenty iterations of Sinkhorn."""
+
+    def call(x, h_out, phi, alpha, bias):
+        return ((1 + bias.mean()) * x + (phi.sum() + alpha.sum()) * h_out(x.mean(-2)).unsqueeze(-2),)
+
+    def prepare(subject, ours):
+        return peers.Prepared(ours, call, {"x": "x", "h_out": "h_out"})
+
+    monkeypatch.setattr(peers, "PEERS", (peers.Peer("quick", "quick", "", 1e-5, lambda: None, prepare),))
+    torch._dynamo.utils.counters.clear()
+    training = Training(SMALL, CPU)
+    for found, expected in zip(training.step("quick", compiled=True)(), training.step("quick")()):
+        assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -283,7 +297,7 @@ def test_rows_are_kept(tmp_path):
     content = json.loads((tmp_path / "file").read_text())
     content["steps"][0]["milliseconds"] = 0
     (tmp_path / "wrong").write_text(json.dumps(content))
-    with pytest.raises(results.Unreadable, match="steps.0.milliseconds must be above 0"):
+    with pytest.raises(results.Unreadable, match=r"steps\.0\.milliseconds must be above 0"):
         results.read(tmp_path / "wrong")
     del content["steps"]
     (tmp_path / "older").write_text(json.dumps(content))
@@ -292,7 +306,7 @@ def test_rows_are_kept(tmp_path):
 
 def test_the_table():
     lines = tables.bench_text(replace(results.begin("bench"), steps=STEPS)).splitlines()
-    assert lines[0].split() == "training step provider mode ms ± % over plain peak MB difference".split()
+    assert " ".join(lines[0].split()) == "training step provider mode ms ± % over plain peak MB difference"
     shown = [line.split() for line in lines if line.startswith(LARGE)]
     assert shown[0][-5:] == ["plain", "eager", "55.60", "0.10", "9000"]
     assert shown[3][-7:] == ["triton", "torch.compile", "60.00", "0.10", "+12.5", "12000", "3.0e-03"]
