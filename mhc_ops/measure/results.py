@@ -56,7 +56,8 @@ class NotMeasured:
 @dataclass
 class Results:
     """command: "check" or "bench"; complete: neither interrupted nor out of time; selection: what bench was limited to;
-    steps: training steps of a model; stack_megabytes: peak of a stack of layers; precision: what a peer computes in, where that is less than ours."""
+    stack_megabytes: peak of a stack of layers; precision: what a peer computes in, where that is less than ours; steps:
+    training steps of a model."""
 
     command: str
     date: str = ""
