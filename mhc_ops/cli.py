@@ -79,11 +79,11 @@ def _in_one_line(message: object) -> str:
 def _refuse_what_cannot_be_written(options: argparse.Namespace) -> None:
     """One file for two things, where the second would replace the first; or a page without what draws it."""
     given = {name: value for name, value in vars(options).items() if value is not None}
-    for name in ("html", "markdown"):
+    for name in ("html", "markdown", "svg"):
         if name in given:
             report.refuse_without("jinja2", f"--{name}")
     read = [*given.get("results", []), *([given["inputs"]] if "inputs" in given else [])]
-    written = [given[name] for name in ("json", "html", "markdown") if name in given]
+    written = [given[name] for name in ("json", "html", "markdown", "svg") if name in given]
     taken: dict[str, Path] = {}
     for path in [*read, *filter(files.is_replaced, written)]:
         other = taken.setdefault(os.path.realpath(path), path)
@@ -116,6 +116,9 @@ def _parser() -> Parser:
     kind = page_parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--html", metavar="FILE", type=arguments.output, help="where to write the page, of one file")
     kind.add_argument("--markdown", metavar="FILE", type=arguments.output, help="where to write the tables, of all")
+    kind.add_argument(
+        "--svg", metavar="FILE", type=arguments.output, help="where to draw the training step, of one file"
+    )
 
     compare_parser = add("compare", run_compare, "what got slower or less exact beyond noise, from one file to another")
     compare_parser.add_argument("before", metavar="A.json", type=Path)
@@ -279,7 +282,7 @@ def run_bench(options: argparse.Namespace) -> int:
     if interrupted:
         return INTERRUPTED
     ours_failed = any(entry.failed and entry.provider in backends.BACKENDS for entry in found.not_measured)
-    return (1 if ours_failed else 0) if found.measurements or ours_failed else 2
+    return (1 if ours_failed else 0) if found.measurements or found.steps or ours_failed else 2
 
 
 def run_page(options: argparse.Namespace) -> int:
@@ -287,7 +290,9 @@ def run_page(options: argparse.Namespace) -> int:
     if options.markdown:
         files.write(options.markdown, page.markdown(found))
     elif len(found) > 1:
-        raise Refused("--html draws one file of results; --markdown takes several")
+        raise Refused("--html and --svg draw one file of results; --markdown takes several")
+    elif options.svg:
+        files.write(options.svg, page.picture(found[0]))
     else:
         files.write(options.html, page.draw(found[0]))
     return 0

@@ -1,7 +1,7 @@
 """What `mhc-ops bench` runs, in which order, and for how long: the most important first, kept as it comes.
 
-Kernels come before other libraries, those before eager, and torch.compile last, which costs more than all the others;
-so what a short budget or an interruption leaves out is what matters or yields least.
+Training steps come before kernels, those before other libraries, then eager, and torch.compile last, which costs more
+than all the others; so what a short budget or an interruption leaves out is what matters or yields least.
 """
 
 import contextlib
@@ -10,14 +10,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from ..core import backend as backends
-from . import accuracy, peers, providers, report, selection, speed
+from . import accuracy, peers, providers, report, selection, speed, training_step
 from .cases import Sweep
 from .conv_cases import AnyCase
 from .results import NotMeasured, Results
+from .training_step import Race
 
 LONGEST_REASON = 300  # characters: compilers say more than anybody reads in a table
 STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
@@ -69,7 +71,8 @@ class Unit:
 def run(request: Request, results: Results, save: Callable[[], None]) -> None:
     """Fill the results and save after every unit. KeyboardInterrupt passes, with all that was measured kept; Refused
     where no case has the name that was asked for."""
-    selection.named(request.case, [case for group in request.groups.values() for case in group])
+    if not training_step.named(request.case, request.device):
+        selection.named(request.case, [case for group in request.groups.values() for case in group])
     deadline = time.perf_counter() + request.budget
     results.budget_seconds = request.budget if math.isfinite(request.budget) else None
     asked = {"providers": request.providers, "case": [request.case] if request.case else [], "skip": request.skip}
@@ -77,7 +80,8 @@ def run(request: Request, results: Results, save: Callable[[], None]) -> None:
     present = find_providers(request, results)
     units = plan(request, present)
     every = plan(replace(request, skip=()), present)
-    results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in every if unit not in units]
+    left = [unit.split(request.skip)[1] if isinstance(unit, Race) else unit for unit in every if unit not in units]
+    results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in left]
     session = Session(request.device, results)
     took: dict[str, list[float]] = {}
     done = late = 0
@@ -104,7 +108,7 @@ def run(request: Request, results: Results, save: Callable[[], None]) -> None:
         save()
 
 
-def _unmeasured(unit: Unit, reason: str) -> NotMeasured:
+def _unmeasured(unit: Unit | Race, reason: str) -> NotMeasured:
     return NotMeasured(str(unit.case), unit.provider, reason)
 
 
@@ -127,7 +131,12 @@ class Session:
         self._copies = speed.Copies(device)
         self._checked: dict[tuple[AnyCase, str], list[accuracy.Row]] = {}
 
-    def measure(self, unit: Unit, until: float) -> None:
+    def measure(self, unit: Unit | Race, until: float) -> None:
+        if isinstance(unit, Race):
+            with failures_of(unit.case, unit.provider, self._results):
+                noted = partial(failures_of, results=self._results)
+                self._results.steps += training_step.measure(unit, self._device, until, noted)
+            return
         case, provider = unit.case, unit.provider
         with failures_of(str(case), provider, self._results):
             prepared = providers.prepare(case, provider, case.inputs(self._device, drawn_on=self._device))
@@ -169,7 +178,7 @@ def find_providers(request: Request, results: Results) -> list[str]:
     ]
 
 
-def plan(request: Request, present: Sequence[str]) -> list[Unit]:
+def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
     """The most important first."""
     training, decode, sweep = request.groups.values()
     group_of = {case: group for group, cases in reversed(request.groups.items()) for case in cases}
@@ -187,8 +196,11 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit]:
         planned += ours or units([case], "eager") * ("eager" in present)
     planned += [unit for case in (*training, *decode) for p in beside for unit in units([case], p)]
     planned += [unit for p in providers.OF_TORCH if p in present for unit in units(training, p)]
-    return [
+    kept = [
         unit
         for unit in dict.fromkeys(planned)
         if request.case in str(unit.case) and not any(text in str(unit) for text in request.skip)
     ]
+    races = [race.split(request.skip)[0] for race in training_step.plan(request.case, present, request.device)]
+    eager, compiled = ([race for race in races if race.providers and race.compiled == c] for c in (False, True))
+    return [*eager, *kept, *compiled]

@@ -9,10 +9,11 @@ from typing import Any
 
 from ..core.backend import BACKENDS
 from .peers import WITH_GRADIENTS
-from .report import Table
+from .report import Refused, Table
 from .results import DIRECTIONS, Results
 from .speed import Measurement
-from .tables import DIRECTION_WORDS, Bar, CaseBars, Shown, Value, growth_table, size_of
+from .tables import DIRECTION_WORDS, Bar, CaseBars, Shown, Value, growth_table, size_of, step_table
+from .training_model import PLAIN
 
 TEMPLATES = Path(__file__).parent / "templates"
 SHORT_WORDS = {"forward": "fwd", "backward": "bwd", "both": "step"}
@@ -48,12 +49,24 @@ def as_markdown(table: Table) -> str:
 
 
 def draw(results: Results) -> str:
-    return _render("page.html", shown=Shown(results), r=results, LONGEST_BAR=LONGEST_BAR)
+    shown, steps = Shown(results), step_table(results.steps)
+    return _render("page.html", shown=shown, r=results, steps=steps, LONGEST_BAR=LONGEST_BAR)
 
 
 def markdown(files: Sequence[Results]) -> str:
-    tables = (overview_table, training_tables, small_table, memory_tables, error_table, growth_table)
+    tables = (step_table, overview_table, training_tables, small_table, memory_tables, error_table, growth_table)
     return _render("benchmarks.md", files=[Shown(results) for results in files], **{t.__name__: t for t in tables})
+
+
+def picture(results: Results) -> str:
+    """An SVG of what each provider adds to a training step."""
+    eager = [step for step in results.steps if not step.compiled]
+    plain = max((step for step in eager if step.provider == PLAIN), key=lambda step: step.milliseconds, default=None)
+    if plain is None:
+        raise Refused("--svg draws training steps, and there are none: mhc-ops bench --case training_step --json FILE")
+    bars = [step for step in eager if step.size == plain.size and step.overhead_percent is not None]
+    bars.sort(key=lambda step: step.overhead_percent or 0.0)
+    return _render("training_step.svg", bars=bars, plain=plain, device=Shown(results).device, OURS=BACKENDS)
 
 
 def _render(template: str, **values: Any) -> str:
@@ -61,7 +74,7 @@ def _render(template: str, **values: Any) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=template.endswith(".html"),
+        autoescape=not template.endswith(".md"),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,

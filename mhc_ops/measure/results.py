@@ -17,6 +17,7 @@ import torch
 from . import files, peers, report
 from .accuracy import Row
 from .speed import LARGEST, Direction, Group, Growth, Measurement
+from .training_step import Step
 
 FORMAT = 2  # 1 had neither accuracy, spread nor scaling
 DIRECTIONS: tuple[str, ...] = typing.get_args(Direction)
@@ -55,7 +56,8 @@ def by_reason(entries: Sequence[NotMeasured]) -> dict[tuple[str, str, bool], lis
 class Results:
     """command: "check" or "bench"; complete: neither interrupted nor out of time; selection: what bench was limited to;
     stack_megabytes: peak of a stack of layers; precision: what a peer computes in, where that is less than ours;
-    add_microseconds: what torch.add of two small tensors takes on the host, the unit of host times."""
+    add_microseconds: what torch.add of two small tensors takes on the host, the unit of host times; steps: training
+    steps of a model."""
 
     command: str
     date: str = ""
@@ -68,6 +70,7 @@ class Results:
     measurements: list[Measurement] = field(default_factory=list)
     accuracy: list[Row] = field(default_factory=list)
     scaling: list[Growth] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     stack_megabytes: dict[str, float | None] = field(default_factory=dict)
     not_measured: list[NotMeasured] = field(default_factory=list)
 

@@ -12,6 +12,7 @@ from .peers import WITH_GRADIENTS
 from .report import Table
 from .results import DIRECTIONS, GROUPS, NotMeasured, Results, by_reason
 from .speed import STACKED_LAYERS, Growth, Measurement
+from .training_step import Step
 
 DIRECTION_WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
 PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
@@ -195,6 +196,18 @@ def speed_table(measurements: Sequence[Measurement], add_microseconds: float | N
     return Table(header.split(","), map(line, sorted(measurements, key=key)))
 
 
+def step_table(steps: Sequence[Step]) -> Table:
+    forms = {"milliseconds": ".2f", "spread": ".2f", "overhead_percent": "+.1f", "peak_megabytes": ".0f"}
+    forms["difference"] = ".1e"
+
+    def row(step: Step) -> tuple[str, ...]:
+        numbers = (("" if (v := getattr(step, name)) is None else format(v, form)) for name, form in forms.items())
+        return (step.size, step.provider, "torch.compile" if step.compiled else "eager", *numbers)
+
+    header = ("training step", "provider", "mode", "ms", "±", "% over plain", "peak MB", "difference")
+    return Table(header, map(row, steps))
+
+
 def growth_table(growths: Sequence[Growth]) -> Table:
     header = ("op", "grows with", "provider", "direction", "overhead µs", "µs per MB", "× copy", "±")
     numbers = [(f"{g.overhead:.1f}", f"{g.per_megabyte:.3f}", f"{g.over_copy:.2f}", f"{g.noise:.1%}") for g in growths]
@@ -212,7 +225,9 @@ def left_out(entries: Sequence[NotMeasured]) -> str:
 
 
 def of_bench(results: Results) -> list[Table | str]:
-    parts: list[Table | str] = [speed_table(results.measurements, results.add_microseconds)]
+    parts: list[Table | str] = [step_table(results.steps)] * bool(results.steps)
+    if results.measurements or not results.steps:
+        parts.append(speed_table(results.measurements, results.add_microseconds))
     parts += [growth_table(results.scaling)] * bool(results.scaling)
     parts += [
         f"stack of {STACKED_LAYERS} HyperConnections, {name}: peak {megabytes:.0f} MB"
