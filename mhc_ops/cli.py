@@ -44,6 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             return _run(words)
         finally:
+            report.clear()  # whatever ended it, the terminal gets its cursor back
             sys.stdout.flush()  # Python would as it ends, where nothing can be done about a closed pipe
     except BrokenPipeError:
         report.discard()
@@ -61,7 +62,7 @@ def _run(words: Sequence[str] | None) -> int:
         parser = _parser()
         options = parser.parse_args(words)
         try:
-            _refuse_to_overwrite(options)
+            _refuse_what_cannot_be_written(options)
             return options.command(options)
         except Refused as error:
             report.say(f"{parser.prog} {options.name}: {_in_one_line(error)}")
@@ -75,13 +76,17 @@ def _in_one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
-def _refuse_to_overwrite(options: argparse.Namespace) -> None:
-    """One file for two things: the second would replace the first."""
-    written = [path for path in (vars(options).get(name) for name in ("json", "html")) if path is not None]
-    read = [path for path in (vars(options).get(name) for name in ("results", "inputs")) if path is not None]
-    places: dict[str, Path] = {}
+def _refuse_what_cannot_be_written(options: argparse.Namespace) -> None:
+    """One file for two things, where the second would replace the first; or a page without what draws it."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    for name in ("html", "markdown", "svg"):
+        if name in given:
+            report.refuse_without("jinja2", f"--{name}")
+    read = [*given.get("results", []), *([given["inputs"]] if "inputs" in given else [])]
+    written = [given[name] for name in ("json", "html", "markdown", "svg") if name in given]
+    taken: dict[str, Path] = {}
     for path in [*read, *filter(files.is_replaced, written)]:
-        other = places.setdefault(os.path.realpath(path), path)
+        other = taken.setdefault(os.path.realpath(path), path)
         if other is not path:
             raise Refused(f"{other} and {path} are one file")
 
@@ -107,9 +112,12 @@ def _parser() -> Parser:
     _bench_arguments(add("bench", run_bench, "time, bandwidth and memory beside eager, torch.compile and a copy"))
 
     page_parser = add("page", run_page, "draw results kept by bench --json as a page that needs nothing else")
-    page_parser.add_argument("results", metavar="RESULTS.json", type=Path)
-    page_parser.add_argument(
-        "--html", metavar="FILE", type=arguments.output, required=True, help="where to write the page"
+    page_parser.add_argument("results", metavar="RESULTS.json", type=Path, nargs="+")
+    kind = page_parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--html", metavar="FILE", type=arguments.output, help="where to write the page, of one file")
+    kind.add_argument("--markdown", metavar="FILE", type=arguments.output, help="where to write the tables, of all")
+    kind.add_argument(
+        "--svg", metavar="FILE", type=arguments.output, help="where to draw the training step, of one file"
     )
 
     compare_parser = add("compare", run_compare, "what got slower or less exact beyond noise, from one file to another")
@@ -213,7 +221,7 @@ def run_check(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         report.say("interrupted")
     keeper.finish()
-    print(tables.accuracy_table(found.accuracy))
+    report.show(tables.accuracy_table(found.accuracy))
     if found.not_measured:
         print(tables.left_out(found.not_measured))
     failed = sum(not row.passed for row in found.accuracy)
@@ -267,18 +275,26 @@ def run_bench(options: argparse.Namespace) -> int:
         interrupted = True
         report.say("interrupted")
     keeper.finish()
-    print(tables.bench_text(found))
+    report.show(*tables.of_bench(found))
     if options.html:
-        page.write(found, options.html)
+        files.write(options.html, page.draw(found))
     keeper.refuse_if_lost()
     if interrupted:
         return INTERRUPTED
     ours_failed = any(entry.failed and entry.provider in backends.BACKENDS for entry in found.not_measured)
-    return (1 if ours_failed else 0) if found.measurements or ours_failed else 2
+    return (1 if ours_failed else 0) if found.measurements or found.steps or ours_failed else 2
 
 
 def run_page(options: argparse.Namespace) -> int:
-    page.write(results.read(options.results), options.html)
+    found = [results.read(path) for path in options.results]
+    if options.markdown:
+        files.write(options.markdown, page.markdown(found))
+    elif len(found) > 1:
+        raise Refused("--html and --svg draw one file of results; --markdown takes several")
+    elif options.svg:
+        files.write(options.svg, page.picture(found[0]))
+    else:
+        files.write(options.html, page.draw(found[0]))
     return 0
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mhc_ops.core.backend import _INTERPRETED
-from mhc_ops.measure import cases, speed
+from mhc_ops.measure import cases, speed, training_step
 
 # torch keeps what torch.compile made by its source, not by ATEN_CPU_CAPABILITY: code for one set of vector instructions
 # would be taken for another, and give garbage or not compile.
@@ -39,6 +39,12 @@ def pytest_collection_modifyitems(items):
 def kernel_device(request):
     """Where Triton kernels can be executed."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_training_steps(monkeypatch):
+    """A bench of all cases leaves them out, but in their own tests: they would take longer than all the others."""
+    monkeypatch.setattr(training_step, "SIZES_CPU", ())
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What `mhc-ops bench` runs, in which order, and for how long: the most important first, kept as it comes.
 
-Kernels come before other libraries, those before eager, and torch.compile last, which costs more than all the others;
-so what a short budget or an interruption leaves out is what matters or yields least.
+Training steps come before kernels, those before other libraries, then eager, and torch.compile last, which costs more
+than all the others; so what a short budget or an interruption leaves out is what matters or yields least.
 """
 
 import contextlib
@@ -10,24 +10,21 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from ..core import backend as backends
-from . import peers, providers, report, scaling, selection, speed
-from .accuracy import Row
+from . import accuracy, peers, providers, report, selection, speed, training_step
 from .cases import Sweep
 from .conv_cases import AnyCase
 from .results import NotMeasured, Results
+from .training_step import Race
 
-LONGEST = 300  # characters of a reason: compilers say more than anybody reads in a table
+LONGEST_REASON = 300  # characters: compilers say more than anybody reads in a table
 STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
-OTHERS = ("eager", "torch.compile")
-PROVIDERS = (
-    *(backend for backend in backends.BACKENDS if backend != "reference"),
-    *(peer.name for peer in peers.PEERS),
-    *OTHERS,
-)
+KERNELS = tuple(backend for backend in backends.BACKENDS if backend != "reference")
+PROVIDERS = (*KERNELS, *(peer.name for peer in peers.PEERS), *providers.OF_TORCH)
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,23 @@ class Request:
     skip: Sequence[str] = ()
     budget: float = math.inf
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def sweeps(self) -> Sequence[Sweep]:
+        return selection.SCALING if self.on_gpu else selection.SCALING_CPU
+
+    @property
+    def groups(self) -> dict[speed.Group, Sequence[AnyCase]]:
+        training, decode = (selection.BENCH, selection.DECODE) if self.on_gpu else (selection.BENCH_CPU, ())
+        sweep = [case for sweep in self.sweeps for case in sweep.cases]
+        return {"training": training, "decode": decode, "sweep": sweep}
+
+    def asks_for(self, provider: str) -> bool:
+        return provider in self.providers or not self.providers
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -48,7 +62,7 @@ class Unit:
 
     case: AnyCase
     provider: str
-    group: str
+    group: speed.Group
 
     def __str__(self) -> str:
         return f"{self.provider} {self.case}"
@@ -57,40 +71,45 @@ class Unit:
 def run(request: Request, results: Results, save: Callable[[], None]) -> None:
     """Fill the results and save after every unit. KeyboardInterrupt passes, with all that was measured kept; Refused
     where no case has the name that was asked for."""
-    selection.named(request.case, [case for group in chosen_cases(request) for case in group])
+    if not training_step.named(request.case, request.device):
+        selection.named(request.case, [case for group in request.groups.values() for case in group])
     deadline = time.perf_counter() + request.budget
     results.budget_seconds = request.budget if math.isfinite(request.budget) else None
     asked = {"providers": request.providers, "case": [request.case] if request.case else [], "skip": request.skip}
     results.selection = {name: list(words) for name, words in asked.items() if words}
     present = find_providers(request, results)
-    sweeps = chosen_sweeps(request)
     units = plan(request, present)
-    results.not_measured += skipped(request, present)
+    every = plan(replace(request, skip=()), present)
+    left = [unit.split(request.skip)[1] if isinstance(unit, Race) else unit for unit in every if unit not in units]
+    results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in left]
     session = Session(request.device, results)
     took: dict[str, list[float]] = {}
     done = late = 0
     try:
-        with torch.cuda.device(request.device) if request.device.type == "cuda" else contextlib.nullcontext():
+        with torch.cuda.device(request.device) if request.on_gpu else contextlib.nullcontext():
+            results.add_microseconds = speed.add_time(request.device)
             for done, unit in enumerate(report.progress(units, "bench")):
                 begin = time.perf_counter()
                 if deadline - begin <= statistics.median(took.get(unit.provider, [0])):
-                    reason = f"out of time (--budget {request.budget:g})"
-                    results.not_measured.append(NotMeasured(str(unit.case), unit.provider, reason))
+                    results.not_measured.append(_unmeasured(unit, f"out of time (--budget {request.budget:g})"))
                     late += 1
                     continue
                 session.measure(unit, begin + (deadline - begin) / (len(units) - done))
                 took.setdefault(unit.provider, []).append(time.perf_counter() - begin)
-                results.scaling = scaling.fit(sweeps, results.measurements)
+                results.scaling = speed.fit(request.sweeps, results.measurements)
                 save()
             done = len(units)
-            if request.device.type == "cuda" and "triton" in present and not request.case:
+            if request.on_gpu and "triton" in present and not request.case:
                 with failures_of("a stack of layers", "triton", results):
                     results.stack_megabytes = speed.stack_peaks(*STACK, request.device)
         results.complete = not late
     finally:
-        left = units[done:]
-        results.not_measured += [NotMeasured(str(unit.case), unit.provider, "interrupted") for unit in left]
+        results.not_measured += [_unmeasured(unit, "interrupted") for unit in units[done:]]
         save()
+
+
+def _unmeasured(unit: Unit | Race, reason: str) -> NotMeasured:
+    return NotMeasured(str(unit.case), unit.provider, reason)
 
 
 @contextlib.contextmanager
@@ -100,7 +119,7 @@ def failures_of(where: str, provider: str, results: Results) -> Iterator[None]:
         yield
     except Exception as error:
         reason = str(error) if isinstance(error, providers.Wrong) else f"{type(error).__name__}: {error}"
-        results.not_measured.append(NotMeasured(where, provider, " ".join(reason.split())[:LONGEST], True))
+        results.not_measured.append(NotMeasured(where, provider, " ".join(reason.split())[:LONGEST_REASON], True))
 
 
 class Session:
@@ -110,9 +129,14 @@ class Session:
         self._device = device
         self._results = results
         self._copies = speed.Copies(device)
-        self._checked: dict[tuple[AnyCase, str], list[Row]] = {}
+        self._checked: dict[tuple[AnyCase, str], list[accuracy.Row]] = {}
 
-    def measure(self, unit: Unit, until: float) -> None:
+    def measure(self, unit: Unit | Race, until: float) -> None:
+        if isinstance(unit, Race):
+            with failures_of(unit.case, unit.provider, self._results):
+                noted = partial(failures_of, results=self._results)
+                self._results.steps += training_step.measure(unit, self._device, until, noted)
+            return
         case, provider = unit.case, unit.provider
         with failures_of(str(case), provider, self._results):
             prepared = providers.prepare(case, provider, case.inputs(self._device, drawn_on=self._device))
@@ -125,7 +149,7 @@ class Session:
             for measurement in timed:
                 self._results.measurements.append(measurement)
 
-    def _check(self, case: AnyCase, provider: str) -> list[Row]:
+    def _check(self, case: AnyCase, provider: str) -> list[accuracy.Row]:
         """Once for cases that are the same when small."""
         key = (case.smaller(), provider)
         if key not in self._checked:
@@ -136,15 +160,10 @@ class Session:
 
 def find_providers(request: Request, results: Results) -> list[str]:
     """Those that were asked for and are there; the others are named in the results."""
-
-    def asked(provider: str) -> bool:
-        return provider in request.providers or not request.providers
-
-    kernels = [backend for backend in backends.BACKENDS if backend != "reference" and asked(backend)]
-    results.not_measured += selection.absent(kernels, request.device)
-    found = list(kernels)
+    found = [backend for backend in KERNELS if request.asks_for(backend)]
+    results.not_measured += selection.absent(found, request.device)
     for peer in peers.PEERS:
-        if peer.name in request.providers or (request.peers and asked(peer.name)):
+        if peer.name in request.providers or (request.peers and request.asks_for(peer.name)):
             reason = peers.why_not(peer)
             if reason is None:
                 found.append(peer.name)
@@ -152,50 +171,36 @@ def find_providers(request: Request, results: Results) -> list[str]:
             else:
                 results.not_measured.append(NotMeasured("", peer.name, reason))
     reason = speed.why_no_compiler()
-    if reason is not None and asked("torch.compile"):
+    if reason is not None and request.asks_for("torch.compile"):
         results.not_measured.append(NotMeasured("", "torch.compile", reason))
-    return found + [other for other in OTHERS if asked(other) and not (other == "torch.compile" and reason)]
+    return found + [
+        other for other in providers.OF_TORCH if request.asks_for(other) and not (other == "torch.compile" and reason)
+    ]
 
 
-def chosen_sweeps(request: Request) -> Sequence[Sweep]:
-    return selection.SCALING if request.device.type == "cuda" else selection.SCALING_CPU
-
-
-def chosen_cases(request: Request) -> tuple[Sequence[AnyCase], Sequence[AnyCase], Sequence[AnyCase]]:
-    """Of training, of decoding and of sweeps, for this device."""
-    on_gpu = request.device.type == "cuda"
-    training, decode = (selection.BENCH, selection.DECODE) if on_gpu else (selection.BENCH_CPU, ())
-    return training, decode, [case for sweep in chosen_sweeps(request) for case in sweep.cases]
-
-
-def plan(request: Request, present: Sequence[str]) -> list[Unit]:
+def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
     """The most important first."""
-    training, decode, sweep = chosen_cases(request)
-
-    def runs(case: AnyCase, provider: str) -> bool:
-        return provider not in backends.BACKENDS or selection.runs(case, provider, request.device)
+    training, decode, sweep = request.groups.values()
+    group_of = {case: group for group, cases in reversed(request.groups.items()) for case in cases}
 
     def units(cases: Sequence[AnyCase], provider: str) -> list[Unit]:
-        group = dict.fromkeys(sweep, "sweep") | dict.fromkeys(decode, "decode") | dict.fromkeys(training, "training")
-        return [Unit(case, provider, group[case]) for case in cases if runs(case, provider)]
+        runs = provider not in backends.BACKENDS
+        there = [case for case in cases if runs or selection.runs(case, provider, request.device)]
+        return [Unit(case, provider, group_of[case]) for case in there]
 
     kernels = [p for p in present if p in backends.BACKENDS]
     beside = [p for p in present if peers.by_name(p) is not None]
     planned = [unit for cases in (training, decode) for p in kernels for unit in units(cases, p)]
     for case in sweep:
-        fastest = [unit for p in kernels for unit in units([case], p)]
-        planned += fastest or units([case], "eager") * ("eager" in present)
+        ours = [unit for p in kernels for unit in units([case], p)]
+        planned += ours or units([case], "eager") * ("eager" in present)
     planned += [unit for case in (*training, *decode) for p in beside for unit in units([case], p)]
-    planned += [unit for p in OTHERS if p in present for unit in units(training, p)]
-    return [
+    planned += [unit for p in providers.OF_TORCH if p in present for unit in units(training, p)]
+    kept = [
         unit
         for unit in dict.fromkeys(planned)
         if request.case in str(unit.case) and not any(text in str(unit) for text in request.skip)
     ]
-
-
-def skipped(request: Request, present: Sequence[str]) -> list[NotMeasured]:
-    """What would have been measured but for --skip."""
-    kept = set(plan(request, present))
-    every = plan(replace(request, skip=()), present)
-    return [NotMeasured(str(unit.case), unit.provider, "left out (--skip)") for unit in every if unit not in kept]
+    races = [race.split(request.skip)[0] for race in training_step.plan(request.case, present, request.device)]
+    eager, compiled = ([race for race in races if race.providers and race.compiled == c] for c in (False, True))
+    return [*eager, *kept, *compiled]

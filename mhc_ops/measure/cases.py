@@ -56,12 +56,13 @@ class Subject:
         return replace(self, call=partial(self.call, **options), exact=exact, options=tuple(options.items()))
 
 
+def _alone(name: str) -> Callable[..., tuple[Tensor, ...]]:
+    """A public function with one output."""
+    return lambda **arguments: (getattr(mhc_ops, name)(**arguments),)
+
+
 def _forward_pre(**arguments: Any) -> tuple[Tensor, ...]:
     return mhc_ops.mhc_forward_pre(outflag=True, **arguments)
-
-
-def _post(**arguments: Any) -> tuple[Tensor, ...]:
-    return (mhc_ops.mhc_post(**arguments),)
 
 
 def _post_pre_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
@@ -84,14 +85,6 @@ def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[T
     return mhc_ops.mhc_layer(x, layer, **parameters, backend=backend), read[0]
 
 
-def _head(**arguments: Any) -> tuple[Tensor, ...]:
-    return (mhc_ops.mhc_head(**arguments),)
-
-
-def _sinkhorn(**arguments: Any) -> tuple[Tensor, ...]:
-    return (mhc_ops.sinkhorn(**arguments),)
-
-
 _PARAMETERS = ("phi", "alpha", "bias", "gamma")
 _POST = ("x", "h_out", "h_post", "h_res")
 _MAPS = ("h_in", "h_post", "h_res")
@@ -99,51 +92,31 @@ _MAPS = ("h_in", "h_post", "h_res")
 
 # The bytes of pre: x is read for the projection and again for h_in, which is written; backward, x and dh_in are read
 # for dh_pre and again to write dx. Of post: x and h_out are read, x_next is written; backward, dx_next, x and h_out are
-# read, dx and dh_out written. The layer's backward writes dx once; to its second pass over x comes dx_next.
-def _moved_by_pre(n: int) -> tuple[float, float]:
+# read, dx and dh_out written. The layer's backward writes dx once; to its second pass over x comes dx_next. post_pre
+# reads x_next once more for h_in; backward: pre's, with dx_next, up to a dx_next in fp32, then post's.
+def _moved(n: int) -> tuple[float, float]:
+    """By pre, and as much by post."""
     return 2 + 1 / n, 3 + 2 / n
 
 
-def _moved_by_post(n: int) -> tuple[float, float]:
-    return 2 + 1 / n, 3 + 2 / n
-
-
-def _moved_by_layer(n: int) -> tuple[float, float]:
-    return 4 + 2 / n, 6 + 4 / n
-
-
-def _moved_by_post_pre(n: int) -> tuple[float, float]:
-    """x_next is read once more for h_in. Backward: pre's, with dx_next, up to a dx_next in fp32; then post's."""
-    return 3 + 2 / n, 9 + 4 / n
-
-
-def _moved_by_sinkhorn(n: int) -> tuple[float, float]:
-    return 2, 3
-
-
+_PRE, _OF_LAYER = ("x", *_PARAMETERS), ("x", "h_out", *_PARAMETERS)
 MHC_FORWARD_PRE = Subject(
-    "mhc_forward_pre",
-    "mhc",
-    _forward_pre,
-    ("x", *_PARAMETERS),
-    (*_MAPS, "inv_rms", "h_mix", "h_pre"),
-    _moved_by_pre,
-    intermediates=3,
+    "mhc_forward_pre", "mhc", _forward_pre, _PRE, (*_MAPS, "inv_rms", "h_mix", "h_pre"), _moved, intermediates=3
 )
-MHC_PRE = Subject("mhc_pre", "mhc", mhc_ops.mhc_pre, ("x", *_PARAMETERS), _MAPS, _moved_by_pre)
-MHC_POST = Subject("mhc_post", "mhc", _post, _POST, ("x_next",), _moved_by_post)
+MHC_PRE = Subject("mhc_pre", "mhc", mhc_ops.mhc_pre, _PRE, _MAPS, _moved)
+MHC_POST = Subject("mhc_post", "mhc", _alone("mhc_post"), _POST, ("x_next",), _moved)
 MHC_POST_PRE = Subject(
     "mhc_post_pre",
     "mhc",
     mhc_ops.mhc_post_pre,
     (*_POST, *_PARAMETERS),
     ("x_next", *_MAPS),
-    _moved_by_post_pre,
+    lambda n: (3 + 2 / n, 9 + 4 / n),
     exact=_post_pre_exact,
 )
-MHC_LAYER = Subject("mhc_layer", "mhc", _layer, ("x", "h_out", *_PARAMETERS), ("x_next", "h_in"), _moved_by_layer)
-MHC_HEAD = Subject("mhc_head", "mhc", _head, ("x", *_PARAMETERS), ("out",), _moved_by_pre)
-SINKHORN = Subject("sinkhorn", "mhc", _sinkhorn, ("logits",), ("h_res",), _moved_by_sinkhorn)
+MHC_LAYER = Subject("mhc_layer", "mhc", _layer, _OF_LAYER, ("x_next", "h_in"), lambda n: (4 + 2 / n, 6 + 4 / n))
+MHC_HEAD = Subject("mhc_head", "mhc", _alone("mhc_head"), _PRE, ("out",), _moved)
+SINKHORN = Subject("sinkhorn", "mhc", _alone("sinkhorn"), ("logits",), ("h_res",), lambda n: (2, 3))
 SUBJECTS = (MHC_FORWARD_PRE, MHC_PRE, MHC_POST, MHC_LAYER, MHC_POST_PRE, MHC_HEAD, SINKHORN)
 
 LAYOUTS = ("", "sliced", "strided", "transposed", "expanded")
@@ -167,8 +140,48 @@ def laid_out(name: str, tensor: Tensor, layout: str) -> Tensor:
     return tensor
 
 
+class Drawn:
+    """What the cases of both families share."""
+
+    subject: Any
+    n: int
+    seed: int
+    layout: str
+    dtype: torch.dtype
+    parameter_dtype: torch.dtype
+    scale: float
+    unused: tuple[str, ...]
+
+    def inputs(self, device: torch.device | str = "cpu", drawn_on: torch.device | str = "cpu") -> Tensors:
+        """Drawn on the CPU, a case is the same on every device; drawn on a GPU, large ones take no time."""
+        generator = torch.Generator(drawn_on).manual_seed(self.seed)
+        drawn = self._drawn(generator, device)
+        return {name: laid_out(name, tensor, self.layout) for name, tensor in drawn.items()}
+
+    def _drawn(self, generator: torch.Generator, device: torch.device | str) -> Tensors:
+        raise NotImplementedError
+
+    def elements(self) -> int:
+        """Of x."""
+        raise NotImplementedError
+
+    def bytes_moved(self) -> dict[str, float]:
+        """What kernels must move when x does not fit the cache."""
+        X = self.elements() * self.dtype.itemsize
+        forward, backward = self.subject.moved(self.n)
+        return {"forward": forward * X, "backward": backward * X, "both": (forward + backward) * X}
+
+    def _words(self, *own: str) -> str:
+        """The name: what most cases leave as it is stands only in those that do not. own: of the family."""
+        words = [f"parameters {name_of(self.parameter_dtype)}"] * (self.parameter_dtype != torch.float32)
+        words += [f"scale {self.scale:g}"] * (self.scale != 1) + list(own)
+        words += [f"{name} {value:g}" for name, value in self.subject.options] + [self.layout] * bool(self.layout)
+        words += [f"no d{name}" for name in self.unused] + [f"seed {self.seed}"] * (self.seed != SEED)
+        return " ".join(words)
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Drawn):
     """An op on x [*outer, n, D], with every tensor random, gamma away from ones and odd alphas."""
 
     subject: Subject
@@ -184,16 +197,11 @@ class Case:
     unused: tuple[str, ...] = ()  # outputs without a cotangent
     layout: str = ""  # one of LAYOUTS
 
-    def inputs(self, device: torch.device | str = "cpu", drawn_on: torch.device | str = "cpu") -> Tensors:
-        """Drawn on the CPU, a case is the same on every device; drawn on a GPU, large ones take no time."""
-        return {name: laid_out(name, tensor, self.layout) for name, tensor in self._drawn(device, drawn_on).items()}
-
-    def _drawn(self, device: torch.device | str, drawn_on: torch.device | str) -> Tensors:
+    def _drawn(self, generator: torch.Generator, device: torch.device | str) -> Tensors:
         n, D = self.n, self.D
-        generator = torch.Generator(drawn_on).manual_seed(self.seed)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=drawn_on).to(device)
+            return torch.randn(shape, generator=generator, device=generator.device).to(device)
 
         if self.subject.inputs == SINKHORN.inputs:
             return {"logits": (self.sigma * normal(*self.outer, n, n)).to(self.dtype)}
@@ -227,32 +235,19 @@ class Case:
         """As quick to check as to start."""
         return replace(self, outer=(min(256, math.prod(self.outer)),))
 
-    def bytes_moved(self) -> dict[str, float]:
-        """What kernels must move when x does not fit the cache."""
-        size = self.n if self.subject.inputs == SINKHORN.inputs else self.D
-        X = math.prod(self.outer) * self.n * size * self.dtype.itemsize
-        forward, backward = self.subject.moved(self.n)
-        return {"forward": forward * X, "backward": backward * X, "both": (forward + backward) * X}
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (*self.outer, self.n, self.n if self.subject.inputs == SINKHORN.inputs else self.D)
+
+    def elements(self) -> int:
+        return math.prod(self._sizes)
 
     def __str__(self) -> str:
-        sizes = (*self.outer, self.n, self.n if self.subject.inputs == SINKHORN.inputs else self.D)
-        words = [self.subject.name, "x".join(map(str, sizes)), name_of(self.dtype)]
-        if self.parameter_dtype != torch.float32:
-            words.append(f"parameters {name_of(self.parameter_dtype)}")
-        if self.scale != 1:
-            words.append(f"scale {self.scale:g}")
-        if self.sigma != Case.sigma:
-            words.append(f"logits {self.sigma:g}")
-        if not self.gamma and "gamma" in self.subject.inputs:
-            words.append("no gamma")
-        return " ".join([*words, *further_words(self)])
-
-
-def further_words(case: Any) -> list[str]:
-    """Of what most cases leave as it is."""
-    words = [f"{name} {value:g}" for name, value in case.subject.options] + [case.layout] * bool(case.layout)
-    words += [f"no d{name}" for name in case.unused]
-    return words + [f"seed {case.seed}"] * (case.seed != SEED)
+        no_gamma = not self.gamma and "gamma" in self.subject.inputs
+        own = [f"logits {self.sigma:g}"] * (self.sigma != Case.sigma) + ["no gamma"] * no_gamma
+        return (
+            f"{self.subject.name} {'x'.join(map(str, self._sizes))} {name_of(self.dtype)} {self._words(*own)}".rstrip()
+        )
 
 
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -11,15 +11,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ..core.backend import BACKENDS
 from .accuracy import Row
 from .results import Results
-from .scaling import Growth
-from .speed import Measurement, deviation
+from .speed import Growth, Measurement, deviation
 
 SURE = 3  # standard deviations
 A_BIT = 2
@@ -27,7 +26,7 @@ DEVIATION_OF_MEDIAN = 1.4826  # standard deviation over median absolute deviatio
 MEMORY_ROUNDING = 0.01  # the allocator rounds each of a handful of tensors up, by far less than a percent of large ones
 OURS = (*BACKENDS, "eager")
 
-Entry = TypeVar("Entry")
+Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,8 @@ def compare(before: Results, after: Results) -> tuple[list[Change], int]:
     scatter = _scatter(before.measurements, after.measurements)
     common = 0
     changes: list[Change] = []
-    for old, new, differences in (
-        (_by_key(before.measurements, _timing_key), _by_key(after.measurements, _timing_key), _timing_changes),
-        (_by_key(before.scaling, _growth_key), _by_key(after.scaling, _growth_key), _growth_changes),
-        (_by_key(before.accuracy, _row_key), _by_key(after.accuracy, _row_key), _row_changes),
-    ):
+    for field, differences in _KINDS.items():
+        old, new = (_by_key(getattr(results, field)) for results in (before, after))
         common += len(set(old) & set(new))
         for key in [key for key in old if key in new]:
             changes += differences(key, old[key], new[key], scatter)
@@ -65,7 +61,7 @@ def compare(before: Results, after: Results) -> tuple[list[Change], int]:
     return sorted(changes, key=lambda change: not change.regression), common
 
 
-def _missing(keys: Sequence[tuple[str, ...]], file: str) -> list[Change]:
+def _missing(keys: Sequence[Key], file: str) -> list[Change]:
     """One for each case and provider, with what is missing of it."""
     found: dict[str, list[str]] = {}
     for case, provider, what in keys:
@@ -76,7 +72,7 @@ def _missing(keys: Sequence[tuple[str, ...]], file: str) -> list[Change]:
 def _scatter(before: Sequence[Measurement], after: Sequence[Measurement]) -> float:
     """Relative standard deviation of the change of a ratio, over all of them. From medians: what many entries have in
     common, and a few that changed a lot, do not count as scatter."""
-    old, new = _by_key(before, _timing_key), _by_key(after, _timing_key)
+    old, new = _by_key(before), _by_key(after)
     changes = [math.log(old[key].of_copy / new[key].of_copy) for key in old if key in new]
     if not changes:
         return 0.0
@@ -84,23 +80,17 @@ def _scatter(before: Sequence[Measurement], after: Sequence[Measurement]) -> flo
     return DEVIATION_OF_MEDIAN * statistics.median(abs(change - middle) for change in changes)
 
 
-def _by_key(entries: Sequence[Entry], key: Callable[[Entry], tuple[str, ...]]) -> dict[tuple[str, ...], Any]:
-    return {key(entry): entry for entry in entries}
+def _by_key(entries: Sequence[Any]) -> dict[Key, Any]:
+    """By what it was measured on, by whom, and what of it."""
+    keys: dict[type, Callable[[Any], Key]] = {
+        Measurement: lambda m: (m.case, m.provider, m.direction),
+        Growth: lambda g: (f"{g.subject} growing with {g.axis} at {g.at}", g.provider, g.direction),
+        Row: lambda row: (row.case, row.backend, row.output),
+    }
+    return {keys[type(entry)](entry): entry for entry in entries}
 
 
-def _timing_key(m: Measurement) -> tuple[str, ...]:
-    return m.case, m.provider, m.direction
-
-
-def _growth_key(g: Growth) -> tuple[str, ...]:
-    return f"{g.subject} growing with {g.axis} at {g.at}", g.provider, g.direction
-
-
-def _row_key(row: Row) -> tuple[str, ...]:
-    return row.case, row.backend, row.output
-
-
-def _timing_changes(key: tuple[str, ...], a: Measurement, b: Measurement, scatter: float) -> Iterator[Change]:
+def _timing_changes(key: Key, a: Measurement, b: Measurement, scatter: float) -> Iterator[Change]:
     noise = [_noise(a), _noise(b), scatter]
     if None in noise:
         yield Change("not compared", " ".join(key), "there is no spread of the samples in one of the files")
@@ -123,11 +113,11 @@ def _noise(m: Measurement) -> float | None:
     return sum(part**2 for part in parts) ** 0.5
 
 
-def _growth_changes(key: tuple[str, ...], a: Growth, b: Growth, scatter: float) -> Iterator[Change]:
+def _growth_changes(key: Key, a: Growth, b: Growth, scatter: float) -> Iterator[Change]:
     return _ratio_changes(key, a.over_copy, b.over_copy, [a.noise, b.noise, scatter], "the copy's cost per byte")
 
 
-def _ratio_changes(key: tuple[str, ...], a: float, b: float, noise: Sequence[float], unit: str) -> Iterator[Change]:
+def _ratio_changes(key: Key, a: float, b: float, noise: Sequence[float], unit: str) -> Iterator[Change]:
     allowed = SURE * sum(part**2 for part in noise) ** 0.5
     words = f"{a:.3g} × {unit}, now {b:.3g} ({b / a - 1:+.1%}, noise {allowed:.1%})"
     if b > a * (1 + allowed):
@@ -136,7 +126,7 @@ def _ratio_changes(key: tuple[str, ...], a: float, b: float, noise: Sequence[flo
         yield Change("faster", " ".join(key), words)
 
 
-def _row_changes(key: tuple[str, ...], a: Row, b: Row, scatter: float) -> Iterator[Change]:
+def _row_changes(key: Key, a: Row, b: Row, scatter: float) -> Iterator[Change]:
     words = f"off by {a.relative_error:.1e}, now {b.relative_error:.1e} (allowed {b.tolerance:.0e})"
     if a.passed and not b.passed:
         yield Change("fails", " ".join(key), words, key[1] in OURS)
@@ -151,3 +141,7 @@ def _lost_a_bit(a: Row, b: Row) -> bool:
     rounding = torch.finfo(getattr(torch, b.dtype)).eps / 2 if b.dtype else 0.0
     luck = 1 + SURE / (2 * max(1, b.elements)) ** 0.5
     return b.relative_error > A_BIT * luck * max(a.relative_error, rounding)
+
+
+_KINDS: dict[str, Callable[[Key, Any, Any, float], Iterator[Change]]]
+_KINDS = {"measurements": _timing_changes, "scaling": _growth_changes, "accuracy": _row_changes}

@@ -1,5 +1,6 @@
 """Cases of the convolution, as data: sizes, options, types; the same case always makes the same tensors."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 import mhc_ops
 
 from ..core.check import name_of
-from .cases import SEED, Case, Subject, Tensors, further_words, laid_out, sweep
+from .cases import SEED, Case, Drawn, Subject, Tensors, sweep
 
 
 def _conv(output_final_state: bool = False, **arguments: Any) -> tuple[Tensor, ...]:
@@ -27,7 +28,7 @@ def _short_conv(**arguments: Any) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class ConvCase:
+class ConvCase(Drawn):
     """causal_conv1d on x [B, L, D], a decoding step of it where `update`, ShortConv on [B, L, n, D] where n is given.
 
     places: "" for none, "states", "seq_idx" (with padding in between), "cu_seqlens" (with an empty sequence and padding
@@ -74,12 +75,8 @@ class ConvCase:
         call = partial(_conv, **options, output_final_state=bool(states))
         return Subject("causal_conv1d" + name, "conv", call, (), ("y", *states), lambda _: (2 + self.residual, 3))
 
-    def inputs(self, device: torch.device | str = "cpu", drawn_on: torch.device | str = "cpu") -> Tensors:
-        """Drawn on the CPU, a case is the same on every device; drawn on a GPU, large ones take no time."""
-        return {name: laid_out(name, tensor, self.layout) for name, tensor in self._drawn(device, drawn_on).items()}
-
-    def _drawn(self, device: torch.device | str, drawn_on: torch.device | str) -> Tensors:
-        generator = torch.Generator(drawn_on).manual_seed(self.seed)
+    def _drawn(self, generator: torch.Generator, device: torch.device | str) -> Tensors:
+        drawn_on = generator.device
         B, L, D, W, S = self.B, self.L, self.D, self.W, (self.W - 1) * self.dilation
 
         def normal(*shape: int, dtype: torch.dtype = self.parameter_dtype) -> Tensor:
@@ -129,24 +126,19 @@ class ConvCase:
         """As quick to check as to start."""
         return replace(self, B=min(2, self.B), L=min(128, self.L))
 
-    def bytes_moved(self) -> dict[str, float]:
-        """What kernels must move when x does not fit the cache."""
-        X = self.B * self.L * max(1, self.n) * self.D * self.dtype.itemsize
-        forward, backward = self.subject.moved(self.n)
-        return {"forward": forward * X, "backward": backward * X, "both": (forward + backward) * X}
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (self.B, self.L, *((self.n,) if self.n else ()), self.D)
+
+    def elements(self) -> int:
+        return math.prod(self._sizes)
 
     def __str__(self) -> str:
-        sizes = (self.B, self.L, *((self.n,) if self.n else ()), self.D)
-        words = [self.subject.name, "x".join(map(str, sizes)), f"W{self.W}", name_of(self.dtype)]
+        words = [self.subject.name, "x".join(map(str, self._sizes)), f"W{self.W}", name_of(self.dtype)]
         words += ["no bias"] * (not self.bias and not self.n) + [f"dilation {self.dilation}"] * (self.dilation > 1)
         words += ["residual"] * self.residual + [self.places] * bool(self.places)
-        if self.parameter_dtype != torch.float32:
-            words.append(f"parameters {name_of(self.parameter_dtype)}")
-        if self.scale != 1:
-            words.append(f"scale {self.scale:g}")
-        if self.n and self.norm_eps != ConvCase.norm_eps:
-            words.append(f"norm_eps {self.norm_eps:g}")
-        return " ".join([*words, *further_words(self)])
+        own = [f"norm_eps {self.norm_eps:g}"] * (self.n > 0 and self.norm_eps != ConvCase.norm_eps)
+        return f"{' '.join(words)} {self._words(*own)}".rstrip()
 
 
 AnyCase = Case | ConvCase

@@ -1,5 +1,7 @@
-"""What a command says: tables; progress, as a bar on a terminal and as plain lines elsewhere; why it was refused."""
+"""What a command says: tables, progress, why it was refused. In colour where stdout or stderr is a terminal and rich is
+installed, in plain lines elsewhere."""
 
+import importlib.util
 import math
 import os
 import platform
@@ -7,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,11 +19,29 @@ Item = TypeVar("Item")
 
 VERSION = mhc_ops.__version__
 WIDEST_BAR = 30
+NARROWEST_WITH_BAR = 40  # columns of a terminal
 BETWEEN_LINES = 10.0  # seconds, of a status where there is no terminal
+COLOURS = {"PASS": "green", "FAIL": "bold red"}
+_display: Any = None  # rich's, while there is progress to see
 
 
 class Refused(Exception):
     """A command cannot be run like this; the message is the one line that the user sees before exit code 2."""
+
+
+class Table(NamedTuple):
+    header: Sequence[str]
+    rows: Iterable[Sequence[str]]
+
+
+def refuse_without(package: str, purpose: str) -> None:
+    """Before the work begins, where a package of the extra `bench` is needed."""
+    if not _installed(package):
+        raise Refused(f"{purpose} needs {package}, which is not installed: pip install mhc-ops[bench]")
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def open_streams() -> None:
@@ -47,79 +67,135 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns as wide as their widest entry; the first column left, the others right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    lines.insert(1, ["-" * width for width in widths])
+    aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
-    def text(line: Sequence[str]) -> str:
-        cells = [cell.ljust(w) if column == 0 else cell.rjust(w) for column, (cell, w) in enumerate(zip(line, widths))]
-        return "  ".join(cells).rstrip()
 
-    return "\n".join([text(lines[0]), "  ".join("-" * w for w in widths), *map(text, lines[1:])])
+def show(*parts: Table | str) -> None:
+    """On stdout, with an empty line in between."""
+    console = _console(sys.stdout)
+    for nth, part in enumerate(parts):
+        print(end="\n" * (nth > 0))
+        if isinstance(part, str):
+            print(part)
+        elif console is None:
+            print(table(*part))
+        else:
+            console.print(_coloured(part, console))
+
+
+def _coloured(part: Table, console: Any) -> Any:
+    """The first column is wrapped where the terminal is narrow; the others, too, where that is not enough."""
+    from rich import box, text
+    from rich import table as rich_table
+
+    drawn = rich_table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column, name in enumerate(part.header):
+        drawn.add_column(name, justify="right" if column else "left", overflow="fold", no_wrap=column > 0)
+    for row in part.rows:
+        drawn.add_row(*(text.Text(cell, COLOURS.get(cell, "")) for cell in row))
+    unlimited = console.options.update(max_width=sys.maxsize)
+    if console.measure(drawn, options=unlimited).minimum > console.width:
+        for narrow in drawn.columns:
+            narrow.no_wrap = False
+    return drawn
 
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     """Yield the items and say on stderr how far it is."""
+    update = _start_display(label, len(items))
     for done, item in enumerate(items):
-        if sys.stderr.isatty():
-            _overwrite(_bar(label, done, len(items), _words(item), _columns()))
+        words = " ".join(map(str, item)) if isinstance(item, tuple) else str(item)
+        if update is None:
+            print(f"{label} {done + 1}/{len(items)}: {words}", file=sys.stderr, flush=True)
         else:
-            sys.stderr.write(f"{label} {done + 1}/{len(items)}: {_words(item)}\n")
-        sys.stderr.flush()
+            update(done, words)
         yield item
     clear()
 
 
 def status(label: str) -> Callable[[object], None]:
     """For work of unknown length: call it with where it is. Without a terminal it speaks now and then."""
+    update = _start_display(label, None)
     last = time.monotonic()
 
-    def show(place: object) -> None:
+    def show(where: object) -> None:
         nonlocal last
-        if sys.stderr.isatty():
-            _overwrite(f"{label} {place}"[: max(1, _columns() - 1)])
+        if update is not None:
+            update(0, str(where))
         elif time.monotonic() - last >= BETWEEN_LINES:
             last = time.monotonic()
-            sys.stderr.write(f"{label} {place}\n")
-        sys.stderr.flush()
+            print(f"{label} {where}", file=sys.stderr, flush=True)
 
     return show
 
 
 def clear() -> None:
     """Take the progress off the terminal, to print something in its place."""
-    if sys.stderr.isatty():
-        _overwrite("")
-        sys.stderr.flush()
+    if _display is not None:
+        _display.stop()
 
 
 def say(text: object) -> None:
-    """A line on stderr, after all that was printed so far."""
+    """On stderr, after all that was printed."""
     sys.stdout.flush()
     clear()
     print(text, file=sys.stderr)
 
 
-def _overwrite(text: str) -> None:
-    sys.stderr.write(f"\r\033[K{text}")
+def _console(stream: Any) -> Any:
+    """rich's for a terminal whose cursor moves; None elsewhere."""
+    if not stream.isatty() or not _installed("rich"):
+        return None
+    from rich.console import Console
 
-
-def _bar(label: str, done: int, total: int, words: str, columns: int) -> str:
-    """One line, and not its last column: there some terminals wrap. The bar gives way to the numbers."""
-    room = columns - 1 - len(f"{label}  {done}/{total}")
-    length = max(0, min(WIDEST_BAR, columns * 3 // 8, room))
-    filled = length * done // total
-    return f"{label} {'█' * filled}{'·' * (length - filled)} {done}/{total}  {words}"[: max(1, columns - 1)]
-
-
-def _columns() -> int:
-    """Of the terminal that stderr is; stdout, whose size shutil asks for, may be a file."""
+    # Not in the last column: there some terminals wrap. rich asks stdin and stdout for a size, which may be files.
     try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        columns = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
         columns = 0
-    return shutil.get_terminal_size((columns or 80, 24)).columns
+    width = shutil.get_terminal_size((columns or 80, 24)).columns - 1
+    console = Console(file=stream, width=max(1, width), highlight=False, emoji=False)
+    return console if console.is_interactive else None
 
 
-def _words(item: object) -> str:
-    return " ".join(map(str, item)) if isinstance(item, tuple) else str(item)
+def _start_display(label: str, total: int | None) -> Callable[[int, str], None] | None:
+    """A line that is written anew by update(done, words); None where there is no terminal, or no rich."""
+    global _display
+    console = _console(sys.stderr)
+    if console is None:
+        return None
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+    from rich.table import Column
+
+    def text(field: str, ratio: int | None = None) -> TextColumn:
+        column = Column(no_wrap=True, overflow="crop", ratio=ratio)
+        return TextColumn(f"{{task.{field}}}", markup=False, table_column=column)
+
+    columns: list[ProgressColumn | str] = [text("description"), text("fields[words]", ratio=1)]
+    if total is not None and console.width + 1 >= NARROWEST_WITH_BAR:
+        width = min(WIDEST_BAR, console.width * 3 // 8)
+        columns.insert(1, BarColumn(bar_width=width, table_column=Column(width=width)))
+    # Drawn only when it is told to: a thread that draws would disturb what is being timed.
+    line = _display = Progress(
+        *columns,
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        expand=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    task = line.add_task(label, total=total, words="")
+
+    def update(done: int, words: str) -> None:
+        count = label if total is None else f"{label} {done}/{total}"
+        line.update(task, completed=done, description=count, words=words)
+        line.start()
+        line.refresh()
+
+    return update
 
 
 def finite(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""How fast: device time beside eager, torch.compile, other libraries and a copy of the same bytes, in one run.
+"""How fast: device time beside eager, torch.compile, other libraries and a copy of the same bytes, in one run; and how
+time grows with a size.
 
 On a GPU every sample starts with a cold L2 (a buffer larger than it is overwritten) and with the host ahead of the
 device, so that launches cost no device time; the median counts, and the interquartile range says how far to trust it.
@@ -8,20 +9,21 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mhc_ops import HyperConnection
 
-from .cases import Tensors
+from .cases import Sweep, Tensors
 from .conv_cases import AnyCase
 
 SAMPLES = 20
 FEWEST_SAMPLES = 5  # when time is short: the fewest that have quartiles of their own
+FEWEST_POINTS = 3  # of a line: two make any line fit
 FLUSHED_BYTES = 256 << 20
 # The device waits while the host enqueues: three times as long as that took once, in cycles of about 2 GHz, and at
 # most 5 ms, since a run takes many thousands of samples.
@@ -29,6 +31,27 @@ CYCLES_PER_SECOND = 2e9
 SHORTEST_WAIT, LONGEST_WAIT = 1e-3, 5e-3
 QUARTILES_OF_NORMAL = 1.349  # interquartile range over standard deviation
 RESOLUTION = 0.5 / 12**0.5  # µs: the standard deviation that an event's steps of 0.5 µs alone cause
+LARGEST = 1e100  # of a number in a file: far above anything measured, and its square is still one
+
+Direction = Literal["forward", "backward", "both"]  # without gradients; the gradients alone; a training step
+Group = Literal["training", "decode", "sweep"]  # decode: small sizes; sweep: only there to see how time grows
+Call = Callable[..., tuple[Tensor, ...]]
+
+
+class Check(NamedTuple):
+    """What a value read from a file must be, beyond its type, for tables, pages and comparisons to be made of it."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def _positive(value: float) -> bool:
+    return value > 1 / LARGEST
+
+
+Positive = Annotated[float, Check(_positive, "above 0")]
+NotZero = Annotated[float, Check(bool, "other than 0")]
+_points = Check(lambda values: bool(values) and all(map(_positive, values)), "numbers above 0")
 
 
 @dataclass(frozen=True)
@@ -47,13 +70,13 @@ class Measurement:
     subject: str
     case: str
     provider: str
-    direction: str  # "forward" (without gradients), "backward", or "both" (a training step: forward and backward)
-    microseconds: float
+    direction: Direction
+    microseconds: Positive
     bandwidth: float
-    copy_microseconds: float  # a copy that moves the same bytes, read and written: the floor
-    host_microseconds: float | None = None  # what the call takes on the host, without gradients; forward only
-    peak_megabytes: float | None = None  # above the inputs; of "forward" (inference) and "both" (a training step)
-    group: str = "training"  # or "decode" (small sizes), or "sweep" (only there to see how time grows)
+    copy_microseconds: Positive  # a copy that moves the same bytes, read and written: the floor
+    host_microseconds: float | None = None  # what the call takes on the host; of "forward" and "both"
+    peak_megabytes: float | None = None  # above the inputs; of "forward" (inference) and "both"
+    group: Group = "training"
     bytes: float | None = None  # that the op must move
     spread: float | None = None  # interquartile range of the samples, µs
     copy_spread: float | None = None
@@ -65,16 +88,36 @@ class Measurement:
         """1 means: as fast as a copy of the same bytes."""
         return self.copy_microseconds / self.microseconds
 
-    def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "of_copy": self.of_copy}
+
+@dataclass(frozen=True)
+class Growth:
+    """How the time of one provider and direction grows along one axis: overhead + cost per byte · bytes. Points in the
+    order of the sizes; times in µs."""
+
+    subject: str
+    axis: str
+    at: str
+    provider: str
+    direction: Direction
+    sizes: Annotated[list[int], _points]
+    cases: list[str]
+    megabytes: list[float]
+    microseconds: Annotated[list[float], _points]
+    copy_microseconds: Annotated[list[float], _points]
+    overhead: float  # µs
+    per_megabyte: NotZero  # µs
+    copy_per_megabyte: NotZero
+    noise: float  # standard deviation of per_megabyte over copy_per_megabyte, relative
+
+    @property
+    def over_copy(self) -> float:
+        """What a byte more costs, in times of what it costs a copy."""
+        return self.per_megabyte / self.copy_per_megabyte
 
 
 def deviation(spread: float) -> float:
     """Standard deviation of a sample, from the interquartile range; not below what the clock resolves."""
     return max(spread / QUARTILES_OF_NORMAL, RESOLUTION)
-
-
-Call = Callable[..., tuple[Tensor, ...]]
 
 
 class Copies:
@@ -106,7 +149,7 @@ def measure(
     call: Call,
     copies: Copies,
     device: torch.device,
-    group: str = "training",
+    group: Group = "training",
     errors: dict[str, float] | None = None,
     until: float = math.inf,
 ) -> Iterator[Measurement]:
@@ -117,24 +160,23 @@ def measure(
     differentiable = len(case.subject.differentiable)
     moved = case.bytes_moved()
 
-    def row(direction: str, timing: Timing, host: float | None = None, peak: float | None = None) -> Measurement:
+    def row(direction: Direction, timing: Timing, whole_call: Callable[[], Any] | None = None) -> Measurement:
+        """whole_call: where host time and memory are asked for, too."""
         size, copy = moved[direction], copies(moved[direction])
         return Measurement(
-            case.subject.name,
-            str(case),
-            provider,
-            direction,
-            timing.microseconds,
-            size / timing.microseconds / 1e3,
-            copy.microseconds,
-            host,
-            peak,
-            group,
-            size,
-            timing.spread,
-            copy.spread,
-            timing.samples,
-            (errors or {}).get(direction),
+            subject=case.subject.name,
+            case=str(case),
+            provider=provider,
+            direction=direction,
+            **vars(timing),
+            bandwidth=size / timing.microseconds / 1e3,
+            copy_microseconds=copy.microseconds,
+            host_microseconds=whole_call and host_time(whole_call, device, until),
+            peak_megabytes=whole_call and peak_memory(whole_call, device),
+            group=group,
+            bytes=size,
+            copy_spread=copy.spread,
+            error=(errors or {}).get(direction),
         )
 
     def forward() -> tuple[Tensor, ...]:
@@ -147,14 +189,14 @@ def measure(
     def backward(outputs: list[Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(outputs, wanted, cotangents)
 
-    timing = device_time(forward, device, until=until)
-    yield row("forward", timing, host_time(forward, device, until), peak_memory(forward, device))
-    if not differentiable:
-        return
-    cotangents = [torch.randn_like(output) for output in graph()]
-    yield row("backward", device_time(backward, device, lambda: (graph(),), until))
-    timing = device_time(lambda: backward(graph()), device, until=until)
-    yield row("both", timing, peak=peak_memory(lambda: backward(graph()), device))
+    def both() -> tuple[Tensor, ...]:
+        return backward(graph())
+
+    yield row("forward", device_time(forward, device, until=until), forward)
+    if differentiable:
+        cotangents = [torch.randn_like(output) for output in graph()]
+        yield row("backward", device_time(backward, device, lambda: (graph(),), until))
+        yield row("both", device_time(both, device, until=until), both)
 
 
 def device_time(
@@ -203,6 +245,12 @@ def host_time(call: Callable[[], Any], device: torch.device, until: float = math
     return _timing(lambda: _host_sample(call, idle), until).microseconds
 
 
+def add_time(device: torch.device) -> float | None:
+    """Host time of torch.add, the unit in which host times of slow and fast machines can be compared."""
+    one = torch.ones(1, device=device)
+    return host_time(lambda: torch.add(one, one), device)
+
+
 def _timing(sample: Callable[[], float], until: float) -> Timing:
     samples: list[float] = []
     while len(samples) < (SAMPLES if time.perf_counter() < until else FEWEST_SAMPLES):
@@ -249,3 +297,53 @@ def stack_peaks(T: int, n: int, D: int, device: torch.device) -> dict[str, float
 
         peaks["with checkpoint" if checkpoint else "without checkpoint"] = peak_memory(step, device)
     return peaks
+
+
+def fit(sweeps: Sequence[Sweep], measurements: Sequence[Measurement]) -> list[Growth]:
+    """Of what was measured of the sweeps: a line for each provider and direction that has enough points."""
+    found = {(m.case, m.provider, m.direction): m for m in measurements}
+    kinds = dict.fromkeys((m.provider, m.direction) for m in measurements)
+    growths = []
+    for sweep in sweeps:
+        for kind in kinds:
+            points = {size: found.get((str(case), *kind)) for size, case in zip(sweep.sizes, sweep.cases)}
+            there = {size: point for size, point in points.items() if point is not None}
+            if len(there) >= FEWEST_POINTS:
+                growths.append(_growth(sweep, list(there), list(there.values())))
+    return growths
+
+
+def _growth(sweep: Sweep, sizes: list[int], points: list[Measurement]) -> Growth:
+    megabytes = [(point.bytes or 0) / 1e6 for point in points]
+    times, copies = [p.microseconds for p in points], [p.copy_microseconds for p in points]
+    overhead, slope, noise = fit_line(megabytes, times, [deviation(p.spread or 0) for p in points])
+    _, copy_slope, copy_noise = fit_line(megabytes, copies, [deviation(p.copy_spread or 0) for p in points])
+    return Growth(
+        subject=points[0].subject,
+        axis=sweep.axis,
+        at=sweep.at,
+        provider=points[0].provider,
+        direction=points[0].direction,
+        sizes=sizes,
+        cases=[p.case for p in points],
+        megabytes=megabytes,
+        microseconds=times,
+        copy_microseconds=copies,
+        overhead=overhead,
+        per_megabyte=slope,
+        copy_per_megabyte=copy_slope,
+        noise=math.hypot(noise / slope, copy_noise / copy_slope),
+    )
+
+
+def fit_line(sizes: Sequence[float], times: Sequence[float], deviations: Sequence[float]) -> tuple[float, float, float]:
+    """time = overhead + slope · size, and the standard deviation of the slope.
+
+    Least squares of relative residuals, so that small sizes count as much as large ones. The fit is linear in the
+    times: what the deviation of each of them alone makes of the slope adds up in squares.
+    """
+    x, t, d = (torch.tensor(values, dtype=torch.float64) for values in (sizes, times, deviations))
+    weighted = torch.stack([torch.ones_like(x), x], 1) / t[:, None]
+    right = torch.cat([torch.ones_like(t)[:, None], torch.diag(d / t)], 1)  # the times, then each deviation alone
+    overhead, slope = torch.linalg.lstsq(weighted, right).solution.unbind()
+    return overhead[0].item(), slope[0].item(), slope[1:].norm().item()

@@ -305,3 +305,47 @@ def test_bad_command_line():
     done = subprocess.run([sys.executable, "-m", "mhc_ops", "chekc"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "invalid choice" in done.stderr
+
+
+WITHOUT_EXTRAS = """
+import runpy, sys
+sys.modules |= dict.fromkeys(("rich", "jinja2", "markupsafe", "pygments"))  # as if they were not installed
+runpy.run_module("mhc_ops", run_name="__main__")
+"""
+
+
+def without_extras(*words):
+    return subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, *words], capture_output=True, text=True, timeout=300)
+
+
+def test_what_needs_no_extra(tmp_path):
+    assert "mhc   reference  runs on" in without_extras("info").stdout
+    checked = without_extras("check", "--device", "cpu", "--backend", "reference", "--case", "sinkhorn 173x1x1")
+    assert checked.stdout.endswith("2 passed, 0 failed\n"), checked.stderr
+    file, words = tmp_path / "bench.json", ["--device", "cpu", "--providers", "eager", "--case", "mhc_post 256"]
+    timed = without_extras("bench", *words, "--json", str(file))
+    assert timed.returncode == 0, timed.stderr
+    assert len(json.loads(file.read_text())["measurements"]) == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["page", "results.json", "--html", "page"],
+        ["page", "results.json", "--markdown", "page"],
+        ["bench", "--device", "cpu", "--html", "page"],
+        ["diagnose", "mhc_post", "--device", "cpu", "--html", "page"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-2]}",
+)
+def test_what_needs_an_extra_says_so_first(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    (tmp_path / "results.json").write_text('{"accuracy": []}')
+    assert cli.main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"mhc-ops {words[0]}: {words[-2]} needs jinja2")
+    assert line.endswith("pip install mhc-ops[bench]")
+    assert not (tmp_path / "page").exists()

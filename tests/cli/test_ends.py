@@ -4,18 +4,21 @@ import fcntl
 import io
 import os
 import pty
+import re
+import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import types
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
 
 from mhc_ops import cli, measure
-from mhc_ops.measure import arguments, compare, page, report, results
+from mhc_ops.measure import accuracy, arguments, compare, page, report, results, tables
 
 COMMAND = [sys.executable, "-m", "mhc_ops"]
 DIAGNOSE = ["diagnose", "mhc_post", "--device", "cpu", "--shape", "3x2x8"]
@@ -104,29 +107,62 @@ def test_letters_that_a_terminal_lacks(monkeypatch):
     assert b"?-controller" in printed.getvalue()
 
 
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes stderr or stdout a terminal of so many columns; returns what reads its lines, without colours."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def open_terminal(name, columns):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        monkeypatch.setattr(sys, name, os.fdopen(theirs, "w", encoding="utf-8"))
+        monkeypatch.setattr(sys, "__stdout__", None)
+
+        def lines():
+            shown = b""
+            while not shown or select.select([ours], [], [], 0)[0]:
+                shown += os.read(ours, 4096)
+            shown = shown.decode()
+            return [re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", line) for line in re.split("[\r\n]+", shown)]
+
+        return lines
+
+    return open_terminal
+
+
 @pytest.mark.parametrize("columns", [10, 20, 40, 80, 200])
 @pytest.mark.parametrize("label", ["check", "diagnose"])
-def test_progress_fits_the_terminal(columns, label, monkeypatch):
+def test_progress_fits_the_terminal(columns, label, terminal):
     """Its size is that of stderr: stdout may be a file."""
-    monkeypatch.delenv("COLUMNS", raising=False)
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with os.fdopen(theirs, "w", encoding="utf-8") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        monkeypatch.setattr(sys, "__stdout__", None)
-        items = [f"mhc_forward_pre 2x128x4x256 bfloat16 no gamma {i}" for i in range(120)]
-        shown = b""
-        for _ in report.progress(items, label):
-            shown += os.read(ours, 4096)
-    lines = shown.decode().split("\r\033[K")[1:]
-    os.close(ours)
-    assert len(lines) == 120
-    assert max(map(len, lines)) < columns
+    pytest.importorskip("rich")
+    lines = terminal("stderr", columns)
+    items = [f"mhc_forward_pre 2x128x4x256 bfloat16 no gamma {i}" for i in range(120)]
+    shown = [lines()[-1] for _ in report.progress(items, label)]
+    assert len(shown) == 120
+    assert max(map(len, shown)) < columns
+    assert shown[99].startswith(label)
     if columns >= 20:
-        assert lines[99].startswith(label)
-        assert "99/120" in lines[99]
+        assert shown[99].startswith(f"{label} 99/120")
     if columns >= 40:
-        assert "█" in lines[99] and "·" in lines[99]
+        assert "━╸" in shown[99] and "mhc" in shown[99]
+    if columns >= 120:
+        assert shown[99].rstrip().endswith("no gamma 99")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_a_table_fits_the_terminal(columns, terminal):
+    """Wrapped where it is narrow, and no letter is lost."""
+    pytest.importorskip("rich")
+    lines = terminal("stdout", columns)
+    row = accuracy.Row("mhc_forward_pre 2x128x4x256 bfloat16 no gamma", "reference", "inv_rms", 1e-3, 2e-3, 1e-3, False)
+    table = tables.accuracy_table([row])
+    report.show(table, "and words")
+    shown = lines()
+    assert max(map(len, shown)) < columns
+    assert shown[-2:] == ["and words", ""]
+    letters = Counter("".join("".join(shown[:-2]).split()).replace("─", ""))
+    assert letters == Counter("".join(cell for cells in (table.header, *table.rows) for cell in cells).replace(" ", ""))
 
 
 def test_status_speaks_now_and_then(monkeypatch, capsys):
@@ -137,10 +173,20 @@ def test_status_speaks_now_and_then(monkeypatch, capsys):
         now[0] = float(number)
         show(number)
     assert capsys.readouterr().err == "fuzz: case 10\nfuzz: case 20\n"
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "8")
+
+
+def test_status_on_a_terminal(terminal):
+    """It gives way to what is printed, and comes back."""
+    pytest.importorskip("rich")
+    lines = terminal("stderr", 14)
+    show = report.status("fuzz: case")
     show(3)
-    assert capsys.readouterr().err == "\r\033[Kfuzz: c"
+    assert lines()[-1].rstrip() == "fuzz: case 3"
+    report.say("FAIL")
+    assert "FAIL" in lines()
+    show(4)
+    assert lines()[-1].rstrip() == "fuzz: case 4"
+    report.clear()
 
 
 @dataclass

@@ -123,7 +123,11 @@ def test_stdout_by_name(into, tmp_path, monkeypatch):
     assert json.loads(rest)["op"] == "mhc_post"
 
 
-@pytest.mark.parametrize("command", [*WRITING, ["page", "results.json", "--html"]], ids=[*IDS, "page --html"])
+@pytest.mark.parametrize(
+    "command",
+    [*WRITING, *(["page", "results.json", option] for option in ("--html", "--markdown"))],
+    ids=[*IDS, "page --html", "page --markdown"],
+)
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
@@ -184,8 +188,20 @@ def test_one_file_for_two_things(tmp_path, capsys, monkeypatch, nothing_may_run)
     (tmp_path / "link").symlink_to("results.json")
     before = (tmp_path / "results.json").read_text()
     assert "are one file" in refused(["page", "results.json", "--html", "link"], capsys)
+    assert "are one file" in refused(["page", "results.json", "--markdown", "link"], capsys)
+    assert "are one file" in refused(["page", "results.json", "link", "--markdown", "page"], capsys)
     assert "are one file" in refused(["bench", "--device", "cpu", "--json", "a", "--html", "./a"], capsys)
     assert (tmp_path / "results.json").read_text() == before
+
+
+def test_a_page_is_of_one_file_and_tables_of_several(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.json", "b.json"):
+        results.write(results.begin("bench"), tmp_path / name)
+    assert "--html draws one file" in refused(["page", "a.json", "b.json", "--html", "page"], capsys)
+    assert not (tmp_path / "page").exists()
+    assert cli.main(["page", "a.json", "b.json", "--markdown", "page"]) == 0
+    assert (tmp_path / "page").read_text(encoding="utf-8").count("\n## ") == 2
 
 
 TIMED = {

@@ -32,7 +32,7 @@ def run(**options):
 def peer(name, change, lacks=()):
     """A library that computes what the reference does, then changes it."""
 
-    def prepare(subject, ours):
+    def adapt(load, subject, ours):
         if subject in lacks:
             return None
         subjects = {s.name: s for s in cases.SUBJECTS}
@@ -42,7 +42,7 @@ def peer(name, change, lacks=()):
 
         return peers.Prepared({name: t.detach() for name, t in ours.items()}, call, {"x": "x"})
 
-    return peers.Peer(name, name, "as the reference", 1e-5, lambda: None, prepare)
+    return peers.Peer(name, name, name, "as the reference", 1e-5, adapt, load=lambda peer: None)
 
 
 def crash(output):

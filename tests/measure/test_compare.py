@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from mhc_ops.measure import compare, scaling
+from mhc_ops.measure import compare
 from mhc_ops.measure.accuracy import Row
 from mhc_ops.measure.results import NotMeasured, Results
-from mhc_ops.measure.speed import Measurement
+from mhc_ops.measure.speed import Growth, Measurement
 
 TIMED = Measurement(
     "op", "op 8x8", "triton", "both", 200.0, 1.0, 100.0, peak_megabytes=50.0, spread=2.0, copy_spread=1.0, samples=20
 )
 ROW = Row("op 8x8", "triton", "y", 1e-6, 2e-7, 1e-5, True, "float32", 10_000)
-GROWTH = scaling.Growth("op", "T", "D = 8", "triton", "both", [], [], [], [], [], 1.0, 2.0, 1.0, 0.01)
+GROWTH = Growth("op", "T", "D = 8", "triton", "both", [], [], [], [], [], 1.0, 2.0, 1.0, 0.01)
 
 
 def changes(after, before=TIMED, **rest):
-    kinds = {Measurement: "measurements", Row: "accuracy", scaling.Growth: "scaling"}
+    kinds = {Measurement: "measurements", Row: "accuracy", Growth: "scaling"}
     files = [Results("bench", **{kinds[type(entry)]: [entry]}) for entry in (before, after)]
     found, common = compare.compare(files[0], replace(files[1], **rest))
     assert common == 1

@@ -1,7 +1,7 @@
 """Peers: absent ones are said to be absent, present ones compute the same function."""
 
-import importlib
 import importlib.metadata
+import sys
 
 import pytest
 import torch
@@ -75,8 +75,8 @@ def test_what_causal_conv1d_lacks():
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_adapter_of_causal_conv1d(step, bias, silu, monkeypatch):
     """With functions of the same names and layouts in place of the CUDA package."""
-    module = importlib.import_module("mhc_ops.measure.peers.causal_conv1d")
-    monkeypatch.setattr(module, "_load", lambda: mhc_ops.compat.causal_conv1d)
+    monkeypatch.setitem(sys.modules, "causal_conv1d", mhc_ops.compat.causal_conv1d)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.6")
     case = ConvCase(2, step or 9, 16, dtype=torch.float32, silu=silu, bias=bias, update=bool(step))
     rows = peers.measure(peers.CAUSAL_CONV1D, case)
     assert {row.output for row in rows} >= ({"y", "conv_state"} if step else {"y", "dx", "dweight"})
@@ -125,8 +125,9 @@ def test_a_wrong_peer_is_found():
             (y,) = cases.MHC_POST.call(x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend="reference")
             return ((y + (gradient_factor - 1) * (y - y.detach())) * (factor if y.requires_grad else 1),)
 
-        prepare = lambda subject, ours: peers.Prepared(ours, call, {"x": "x"})  # noqa: E731
-        return peers.Peer("fake", "fake", "", 1e-5, lambda: None, prepare)
+        return peers.Peer(
+            "fake", "fake", "fake", "", 1e-5, lambda load, *ours: peers.Prepared(ours[1], call, {"x": "x"})
+        )
 
     def failed(peer):
         return {row.output for row in peers.measure(peer, small_case(cases.MHC_POST)) if not row.passed}

@@ -1,0 +1,349 @@
+"""Training steps: every provider's model computes the same, what is wrong is not timed, rows are kept and drawn."""
+
+import importlib
+import json
+import types
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mhc_ops
+from mhc_ops import cli
+from mhc_ops.measure import bench, cases, page, peers, results, speed, tables, training_step
+from mhc_ops.measure.training_model import PLAIN, Size, Training
+from mhc_ops.measure.training_step import ALLOWED, Race, Step
+
+CPU = torch.device("cpu")
+SMALL = Size(16, 128, 2, 128)
+LARGE = "training_step 8192x4x4096 F=11008 6 sublayers"
+STEPS = [
+    Step("training_step small", PLAIN, False, 17.6),
+    Step("training_step small", "triton", False, 19.6, overhead_percent=11.6),
+    Step(LARGE, PLAIN, False, 55.6, 0.1, 20, None, 9000.0),
+    Step(LARGE, "eager", False, 127.9, 0.4, 20, 130.0, 31000.0, 0.0),
+    Step(LARGE, "triton", False, 61.4, 0.1, 20, 10.5, 12000.0, 3e-3),
+    Step(LARGE, "triton", True, 60.0, 0.1, 20, 12.5, 12000.0, 3e-3),
+]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(training_step, "SIZES_CPU", (SMALL,))
+
+
+def run(**options):
+    found, saved = results.begin("bench"), []
+    request = bench.Request(CPU, **{"case": "training_step", "skip": ("torch.compile",), **options})
+    bench.run(request, found, lambda: saved.append(len(found.steps)))
+    return found, saved
+
+
+def difference(provider, compiled=False, device=CPU):
+    training = Training(SMALL, device)
+    step, expected = training.step(provider, compiled), training.step("eager")()
+    return training_step._checked(provider, SMALL, step(), expected, device)
+
+
+def a_peer(name, in_model=lambda h_in: h_in, alone=1.0):
+    """A library that computes what the reference does; in_model: what becomes of h_in before a layer reads it; alone:
+    of x_next where no layer but its output is given."""
+
+    def call(x, h_out, **maps):
+        if callable(h_out):
+            return (mhc_ops.mhc_layer(x, lambda h_in: h_out(in_model(h_in)), **maps, backend="reference"),)
+        x_next, h_in = cases.MHC_LAYER.call(x=x, h_out=h_out, **maps, backend="reference")
+        return alone * x_next, h_in
+
+    def prepare(subject, ours):
+        tensors = {name: tensor.detach() for name, tensor in ours.items()}
+        return peers.Prepared(tensors, call, {"x": "x", "h_out": "h_out"}) if subject == "mhc_layer" else None
+
+    return stand_in(name, prepare)
+
+
+def stand_in(name, prepare):
+    adapt = lambda load, subject, ours: prepare(subject, ours)  # noqa: E731
+    return peers.Peer(name, name, name, "as the reference", 1e-5, adapt, load=lambda peer: None)
+
+
+def crash(h_in):
+    raise ValueError("no such size")
+
+
+def test_plain_and_eager_take_turns(monkeypatch):
+    turns = []
+    timed = Training.milliseconds
+    monkeypatch.setattr(Training, "milliseconds", lambda self, step: turns.append(step) or timed(self, step))
+    found, saved = run()
+    assert [(step.provider, step.compiled, step.size) for step in found.steps] == [
+        (PLAIN, False, str(SMALL)),
+        ("eager", False, str(SMALL)),
+    ]
+    plain, eager = found.steps
+    assert (plain.overhead_percent, plain.difference, eager.difference) == (None, None, 0.0)
+    assert eager.overhead_percent == pytest.approx(100 * (eager.milliseconds / plain.milliseconds - 1))
+    assert {step.samples for step in found.steps} == {speed.SAMPLES}
+    assert turns == turns[:2] * speed.SAMPLES
+    assert turns[0] is not turns[1]
+    assert saved == [2, 2]
+    assert found.complete
+
+
+def test_peers_are_checked_in_a_layer_and_in_the_model(monkeypatch):
+    planted = (
+        a_peer("right"),
+        a_peer("other layer", alone=1.1),
+        a_peer("other model", in_model=lambda h_in: -h_in),
+        a_peer("no gradient", in_model=lambda h_in: h_in.detach()),
+        a_peer("not a number", in_model=lambda h_in: h_in * float("nan")),
+        a_peer("crashing", in_model=crash),
+    )
+    monkeypatch.setattr(peers, "PEERS", (*planted, peers.FLA))
+    found, _ = run(peers=True)
+    assert {step.provider for step in found.steps} == {PLAIN, "right", "eager"}
+    assert next(step for step in found.steps if step.provider == "right").difference == 0.0
+    reasons = {entry.provider: entry.reason for entry in found.not_measured if entry.failed}
+    assert set(reasons) == {peer.name for peer in planted[1:]}
+    assert "wrong, so it is not timed: dh_out of mhc_layer 16x4x128 bfloat16" in reasons["other layer"]
+    for name in ("other model", "no gradient", "not a number"):
+        assert reasons[name].startswith(f"{name} is wrong, so it is not timed: its step is off by "), reasons[name]
+    assert reasons["crashing"] == "ValueError: no such size"
+
+
+def test_a_peer_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    found, _ = run(providers=["Liger", "eager"])
+    assert [(e.provider, e.reason) for e in found.not_measured] == [
+        ("Liger", "Liger is not installed: pip install liger-kernel")
+    ]
+    assert {step.provider for step in found.steps} == {PLAIN, "eager"}
+
+
+def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+def test_what_is_planned(monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", (a_peer("right"), peers.FLA))
+    present = ["triton", "right", "fla", "eager", "torch.compile"]
+    eager, compiled = training_step.plan("", present, torch.device("cuda"))[:2]
+    assert (eager.compiled, eager.providers) == (False, (PLAIN, "triton", "right", "eager"))
+    assert (compiled.compiled, compiled.providers) == (True, (PLAIN, "triton", "right", "torch.compile"))
+    assert {race.size for race in training_step.plan("", present, torch.device("cuda"))} == set(training_step.SIZES)
+    assert [race.compiled for race in training_step.plan("", ["eager"], CPU)] == [False]
+    assert training_step.plan("", ["fla"], CPU) == []
+    assert training_step.plan("mhc_post", present, CPU) == []
+    kept, left = compiled.split(("right training_step", "torch.compile plain"))
+    assert (kept.providers, left.providers) == (("triton", "torch.compile"), (PLAIN, "right"))
+
+
+def test_what_was_skipped_is_named():
+    found, _ = run(skip=("torch.compile", "eager training_step"))
+    named = [(entry.where, entry.provider) for entry in found.not_measured if entry.reason == "left out (--skip)"]
+    assert named == [(str(SMALL), "eager"), (f"torch.compile {SMALL}", f"{PLAIN}, torch.compile")]
+    assert [step.provider for step in found.steps] == [PLAIN]
+
+
+def test_short_of_time(monkeypatch):
+    """Few rounds where there is little, none where there is no more."""
+    found, _ = run(budget=1e-9)
+    late = [entry for entry in found.not_measured if entry.reason == "out of time (--budget 1e-09)"]
+    assert [(entry.where, entry.provider) for entry in late] == [(str(SMALL), f"{PLAIN}, eager")]
+    assert not found.complete
+    race = Race(SMALL, False, (PLAIN,))
+    (step,) = training_step.measure(race, CPU, 0.0, lambda case, provider: bench.failures_of(case, provider, found))
+    assert step.samples == speed.FEWEST_SAMPLES
+
+
+def test_interrupted(monkeypatch):
+    def interrupt(self, step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Training, "milliseconds", interrupt)
+    found = results.begin("bench")
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(bench.Request(CPU, providers=["eager"], case="training_step"), found, lambda: None)
+    assert [(e.where, e.provider, e.reason) for e in found.not_measured] == [
+        (str(SMALL), f"{PLAIN}, eager", "interrupted")
+    ]
+
+
+def test_streams_make_another_model():
+    training = Training(SMALL, CPU)
+    losses = [training.step(provider)()[0] for provider in (PLAIN, "eager", "eager")]
+    assert losses[0] != losses[1] == losses[2]
+
+
+def test_compiled_it_is_the_same_model(cxx, monkeypatch):
+    """In one graph, around a connection that takes less time to compile than twenty iterations of Sinkhorn."""
+
+    def call(x, h_out, phi, alpha, bias):
+        return ((1 + bias.mean()) * x + (phi.sum() + alpha.sum()) * h_out(x.mean(-2)).unsqueeze(-2),)
+
+    def prepare(subject, ours):
+        return peers.Prepared(ours, call, {"x": "x", "h_out": "h_out"})
+
+    monkeypatch.setattr(peers, "PEERS", (stand_in("quick", prepare),))
+    torch._dynamo.utils.counters.clear()
+    training = Training(SMALL, CPU)
+    for found, expected in zip(training.step("quick", compiled=True)(), training.step("quick")()):
+        assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tile_kernels_in_a_model(compiled, monkeypatch, request):
+    """With a stand-in that hands on the gradient of the streams as the library does: post leaves it at their storage,
+    pre adds to it in place and returns none."""
+    if compiled:
+        request.getfixturevalue("cxx")
+    functions = types.SimpleNamespace(mhc_pre=stand_in_pre, mhc_post=Post.apply)
+    planted = replace(peers.TILE_KERNELS, load=lambda peer: functions)
+    monkeypatch.setattr(peers, "PEERS", (planted,))
+    Pre.backwards = 0
+    assert 0 < difference("TileKernels", compiled) <= ALLOWED
+    assert Pre.backwards > SMALL.sublayers  # the layer alone, then every one of the model
+
+
+def stand_in_pre(residual, fn, scale, base, **options):
+    h_in, *maps = Pre.apply(residual, fn, scale, base)
+    return h_in, maps
+
+
+def _pre(residual, fn, scale, base):
+    h_in, h_post, h_res = mhc_ops.mhc_pre(residual, fn, scale, base, backend="reference")
+    return h_in, h_post[..., None], h_res
+
+
+def _post(x, residual, post_mix, comb_mix):
+    return mhc_ops.mhc_post(residual, x, post_mix[..., 0], comb_mix, backend="reference")
+
+
+def gradients_of(function, inputs, cotangents):
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        return torch.autograd.grad(function(*leaves), leaves, cotangents)
+
+
+class Pre(torch.autograd.Function):
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return _pre(*inputs)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        Pre.backwards += 1
+        dx, *of_maps = gradients_of(_pre, ctx.saved_tensors, cotangents)
+        storage = ctx.saved_tensors[0].untyped_storage()
+        storage.grad_from_mhc_post += dx
+        del storage.grad_from_mhc_post
+        return None, *of_maps
+
+
+class Post(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return _post(*inputs)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        gradients = gradients_of(_post, ctx.saved_tensors, cotangent)
+        ctx.saved_tensors[1].untyped_storage().grad_from_mhc_post = gradients[1]
+        return gradients
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("provider", ["triton", "Liger"])
+def test_kernels_in_a_model(provider):
+    """Triton's interpreter is exact, but for roundings to bf16; Liger's phi is in bf16."""
+    if peers.by_name(provider) and peers.version(peers.by_name(provider)) is None:
+        pytest.skip(f"needs {peers.by_name(provider).package}")
+    training = Training(SMALL, CPU)
+    for found, expected in zip(training.step(provider)(), training.step("eager")()):
+        assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("provider", ["triton", "tilelang", "Liger", "TileKernels"])
+def test_a_step_on_a_gpu(provider, compiled):
+    device = torch.device("cuda")
+    reason = peers.why_not(peers.by_name(provider)) if peers.by_name(provider) else None
+    if reason is not None or not training_step._connects(provider, SMALL, device):
+        pytest.skip(reason or f"{provider} does not run here")
+    found = results.begin("bench")
+    race = Race(replace(SMALL, tokens=256), compiled, (PLAIN, provider))
+    steps = list(training_step.measure(race, device, 0.0, lambda case, p: bench.failures_of(case, p, found)))
+    assert found.not_measured == []
+    assert [step.provider for step in steps] == [PLAIN, provider]
+    assert steps[1].peak_megabytes > steps[0].peak_megabytes > 0
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "bench.json"
+    arguments = ["bench", "--device", "cpu", "--providers", "eager", "--json", str(file)]
+    assert cli.main([*arguments, "--case", "training_step"]) == 0
+    assert f"{SMALL}     plain  eager" in capsys.readouterr().out
+    written = json.loads(file.read_text())["steps"]
+    assert [(entry["provider"], entry["peak_megabytes"]) for entry in written] == [(PLAIN, None), ("eager", None)]
+    assert cli.main([*arguments, "--case", "training_stop"]) == 2
+
+
+def test_rows_are_kept(tmp_path):
+    found = replace(results.begin("bench"), steps=STEPS)
+    results.write(found, tmp_path / "file")
+    assert results.read(tmp_path / "file") == found
+    content = json.loads((tmp_path / "file").read_text())
+    content["steps"][0]["milliseconds"] = 0
+    (tmp_path / "wrong").write_text(json.dumps(content))
+    with pytest.raises(results.Unreadable, match=r"steps\.0\.milliseconds must be above 0"):
+        results.read(tmp_path / "wrong")
+    del content["steps"]
+    (tmp_path / "older").write_text(json.dumps(content))
+    assert results.read(tmp_path / "older").steps == []
+
+
+def test_the_table():
+    table, *_ = tables.of_bench(replace(results.begin("bench"), steps=STEPS))
+    assert " ".join(table.header) == "training step provider mode ms ± % over plain peak MB difference"
+    shown = [row for row in table.rows if row[0].startswith(LARGE)]
+    assert shown[0][1:] == ("plain", "eager", "55.60", "0.10", "", "9000", "")
+    assert shown[3][1:] == ("triton", "torch.compile", "60.00", "0.10", "+12.5", "12000", "3.0e-03")
+
+
+def test_the_picture():
+    """The larger size in eager mode, the least overhead first, lengths as the percents."""
+    text = page.picture(replace(results.begin("bench"), steps=STEPS, versions={"device": "a GPU & more"}))
+    root = ElementTree.fromstring(text)
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    words = [element.text for element in root.findall("svg:text", space)]
+    assert words[1] == "a GPU & more, 8192x4x4096 F=11008 6 sublayers, plain residuals: 55.6 ms"
+    assert words[2:] == ["mhc_ops (triton)", "+10.5 %", "eager PyTorch", "+130.0 %"]
+    ours, eager = root.findall("svg:rect", space)
+    assert float(ours.get("width")) / float(eager.get("width")) == pytest.approx(10.5 / 130, rel=1e-2)
+    assert (ours.get("class"), eager.get("class")) == ("ours", None)
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_a_picture_of_nothing_but_noise():
+    steps = [Step("s", PLAIN, False, 1.0), Step("s", "triton", False, 0.9, overhead_percent=-10)]
+    assert 'width="1.0"' in page.picture(replace(results.begin("bench"), steps=steps))
+
+
+def test_a_picture_of_nothing(tmp_path, capsys):
+    results.write(results.begin("bench"), tmp_path / "none")
+    assert cli.main(["page", str(tmp_path / "none"), "--svg", str(tmp_path / "svg")]) == 2
+    assert "there are none" in capsys.readouterr().err
+
+
+def test_the_pages_show_it():
+    found = replace(results.begin("bench"), steps=STEPS)
+    assert "+130.0" in page.draw(found)
+    assert "+130.0" in page.markdown([found])
