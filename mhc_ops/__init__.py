@@ -26,6 +26,7 @@ from .mhc.ops import (
     mhc_pre,
     sinkhorn,
 )
+from .mhc.warmup import warmup
 
 __version__ = "0.1.0"
 read_environment()
@@ -57,4 +58,5 @@ __all__ = [
     "short_conv",
     "sinkhorn",
     "use_backend",
+    "warmup",
 ]

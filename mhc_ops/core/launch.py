@@ -1,7 +1,9 @@
 """Launch Triton kernels by the names of their arguments, and let whoever records see what was launched."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 COMPILE_OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg"))
@@ -18,6 +20,10 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
         missing, unknown = sorted(set(names) - arguments.keys()), sorted(arguments.keys() - set(names))
         raise TypeError(f"{kernel.__name__}: missing {missing}, unknown {unknown}")
     values = [arguments[name] for name in names]
+    compilations = getattr(_recording, "compilations", None)
+    if compilations is not None:
+        compilations.append(partial(kernel.warmup, *values, grid=grid, **options))
+        return
     compiled = kernel[grid](*values, **options)
     launches = getattr(_recording, "launches", None)
     if launches is not None:
@@ -29,6 +35,17 @@ def record(launches: list[Any] | None) -> list[Any] | None:
     before = getattr(_recording, "launches", None)
     _recording.launches = launches
     return before
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Callable[[], Any]]]:
+    """Within it, this thread launches nothing: a call compiles one of the kernels that would have been."""
+    found: list[Callable[[], Any]] = []
+    _recording.compilations = found
+    try:
+        yield found
+    finally:
+        _recording.compilations = None
 
 
 def starter(compiled: Any, grid: tuple[int, int, int]) -> Start:

@@ -20,6 +20,7 @@ ALLOWED = {
     "contracts": {"core", "options"},
     "prepare": {"core", "options", "contracts", "reference", "manual"},
     "ops": {"core", "options", "prepare", "reference"},
+    "warmup": {"core", "options", "prepare", "contracts"},
     "modules": {"core", "options", "ops"},
     "guide": {"core", "options", "ops"},
     "composed": set(),
@@ -28,7 +29,7 @@ ALLOWED = {
     "measure": {"core", "public", "measure"},
     "cli": {"core", "measure"},
     "__main__": {"cli"},
-    "public": {"core", "ops", "modules", "guide", "compat"},
+    "public": {"core", "ops", "warmup", "modules", "guide", "compat"},
     "family": set(),
 }
 

@@ -1,0 +1,80 @@
+"""Compile the kernels of a layer ahead, side by side, so that the first training step does not wait for one after the
+other."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..core.backend import choose
+from ..core.check import check_count
+from ..core.launch import collected
+from . import contracts
+from .options import PreKeywords, checked, spelled_out
+from .prepare import check_kernel_limits
+
+
+@spelled_out
+def warmup(
+    n: int,
+    D: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    tokens: int = 8192,
+    gamma: bool = False,
+    parameter_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cuda",
+    backend: str | None = None,
+    **options: Unpack[PreKeywords],
+) -> int:
+    """Compile what a `HyperConnection` of these sizes needs, with and without gradients, on all cores at once.
+
+    tokens: about how many a step has; the kernels of few (below a thousand) and of many differ.
+    Returns how many kernels were asked for; those that a cache on disk has take no time. With a backend whose kernels
+    are not Triton's, one step is run instead.
+    """
+    function = "warmup"
+    for name, count in (("n", n), ("D", D), ("tokens", tokens)):
+        check_count(function, name, count)
+    run: dict[str, Any] = {"options": checked(function, options)}
+    x = torch.zeros(tokens, n, D, dtype=dtype, device=device)
+    name = run["backend"] = choose(function, "mhc", backend, x.device)
+    if name == "reference":
+        return 0
+    check_kernel_limits(function, x, name)
+    if name != "triton":
+        _step(x, gamma, parameter_dtype, **run)
+        return 0
+    with collected() as compilations:
+        _step(x, gamma, parameter_dtype, **run)
+
+    def compile_one(compilation: Any) -> None:
+        with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():  # threads have a current device each
+            compilation()
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(compile_one, compilations))
+    return len(compilations)
+
+
+def _step(x: Tensor, gamma: bool, dtype: torch.dtype, backend: str, options: Any) -> None:
+    """The ops of a training step and of a forward without gradients, on zeros."""
+    n, D = x.shape[-2:]
+    M = n * n + 2 * n
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=x.device)
+
+    maps = {"phi": zeros(M, n * D), "alpha": zeros(3), "bias": zeros(M), "gamma": zeros(n, D) if gamma else None}
+    of_pre = {"x": x, **maps, "options": options, "backend": backend}
+    pre = contracts.mhc_layer_pre.launch(**of_pre)
+    of_post = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": pre.h_res, "backend": backend}
+    contracts.mhc_layer_post.launch(link=pre.link, **of_post)
+    post = contracts.mhc_post_bwd.launch(**of_post, dx_next=x, residual=False)
+    kept = {"inv_rms": pre.inv_rms, "h_mix": pre.h_mix}
+    cotangents = {"dh_in": pre.h_in, "dh_post": post.dh_post, "dh_res": post.dh_res, "dx_next": x}
+    contracts.mhc_pre_bwd.launch(**of_pre, **kept, **cotangents)
+    contracts.mhc_pre_fwd.launch(**of_pre)

@@ -1,0 +1,84 @@
+"""Kernels compiled ahead are those that a step launches."""
+
+import pytest
+import torch
+from torch import nn
+
+import mhc_ops
+from mhc_ops.core import launch as launching
+from mhc_ops.mhc.triton import parts, post, pre_bwd, pre_fwd, pre_sums
+
+MODULES = (parts, post, pre_bwd, pre_fwd, pre_sums)
+CONSTANTS = ("PARTS", "PIECES", "SLICE_STEPS", "n", "M", "BLOCK_T", "BLOCK_D", "BLOCK_K", "STAGES", "num_warps")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(kernel, what it is compiled for) of every launch, also by threads of autograd."""
+    found, launch = [], launching.launch
+
+    def seen(kernel, grid, **arguments):
+        missing = tuple(sorted(name for name, value in arguments.items() if value is None))
+        found.append((kernel.__name__, missing, *(arguments.get(name) for name in CONSTANTS)))
+        launch(kernel, grid, **arguments)
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", seen)
+    return found
+
+
+@pytest.mark.parametrize("gamma", [False, True])
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_what_is_compiled_is_what_a_step_launches(tokens, gamma, launched, kernel_device, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(mhc_ops.mhc.warmup, "ThreadPoolExecutor", lambda count: Ahead(compiled))
+    sizes = {"tokens": tokens, "gamma": gamma, "device": kernel_device}
+    assert mhc_ops.warmup(4, 24, **sizes, backend="triton") == len(compiled) > 5
+    ahead = set(launched)
+    launched.clear()
+    layer = mhc_ops.HyperConnection(nn.Identity(), 4, 24, gamma=gamma, backend="triton", device=kernel_device)
+    x = torch.randn(tokens, 4, 24, dtype=torch.bfloat16, device=kernel_device, requires_grad=True)
+    layer(x).sum().backward()
+    with torch.no_grad():
+        layer(x)
+    assert set(launched) == ahead
+
+
+class Ahead:
+    """In place of threads: nothing is compiled."""
+
+    def __init__(self, compiled):
+        self.compiled = compiled
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def map(self, function, compilations):
+        self.compiled += compilations
+        return []
+
+
+def test_without_kernels_there_is_nothing_to_compile():
+    assert mhc_ops.warmup(4, 24, device="cpu", backend="reference") == 0
+
+
+def test_a_typo_is_named():
+    with pytest.raises(TypeError, match=r"warmup\(\) got an unexpected keyword argument 'sinkhorn_iter'"):
+        mhc_ops.warmup(4, 24, device="cpu", backend="reference", sinkhorn_iter=3)
+
+
+@pytest.mark.gpu
+def test_the_first_step_compiles_nothing(monkeypatch, tmp_path):
+    """On a GPU, with an empty cache: after the warm-up, no kernel is compiled any more."""
+    import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert mhc_ops.warmup(3, 48, tokens=300) > 5
+    monkeypatch.setattr(triton.compiler, "compile", None)
+    monkeypatch.setattr(triton.runtime.jit, "compile", None, raising=False)
+    layer = mhc_ops.HyperConnection(nn.Identity(), 3, 48, device="cuda")
+    x = torch.randn(300, 3, 48, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    layer(x).sum().backward()
