@@ -1,14 +1,13 @@
 """A computation as named steps, so that each can be looked at, and done differently, by itself.
 
-A step is a function whose name says what it computes and whose arguments are the names of what it reads:
+A step has the name of what it computes, and its arguments have the names of what it reads:
 
-    def m(h_mix, inv_rms):
-        return h_mix * inv_rms[..., None]
+    steps_of(m=lambda h_mix, inv_rms: h_mix * inv_rms[..., None], z=lambda m, alphas, bias: m * alphas + bias)
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Values = dict[str, Any]
@@ -21,20 +20,29 @@ class Step:
     name: str
     reads: tuple[str, ...]
     compute: Callable[..., Any]
+    is_sum: bool = False  # of what it reads
 
 
 Steps = tuple[Step, ...]
 
 
-def steps_of(*functions: Callable[..., Any]) -> Steps:
-    return tuple(Step(f.__name__, tuple(inspect.signature(f).parameters), f) for f in functions)
+def steps_of(**functions: Callable[..., Any]) -> Steps:
+    return tuple(Step(name, tuple(inspect.signature(f).parameters), f) for name, f in functions.items())
+
+
+def total(name: str, *terms: str) -> Step:
+    """The sum of these values, in this order."""
+    return Step(name, terms, lambda first, *others: sum(others, first), is_sum=True)
 
 
 def renamed(steps: Sequence[Step], **names: str) -> Steps:
     """The same steps between values that have other names: renamed(steps, x="x_next") reads x_next for x."""
-    return tuple(
-        Step(names.get(s.name, s.name), tuple(names.get(read, read) for read in s.reads), s.compute) for s in steps
-    )
+
+    def new(step: Step) -> Step:
+        reads = tuple(names.get(read, read) for read in step.reads)
+        return replace(step, name=names.get(step.name, step.name), reads=reads)
+
+    return tuple(map(new, steps))
 
 
 def evaluate(

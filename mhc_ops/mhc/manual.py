@@ -1,94 +1,54 @@
 """The one gradient that is written out in torch, step by step; a test holds it to autograd of the reference.
 
-Each function is a step (core/steps.py): its name is what it computes, its arguments are the names of what it reads.
-phi is [M, nD] and gamma [nD] here, alphas is alpha spread over the M rows, dlogits the gradient of z_res.
+phi is [M, nD] in these steps, gamma [nD]; alphas is alpha spread over the M rows, dlogits the gradient of z_res.
 """
 
 import torch
 from torch import Tensor
 
 from ..core.precision import accumulate, without_autocast
-from ..core.steps import evaluate, steps_of
+from ..core.steps import evaluate, steps_of, total
 from .reference import per_row, section_sizes
 
 
-def m(h_mix: Tensor, inv_rms: Tensor) -> Tensor:
-    return h_mix * inv_rms[..., None]
-
-
-def z(m: Tensor, alphas: Tensor, bias: Tensor) -> Tensor:
-    return m * alphas + bias
-
-
-def h_pre(z: Tensor, n: int, hc_eps: float) -> Tensor:
-    return torch.sigmoid(z[..., :n]) + hc_eps
-
-
-def dh_pre(x: Tensor, dh_in: Tensor) -> Tensor:
-    return (x * dh_in[..., None, :]).sum(-1)
-
-
-def dz(z: Tensor, n: int, post_mult: float, dh_pre: Tensor, dh_post: Tensor, dlogits: Tensor) -> Tensor:
-    """σ' = σ(z)·σ(−z): through h_pre and h_post, 1 − σ would cancel (0.2 off at z = 16)."""
+def _dz(z: Tensor, n: int, post_mult: float, dh_pre: Tensor, dh_post: Tensor, dlogits: Tensor) -> Tensor:
+    """σ' = σ(z)·σ(−z): from h_pre and h_post, as σ·(1 − σ), it would cancel (0.2 off at z = 16)."""
     z_pre, z_post, _ = z.split(section_sizes(n), -1)
     dz_pre = dh_pre * torch.sigmoid(z_pre) * torch.sigmoid(-z_pre)
     dz_post = post_mult * dh_post * torch.sigmoid(z_post) * torch.sigmoid(-z_post)
     return torch.cat([dz_pre, dz_post, dlogits.flatten(-2)], -1)
 
 
-def dalpha(dz: Tensor, m: Tensor, n: int) -> Tensor:
-    return torch.stack([part.sum() for part in (dz * m).split(section_sizes(n), -1)])
+def _rows(tensor: Tensor, width: int) -> Tensor:
+    """All leading dimensions as one."""
+    return tensor.reshape(-1, width)
 
 
-def dbias(dz: Tensor) -> Tensor:
-    return dz.reshape(-1, dz.shape[-1]).sum(0)
-
-
-def dm(dz: Tensor, alphas: Tensor) -> Tensor:
-    return dz * alphas
-
-
-def dh_mix(dm: Tensor, inv_rms: Tensor) -> Tensor:
-    return dm * inv_rms[..., None]
-
-
-def dh_mix_x(dh_mix: Tensor, x: Tensor) -> Tensor:
-    """[M, nD]: dphi and dgamma but for gamma and phi"""
-    return dh_mix.reshape(-1, dh_mix.shape[-1]).T @ x.reshape(-1, x.shape[-2] * x.shape[-1])
-
-
-def dphi(dh_mix_x: Tensor, gamma: Tensor) -> Tensor:
-    return dh_mix_x * gamma
-
-
-def dgamma(phi: Tensor, dh_mix_x: Tensor) -> Tensor:
-    return (phi * dh_mix_x).sum(0)
-
-
-def through_phi(dh_mix: Tensor, phi: Tensor, gamma: Tensor, n: int) -> Tensor:
-    return (dh_mix @ phi * gamma).unflatten(-1, (n, -1))
-
-
-def through_norm(dm: Tensor, h_mix: Tensor, inv_rms: Tensor, x: Tensor) -> Tensor:
-    dinv_rms = (dm * h_mix).sum(-1)
-    n, D = x.shape[-2:]
-    return -(dinv_rms * inv_rms**3 / (n * D))[..., None, None] * x
-
-
-def through_h_in(h_pre: Tensor, dh_in: Tensor) -> Tensor:
-    return h_pre[..., None] * dh_in[..., None, :]
-
-
-def dx(through_phi: Tensor, through_norm: Tensor, through_h_in: Tensor) -> Tensor:
-    return through_phi + through_norm + through_h_in
-
-
-TERMS_OF_DX = steps_of(through_phi, through_norm, through_h_in)
-PRE_BACKWARD = (
-    *steps_of(dh_pre, dz, dalpha, dbias, dm, dh_mix, dh_mix_x, dphi, dgamma),
-    *TERMS_OF_DX,
-    *steps_of(dx),
+# From the saved h_mix and inv_rms on, the forward once more.
+PRE_MAPS = steps_of(
+    m=lambda h_mix, inv_rms: h_mix * inv_rms[..., None],
+    z=lambda m, alphas, bias: m * alphas + bias,
+    h_pre=lambda z, n, hc_eps: torch.sigmoid(z[..., :n]) + hc_eps,
 )
+PARAMETER_GRADIENTS = steps_of(
+    dh_pre=lambda x, dh_in: (x * dh_in[..., None, :]).sum(-1),
+    dz=_dz,
+    dm=lambda dz, alphas: dz * alphas,
+    dh_mix=lambda dm, inv_rms: dm * inv_rms[..., None],
+    dprojection=lambda dh_mix, x: _rows(dh_mix, dh_mix.shape[-1]).T @ _rows(x, x.shape[-2] * x.shape[-1]),
+    dphi=lambda dprojection, gamma: dprojection * gamma,
+    dalpha=lambda dz, m, n: torch.stack([section.sum() for section in (dz * m).split(section_sizes(n), -1)]),
+    dbias=lambda dz: _rows(dz, dz.shape[-1]).sum(0),
+    dgamma=lambda dprojection, phi: (phi * dprojection).sum(0),
+)
+TERMS_OF_DX = steps_of(
+    through_phi=lambda dh_mix, phi, gamma, n: (dh_mix @ phi * gamma).unflatten(-1, (n, -1)),
+    through_norm=lambda dm, h_mix, inv_rms, x: (
+        -((dm * h_mix).sum(-1) * inv_rms**3 / (x.shape[-2] * x.shape[-1]))[..., None, None] * x
+    ),
+    through_h_in=lambda h_pre, dh_in: h_pre[..., None] * dh_in[..., None, :],
+)
+DX = total("dx", *(term.name for term in TERMS_OF_DX))
 
 
 def mhc_pre_bwd(
@@ -124,7 +84,7 @@ def mhc_pre_bwd(
             "hc_eps": hc_eps,
             "post_mult": 2.0,
         }
-        values = evaluate((*steps_of(m, z, h_pre), *PRE_BACKWARD), inputs)
+        values = evaluate((*PRE_MAPS, *PARAMETER_GRADIENTS, *TERMS_OF_DX, DX), inputs)
     of_gamma = None if gamma is None else values["dgamma"].view(n, D).to(gamma.dtype)
-    gradients = (values[f"d{name}"].to(p.dtype) for name, p in (("x", x), ("phi", phi), ("alpha", alpha), ("bias", bias)))
-    return *gradients, of_gamma
+    dx, dphi, dalpha, dbias = (values[name] for name in ("dx", "dphi", "dalpha", "dbias"))
+    return dx.to(x.dtype), dphi.to(phi.dtype), dalpha.to(alpha.dtype), dbias.to(bias.dtype), of_gamma

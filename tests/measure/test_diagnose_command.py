@@ -9,7 +9,7 @@ import torch
 from mhc_ops import cli
 from mhc_ops.measure import cases
 from mhc_ops.measure.conv_cases import ConvCase
-from mhc_ops.measure.diagnose import chosen, command
+from mhc_ops.measure.diagnose import command
 from mhc_ops.mhc import reference
 
 SMALL = ["--device", "cpu", "--shape", "12x4x24"]
@@ -119,7 +119,7 @@ def test_unknown_op(capsys):
 
 
 def test_every_op_has_cases():
-    assert chosen.OPS == (
+    assert command.OPS == (
         "mhc_forward_pre",
         "mhc_pre",
         "mhc_post",
