@@ -194,3 +194,18 @@ def test_a_truth_that_is_not_finite_is_not_judged():
     tensors["x"][3, 1, 7] = math.nan
     sentences = [finding.sentence for finding in diagnose(case, tensors=tensors).findings]
     assert sentences[0].startswith("cannot be judged: the truth is not finite")
+
+
+def test_a_decoding_step_is_placed_without_a_model():
+    case = ConvCase(3, 3, 20, dtype=fp32, update=True, places="ring")
+
+    def call(backend, **tensors):
+        y, conv_state = case.subject.call(**tensors, backend="reference")
+        conv_state[..., 8:, :] = 0
+        y[1] *= 2
+        return y, conv_state
+
+    found = diagnose(case, call=call).findings
+    assert [finding.outputs for finding in found] == [("y",), ("conv_state",)]
+    assert found[0].sentence == "sequence 1 is 2 times what it should be: accumulated too often"
+    assert found[1].sentence == "channels 8 and up are zero: masked, or never added to"

@@ -82,7 +82,7 @@ def test_terms(times, words):
     everywhere = torch.ones_like(exact, dtype=torch.bool)
     fits = explain.fits(result - exact, exact, own, everywhere)
     first = next(found for found, candidate in fits if torch.allclose(candidate, result))
-    assert explain.term_words(first, {"n²": 16}) == words
+    assert explain.term_words(first, outputs.everywhere(everywhere), {"n²": 16}) == words
     fitted = outputs.coefficients(result - exact, own)
     assert fitted == pytest.approx({name: times.get(name, 1.0) - 1 for name in own}, abs=1e-9)
 
@@ -91,8 +91,8 @@ def test_a_factor_in_a_place():
     exact = three_terms()["b"]
     box = torch.zeros_like(exact, dtype=torch.bool)
     box[:, :4] = True
-    ((times, candidate),) = explain.fits(torch.where(box, 3 * exact, 0), exact, {"": exact}, box)
-    assert times == {"": 4}
+    ((times, candidate),) = explain.fits(torch.where(box, 3 * exact, 0), exact, {explain.ALL: exact}, box)
+    assert times == {explain.ALL: 4}
     assert torch.equal(candidate[:, 4:], exact[:, 4:])
 
 

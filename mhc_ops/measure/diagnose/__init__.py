@@ -66,10 +66,10 @@ def diagnose(
     with threads_that_pay(tensors):
         model = model_of(case, tensors, cotangents, results)
         right = model.run()
+        names = [name for name in right if name in rows] or list(rows)
         judged = [
             Output(case, rows[name], results[name], first[name], exact[name], model.terms(name, right))
-            for name in right
-            if name in rows
+            for name in names
         ]
         found = findings(judged, model, hypotheses_of(case, model, right), sizes_of(case))
     wrong = [output for output in judged if not output.passed]
@@ -112,15 +112,12 @@ def _leave_zeros(*like: Tensor) -> None:
 def _fresh_memory_is_nan() -> Iterator[None]:
     """An element that is never written shows, even where the memory still holds the right value of another run."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it, unless told not to
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about algorithms that are not deterministic: nobody asked for that here
             yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 

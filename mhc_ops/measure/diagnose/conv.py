@@ -16,8 +16,6 @@ from ..conv_cases import ConvCase
 from .explain import Hypothesis, Model, always, block_ends, ones, partial_reads
 from .outputs import layout
 
-PAD_SLOT = -1
-
 
 def _z(everything: Tensor, rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return sum((everything[row] * weight[:, k] for k, row in enumerate(rows)), bias)
@@ -75,9 +73,6 @@ NORM_BACKWARD = steps_of(
 OF_NORM = ("through_gamma", "through_norm", "through_residual")
 WITHOUT_BIAS_OR_STATE = [step for step in CONV if step.name not in ("dbias", "final_state")]
 SHORT_CONV = (*NORM, *renamed(WITHOUT_BIAS_OR_STATE, x="normed", dx="dnormed"), *NORM_BACKWARD)
-UPDATE = steps_of(
-    both=reference.causal_conv1d_update, y=lambda both: both[0], conv_state=lambda both: both[1].transpose(1, 2)
-)
 WORDS = {
     "convolved": "the convolution",
     "added": "the residual",
@@ -93,8 +88,9 @@ CUT = ("everything", "g", "dy", "weight")
 
 
 def model(case: ConvCase, tensors: Tensors, cotangents: Tensors) -> Model:
+    """A decoding step has no steps: where it is wrong has to do."""
     if case.update:
-        return _update(case, tensors)
+        return Model((), {}, {}, {})
     x, steps = tensors["x"].flatten(2), CONV
     inputs: Values = {"bias": x.new_zeros(x.shape[-1]), "residual": torch.zeros_like(x), **tensors}
     inputs |= {"silu": case.silu or case.n > 0, "norm_eps": case.norm_eps, "dy": cotangents["y"].flatten(2)}
@@ -109,51 +105,32 @@ def model(case: ConvCase, tensors: Tensors, cotangents: Tensors) -> Model:
     return Model(steps, inputs, {}, WORDS)
 
 
-def _update(case: ConvCase, tensors: Tensors) -> Model:
-    optional = ("bias", "cache_seqlens")
-    inputs: Values = {**dict.fromkeys(optional), **tensors, "silu": case.silu, "dilation": case.dilation}
-    inputs |= {"state": inputs.pop("conv_state").transpose(1, 2), "slots": tensors.get("conv_state_indices")}
-    inputs |= {"pad_slot_id": PAD_SLOT, "x": tensors["x"] if tensors["x"].dim() == 3 else tensors["x"][:, None]}
-    return Model(UPDATE, inputs, {}, {})
-
-
-def rows_read(
-    case: ConvCase, tensors: Tensors, dilation: int = 0, bounded: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+def rows_read(case: ConvCase, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """rows [W, B, L], those of the final state [N, S], and which tokens are no padding: what the reference reads where
-    every row holds its own number. bounded: whether sequences and states end where they do.
+    every row holds its own number.
     """
     (B, L), W, S = tensors["x"].shape[:2], case.W, (case.W - 1) * case.dilation
-    bounds = tensors.get("cu_seqlens")
-    N, lag = B if bounds is None else len(bounds) - 1, (W - 1) * (dilation or case.dilation)
-    numbers = torch.arange(1 + N * S + B * L, dtype=torch.float64, device=tensors["x"].device)
+    bounds, device = tensors.get("cu_seqlens"), tensors["x"].device
+    N = B if bounds is None else len(bounds) - 1
+    numbers = torch.arange(1 + N * S + B * L, dtype=torch.float64, device=device)
     state, tokens = numbers[1 : 1 + N * S].view(N, S, 1), numbers[1 + N * S :].view(B, L, 1)
-    if not bounded:
-        taps, last, real = reference.dense(tokens, None, None, W, case.dilation)
-    elif bounds is None:
-        taps, last, real = reference.dense(
-            tokens, state[:, S - lag :], tensors.get("seq_idx"), W, dilation or case.dilation
-        )
+    if bounds is None:
+        taps, last, real = reference.dense(tokens, state, tensors.get("seq_idx"), W, case.dilation)
     else:
-        taps, last, real = reference.packed(tokens, state[:, S - lag :], bounds, W, dilation or case.dilation)
-    real = torch.ones(B, L, 1, dtype=torch.bool, device=tokens.device) if real is None else real
+        taps, last, real = reference.packed(tokens, state, bounds, W, case.dilation)
+    real = torch.ones(B, L, 1, dtype=torch.bool, device=device) if real is None else real
     return torch.stack(taps)[..., 0].long(), last[..., 0].long(), real
 
 
 def hypotheses(case: ConvCase, model: Model, right: Values) -> Iterator[Hypothesis]:
     """The order is the order of preference where two explain an output equally well."""
     if case.update:
-        yield from _hypotheses_of_update(right)
         return
     for sentence, table in _tables(case, right):
         if not torch.equal(table, right["rows"]):
-            for where, name in {
-                "": "",
-                " in y": " for z",
-                " in dweight": " for dweight",
-                " in dx": " for back_taps",
-            }.items():
-                yield Hypothesis(sentence.format(where), {f"rows{name}": always(table)})
+            for where, reader in {"y": "z", "dweight": "dweight", "dx": "back_taps"}.items():
+                yield Hypothesis(sentence.format(f" in {where}"), {f"rows for {reader}": always(table)})
+            yield Hypothesis(sentence.format(""), {"rows": always(table)})
     if right["silu"]:
         yield Hypothesis("the activation is left out", {"silu": always(False)})
         yield Hypothesis("the activation is left out in y", {"silu for convolved": always(False)})
@@ -166,46 +143,22 @@ def hypotheses(case: ConvCase, model: Model, right: Values) -> Iterator[Hypothes
         kept = right["final_rows"]
         fresh = torch.where(kept <= right["state"][..., 0].numel(), 0, kept)
         yield Hypothesis("final_state does not take over the initial state", {"final_rows": always(fresh)})
-    if case.n:
-        yield Hypothesis("gamma is left out", {"gamma": ones})
-        yield Hypothesis("norm_eps is left out", {"norm_eps": always(0.0)})
-        sentence = "the norm is taken over all streams, not over each"
-        yield Hypothesis(sentence, {"inv_rms": lambda inv_rms, v: _over_streams(inv_rms)})
+    yield Hypothesis("gamma is left out", {"gamma": ones})
     for name in CUT:
         yield from partial_reads(model, name, layout(case, name, right[name].shape))
 
 
-def _over_streams(inv_rms: Tensor) -> Tensor:
-    return (inv_rms**-2).mean(-2, keepdim=True).rsqrt().expand_as(inv_rms)
-
-
 def _tables(case: ConvCase, right: Values) -> Iterator[tuple[str, Tensor]]:
     """Sentences, with a gap for where, and the rows that each tap then reads."""
-    rows, L = right["rows"], right["rows"].shape[-1]
-    tokens_from = 1 + right["state"][..., 0].numel()
+    rows, tokens_from = right["rows"], 1 + right["state"][..., 0].numel()
+    W, _, L = rows.shape
+    k, b, t = torch.meshgrid(*(torch.arange(size, device=rows.device) for size in rows.shape), indexing="ij")
+    read = t - (W - 1 - k) * case.dilation
     yield "the taps are reversed{}", rows.flip(0)
     yield "the initial state is not read{}", torch.where(rows < tokens_from, 0, rows)
-    leak = rows_read(case, right, bounded=False)[0]
-    yield "taps{} reach over the boundary into the sequence before", torch.where(leak < tokens_from, rows, leak)
-    yield "dilation is ignored{}", rows_read(case, right, dilation=1)[0]
-    for k in range(len(rows)):
-        others = torch.arange(len(rows), device=rows.device)[:, None, None] != k
-        yield f"tap {k} is left out{{}}", torch.where(others, rows, 0)
-    t = torch.arange(L, device=rows.device)
+    leak = torch.where(read < 0, rows, tokens_from + b * L + read)
+    yield "taps{} reach over the boundary into the sequence before", leak
     for block in block_ends(L, smallest=2):
-        halo = (rows >= tokens_from) & ((rows - tokens_from) % L // block != t // block)
+        halo = (rows >= tokens_from) & (read // block != t // block)
         sentence = f"the halo is missing{{}}: tokens before each block of {block} are read as zero"
         yield sentence, torch.where(halo, 0, rows)
-
-
-def _hypotheses_of_update(right: Values) -> Iterator[Hypothesis]:
-    yield Hypothesis("the taps are reversed", {"weight": lambda weight, v: weight.flip(1)})
-    yield Hypothesis("the activation is left out", {"silu": always(False)})
-    yield Hypothesis("the state is not shifted", {"conv_state": lambda after, v: v["state"].transpose(1, 2)})
-    if right["bias"] is not None:
-        yield Hypothesis("the bias is left out", {"bias": always(None)})
-    if right["cache_seqlens"] is not None:
-        first = always(torch.zeros_like(right["cache_seqlens"]))
-        yield Hypothesis("the ring is read from its first entry, not from cache_seqlens on", {"cache_seqlens": first})
-    if right["slots"] is not None:
-        yield Hypothesis("conv_state_indices is ignored", {"slots": always(None)})

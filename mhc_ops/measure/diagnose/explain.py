@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ...core.steps import Change, Steps, Values, evaluate
 from ..cases import Tensors
-from .outputs import BLOCKED, Layout, Output, Place, coefficients, index_words
+from .outputs import BLOCKED, Layout, Output, Place, coefficients, everywhere, index_words
 
 WORTH_SAYING = 0.9  # a share of the error that is worth a sentence although the rest is beyond the tolerance
+ALL = ""  # the name of an output as the only term of itself
 WHOLE = 2e-3  # a factor this close to a whole number is taken as it
 SUMMED_OR_STORED = ("token", "sequence", "stream", "channel")  # axes of which a kernel may read only the first part
 SMALLEST_BLOCK = 8
@@ -63,18 +64,17 @@ class Model:
         return found
 
     def terms(self, output: str, values: Values) -> Tensors:
-        """What adds up to an output, by its words: each of its terms, in parts where that is a sum."""
-        steps = {step.name: step for step in self.steps}
+        """What adds up to an output, by its words: each of its terms, in parts where that is a sum. None where it is one."""
+        sums = {step.name: step.reads for step in self.steps if step.is_sum}
         found: Tensors = {}
-        for name in steps[output].reads if steps[output].is_sum else (output,):
-            read = [values[read] for read in steps[name].reads]
-            summand, masks = self.parts.get(name, (0, {}))
-            for part, mask in masks.items():
-                only = [value * mask if k == summand else value for k, value in enumerate(read)]
-                found[f"{self.say(name)} of {part}"] = steps[name].compute(*only)
-            if not masks:
-                found[self.say(name)] = values[name]
-        return found
+        for step in self.steps:
+            if step.name in sums.get(output, (output,)):
+                summand, masks = self.parts.get(step.name, (0, {}))
+                for part, mask in masks.items():
+                    read = [values[name] * mask if k == summand else values[name] for k, name in enumerate(step.reads)]
+                    found[f"{self.say(step.name)} of {part}"] = step.compute(*read)
+                found |= {} if masks else {self.say(step.name): values[step.name]}
+        return found if len(found) > 1 else {}
 
 
 def always(value: object) -> Change:
@@ -141,13 +141,15 @@ def findings(
     while wrong:
         lead = wrong[0]
         names = model.names(lead.name)
-        able = [hypothesis for hypothesis in hypotheses if not names.isdisjoint(hypothesis.changes)]
+        followed, able = (
+            [hypothesis for hypothesis in every if not names.isdisjoint(hypothesis.changes)]
+            for every in (_followed(lead, outputs), hypotheses)
+        )
         finding = (
             _fact(lead, wrong)
-            or _hypothesis(wrong, outputs, _followed(lead, outputs), model)
+            or _hypothesis(wrong, outputs, followed, model)
             or _hypothesis(wrong, outputs, able, model)
-            or _terms(lead, sizes)
-            or _factor(lead, sizes)
+            or _fit(lead, sizes)
             or _mostly(lead, able, model)
         )
         found.append(finding)
@@ -170,9 +172,8 @@ def _fact_words(output: Output) -> str | None:
     lost = ~output.result.isfinite()
     if bool(lost.any()):
         what = "NaN" if bool(output.result[lost].isnan().all()) else "NaN or infinite"
-        unwritten = 2 * int((lost & output.first.isfinite()).sum()) > int(
-            lost.sum()
-        )  # not all: old memory may hold NaN by chance
+        only_now = int((lost & output.first.isfinite()).sum())
+        unwritten = 2 * only_now > int(lost.sum())  # not all: old memory may hold NaN by chance
         return output.locate(lost).are("never written" if unwritten else what)
     if bool((output.result[output.off] == 0).all()):
         return output.place.are("zero: masked, or never added to")
@@ -223,15 +224,14 @@ def _of(output: Output, values: Values) -> Tensor:
     return values[output.name].reshape(output.exact.shape)
 
 
-def _terms(lead: Output, sizes: Mapping[str, int]) -> Finding | None:
-    """One or two terms that are left out or count more than once."""
-    if len(lead.terms) < 2:
-        return None
-    for place in lead.places:
-        for times, candidate in fits(lead.error, lead.exact, lead.terms, place.box):
-            if lead.explained_by(candidate):
-                where = f", in {place.words}" if place.words else ""
-                return Finding(term_words(times, sizes) + where, (lead.name,), lead.share(candidate))
+def _fit(lead: Output, sizes: Mapping[str, int]) -> Finding | None:
+    """One or two terms that are left out or count more than once; or all of it, times a number."""
+    for terms in (lead.terms, {ALL: lead.exact}):
+        for place in (everywhere(lead.off), lead.place):
+            for times, candidate in fits(lead.error, lead.exact, terms, place.box):
+                if lead.explained_by(candidate):
+                    words = _factor_words(times[ALL], place, sizes) if ALL in times else term_words(times, place, sizes)
+                    return Finding(words, (lead.name,), lead.share(candidate))
     return None
 
 
@@ -262,9 +262,10 @@ def _rounded(factor: float) -> float:
     return float(whole) if whole != 1 and abs(factor - whole) <= WHOLE * max(1.0, abs(factor)) else factor
 
 
-def term_words(times: Mapping[str, float], sizes: Mapping[str, int]) -> str:
+def term_words(times: Mapping[str, float], place: Place, sizes: Mapping[str, int]) -> str:
     special = {0.0: "is left out", -1.0: "has the wrong sign"}
-    return " and ".join(f"{name} {special.get(t, f'counts {_number(t, sizes)} times')}" for name, t in times.items())
+    words = [f"{name} {special.get(t, f'counts {_number(t, sizes)} times')}" for name, t in times.items()]
+    return " and ".join(words) + f", in {place.words}" * bool(place.words)
 
 
 def _number(value: float, sizes: Mapping[str, int]) -> str:
@@ -274,20 +275,10 @@ def _number(value: float, sizes: Mapping[str, int]) -> str:
     return f"{value:.4g}" + (f" ({named[0]})" if named and value > 2 else "")
 
 
-def _factor(lead: Output, sizes: Mapping[str, int]) -> Finding | None:
-    """The right numbers, times another."""
-    for place in lead.places:
-        for times, candidate in fits(lead.error, lead.exact, {"": lead.exact}, place.box):
-            if lead.explained_by(candidate):
-                words = _factor_words(times[""], place, sizes)
-                return Finding(place.are(words), (lead.name,), lead.share(candidate))
-    return None
-
-
 def _factor_words(factor: float, place: Place, sizes: Mapping[str, int]) -> str:
     often = ": accumulated too often" if factor == round(factor) and factor > 1 else ""
     times = f"{_number(factor, sizes)} times what {'they' if place.several else 'it'} should be{often}"
-    return {0.0: "zero but for rounding", -1.0: "right but for the sign"}.get(factor, times)
+    return place.are({0.0: "zero but for rounding", -1.0: "right but for the sign"}.get(factor, times))
 
 
 def _mostly(lead: Output, hypotheses: Sequence[Hypothesis], model: Model) -> Finding:

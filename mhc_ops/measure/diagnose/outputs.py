@@ -166,11 +166,6 @@ class Output:
         self.off = wrong_elements(self.result, self.exact, stored.dtype)
         self.place = everywhere(self.off) if self.passed else self.locate(self.off)
 
-    @property
-    def places(self) -> list[Place]:
-        """Everywhere, then the place that is wrong: an element of a wrong tensor may be right by chance."""
-        return [everywhere(self.off), *([self.place] if self.place.words else [])]
-
     def locate(self, off: Tensor) -> Place:
         return place_of(off, self.layout, sections(self.case))
 
@@ -197,7 +192,7 @@ class Output:
     def coefficients(self) -> dict[str, float]:
         """c of error ≈ Σ c · term, in the place that is wrong."""
         inside = {name: term[self.place.box] for name, term in self.terms.items()}
-        return coefficients(self.error[self.place.box], inside) if len(inside) > 1 else {}
+        return coefficients(self.error[self.place.box], inside) if inside else {}
 
     @property
     def statistics(self) -> dict[str, Any]:

@@ -70,12 +70,8 @@ def map_of(excess: Tensor, layout: Layout, columns: int = COLUMNS) -> Iterator[t
     for outer_block, rows in zip(blocks[0], lines):
         for line, same in groupby(zip(rows, blocks[1]), key=lambda pair: pair[0]):
             joined = [index for _, block in same for index in block]
-            label = (
-                f"{outer} {indices(outer_block)}: {indices(joined)}"
-                if outer
-                else f"{inner} {indices(joined)}" * bool(inner)
-            )
-            yield label, line
+            label = f"{outer} {indices(outer_block)}:" if outer else inner
+            yield f"{label} {indices(joined)}" * bool(inner), line
     per = f", {len(blocks[2][0])} per character" if len(blocks[2][0]) > 1 else ""
     yield "", f"{axis}s 0 to {shape[3] - 1}{f' of each {group}' * bool(group)}{per}"
 
@@ -106,23 +102,14 @@ def facts(output: Output) -> dict[str, str]:
     return {**found, **({"error ≈ Σ c · term": ", ".join(shown)} if shown else {})}
 
 
-def table(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
+def table(diagnosis: Diagnosis) -> list[list[str]]:
     """The header, then each output and the number of its finding."""
     found = {name: str(k) for k, finding in enumerate(diagnosis.findings, 1) for name in finding.outputs}
-    return [
-        ("output", "max error", "relative", "tolerance", "verdict", "finding"),
-        *(
-            (
-                r.output,
-                f"{r.max_error:.2e}",
-                f"{r.relative_error:.2e}",
-                f"{r.tolerance:.0e}",
-                r.verdict,
-                found.get(r.output, ""),
-            )
-            for r in diagnosis.rows
-        ),
-    ]
+    rows = [["output", "max error", "relative", "tolerance", "verdict", "finding"]]
+    for row in diagnosis.rows:
+        numbers = f"{row.max_error:.2e} {row.relative_error:.2e} {row.tolerance:.0e}".split()
+        rows.append([row.output, *numbers, row.verdict, found.get(row.output, "")])
+    return rows
 
 
 def text(diagnosis: Diagnosis, width: int = 100, colour: bool = False) -> str:
@@ -131,24 +118,25 @@ def text(diagnosis: Diagnosis, width: int = 100, colour: bool = False) -> str:
     def paint(words: str, code: str) -> str:
         return f"\033[{code}m{words}\033[0m" if colour else words
 
-    def line(label: str, words: str) -> str:
-        return textwrap.fill(
-            f"  {label:{LABEL}} {words}", width, subsequent_indent=" " * MARGIN, break_long_words=False
-        )
+    def wrapped(words: str, indent: int) -> str:
+        return textwrap.fill(words, width, subsequent_indent=" " * indent, break_long_words=False)
 
     counted = f"{len(diagnosis.wrong)} of {len(diagnosis.rows)} outputs are off"
     lines = [paint(f"{diagnosis.case}, {diagnosis.backend}: {counted}", "1")]
     for number, finding in enumerate(diagnosis.findings, 1):
         share = f"  ({finding.share:.2%} of the error)" if finding.share else ""
         sentence = f"  {number}. {', '.join(finding.outputs)}: {finding.sentence}{share}"
-        sentence = textwrap.fill(sentence, width, subsequent_indent=" " * 5, break_long_words=False)
-        lines.append(paint(sentence, "1;31" if number == 1 else "0"))
+        lines.append(paint(wrapped(sentence, 5), "1;31" if number == 1 else "0"))
     header, *rows = table(diagnosis)
-    lines += ["", report.table(header, rows)]
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    lines.append("")
+    for first, *cells in (header, ["-" * w for w in widths], *rows):
+        aligned = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells, widths[1:]))]
+        lines.append("  ".join(aligned).rstrip())
     for output in diagnosis.wrong:
         if output.name in (finding.outputs[0] for finding in diagnosis.findings):
             lines += ["", paint(f"{output.name}  [{axes(output)}]", "1")]
-            lines += [line(*fact) for fact in facts(output).items()]
+            lines += [wrapped(f"  {name:{LABEL}} {fact}", MARGIN) for name, fact in facts(output).items()]
             for label, drawn in map_of(output.excess, output.layout, width - MARGIN):
                 painted = "".join(paint(run, code) if code else run for code, run in runs(drawn, COLOURS))
                 lines.append(f"  {label:{LABEL}} {painted}")
