@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_diagnose(options: argparse.Namespace) -> int:
     """0: nothing found; 1: something is off."""
+    if options.html:
+        show.template()  # where there is none, that is said before the work
     try:
         work, tensors, backend = _work(options)
     except (RuntimeError, TypeError, ValueError) as error:  # a backend that cannot run, tensors that misfit

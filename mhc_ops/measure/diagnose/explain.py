@@ -64,7 +64,7 @@ class Model:
         return found
 
     def terms(self, output: str, values: Values) -> Tensors:
-        """What adds up to an output, by its words: each of its terms, in parts where that is a sum. None where it is one."""
+        """What adds up to an output, by its words: its terms, in parts where they are sums; none where it is one term."""
         sums = {step.name: step.reads for step in self.steps if step.is_sum}
         found: Tensors = {}
         for step in self.steps:

@@ -145,9 +145,8 @@ def wrong_elements(result: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 def coefficients(error: Tensor, terms: Tensors) -> dict[str, float]:
     """c of error ≈ Σ c · term by least squares; what is not finite has no say."""
-    finite = error.flatten().isfinite()
-    columns = torch.stack([term.flatten()[finite] for term in terms.values()], -1).cpu()
-    solved = torch.linalg.lstsq(columns, error.flatten()[finite, None].cpu(), driver="gelsd")
+    columns = torch.stack([tensor.flatten() for tensor in (error, *terms.values())], -1).nan_to_num(0.0, 0.0, 0.0).cpu()
+    solved = torch.linalg.lstsq(columns[:, 1:], columns[:, :1], driver="gelsd")
     return dict(zip(terms, solved.solution.flatten().tolist()))
 
 

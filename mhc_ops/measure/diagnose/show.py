@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import report
+from ..report import Refused
 from . import Diagnosis
 from .outputs import Layout, Output
 
@@ -77,8 +77,8 @@ def map_of(excess: Tensor, layout: Layout, columns: int = COLUMNS) -> Iterator[t
 
 
 def runs(line: str, styles: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Neighbours of one shade together, each run with its style; "" for what is no shade."""
-    return [(styles.get(shade, ""), "".join(same)) for shade, same in groupby(line)]
+    """Neighbours of one style, and that style; "" for what is no shade."""
+    return [(style, "".join(same)) for style, same in groupby(line, key=lambda shade: styles.get(shade, ""))]
 
 
 def axes(output: Output) -> str:
@@ -143,15 +143,19 @@ def text(diagnosis: Diagnosis, width: int = 100, colour: bool = False) -> str:
     return "\n".join([*lines, "", LEGEND])
 
 
-def page(diagnosis: Diagnosis) -> str:
-    """One HTML file that needs nothing else."""
+def template() -> Any:
+    """Of the page; Refused where jinja2 is not installed."""
     try:
         import jinja2
     except ImportError as error:
-        raise report.Refused("--html needs jinja2: pip install mhc-ops[bench]") from error
+        raise Refused("--html needs jinja2: pip install mhc-ops[bench]") from error
     loader = jinja2.PackageLoader("mhc_ops.measure", "templates")
-    template = jinja2.Environment(loader=loader, autoescape=True).get_template("diagnose.html.jinja")
-    return template.render(
+    return jinja2.Environment(loader=loader, autoescape=True).get_template("diagnose.html.jinja")
+
+
+def page(diagnosis: Diagnosis) -> str:
+    """One HTML file that needs nothing else."""
+    return template().render(
         diagnosis=diagnosis,
         table=table(diagnosis),
         legend=LEGEND,
