@@ -84,7 +84,7 @@ WORDS = {
     "through_residual": "the residual",
     "back_taps": "dx",
 }
-CUT = ("everything", "g", "dy", "weight")
+READ_IN_BLOCKS = ("everything", "g", "dy", "weight")
 
 
 def model(case: ConvCase, tensors: Tensors, cotangents: Tensors) -> Model:
@@ -144,7 +144,7 @@ def hypotheses(case: ConvCase, model: Model, right: Values) -> Iterator[Hypothes
         fresh = torch.where(kept <= right["state"][..., 0].numel(), 0, kept)
         yield Hypothesis("final_state does not take over the initial state", {"final_rows": always(fresh)})
     yield Hypothesis("gamma is left out", {"gamma": ones})
-    for name in CUT:
+    for name in READ_IN_BLOCKS:
         yield from partial_reads(model, name, layout(case, name, right[name].shape))
 
 

@@ -64,7 +64,7 @@ class Model:
         return found
 
     def terms(self, output: str, values: Values) -> Tensors:
-        """What adds up to an output, by its words: its terms, in parts where they are sums; none where it is one term."""
+        """What adds up to an output, by its words: its terms, in parts where they are sums. None where it is one."""
         sums = {step.name: step.reads for step in self.steps if step.is_sum}
         found: Tensors = {}
         for step in self.steps:
@@ -91,14 +91,10 @@ def block_ends(size: int, smallest: int = SMALLEST_BLOCK) -> list[int]:
     return sorted({end for block in blocks for end in (block, size // block * block) if end < size})
 
 
-def partial_reads(
-    model: Model, tensor: str, layout: Layout, words: str = "", together: Sequence[tuple[str, ...]] = ()
-) -> Iterator[Hypothesis]:
-    """The tensor is read up to some index only: by one step, by those that one kernel does `together`, by all."""
+def partial_reads(model: Model, tensor: str, layout: Layout, words: str = "") -> Iterator[Hypothesis]:
+    """The tensor is read up to some index only, by one of the steps that read it or by all."""
     readers = [step.name for step in model.steps if tensor in step.reads]
-    groups: list[tuple[str, ...]] = [(reader,) for reader in readers]
-    groups += [group for group in together if set(group) <= set(readers)]
-    for group in dict.fromkeys([*groups, tuple(readers)]):
+    for group in dict.fromkeys([*((reader,) for reader in readers), tuple(readers)]):
         names = [f"{tensor} for {reader}" for reader in group]
         into = " and ".join(", ".join(dict.fromkeys(map(model.output_of, group))).rsplit(", ", 1))
         for axis, (word, size) in enumerate(layout.items()):

@@ -89,8 +89,7 @@ WORDS = {
     "stored": "x_next",
     "dstored": "dx_next",
 }
-CUT = ("dh_mix", "dz", "x", "stored", "dx_next", "dstored", "phi", "gamma", "dh_in", "dout", "h_out")
-ONE_PASS = (("inv_rms", "h_mix"), ("inv_rms", "h_mix", "h_in"))
+READ_IN_BLOCKS = ("dh_mix", "dz", "x", "stored", "dx_next", "dstored", "phi", "gamma", "dh_in", "dout", "h_out")
 
 
 def model(case: Case, tensors: Tensors, cotangents: Tensors, results: Tensors) -> Model:
@@ -125,13 +124,13 @@ def hypotheses(case: Case, model: Model, right: Values) -> Iterator[Hypothesis]:
     yield from _transposed("h_res before" if case.subject.name == "mhc_post_pre" else "h_res")
     if right["squash"] is sinkhorn:
         yield from _sinkhorn()
-    for name in CUT:
+    for name in READ_IN_BLOCKS:
         if name in right:
             axes = layout(case, name, right[name].shape)
-            yield from partial_reads(model, name, axes, together=ONE_PASS)
+            yield from partial_reads(model, name, axes)
             if name in ("x", "stored"):
                 row = {"all tokens": axes["token"], "channel": case.n * case.D}
-                yield from partial_reads(model, name, row, f"{model.say(name)} as one row of n·D", ONE_PASS)
+                yield from partial_reads(model, name, row, f"{model.say(name)} as one row of n·D")
 
 
 def _left_out(sections: Mapping[str, range]) -> Iterator[Hypothesis]:
