@@ -1,206 +1,186 @@
-"""The ops once more, forward and backward written out as kernels do it, with faults to switch on, each at its line.
+"""The ops with one step done wrong: computed by diagnose's steps in fp32, as kernels do it, each fault a change of one.
 
-A fault is a name; `fault == name` marks the line that is then wrong. Without a fault these are the ops.
+Without a fault these are the ops.
 """
 
 import torch
-import torch.nn.functional as F
 
-ITERS, EPS = 20, 1e-6
+from mhc_ops.core.steps import evaluate
+from mhc_ops.measure.cases import Case
+from mhc_ops.measure.diagnose import conv, mhc
+from mhc_ops.mhc import reference
+
 BLOCK = 32  # of the faults that have one
+N = 4  # streams
+PRE, POST, RES = slice(0, N), slice(N, 2 * N), slice(2 * N, None)
 
 
-def sinkhorn(z, fault=None):
-    iters = ITERS - 1 if fault == "sinkhorn stops one iteration early" else ITERS
-    eps = 0 if fault == "sinkhorn without eps" else EPS
-    rows, columns = (-2, -1) if fault == "sinkhorn with rows and columns swapped" else (-1, -2)
-    c = torch.softmax(z, rows) + eps
-    c = c / (c.sum(columns, keepdim=True) + eps)
-    for _ in range(iters - 1):
-        c = c / (c.sum(rows, keepdim=True) + eps)
-        c = c / (c.sum(columns, keepdim=True) + eps)
-    return c.mT if fault == "h_res transposed" else c
-
-
-def sinkhorn_bwd(z, dh_res, fault):
-    if fault == "sinkhorn gradient of the softmax alone":
-        p = torch.softmax(z, -1)
-        return p * (dh_res - (p * dh_res).sum(-1, keepdim=True))
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        return torch.autograd.grad(sinkhorn(z, fault), z, dh_res)[0]
-
-
-class Sinkhorn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, fault):
-        ctx.save_for_backward(logits)
-        ctx.fault = fault
-        return sinkhorn(logits.float(), fault)
+class Faulty(torch.autograd.Function):
+    """Called with the tensors of a case; in the backward the steps run once more, now with the cotangents."""
 
     @staticmethod
-    def backward(ctx, dh_res):
-        (logits,) = ctx.saved_tensors
-        return sinkhorn_bwd(logits.float(), dh_res, ctx.fault).to(logits.dtype), None
-
-
-class Pre(torch.autograd.Function):
-    """mhc_forward_pre"""
-
-    @staticmethod
-    def forward(ctx, x, phi, alpha, bias, gamma, fault):
-        *outer, n, D = x.shape
-        wide = x.float().reshape(-1, n, D)
-        read = wide.clone()
-        if fault == "block shorter than a row":
-            read[..., BLOCK:] = 0
-        if fault == "block shorter than the streams in a row":
-            read.view(-1, n * D)[:, 4 * BLOCK :] = 0
-        alphas = torch.cat([a.expand(size) for a, size in zip(alpha, (n, n, n * n))])
-        eps = 0 if fault == "norm_eps left out" else EPS
-        inv_rms = torch.rsqrt(wide.square().mean((1, 2)) + eps)
-        h_mix = (read * gamma).flatten(1) @ phi.T
-        if fault == "gamma left out of h_mix":
-            h_mix = read.flatten(1) @ phi.T
-        m = h_mix * inv_rms[:, None]
-        if fault == "inv_rms missing in post, forward":
-            m = torch.cat([m[:, :n], h_mix[:, n : 2 * n], m[:, 2 * n :]], -1)
-        z = m * alphas + bias
-        if fault == "alpha of pre in post":
-            z[:, n : 2 * n] = m[:, n : 2 * n] * alpha[0] + bias[n : 2 * n]
-        h_pre = torch.sigmoid(z[:, :n]) + EPS
-        h_post = 2 * torch.sigmoid(z[:, n : 2 * n])
-        if fault == "h_post without its factor":
-            h_post = torch.sigmoid(z[:, n : 2 * n])
-        h_res = z[:, 2 * n :].unflatten(-1, (n, n))
-        h_in = (h_pre[..., None] * wide).sum(1).to(x.dtype)
-        if fault == "last partial block of h_in not written":
-            h_in = _unwritten(h_in, (slice(None), slice(D // BLOCK * BLOCK, None)))
-        ctx.save_for_backward(x, phi, alphas, bias, gamma, inv_rms, h_mix)
-        ctx.fault = fault
-        outputs = (h_in, h_post, h_res, inv_rms, h_mix, h_pre)
-        outputs = tuple(output.reshape(*outer, *output.shape[1:]) for output in outputs)
-        ctx.mark_non_differentiable(*outputs[3:])
-        return outputs
+    def forward(ctx, case, changes, names, *tensors):
+        ctx.case, ctx.changes, ctx.names = case, changes, names
+        ctx.save_for_backward(*tensors)
+        given = dict(zip(names, tensors))
+        shapes = case.subject.call(**given, backend="reference")
+        values = steps(case, given, [torch.zeros_like(output) for output in shapes], changes)
+        outputs = [values[name].to(like.dtype).view_as(like) for name, like in zip(case.subject.outputs, shapes)]
+        ctx.mark_non_differentiable(*outputs[len(case.subject.differentiable) :])
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, dh_in, dh_post, dh_res, *_):
-        x, phi, alphas, bias, gamma, inv_rms, h_mix = ctx.saved_tensors
-        fault = ctx.fault
-        n, D = x.shape[-2:]
-        wide, dh_in = x.float().reshape(-1, n, D), dh_in.float().reshape(-1, D)
-        dh_post, dz_res = dh_post.reshape(-1, n), dh_res.reshape(-1, n * n)
-        pre, post, res = slice(0, n), slice(n, 2 * n), slice(2 * n, None)
-        m = h_mix * inv_rms[:, None]
-        z = m * alphas + bias
-        slope = torch.sigmoid(z) * torch.sigmoid(-z)
-        dh_pre = (wide * dh_in[:, None]).sum(-1)
-        if fault == "derivative of sigma missing in pre":
-            slope[:, pre] = 1
-        dz = torch.cat([dh_pre * slope[:, pre], 2 * dh_post * slope[:, post], dz_res], -1)
-        dalpha = torch.stack([(dz * m)[:, rows].sum() for rows in (pre, post, res)])
-        dbias = dz.sum(0)
-        if fault == "dbias of res accumulated n*n times":
-            dbias[res] *= n * n
-        dm = dz * alphas
-        dh_mix = dm * inv_rms[:, None]
-        if fault == "inv_rms missing in res, backward":
-            dh_mix[:, res] = dm[:, res]
-        A = torch.einsum("tm,tnd->mnd", dh_mix, wide)
-        if fault == "dphi without the last tokens":
-            T = len(wide) // 16 * 16
-            A = torch.einsum("tm,tnd->mnd", dh_mix[:T], wide[:T])
-        dphi, dgamma = (A * gamma).flatten(1), (phi.unflatten(-1, (n, D)) * A).sum(0)
-        parts = [(dm * h_mix)[:, rows].sum(-1) for rows in (pre, post, res)]
-        dinv = parts[0] + parts[1] + parts[2]
-        if fault == "wrong variable accumulated n*n times":
-            dinv = parts[0] + parts[1] + n * n * parts[0]
-        through_norm = -(dinv * inv_rms**3 / (n * D))[:, None, None] * wide
-        if fault == "norm term left out":
-            through_norm = 0
-        through_phi = gamma * (dh_mix @ phi).unflatten(-1, (n, D))
-        h_pre = torch.sigmoid(z[:, pre]) + EPS
-        dx = through_phi + through_norm + h_pre[..., None] * dh_in[:, None]
-        dx = dx.to(x.dtype).reshape(x.shape)
-        if fault == "grid covers the first stream only, backward":
-            dx = _unwritten(dx, (..., slice(1, None), slice(None)))
-        return dx, dphi, dalpha, dbias, dgamma, None
+    def backward(ctx, *cotangents):
+        tensors = ctx.saved_tensors
+        values = steps(ctx.case, dict(zip(ctx.names, tensors)), cotangents, ctx.changes)
+        gradients = [
+            values[f"d{name}"].to(tensor.dtype).view_as(tensor) if tensor.is_floating_point() else None
+            for name, tensor in zip(ctx.names, tensors)
+        ]
+        return None, None, None, *gradients
 
 
-def post(x, h_out, h_post, h_res, fault):
-    """mhc_post, left to autograd"""
-    if fault == "stream 2 left out of the mix":
-        h_res = h_res.index_fill(-2, torch.tensor(2), 0)
-    mixed = (h_res if fault == "h_res read transposed" else h_res.mT) @ x.float()
-    x_next = (mixed + h_post[..., None] * h_out[..., None, :].float()).to(x.dtype)
-    if fault == "grid covers the first stream only, forward":
-        x_next = _unwritten(x_next, (..., slice(1, None), slice(None)))
-    return x_next
+def steps(case, tensors, cotangents, changes):
+    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    cotangents = {name: c.float() for name, c in zip(case.subject.differentiable, cotangents)}
+    model = (
+        mhc.model(case, tensors, cotangents, {}) if isinstance(case, Case) else conv.model(case, tensors, cotangents)
+    )
+    with torch.no_grad():
+        return evaluate(model.steps, model.inputs, changes)
 
 
-class Conv(torch.autograd.Function):
-    """causal_conv1d with seq_idx (no padding)"""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, residual, seq_idx, fault):
-        taps = _taps(x.float(), seq_idx, weight.shape[1], fault)
-        if fault == "taps reversed":
-            taps = taps[::-1]
-        z = sum(tap * weight[:, k] for k, tap in enumerate(taps))
-        z = z if fault == "bias left out" else z + bias
-        y = z if fault == "activation left out" else F.silu(z)
-        y = y if fault == "residual left out" else y + residual
-        ctx.save_for_backward(x, weight, bias, seq_idx)
-        ctx.fault = fault
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias, seq_idx = ctx.saved_tensors
-        fault, W = ctx.fault, weight.shape[1]
-        L = x.shape[1]
-        right = None if fault in FORWARD_ONLY else fault
-        taps = _taps(x.float(), seq_idx, W, right)
-        z = sum(tap * weight[:, k] for k, tap in enumerate(taps)) + bias
-        sigma = torch.sigmoid(z)
-        g = dy.float() * (1 if fault == "derivative of SiLU missing" else sigma * (1 + z * (1 - sigma)))
-        strips = g.clone()
-        if fault == "dweight without its last strip":
-            strips[:, L // BLOCK * BLOCK :] = 0
-        dweight = torch.stack([(strips * tap).sum((0, 1)) for tap in taps], -1)
-        if fault == "taps of dweight reversed":
-            dweight = dweight.flip(-1)
-        dbias = g.sum((0, 1))
-        if fault == "dbias counted per tap":
-            dbias = W * dbias
-        with torch.enable_grad():
-            leaf = x.float().requires_grad_()
-            seen = _taps(leaf, seq_idx, W, "halo missing" if fault == "halo missing in dx" else right)
-            total = sum(tap * weight[:, k] for k, tap in enumerate(seen))
-            (dx,) = torch.autograd.grad(total, leaf, g)
-        return dx.to(x.dtype), dweight, dbias, dy.clone(), None, None
+def call(case, fault):
+    """To be diagnosed in place of the op of the case."""
+    changes = {} if fault is None else FAULTS[fault]
+    return lambda backend, **tensors: Faulty.apply(case, changes, tuple(tensors), *tensors.values())
 
 
-FORWARD_ONLY = ("halo missing", "taps reversed", "leak between sequences", "bias left out", "activation left out")
+def zeros_at(index):
+    """Not read there."""
+
+    def change(value, values):
+        value = value.clone()
+        value[index] = 0
+        return value
+
+    return change
 
 
-def _taps(x, seq_idx, W, fault):
-    L = x.shape[1]
-    padded, ids = F.pad(x, (0, 0, W - 1, 0)), F.pad(seq_idx, (W - 1, 0), value=-1)
-    t, taps = torch.arange(L), []
-    for k in range(W):
-        same = ids[:, k : k + L] == seq_idx
-        if fault == "leak between sequences":
-            same = torch.ones_like(same)
-        if fault == "halo missing":
-            same = same & ((t - (W - 1 - k)) // BLOCK == t // BLOCK)
-        taps.append(torch.where(same[..., None], padded[:, k : k + L], 0))
-    return taps
+def times(factor, index):
+    def change(value, values):
+        value = value.clone()
+        value[index] *= factor
+        return value
+
+    return change
 
 
-def _unwritten(tensor, place):
+def unwritten(index):
     """As a kernel leaves it that does not get there: fresh memory."""
-    fresh = torch.empty_like(tensor)
-    mask = torch.zeros_like(tensor, dtype=torch.bool)
-    mask[place] = True
-    return torch.where(mask, fresh, tensor)
+
+    def change(value, values):
+        mask = torch.zeros_like(value, dtype=torch.bool)
+        mask[index] = True
+        return torch.where(mask, torch.empty_like(value), value)
+
+    return change
+
+
+def side_by_side(value, values):
+    """Of the streams as one row, only its first block."""
+    row = value.flatten(-2).clone()
+    row[..., 4 * BLOCK :] = 0
+    return row.view_as(value)
+
+
+def without_last_tokens(value, values):
+    """38 tokens are two blocks of 16 and a rest."""
+    rows = value.reshape(-1, value.shape[-1]).clone()
+    rows[len(rows) // 16 * 16 :] = 0
+    return rows.view_as(value)
+
+
+def wrong_variable(value, values):
+    """The norm's term with what the pre section has accumulated n² times, in place of the res section's."""
+    dm, h_mix, x = values["dm"], values["h_mix"], values["x"]
+    parts = [(dm * h_mix)[..., rows].sum(-1) for rows in (PRE, POST)]
+    dinv_rms = parts[0] + parts[1] + N * N * parts[0]
+    return -(dinv_rms * values["inv_rms"] ** 3 / x[0, 0].numel())[..., None, None] * x
+
+
+def section(rows, change):
+    def changed(value, values):
+        wrong = change(value, values)
+        value = value.clone()
+        value[..., rows] = wrong[..., rows]
+        return value
+
+    return changed
+
+
+def no_halo(rows, values):
+    """A tap reads nothing of the block before that of its token."""
+    tokens_from, L = 1 + values["state"][..., 0].numel(), rows.shape[-1]
+    t = torch.arange(L)
+    return torch.where((rows - tokens_from) % L // BLOCK == t // BLOCK, rows, 0)
+
+
+def leak(rows, values):
+    """A tap reads the token before, whosever it is."""
+    B, L = rows.shape[1:]
+    lag = torch.arange(len(rows) - 1, -1, -1)[:, None, None]
+    t = torch.arange(L) - lag
+    tokens = 1 + values["state"][..., 0].numel() + torch.arange(B)[None, :, None] * L + t
+    return torch.where(t < 0, rows, tokens)
+
+
+def sinkhorn(iters=20, eps=1e-6):
+    return lambda logits: reference.sinkhorn(logits, iters, eps)
+
+
+def instead(value):
+    return lambda right, values: value
+
+
+FAULTS = {
+    # the four that the original found by hand
+    "block shorter than a row": {"x for h_mix": zeros_at((..., slice(BLOCK, None)))},
+    "wrong variable accumulated n*n times": {"through_norm": wrong_variable},
+    "inv_rms missing in res, backward": {"dh_mix": section(RES, lambda dh_mix, values: values["dm"])},
+    "grid covers the first stream only, backward": {"dx": unwritten((..., slice(1, None), slice(None)))},
+    # and more of their kind
+    "block shorter than the streams in a row": {"x for h_mix": side_by_side},
+    "norm_eps left out": {"norm_eps": instead(0.0)},
+    "gamma left out of h_mix": {"gamma for h_mix": lambda gamma, values: torch.ones_like(gamma)},
+    "inv_rms missing in post, forward": {"m for z": section(POST, lambda m, values: values["h_mix"])},
+    "last partial block of h_in not written": {"h_in": unwritten((..., slice(2 * BLOCK, None)))},
+    "derivative of sigma missing in pre": {
+        "dz": section(PRE, lambda dz, values: torch.cat([values["dh_pre"], dz], -1))
+    },
+    "dbias of res accumulated n*n times": {"dbias": times(N * N, RES)},
+    "dphi without the last tokens": {"dh_mix for dprojection": without_last_tokens},
+    "norm term left out": {"through_norm": lambda term, values: torch.zeros_like(term)},
+    "grid covers the first stream only, forward": {"x_next": unwritten((..., slice(1, None), slice(None)))},
+    "h_res read transposed": {
+        name: lambda h_res, values: h_res.mT for name in ("h_res for mixed", "h_res for through_mix", "dh_res")
+    },
+    "stream 2 left out of the mix": {"x for mixed": zeros_at((..., 2, slice(None)))},
+    "sinkhorn stops one iteration early": {"squash": instead(sinkhorn(iters=19))},
+    "sinkhorn without eps": {"squash": instead(sinkhorn(eps=0.0))},
+    "sinkhorn with rows and columns swapped": {"squash": instead(lambda logits: sinkhorn()(logits.mT).mT)},
+    "h_res transposed": {"squash": instead(lambda logits: sinkhorn()(logits).mT)},
+    "sinkhorn gradient of the softmax alone": {"squash for dlogits": instead(lambda logits: torch.softmax(logits, -1))},
+    # of the convolution
+    "taps reversed": {"weight for z": lambda weight, values: weight.flip(-1)},
+    "bias left out": {"bias for z": lambda bias, values: torch.zeros_like(bias)},
+    "activation left out": {"convolved": lambda y, values: values["z"]},
+    "residual left out": {"added": lambda residual, values: torch.zeros_like(residual)},
+    "halo missing": {"rows for z": no_halo},
+    "leak between sequences": {"rows for z": leak},
+    "derivative of SiLU missing": {"g": lambda g, values: values["dy"]},
+    "dweight without its last strip": {"g for dweight": zeros_at((slice(None), slice(2 * BLOCK, None)))},
+    "taps of dweight reversed": {"dweight": lambda dweight, values: dweight.flip(-1)},
+    "dbias counted per tap": {"dbias": times(4, ...)},
+    "halo missing in dx": {"rows for back_taps": no_halo},
+}

@@ -1,6 +1,7 @@
 """mhc-ops diagnose: what it prints and writes, and how it exits."""
 
 import json
+import sys
 import xml.dom.minidom
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from mhc_ops import cli
 from mhc_ops.measure import cases
 from mhc_ops.measure.conv_cases import ConvCase
-from mhc_ops.measure.diagnose import chosen, command
+from mhc_ops.measure.diagnose import command
 from mhc_ops.mhc import reference
 
 SMALL = ["--device", "cpu", "--shape", "12x4x24"]
@@ -119,7 +120,7 @@ def test_unknown_op(capsys):
 
 
 def test_every_op_has_cases():
-    assert chosen.OPS == (
+    assert command.OPS == (
         "mhc_forward_pre",
         "mhc_pre",
         "mhc_post",
@@ -186,6 +187,25 @@ def test_own_inputs_that_are_off(only_the_first_stream, tmp_path, capsys):
     torch.save(cases.Case(cases.MHC_POST, (12,), 4, 24, torch.float32).inputs(), file)
     assert cli.main(["diagnose", "mhc_post", "--device", "cpu", "--inputs", str(file)]) == 1
     assert "x_next: streams 1 to 3 are zero" in capsys.readouterr().out
+
+
+def test_own_inputs_that_are_not_finite(tmp_path, capsys):
+    file, found = tmp_path / "inputs.pt", [tmp_path / "found.json", tmp_path / "found.html"]
+    tensors = cases.Case(cases.MHC_LAYER, (12,), 4, 24, torch.float32).inputs()
+    tensors["x"][3, 1, 7] = torch.nan
+    torch.save(tensors, file)
+    command = ["diagnose", "mhc_layer", "--device", "cpu", "--inputs", str(file)]
+    assert cli.main([*command, "--json", str(found[0]), "--html", str(found[1])]) == 1
+    assert "cannot be judged: the truth is not finite" in capsys.readouterr().out
+    assert json.loads(found[0].read_text(), parse_constant=pytest.fail)["passed"] is False
+
+
+def test_without_jinja_a_page_is_refused(monkeypatch, capsys, tmp_path):
+    """Before the work begins."""
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr(command, "diagnose", pytest.fail)
+    assert cli.main(["diagnose", "mhc_post", *SMALL, "--html", str(tmp_path / "found.html")]) == 2
+    assert "pip install mhc-ops[bench]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

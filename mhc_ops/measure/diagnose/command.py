@@ -1,24 +1,40 @@
-"""mhc-ops diagnose: arguments, exit codes, what is printed and written."""
+"""mhc-ops diagnose: its arguments, which cases they mean, what is printed and written, exit codes."""
 
 import argparse
 import json
 import shutil
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+
+import mhc_ops
 
 from ...core import backend as backends
-from .. import arguments, files, report
-from ..cases import Tensors
-from ..conv_cases import AnyCase
+from .. import arguments, cases, files, report
+from ..cases import Case, Tensors
+from ..conv_cases import AnyCase, ConvCase
 from ..report import Refused
-from . import html, text
-from .chosen import OPS, from_check, from_file
-from .diagnosis import Diagnosis, diagnose
-from .heat import profile
+from ..selection import CHECK
+from . import Diagnosis, diagnose, show
 
+OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in CHECK))
+SUBJECTS = {subject.name: subject for subject in cases.SUBJECTS}
+# What a file may hold for an op: the arguments that must be there, and those that may.
+TAKES = {
+    **{
+        name: (tuple(i for i in s.inputs if i != "gamma"), ("gamma",) * ("gamma" in s.inputs))
+        for name, s in SUBJECTS.items()
+    },
+    "causal_conv1d": (("x", "weight"), ("bias", "residual", "seq_idx", "cu_seqlens", "initial_state")),
+    "causal_conv1d_update": (("x", "conv_state", "weight"), ("bias", "cache_seqlens", "conv_state_indices")),
+    "short_conv": (("x", "gamma", "weight"), ()),
+}
+LAYOUTS = {"sinkhorn": "TxNxN", "causal_conv1d": "BxLxD", "causal_conv1d_update": "BxLxD", "short_conv": "BxLxNxD"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -39,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_diagnose(options: argparse.Namespace) -> int:
     """0: nothing found; 1: something is off."""
-    work, tensors, backend = _chosen(options)
+    if options.html:
+        show.template()  # where there is none, that is said before the work
+    try:
+        work, tensors, backend = _work(options)
+    except (RuntimeError, TypeError, ValueError) as error:  # a backend that cannot run, tensors that misfit
+        raise Refused(str(error)) from error
     done: list[Diagnosis] = []
     for case in report.progress(work, "diagnose"):
         try:
@@ -53,13 +74,13 @@ def run_diagnose(options: argparse.Namespace) -> int:
     report.clear()
     last = done[-1]
     if not last.passed:
-        print(text.render(last, shutil.get_terminal_size((100, 24)).columns, sys.stdout.isatty()), end="\n\n")
-    print(text.summary(done, len(work)))
+        print(show.text(last, shutil.get_terminal_size((100, 24)).columns, sys.stdout.isatty()), end="\n\n")
+    print(show.summary(done, len(work)))
     if options.html:
-        files.write(options.html, html.page(last))
+        files.write(options.html, show.page(last))
     if options.json:
-        content = report.finite(_as_json(last, options))
-        files.write(options.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        content = {"op": options.op, "device": str(options.device), "versions": report.versions(), **show.data(last)}
+        files.write(options.json, json.dumps(report.finite(content), indent=1, allow_nan=False) + "\n")
     return 0 if last.passed else 1
 
 
@@ -68,23 +89,17 @@ def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def _chosen(options: argparse.Namespace) -> tuple[list[AnyCase], Tensors | None, str]:
-    try:
-        return _found(options)
-    except (RuntimeError, TypeError, ValueError) as error:  # a backend that cannot run, tensors that misfit
-        raise Refused(str(error)) from error
-
-
-def _found(options: argparse.Namespace) -> tuple[list[AnyCase], Tensors | None, str]:
+def _work(options: argparse.Namespace) -> tuple[list[AnyCase], Tensors | None, str]:
+    """The cases, the user's tensors in place of theirs where there are any, and the backend."""
     tensors: Tensors | None = None
     if options.inputs:
         given = [name for name in ("shape", "width", "dtype") if getattr(options, name) is not None]
         if given:
             raise Refused(f"--{given[0]} and --inputs exclude each other")
-        work, tensors = from_file(options.op, options.inputs, options.seed or 0, options.device)
+        tensors = _load(options.op, options.inputs, options.device)
+        work = _cases_of(options.op, tensors, options.seed or 0)
     else:
-        dtype = DTYPES.get(options.dtype)
-        work = from_check(options.op, options.shape, options.width, dtype, options.seed)
+        work = _from_check(options.op, options.shape, options.width, DTYPES.get(options.dtype), options.seed)
     backend = backends.choose(options.op, work[0].subject.family, options.backend, options.device)
     runnable = [case for case in work if case.runs_on(backend)]
     if not runnable:
@@ -92,26 +107,91 @@ def _found(options: argparse.Namespace) -> tuple[list[AnyCase], Tensors | None, 
     return runnable, tensors, backend
 
 
-def _as_json(diagnosis: Diagnosis, options: argparse.Namespace) -> dict[str, object]:
-    return {
-        "op": options.op,
-        "case": str(diagnosis.case),
-        "backend": diagnosis.backend,
-        "device": str(options.device),
-        "versions": report.versions(),
-        "passed": diagnosis.passed,
-        "findings": [asdict(finding) for finding in diagnosis.findings],
-        "outputs": [{**asdict(row), "verdict": row.verdict} for row in diagnosis.rows],
-        "details": [
-            {
-                "output": detail.name,
-                "axes": detail.layout,
-                "statistics": asdict(detail.statistics),
-                "place": detail.place or "everywhere",
-                "filled": detail.filled,
-                "coefficients of terms": detail.coefficients,
-                "largest error by block, of what is allowed": profile(detail.error, detail.layout),
-            }
-            for detail in diagnosis.details
-        ],
-    }
+def _from_check(
+    op: str, shape: Sequence[int] | None, width: int | None, dtype: torch.dtype | None, seed: int | None
+) -> list[AnyCase]:
+    """The cases of `check`, with what was given in place of what they have. fp32 first: where rounding is least, an
+    explanation is clearest.
+    """
+    if width is not None and op in SUBJECTS:
+        raise Refused(f"{op} has no --width")
+    given: dict[str, Any] = {"W": width, "dtype": dtype, "seed": seed, **(_sizes(op, shape) if shape else {})}
+    given = {name: value for name, value in given.items() if value is not None}
+    found: dict[str, AnyCase] = {}
+    for case in (case for case in CHECK if case.subject.name.split()[0] == op):
+        changed: AnyCase = replace(case, **given)
+        if not (isinstance(changed, ConvCase) and "cu_seqlens" in changed.places and changed.B > 1):  # that is one row
+            found.setdefault(str(changed), changed)
+    return sorted(found.values(), key=lambda case: case.dtype != torch.float32)
+
+
+def _sizes(op: str, shape: Sequence[int]) -> dict[str, Any]:
+    """The sizes of a case whose x has this shape."""
+    fits = len(shape) >= 2 if op in SUBJECTS else len(shape) == (4 if op == "short_conv" else 3)
+    if not fits or (op == "sinkhorn" and shape[-1] != shape[-2]):
+        raise Refused(f"--shape of {op} must be {LAYOUTS.get(op, 'Tx…xNxD')}, got {'x'.join(map(str, shape))}")
+    if op in SUBJECTS:
+        return {"outer": tuple(shape[:-2]), "n": shape[-2], "D": shape[-1]}
+    B, L, *n, D = shape
+    return {"B": B, "L": L, "D": D, **({"n": n[0]} if n else {})}
+
+
+def _load(op: str, path: Path, device: torch.device) -> Tensors:
+    """The user's own tensors."""
+    try:
+        loaded = torch.load(path, map_location=device, weights_only=True)
+    except OSError as error:
+        raise Refused(f"--inputs {path}: {error.strerror}") from error
+    except Exception as error:  # pickle, zip and torch have many; some say nothing
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise Refused(f"--inputs {path}: torch.load cannot read it ({type(error).__name__} {reason})") from error
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise Refused(f"--inputs {path}: must hold a dict of tensors by argument name")
+    without = [str(name) for name, value in loaded.items() if value.is_meta or value.layout is not torch.strided]
+    if without:
+        raise Refused(f"--inputs {path}: {', '.join(without)} must be dense, with data (neither sparse nor meta)")
+    required, optional = TAKES[op]
+    missing = [name for name in required if name not in loaded]
+    unknown = [str(name) for name in loaded if name not in (*required, *optional)]
+    if missing or unknown:
+        takes = ", ".join(required) + (f" and optionally {', '.join(optional)}" if optional else "")
+        wrong = [f"{', '.join(missing)} missing"] * bool(missing) + [f"no such {', '.join(unknown)}"] * bool(unknown)
+        raise Refused(f"--inputs {path}: {'; '.join(wrong)}. {op} takes {takes}")
+    return loaded
+
+
+def _cases_of(op: str, tensors: Tensors, seed: int) -> list[AnyCase]:
+    """The cases that these tensors may be: activation and residual are not in a file, so both."""
+    x = tensors[TAKES[op][0][0]]
+    shape = [x.shape[0], 1, *x.shape[1:]] if op == "causal_conv1d_update" and x.dim() == 2 else x.shape
+    try:
+        sizes = _sizes(op, shape)
+        W = tensors["weight"].shape[1] if "weight" in tensors else 1
+        dilation = tensors["initial_state"].shape[-1] // max(1, W - 1) if "initial_state" in tensors else 1
+    except (Refused, IndexError) as error:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise Refused(f"--inputs: {op} cannot have these shapes: {shapes}") from error
+    if op in SUBJECTS:
+        return [
+            Case(SUBJECTS[op], dtype=x.dtype, gamma="gamma" in tensors, sigma=_sigma(op, tensors), seed=seed, **sizes)
+        ]
+    places = " ".join(name for name in ("seq_idx", "cu_seqlens") if name in tensors)
+    places = f"{places} {'states' * ('initial_state' in tensors)}".strip()
+    case = ConvCase(W=W, dtype=x.dtype, bias="bias" in tensors, places=places, dilation=dilation, seed=seed, **sizes)
+    if op == "short_conv":
+        return [replace(case, residual=residual) for residual in (True, False)]
+    case = replace(case, residual="residual" in tensors, update=op == "causal_conv1d_update")
+    return [replace(case, silu=silu) for silu in (True, False)]
+
+
+def _sigma(op: str, tensors: Tensors) -> float:
+    """The spread of the logits that Sinkhorn gets; the tolerance behind it depends on it."""
+    if op == "sinkhorn":
+        return round(float(tensors["logits"].double().std()), 3)
+    if op not in (subject.name for subject in cases.MIXED):
+        return Case.sigma
+    x = tensors["x"]
+    if op == cases.MHC_POST_PRE.name:
+        x = mhc_ops.mhc_post(**{name: tensors[name] for name in cases.MHC_POST.inputs}, backend="reference")
+    parameters: dict[str, Any] = {name: tensors[name] for name in cases.MHC_PRE.inputs[1:] if name in tensors}
+    return round(float(mhc_ops.mhc_forward_pre(x, **parameters, backend="reference")[2].double().std()), 3)
