@@ -61,6 +61,7 @@ def _run(words: Sequence[str] | None) -> int:
         parser = _parser()
         options = parser.parse_args(words)
         try:
+            selection.refuse_wrong_environment()
             _refuse_to_overwrite(options)
             return options.command(options)
         except Refused as error:
