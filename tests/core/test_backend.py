@@ -220,7 +220,7 @@ def test_wrong_environment_variable(value, message, environment):
     assert fresh.run(backend.choose, "f", "mhc", "reference", CUDA) == "reference"
     with mhc_ops.use_backend(conv="reference"):
         assert backend.choose("f", "conv", None, CUDA) == "reference"
-        with pytest.raises(ValueError, match="^MHC_OPS_BACKEND: "):
+        with pytest.raises(ValueError, match=r"^MHC_OPS_BACKEND: "):
             backend.choose("f", "mhc", None, CUDA)
 
 
