@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import backend as backends
 from . import device, replay
-from .modes import has_tangent, is_eager, is_transformed, needs_grad
+from .modes import has_tangent, is_eager, is_transformed, needs_grad, traced_under_derivatives
 
+IN_REFERENCE = "works with backend='reference' only"
 Run = Callable[..., Any]
 Gradient = Callable[[Run, tuple[Any, ...], tuple[Tensor, ...], list[Tensor | None]], tuple[Tensor | None, ...]]
 
@@ -45,10 +45,15 @@ class Op:
         schema = f"{inputs.removesuffix(')')}, str backend) -> {outputs}"
         self.traced = torch.library.custom_op(f"mhc_ops::{self.name}", self.launch, mutates_args=mutates, schema=schema)
         self.traced.register_fake(self._fake)
+        if mutates:
+            self.traced.register_vmap(self._no_vmap)
 
     def __call__(self, *inputs_and_backend: Any) -> Any:
-        if not torch.compiler.is_compiling() and has_tangent(inputs_and_backend):
-            raise NotImplementedError(f"{self.name}: forward-mode differentiation works with backend='reference' only")
+        if torch.compiler.is_compiling():
+            if traced_under_derivatives():
+                raise NotImplementedError(f"{self.name}: a derivative by torch.func under torch.compile {IN_REFERENCE}")
+        elif has_tangent(inputs_and_backend):
+            self._no_forward_mode()
         if not is_eager(inputs_and_backend):
             return self.dispatched(*inputs_and_backend)
         if self.function is not None and needs_grad(inputs_and_backend):
@@ -60,6 +65,15 @@ class Op:
         if self.transformed is not None and is_transformed():
             return self.transformed.apply(*inputs_and_backend)
         return self.traced(*inputs_and_backend)
+
+    def once(self, *inputs_and_backend: Any) -> Any:
+        """Within a backward that torch keeps for a second derivative (create_graph), which is then refused.
+
+        Not by torch's once_differentiable: its node leads to none of the inputs, so torch.autograd.grad does not come
+        across it, and gradients through it are left out in silence.
+        """
+        assert self.transformed is not None
+        return self.transformed.apply(*inputs_and_backend)
 
     def launch(self, *inputs_and_backend: Any) -> Any:
         *inputs, backend = inputs_and_backend
@@ -73,7 +87,13 @@ class Op:
         return self.contract(*inputs_and_backend[:-1])
 
     def _no_second_derivative(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        raise NotImplementedError(f"{self.name}: a second derivative works with backend='reference' only")
+        raise NotImplementedError(f"{self.name}: a second derivative {IN_REFERENCE}")
+
+    def _no_forward_mode(self, ctx: Any = None, *tangents: Any) -> None:
+        raise NotImplementedError(f"{self.name}: forward-mode differentiation {IN_REFERENCE}")
+
+    def _no_vmap(self, *_: Any) -> None:
+        raise NotImplementedError(f"{self.name}: vmap of an op that writes to its inputs {IN_REFERENCE}")
 
     def _for_transforms(self, setup: Callable[..., None], back: Callable[..., Any]) -> type[torch.autograd.Function]:
         """The op as torch.func takes it: torch's own autograd for custom ops does not work there.
@@ -90,6 +110,7 @@ class Op:
 
             setup_context = staticmethod(setup)
             backward = staticmethod(back)
+            jvp = staticmethod(self._no_forward_mode)
 
         return Transformed
 
@@ -144,9 +165,8 @@ class Op:
                     return outputs
 
                 @staticmethod
-                @once_differentiable
                 def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-                    return backward(ctx, cotangents, "launch")
+                    return backward(ctx, cotangents, "once" if torch.is_grad_enabled() else "launch")
 
             Function.__name__ = Function.__qualname__ = self.name
             self.function = Function
