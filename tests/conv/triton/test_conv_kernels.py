@@ -33,6 +33,16 @@ def test_accuracy(case, kernel_device, poisoned):
     assert all(row.passed for row in rows), rows
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("case", CHECK, ids=str)
+def test_accuracy_at_any_seed(case, seed):
+    """Of fewer tokens: the interpreter takes its time."""
+    fewer = {} if case.update else {"B": 1, "L": min(20, case.L)}
+    rows = accuracy.measure(replace(case, **fewer, seed=case.seed + seed), "triton", "cpu")
+    assert all(row.passed for row in rows), rows
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_accuracy_of_large_sizes(case, poisoned):
