@@ -110,7 +110,7 @@ def test_no_spills(n, D, dtype, target, monkeypatch):
 
 
 def tiles(n, D, dtype):
-    """What is chosen on Hopper for each kernel that has a choice, and what else fills registers where they are short."""
+    """What is chosen on Hopper for each kernel with a choice, and what else fills registers where they are short."""
     M, wide, on = configs.maps(n), dtype != bf16, GPUS["sm_90"]
     yield "sinkhorn", configs.sinkhorn(n, on)
     yield "phi_parts", configs.phi_parts(M)
