@@ -40,19 +40,19 @@ if [ -z "$target" ]; then
 fi
 
 read -ra flags <<<"${CONV_FLAGS:-}"
+. "$source/flags.sh" # CPU_FLAGS, CUDA_FLAGS, HIP_FLAGS: words
 case "$target" in
     hip)
         hipcc=$(sh "$source/find_hipcc.sh") || exit 2
         arch=$(PATH="$PATH:$(dirname "$hipcc")" rocminfo 2>/dev/null | grep -om1 'gfx[0-9a-f]*' || true)
         [ -n "$arch" ] || { echo "rocminfo names no GPU" >&2; exit 2; }
-        # Without the SLP vectorizer: it pairs channels across rows and takes up to 100 registers more.
-        build=("$hipcc" -x hip -std=c++17 -O3 -fno-slp-vectorize "--offload-arch=$arch")
+        build=("$hipcc" $HIP_FLAGS "--offload-arch=$arch")
         ;;
     cuda)
         arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
-        build=(nvcc -x cu -std=c++17 -O3 "-arch=sm_$arch")
+        build=(nvcc $CUDA_FLAGS "-arch=sm_$arch")
         ;;
-    cpu) build=("${CXX:-c++}" -x c++ -std=c++17 -O1 -Wno-unknown-pragmas) ;;
+    cpu) build=("${CXX:-c++}" $CPU_FLAGS) ;;
     *) echo "CONV_TARGET must be hip, cuda or cpu, got $target" >&2; exit 2 ;;
 esac
 

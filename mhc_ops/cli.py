@@ -62,6 +62,7 @@ def _run(words: Sequence[str] | None) -> int:
         parser = _parser()
         options = parser.parse_args(words)
         try:
+            selection.refuse_wrong_environment()
             _refuse_what_cannot_be_written(options)
             return options.command(options)
         except Refused as error:

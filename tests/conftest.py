@@ -16,6 +16,11 @@ kept = Path(tempfile.gettempdir()) / f"mhc_ops_inductor_{os.getuid()}_{torch.bac
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
 
 
+def pytest_configure():
+    if cases.WRONG_SEED:
+        raise pytest.UsageError(cases.WRONG_SEED)
+
+
 def pytest_report_header():
     return f"base seed of all cases: {cases.SEED} (MHC_OPS_SEED)"
 

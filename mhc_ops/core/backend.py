@@ -38,6 +38,7 @@ _CXX = next((name for name in _COMPILERS if name and shutil.which(name)), None)
 _NVCC = shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
 _FOLDERS: dict[str, frozenset[str]] = {}
 _environment: Choice = ()  # what MHC_OPS_BACKEND says
+wrong_environment = ""  # what is wrong with it: an import does not fail, a call that would take its choice does
 # What use_backend says, kept twice. Each asyncio task and each thread has its own context, but torch.compile cannot
 # trace a ContextVar; it can trace (and guard on) a thread's own attribute, which holds the open scopes, newest first.
 _in_context: contextvars.ContextVar[Choice] = contextvars.ContextVar("mhc_ops_backend")
@@ -119,15 +120,21 @@ def scope(choice: Choice) -> Iterator[None]:
 
 def read_environment() -> None:
     """MHC_OPS_BACKEND=triton, or by family: MHC_OPS_BACKEND=conv:hip,mhc:triton"""
-    global _environment
-    words = [word.strip() for word in os.environ.get("MHC_OPS_BACKEND", "").split(",") if word.strip()]
+    global _environment, wrong_environment
+    try:
+        _environment = _read("MHC_OPS_BACKEND", os.environ.get("MHC_OPS_BACKEND", ""))
+    except ValueError as error:
+        wrong_environment = str(error)
+
+
+def _read(variable: str, text: str) -> Choice:
+    words = [word.strip() for word in text.split(",") if word.strip()]
     pairs = [word.split(":", 1) for word in words]
     for_all = [pair[0] for pair in pairs if len(pair) == 1]
     if len(for_all) > 1:
-        raise ValueError(f"MHC_OPS_BACKEND: more than one backend for all families: {', '.join(for_all)}")
-    if words:
-        by_family = dict(pair for pair in pairs if len(pair) == 2)
-        _environment = _merge("MHC_OPS_BACKEND", (), for_all[0] if for_all else None, by_family)
+        raise ValueError(f"{variable}: more than one backend for all families: {', '.join(for_all)}")
+    by_family = dict(pair for pair in pairs if len(pair) == 2)
+    return _merge(variable, (), for_all[0] if for_all else None, by_family) if words else ()
 
 
 def chosen() -> Choice:
@@ -165,6 +172,8 @@ def choose(function: str, family: str, backend: str | None, device: torch.device
         choices = chosen()
         name = dict(choices).get(family) if choices else None
     if name is None:
+        if wrong_environment:
+            raise ValueError(wrong_environment)
         name = "triton" if device.type == "cuda" else "reference"
     _check_name(function, name)
     reason = why_not(family, name, device)

@@ -29,6 +29,17 @@ def is_transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def traced_under_derivatives() -> bool:
+    """While torch.compile traces: whether within grad, vjp or jvp of torch.func, which it compiles anew for."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in stack)
+
+
+# For torch.compile a constant of each trace, as by torch.compiler.assume_constant_result; but that imports the
+# compiler, which takes seconds.
+traced_under_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_plain(value: object) -> bool:
     """A Tensor or Parameter, no subclass that has its own ways."""
     kind = type(value)

@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import backend as backends
 from . import device
-from .modes import has_tangent, is_eager, is_transformed
+from .modes import has_tangent, is_eager, is_transformed, traced_under_derivatives
 from .replay import Replay
+
+IN_REFERENCE = "works with backend='reference' only"
 
 Inputs = dict[str, Any]
 Gradients = dict[str, Tensor | None]
@@ -65,12 +66,17 @@ class Op:
         schema = _schema(signature, self.outputs, mutates)
         self.traced = torch.library.custom_op(f"mhc_ops::{self.name}", self._flat, mutates_args=mutates, schema=schema)
         self.traced.register_fake(self._fake)
+        if mutates:
+            self.traced.register_vmap(self._no_vmap)
 
     def __call__(self, *, backend: str, **inputs: Any) -> Any:
         """All outputs, on the path that fits what the inputs are and who watches."""
         tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
-        if not torch.compiler.is_compiling() and has_tangent(tensors):
-            raise NotImplementedError(f"{self.name}: forward-mode differentiation works with backend='reference' only")
+        if torch.compiler.is_compiling():
+            if traced_under_derivatives():
+                raise NotImplementedError(f"{self.name}: a derivative by torch.func under torch.compile {IN_REFERENCE}")
+        elif has_tangent(tensors):
+            self._no_forward_mode()
         if not is_eager(tensors):
             return self.dispatched(backend=backend, **inputs)
         call = Call(self, backend, inputs, self.outputs._fields)
@@ -93,6 +99,15 @@ class Op:
             with torch.no_grad():
                 return self.named(self.traced(*flat))
         return self.named(self.traced(*flat))
+
+    def once(self, *, backend: str, **inputs: Any) -> Any:
+        """Within a backward that torch keeps for a second derivative (create_graph), which is then refused.
+
+        Not by torch's once_differentiable: its node leads to none of the inputs, so torch.autograd.grad does not come
+        across it, and gradients through it are left out in silence.
+        """
+        assert self.transformed is not None
+        return self.named(self.transformed.apply(*self.flattened(inputs), backend))
 
     def through_torch(self, *, backend: str, **inputs: Any) -> Any:
         return self.named(self.traced(*self.flattened(inputs), backend))
@@ -123,7 +138,13 @@ class Op:
         return _plain(self.contract(**self.unflattened(flat_and_backend[:-1])))
 
     def _no_second_derivative(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        raise NotImplementedError(f"{self.name}: a second derivative works with backend='reference' only")
+        raise NotImplementedError(f"{self.name}: a second derivative {IN_REFERENCE}")
+
+    def _no_forward_mode(self, ctx: Any = None, *tangents: Any) -> None:
+        raise NotImplementedError(f"{self.name}: forward-mode differentiation {IN_REFERENCE}")
+
+    def _no_vmap(self, *_: Any) -> None:
+        raise NotImplementedError(f"{self.name}: vmap of an op that writes to its inputs {IN_REFERENCE}")
 
     def _for_transforms(self, setup: Callable[..., None], back: Callable[..., Any]) -> type[torch.autograd.Function]:
         """The op as torch.func takes it: torch's own autograd for custom ops does not work there.
@@ -140,6 +161,7 @@ class Op:
 
             setup_context = staticmethod(setup)
             backward = staticmethod(back)
+            jvp = staticmethod(self._no_forward_mode)
 
         return Transformed
 
@@ -278,15 +300,10 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        return _once(ctx, *cotangents) if torch.is_grad_enabled() else _backward(ctx, *cotangents)
-
-
-def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-    call = ctx.call
-    return None, *call.gradients(ctx, cotangents, call.backward)
-
-
-_once = once_differentiable(_backward)
+        call, back = ctx.call, ctx.call.backward
+        if torch.is_grad_enabled():
+            back = partial(call.differentiated, partial(Op.once, backend=call.backend))
+        return None, *call.gradients(ctx, cotangents, back)
 
 
 def by_input(gradients: Any) -> Gradients:

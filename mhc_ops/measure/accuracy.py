@@ -69,8 +69,15 @@ class Row:
 
 def run(subject: Subject, tensors: Tensors, backend: str, cotangents: Cotangents | None = None) -> Tensors:
     """Outputs by name and, where cotangents are given, gradients as d<input>, in the order of the inputs."""
-    call = partial(subject.call, backend=backend)
-    leaves, outputs = _forward(subject, lambda leaves: call(**leaves), tensors, bool(cotangents))
+    leaves, outputs = _forward(subject, _op(subject, backend), tensors, bool(cotangents))
+    return _results(subject, leaves, outputs, cotangents)
+
+
+def _op(subject: Subject, backend: str) -> Callable[[Tensors], tuple[Tensor, ...]]:
+    return lambda leaves: subject.call(**leaves, backend=backend)
+
+
+def _results(subject: Subject, leaves: Tensors, outputs: tuple[Tensor, ...], cotangents: Cotangents | None) -> Tensors:
     results = dict(zip(subject.outputs, outputs))
     if cotangents:
         results |= _gradients(leaves, outputs, cotangents)
@@ -124,11 +131,11 @@ class Ran:
 
 
 def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> Ran:
-    """Forward, for the cotangents; then forward and backward."""
-    tensors = case.inputs(device)
-    outputs = run(case.subject, tensors, backend)
-    cotangents = random_cotangents(case.subject, outputs, case.seed, case.unused)
-    return Ran(tensors, cotangents, run(case.subject, tensors, backend, cotangents))
+    """Forward, and backward with cotangents that are shaped as what came out."""
+    subject, tensors = case.subject, case.inputs(device)
+    leaves, outputs = _forward(subject, _op(subject, backend), tensors, bool(subject.differentiable))
+    cotangents = random_cotangents(subject, dict(zip(subject.outputs, outputs)), case.seed, case.unused)
+    return Ran(tensors, cotangents, _results(subject, leaves, outputs, cotangents))
 
 
 def measure(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> list[Row]:

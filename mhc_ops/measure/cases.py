@@ -1,5 +1,6 @@
 """Cases as data: an op, a shape, types and scales; the same case always makes the same tensors."""
 
+import argparse
 import math
 import os
 from collections.abc import Callable
@@ -13,11 +14,23 @@ from torch import Tensor
 import mhc_ops
 
 from ..core.check import name_of
+from . import arguments
 
 Tensors = dict[str, Tensor]
 Options = tuple[tuple[str, float], ...]
-SEED = int(os.environ.get("MHC_OPS_SEED", "0"))  # of every case: none is chosen for what it happens to draw
 STEEP_LOGITS = 8.0
+
+
+def _base_seed(variable: str) -> tuple[int, str]:
+    """And what is wrong with it: an import does not fail, the commands and the tests say it."""
+    text = os.environ.get(variable) or "0"
+    try:
+        return arguments.seed(text), ""
+    except (ValueError, argparse.ArgumentTypeError):
+        return 0, f"{variable}: {text!r} is no whole number from 0 to {arguments.LARGEST_SEED}"
+
+
+SEED, WRONG_SEED = _base_seed("MHC_OPS_SEED")  # of every case: none is chosen for what it happens to draw
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,13 @@ SCALING_CPU: tuple[Sweep, ...] = (*cases.SCALING_CPU, *conv_cases.SCALING_CPU)
 ALIKE = 0.6  # of difflib's 0 to 1, below which a name is not what somebody meant
 
 
+def refuse_wrong_environment() -> None:
+    """What the variables say is chosen as the package is imported, which is too early for one line."""
+    for wrong in (backends.wrong_environment, cases.WRONG_SEED):
+        if wrong:
+            raise Refused(wrong)
+
+
 def named(text: str, cases: Sequence[AnyCase]) -> list[AnyCase]:
     """Those with the text in their name; Refused where there is none, with the names nearest to it."""
     found = [case for case in cases if text in str(case)]

@@ -1,6 +1,7 @@
 """mhc-ops: what it prints and how it exits."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -349,3 +350,18 @@ def test_what_needs_an_extra_says_so_first(words, tmp_path, monkeypatch, capsys)
     assert line.startswith(f"mhc-ops {words[0]}: {words[-2]} needs jinja2")
     assert line.endswith("pip install mhc-ops[bench]")
     assert not (tmp_path / "page").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "variable", "value", "reason"),
+    [
+        ("info", "MHC_OPS_SEED", "seven", "'seven' is no whole number from 0 to 4611686018427387904"),
+        ("check", "MHC_OPS_SEED", "-1", "'-1' is no whole number from 0 to 4611686018427387904"),
+        ("check", "MHC_OPS_BACKEND", "cuda", "backend must be one of reference, triton, tilelang, hip, got 'cuda'"),
+    ],
+)
+def test_an_environment_variable_that_is_wrong(command, variable, value, reason):
+    environment = {**os.environ, variable: value}
+    done = subprocess.run([sys.executable, "-m", "mhc_ops", command], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"mhc-ops {command}: {variable}: {reason}\n"

@@ -1,20 +1,33 @@
-"""The convolution against fp64 whichever outputs are used and whatever is drawn."""
+"""The convolution against fp64 whichever of its outputs are used."""
 
-from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
-from mhc_ops.core.backend import why_not
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.measure import accuracy
 from mhc_ops.measure.conv_cases import ConvCase
 
-PARTS = [
-    ConvCase(1, 9, 20, W, dtype, dilation=dilation, places=places, unused=unused)
-    for places in ("states", "cu_seqlens states")
-    for W, dilation in ((1, 1), (4, 1), (7, 2))
-    for dtype in (torch.bfloat16, torch.float32)
-    for unused in ((), ("y",), ("final_state",))
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+PLACES = ("states", "cu_seqlens states")
+UNUSED = (("y",), ("final_state",))
+
+
+def parts_of_the_outputs(widths, types, channels):
+    """Each output without a cotangent; with both of them, the cases of `mhc-ops check` are."""
+    return [
+        ConvCase(1, 9, D, W, dtype, dilation=1 + W // 7, places=places, unused=unused)
+        for places, W, dtype, D, unused in product(PLACES, widths, types, channels, UNUSED)
+    ]
+
+
+# What takes another config on a GPU: another item size, more taps, channels that are a multiple of 16 or not. The
+# interpreter takes its time and has one config: one type for each choice of outputs, in turn.
+GPU_PARTS = parts_of_the_outputs((1, 4, 7), (bf16, fp32), (20, 64))
+SOME_PARTS = [
+    case
+    for case in GPU_PARTS
+    if case.D == 20 and (case.dtype == bf16) == (case.unused == UNUSED["cu_seqlens" in case.places])
 ]
 
 
@@ -23,36 +36,21 @@ def assert_accurate(case, backend, device):
     assert all(row.passed for row in rows), rows
 
 
-@pytest.mark.parametrize("case", PARTS, ids=str)
-def test_any_of_the_outputs_may_be_unused(case):
-    assert_accurate(case, "reference", "cpu")
-
-
-@pytest.mark.parametrize("case", PARTS, ids=str)
-def test_any_of_the_outputs_may_be_unused_in_triton(case, kernel_device, poisoned):
-    pytest.importorskip("triton")
-    assert_accurate(case, "triton", kernel_device)
+@pytest.mark.parametrize("W", range(1, 9))
+def test_any_of_the_outputs_may_be_unused(W):
+    for case in parts_of_the_outputs([W], (bf16, fp16, fp32), (20, 64)):
+        assert_accurate(case, "reference", "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in PARTS if case.runs_on("hip")], ids=str)
-def test_any_of_the_outputs_may_be_unused_in_hip(case):
-    if why_not("conv", "hip", "cuda"):
-        pytest.skip(why_not("conv", "hip", "cuda"))
-    assert_accurate(case, "hip", "cuda")
-
-
-TINY = [
-    ConvCase(1, 7, 12),
-    ConvCase(1, 7, 1, 3, torch.float32),
-    ConvCase(1, 7, 12, parameter_dtype=torch.bfloat16, places="cu_seqlens states"),
-    ConvCase(1, 4, 12, 2, n=2),
-]
+@pytest.mark.parametrize("case", GPU_PARTS, ids=str)
+def test_any_of_the_outputs_may_be_unused_in_triton(case, poisoned):
+    pytest.importorskip("triton")
+    assert_accurate(case, "triton", "cuda")
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("case", TINY, ids=str)
-def test_exact_at_any_seed(case, seed):
+@pytest.mark.parametrize("case", SOME_PARTS, ids=str)
+def test_any_of_the_outputs_may_be_unused_in_the_interpreter(case, poisoned):
     pytest.importorskip("triton")
-    assert_accurate(replace(case, seed=cases.SEED + seed), "triton", "cpu")
+    assert_accurate(case, "triton", "cpu")

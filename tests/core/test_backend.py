@@ -179,6 +179,7 @@ def test_environment_variable_is_read_at_import():
 def environment(monkeypatch):
     def read(value):
         monkeypatch.setattr(backend, "_environment", ())  # put back at the end
+        monkeypatch.setattr(backend, "wrong_environment", "")
         monkeypatch.setenv("MHC_OPS_BACKEND", value)
         backend.read_environment()
 
@@ -211,8 +212,16 @@ def test_environment_variable(value, expected, environment):
     ],
 )
 def test_wrong_environment_variable(value, message, environment):
+    """Whoever would take its choice is told."""
+    environment(value)
+    fresh = contextvars.Context()
     with pytest.raises(ValueError, match=f"^MHC_OPS_BACKEND: {message}$"):
-        environment(value)
+        fresh.run(backend.choose, "f", "mhc", None, CUDA)
+    assert fresh.run(backend.choose, "f", "mhc", "reference", CUDA) == "reference"
+    with mhc_ops.use_backend(conv="reference"):
+        assert backend.choose("f", "conv", None, CUDA) == "reference"
+        with pytest.raises(ValueError, match=r"^MHC_OPS_BACKEND: "):
+            backend.choose("f", "mhc", None, CUDA)
 
 
 def test_unknown_name(inputs):

@@ -209,10 +209,10 @@ def without_a_token(x, phi, backend, **rest):
     return tuple(torch.cat(two) for two in zip(all_but, last))
 
 
-def with_gradient(name, fault):
+def with_gradient(case, name, fault):
     def call(backend, **tensors):
         tensors[name] = Planted.apply(tensors[name], fault)
-        return cases.MHC_PRE.call(**tensors, backend=backend)
+        return case.subject.call(**tensors, backend=backend)
 
     return call
 
@@ -229,14 +229,35 @@ def zero_stream(gradient):
     return changed
 
 
+def a_few_roundings(gradient):
+    return gradient * (1 + FOUR_TOLERANCES)
+
+
+def in_every_sum(case, *names):
+    """Beside dalpha, whose few numbers may cancel: it has a test of its own below."""
+    subject = case.subject.name
+    return {f"d{name} of {subject}": (case, f"d{name}", with_gradient(case, name, a_few_roundings)) for name in names}
+
+
 FOUR_TOLERANCES = 4 * accuracy.NORM_TOLERANCE[fp32]
+SUMS = ("phi", "bias", "gamma")
+PRE, LAYER, POST_PRE, HEAD = (
+    cases.Case(subject, (130,), 4, 64, bf16)
+    for subject in (cases.MHC_PRE, cases.MHC_LAYER, cases.MHC_POST_PRE, cases.MHC_HEAD)
+)
+CONV, PACKED = ConvCase(2, 65, 64), ConvCase(1, 130, 64, 7, dilation=2, places="cu_seqlens states", silu=False)
+SHORT = ConvCase(2, 65, 16, n=4)
 PLANTED = {
-    "dphi by four tolerances": ("dphi", cases.MHC_PRE, with_gradient("phi", lambda g: g * (1 + FOUR_TOLERANCES))),
-    "dbias by four tolerances": ("dbias", cases.MHC_PRE, with_gradient("bias", lambda g: g * (1 + FOUR_TOLERANCES))),
-    "dgamma by 1e-4": ("dgamma", cases.MHC_PRE, with_gradient("gamma", lambda g: g * (1 + 1e-4))),
-    "a stream left out of dphi": ("dphi", cases.MHC_PRE, with_gradient("phi", zero_stream)),
-    "a token left out of dphi": ("dphi", cases.MHC_PRE, without_a_token),
-    "dx rounded twice": ("dx", cases.MHC_LAYER, in_two_parts),
+    **in_every_sum(PRE, *SUMS),
+    **in_every_sum(LAYER, *SUMS),
+    **in_every_sum(POST_PRE, *SUMS),
+    **in_every_sum(HEAD, *SUMS),
+    **in_every_sum(CONV, "weight", "bias"),
+    **in_every_sum(PACKED, "weight", "bias"),
+    **in_every_sum(SHORT, "weight", "gamma"),
+    "a stream left out of dphi": (PRE, "dphi", with_gradient(PRE, "phi", zero_stream)),
+    "a token left out of dphi": (PRE, "dphi", without_a_token),
+    "dx rounded twice": (LAYER, "dx", in_two_parts),
 }
 
 
@@ -244,15 +265,13 @@ PLANTED = {
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_few_roundings_too_many_fail(fault, seed):
     """In every seed, and in that gradient alone."""
-    output, subject, call = PLANTED[fault]
-    case = cases.Case(subject, (130,), 4, 64, bf16, seed=cases.SEED + seed)
-    assert all(row.passed for row in accuracy.measure(case, "reference"))
-    rows = accuracy.measure(replace(case, subject=replace(subject, call=call, exact=right(subject))), "reference")
+    case, output, call = PLANTED[fault]
+    case = replace(case, seed=cases.SEED + seed)
+    right = accuracy.run_case(case, "reference")
+    assert all(row.passed for row in accuracy.judge_all(case, "reference", right))
+    wrong = accuracy.run(replace(case.subject, call=call), right.tensors, "reference", right.cotangents)
+    rows = accuracy.judge_all(case, "reference", replace(right, results=wrong))
     assert [row.output for row in rows if not row.passed] == [output]
-
-
-def right(subject):
-    return lambda tensors, results: subject.truth(tensors, results)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,6 +1,7 @@
 """How torch sees the ops: opcheck, torch.compile, export, fake tensors, and the direct path that none of them takes."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -215,8 +216,11 @@ def test_only_plain_tensors_are_eager():
     ]
 )
 def energy(request):
+    return energy_of(*request.param)
+
+
+def energy_of(backend, device):
     """A number made of all that mhc_pre returns, as a function of x; some x; the backend's name."""
-    backend, device = request.param
     tensors = cases.Case(cases.MHC_PRE, (3,), 2, 8, torch.float32).inputs(device)
 
     def call(x):
@@ -261,15 +265,47 @@ def test_vmap(energy):
     assert accuracy.close(torch.func.jacrev(call)(x), gradient_of(call, x).double())
 
 
-def test_second_derivative_by_func(energy):
+SECOND = {
+    "func.grad twice": lambda call, x: torch.func.grad(lambda x: torch.func.grad(call)(x).square().sum())(x),
+    "func.hessian": lambda call, x: torch.func.hessian(call)(x),
+    "functional.hessian": lambda call, x: torch.autograd.functional.hessian(call, x),
+    "grad of a penalty": lambda call, x: gradient_of(lambda x: penalty(call, x), x),
+}
+
+
+def penalty(call, x):
+    """Of the gradient, beside what is to be minimised: both have a gradient."""
+    value = call(x)
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+    return value + gradient.square().sum()
+
+
+@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
+def test_second_derivative(second, energy):
+    """Right or refused, by whatever way; half of it would pass for all of it."""
     call, x, backend = energy
-    second = torch.func.grad(lambda x: torch.func.grad(call)(x).square().sum())
     if backend == "reference":
-        assert second(x).isfinite().all()
+        assert second(call, x).isfinite().all()
         return
-    message = "^mhc_pre_bwd: a second derivative works with backend='reference' only$"
+    message = (
+        r"^mhc_pre_(bwd: a second derivative|fwd: forward-mode differentiation) works with backend='reference' only$"
+    )
     with pytest.raises(NotImplementedError, match=message):
-        second(x)
+        second(call, x)
+
+
+def test_func_under_compile(kernel_device):
+    """grad is left to eager, or refused where there must be one graph; a tangent was dropped in silence."""
+    call, x, _ = energy_of("triton", kernel_device)
+    compiled = partial(torch.compile, torch.func.grad(call), backend="aot_eager")
+    forward_mode = torch.compile(lambda x: torch.func.jvp(call, (x,), (x,))[1], backend="aot_eager")
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match=r"mhc_pre_fwd: a derivative by torch\.func under torch\.compile works with"):
+        compiled(fullgraph=True)(x)
+    with pytest.raises(NotImplementedError, match=r"^mhc_pre_fwd: forward-mode differentiation works with backend="):
+        forward_mode(x)
+    torch.compiler.reset()
+    assert torch.equal(compiled()(x), gradient_of(call, x))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")

@@ -17,9 +17,8 @@ import torch
 from ...core import backend
 
 SOURCE = Path(__file__).parent
-CPU_FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-Wno-unknown-pragmas")
-# The SLP vectorizer pairs channels across rows and takes up to 100 registers more.
-HIP_FLAGS = ("-x", "hip", "-std=c++17", "-O3", "-fno-slp-vectorize")
+_FLAGS = dict(re.findall(r'^(\w+)="(.*)"$', (SOURCE / "flags.sh").read_text(), re.MULTILINE))
+CPU_FLAGS, CUDA_FLAGS, HIP_FLAGS = (tuple(_FLAGS[f"{target}_FLAGS"].split()) for target in ("CPU", "CUDA", "HIP"))
 LIBRARY_FLAGS = ("-shared", "-fPIC")
 
 

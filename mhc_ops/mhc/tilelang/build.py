@@ -7,6 +7,7 @@ group one lane; the tests execute it there.
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,14 @@ ON_CPU = Threads(1, 1)
 # wait for when it ends: a thread that is in TVM then is torn out of its C++, and that ends the process with "Aborted".
 # Python waits for this one. Nor are TVM's registries made for two threads that compile at a time.
 COMPILER = ThreadPoolExecutor(1, "tilelang")
+
+
+def _renew_compiler() -> None:
+    global COMPILER
+    COMPILER = ThreadPoolExecutor(1, "tilelang")
+
+
+os.register_at_fork(after_in_child=_renew_compiler)  # a fork takes no threads along, and nobody would compile there
 
 
 def grid(*blocks: Any, threads: Threads) -> Any:

@@ -94,7 +94,7 @@ def amd_kernels(assembly: str) -> list[Kernel]:
 def compile_nvidia(folder: Path, *flags: str) -> list[Kernel]:
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
-    command = ("nvcc", "-x", "cu", "-std=c++17", "-O3", "-arch=sm_90", "-Xptxas", "-v", *flags, "-cubin")
+    command = ("nvcc", *build.CUDA_FLAGS, "-arch=sm_90", "-Xptxas", "-v", *flags, "-cubin")
     said = run(*command, SOURCE / "conv.hip", "-o", folder / "conv.cubin")
     pattern = r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers([^\n]*)"
     kernels = []

@@ -16,6 +16,10 @@ SMALL = [
     ConvCase(2, 300, D, W, dtype, silu=W % 2 == 0, places=places)
     for dtype, W, D, places in product(TYPES, (2, 3, 4), (64, 65), ("", "states", "seq_idx"))
 ]
+PARTS = [
+    ConvCase(2, 30, D, W, dtype, places="states", unused=(unused,))
+    for dtype, W, D, unused in product(TYPES, (2, 3, 4), (64, 65), ("y", "final_state"))
+]
 LARGE = [
     *(ConvCase(3, 1000, D, 4, dtype, silu=silu) for dtype, D, silu in product(TYPES, (4096, 4097), (False, True))),
     *(ConvCase(1, 3000, 1024, 4, dtype, places=places) for dtype, places in product(TYPES, ("states", "seq_idx"))),
@@ -39,6 +43,11 @@ def assert_accurate(case, device):
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_accuracy(case, device, poisoned):
+    assert_accurate(case, device)
+
+
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_any_of_the_outputs_may_be_unused(case, device, poisoned):
     assert_accurate(case, device)
 
 

@@ -3,25 +3,16 @@
 import itertools
 
 import pytest
+from config_domain import CHANNELS, DEVICES, STREAMS, is_power_of_2
 
 pytest.importorskip("tilelang")
-from tilelang_targets import DEVICES
-
-from mhc_ops.core.device import Device
 from mhc_ops.core.sizes import cdiv
 from mhc_ops.mhc.tilelang import configs
 from mhc_ops.mhc.tilelang.build import ON_CPU, TYPES, vector
 
-ALL = {**DEVICES, "sm_103": Device("cuda", (10, 3), 227 << 10, 160), "cpu": Device("cpu")}
-LARGE = [2**power + off for power in range(11, 15) for off in (-1, 0, 1)]
-WIDTHS = [*range(1, 1026), *LARGE]  # of D
 TOKENS = [*range(1, 300), *(2**power + off for power in range(9, 21) for off in (-1, 0, 1))]
 REGISTERS = 65536  # of a multiprocessor
-by_device = pytest.mark.parametrize("on", ALL.values(), ids=ALL)
-
-
-def is_power_of_2(number):
-    return number > 0 and number & (number - 1) == 0
+by_device = pytest.mark.parametrize("on", DEVICES.values(), ids=DEVICES)
 
 
 def maps(n):
@@ -57,7 +48,7 @@ def test_threads(on):
 
 @by_device
 def test_streams_cover_a_row(on):
-    for D, dtype, other in itertools.product(WIDTHS, TYPES, TYPES):
+    for D, dtype, other in itertools.product(CHANNELS, TYPES, TYPES):
         threads, vectors = configs.stream.__wrapped__(on, D, dtype, other)
         width = vector(threads, D, dtype, other)
         check_threads(threads, on)
@@ -70,14 +61,14 @@ def test_streams_cover_a_row(on):
 
 @by_device
 def test_finish_fits_the_threads_of_a_multiprocessor(on):
-    for n, D, dtype in itertools.product(range(1, 9), WIDTHS, TYPES):
+    for n, D, dtype in itertools.product(STREAMS, CHANNELS, TYPES):
         threads, vectors, resident = configs.finish.__wrapped__(on, n, D, dtype)
         assert (threads, vectors) == configs.stream(on, D, dtype)
         assert resident >= 1
         assert resident * threads.block <= 768
 
 
-@pytest.mark.parametrize("M", sorted({M for n in range(1, 9) for M in maps(n)}))
+@pytest.mark.parametrize("M", sorted({M for n in STREAMS for M in maps(n)}))
 def test_sides_of_products(M):
     rows = configs.padded_maps(M)
     assert is_power_of_2(rows)
@@ -93,7 +84,7 @@ def test_orders_of_parts():
     assert [configs.phi_order(parts) for parts in (1, 2, 3)] == [(0,), (1, 0, 0), (2, 1, 0, 1, 0, 0)]
 
 
-@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("n", STREAMS)
 def test_factors_of_a_token(n):
     for head in (False, True):
         assert configs.factors(n, head) % 4 == 0
@@ -109,12 +100,11 @@ def test_arithmetic(on):
 
 @by_device
 def test_project(on):
-    for n, D, dtype in itertools.product(range(1, 9), WIDTHS, TYPES):
+    for n, D, dtype in itertools.product(STREAMS, CHANNELS, TYPES):
         for M in maps(n):
             config = configs.project.__wrapped__(M, n * D, dtype, on)
             check_block(config, on)
-            assert is_power_of_2(config.block_t)
-            assert is_power_of_2(config.block_k)
+            assert is_power_of_2(config.block_t, config.block_k)
             assert config.block_t >= 32
             assert config.slice_k % config.block_k == 0
             assert config.stages == (2 if config.loaders else 1)
@@ -128,7 +118,7 @@ def test_project(on):
 
 @by_device
 def test_dx(on):
-    for n, D, dtype in itertools.product(range(1, 9), WIDTHS, TYPES):
+    for n, D, dtype in itertools.product(STREAMS, CHANNELS, TYPES):
         for M in maps(n):
             config = configs.dx.__wrapped__(n, D, M, dtype, on)
             check_block(config, on)
@@ -142,7 +132,7 @@ def test_dx(on):
 
 @by_device
 def test_slices_of_tokens(on):
-    for n, dtype, T in itertools.product(range(1, 9), TYPES, TOKENS):
+    for n, dtype, T in itertools.product(STREAMS, TYPES, TOKENS):
         for D in (1, 64, 4096):
             config = configs.dx(n, D, maps(n)[1], dtype, on)
             steps, slices = configs.token_slices.__wrapped__(T, n, D, config, on.processors)

@@ -1,4 +1,4 @@
-"""A process that leaves while another thread compiles ends as any other does."""
+"""A process that leaves or forks while a thread of its own compiles goes on as any other does."""
 
 import os
 import subprocess
@@ -39,6 +39,26 @@ def test_leaving_while_a_thread_compiles(delay, tmp_path):
         [sys.executable, "-c", program], env=nothing_compiled, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+FORK = """
+    import os, signal
+    from mhc_ops.mhc.tilelang import build, sinkhorn
+
+    sinkhorn.sinkhorn_fwd_kernel(2, build.F32, build.ON_CPU)
+    child = os.fork()
+    signal.alarm(60)  # ends a process that waits for ever
+    sinkhorn.sinkhorn_fwd_kernel(3, build.F32, build.ON_CPU)
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_child_compiles(tmp_path):
+    """As workers of a DataLoader do. A fork takes no threads along: the child waited for the one that compiles."""
+    program = textwrap.dedent(FORK)
+    nothing_compiled = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=nothing_compiled, check=True)
 
 
 def test_one_thread_compiles_for_all(monkeypatch):

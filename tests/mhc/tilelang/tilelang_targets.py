@@ -15,6 +15,7 @@ from unittest import mock
 
 import tilelang
 import torch
+from config_domain import GPUS
 from tilelang import tvm
 
 from mhc_ops.core import backend, device
@@ -24,16 +25,8 @@ from mhc_ops.mhc.tilelang import build, configs
 from mhc_ops.mhc.tilelang.pre_dx import mhc_pre_dx_kernel
 from mhc_ops.mhc.tilelang.pre_fwd import mhc_pre_project_kernel
 
-DEVICES = {
-    "sm_80": Device("cuda", (8, 0), shared_memory=163 << 10, processors=108),
-    "sm_86": Device("cuda", (8, 6), shared_memory=99 << 10, processors=84),
-    "sm_89": Device("cuda", (8, 9), shared_memory=99 << 10, processors=142),
-    "sm_90a": Device("cuda", (9, 0), shared_memory=227 << 10, processors=132),
-    "sm_100a": Device("cuda", (10, 0), shared_memory=227 << 10, processors=148),
-    "sm_120a": Device("cuda", (12, 0), shared_memory=99 << 10, processors=170),
-    "gfx942": Device("hip", (9, 4), shared_memory=64 << 10, processors=304, warp=64),
-    "gfx950": Device("hip", (9, 5), shared_memory=160 << 10, processors=256, warp=64),
-}
+# By what nvcc compiles for: instructions of one generation alone are marked with an a.
+DEVICES = {name + "a" * (name in ("sm_90", "sm_100", "sm_120")): on for name, on in GPUS.items()}
 
 PRODUCTS = ("mhc_pre_project", "mhc_pre_dx")
 

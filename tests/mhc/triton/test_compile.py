@@ -112,8 +112,14 @@ def test_no_spills(n, D, dtype, target, monkeypatch):
 
 
 def tiles(n, D, dtype):
-    """What is chosen on Hopper for the kernels that fill registers and shared memory."""
+    """What is chosen on Hopper for each kernel with a choice, and what else fills registers where they are short."""
     M, wide, on = configs.maps(n), dtype != bf16, GPUS["sm_90"]
+    yield "sinkhorn", configs.sinkhorn(n, on)
+    yield "phi_parts", configs.phi_parts(M)
+    yield "finish", configs.finish(D, on)
+    yield "dh_pre", configs.dh_pre(n, D, wide, on), wide
+    yield "post_fwd", configs.post_fwd(n, D, wide, on), wide
+    yield "post_bwd", configs.post_bwd(n, D, wide, on), wide
     yield "project", configs.project(M, n * D, wide, on), configs.padded_maps(M), wide
     yield "post_project", configs.post_project(n, D, wide, on), wide
     yield "dmaps", configs.dmaps(n, on)

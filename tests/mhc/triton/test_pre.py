@@ -44,6 +44,13 @@ def test_exact_to_one_rounding(case, kernel_device, poisoned):
     assert_accurate(case, kernel_device)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("case", ACCURACY, ids=str)
+def test_exact_at_any_seed(case, seed):
+    assert_accurate(replace(case, seed=case.seed + seed), "cpu")
+
+
 def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypatch):
     """Programs that walk groups of slices, or take one slice each, as on devices of 1 and of 1000 multiprocessors."""
     tensors = Case((70,), 4, 2100, bf16).inputs(kernel_device)

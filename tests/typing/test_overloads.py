@@ -1,0 +1,89 @@
+"""Signatures that are written more than once say the same: overloads, what they are of, and the guide's names of it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import mhc_ops
+
+PACKAGE = Path(mhc_ops.__file__).parent
+
+
+def parameters(function, without=()):
+    """Name, kind, type and default of each, the last two as they are written."""
+    arguments = function.args
+    assert not (arguments.vararg or arguments.kwarg)
+    positional = [*arguments.posonlyargs, *arguments.args]
+    kinds = ["positional only"] * len(arguments.posonlyargs) + ["either"] * len(arguments.args)
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
+    every = [
+        *zip(positional, kinds, defaults),
+        *((keyword, "keyword", default) for keyword, default in zip(arguments.kwonlyargs, arguments.kw_defaults)),
+    ]
+    return {
+        argument.arg: (kind, written(argument.annotation), written(default))
+        for argument, kind, default in every
+        if argument.arg not in ("self", *without)
+    }
+
+
+def written(node):
+    return None if node is None else ast.unparse(node)
+
+
+def functions(file, inside=None):
+    """By name, in a module or in one of its classes: overloads, then the implementation."""
+    scope = ast.parse((PACKAGE / file).read_text())
+    if inside:
+        (scope,) = (node for node in scope.body if isinstance(node, ast.ClassDef) and node.name == inside)
+    found = {}
+    for node in scope.body:
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append(node)
+    return found
+
+
+def is_overload(function):
+    return any(written(decorator).endswith("overload") for decorator in function.decorator_list)
+
+
+FILES = [str(file.relative_to(PACKAGE)) for file in sorted(PACKAGE.rglob("*.py"))]
+OVERLOADED = [
+    pytest.param(file, name, id=f"{file} {name}")
+    for file in FILES
+    for name, found in functions(file).items()
+    if any(map(is_overload, found))
+]
+
+
+def test_there_are_overloads():
+    assert len(OVERLOADED) >= 4
+
+
+@pytest.mark.parametrize(("file", "name"), OVERLOADED)
+def test_overloads_and_implementation(file, name):
+    """The same parameters in the same order, with the same defaults; an overload may take one by keyword alone, without
+    its default, or with a narrower type, which mypy looks at."""
+    *overloads, implementation = functions(file)[name]
+    assert not is_overload(implementation)
+    meant = parameters(implementation)
+    for overload in overloads:
+        assert is_overload(overload)
+        given = parameters(overload)
+        assert list(given) == list(meant)
+        for parameter, (kind, annotation, default) in given.items():
+            of_kind, of_type, of_default = meant[parameter]
+            assert kind in (of_kind, "keyword"), parameter
+            assert default in (None, of_default), parameter
+            assert annotation == of_type or annotation.startswith(("Literal", "Callable")), parameter
+
+
+@pytest.mark.parametrize(("protocol", "name"), [("ForwardPre", "mhc_forward_pre"), ("Backward", "mhc_backward")])
+def test_the_guide_has_the_signatures_of_the_ops(protocol, name):
+    """But for the backend, which is in its names."""
+    of_guide, of_ops = functions("mhc/guide.py", protocol)["__call__"], functions("mhc/ops.py")[name]
+    typed = [function for function in of_ops if is_overload(function)] or of_ops
+    assert len(of_guide) == len(typed)
+    for one, other in zip(of_guide, typed):
+        assert list(parameters(one).items()) == list(parameters(other, without=("backend",)).items())
