@@ -1,7 +1,8 @@
 """Channel-last causal conv1d in HIP C++: on ROCm, and on CPU tensors the same kernels with fibers for threads.
 
 conv_fwd.h and conv_bwd.h are the kernels, conv.hip chooses and launches, platform.h hides the compiler, tuning.h has
-the numbers. Internally a state is [B, S, D], S = W − 1.
+the numbers. A state [B, D, S], S = W − 1, has its channels side by side: in memory, which is what kernels see, it is
+[B, S, D].
 """
 
 import ctypes
@@ -35,6 +36,7 @@ Backward = _struct(
 
 
 def causal_conv1d_fwd(
+    *,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -48,32 +50,40 @@ def causal_conv1d_fwd(
     y: Tensor,
     final_state: Tensor,
 ) -> None:
-    _refuse(x, weight, residual, cu_seqlens, dilation)
+    _refuse(x=x, weight=weight, residual=residual, cu_seqlens=cu_seqlens, dilation=dilation)
     if x.numel() == 0:
         _fill(final_state, initial_state)
         return
-    tensors = (x, _fp32(weight), _fp32(bias), seq_idx, initial_state, y, final_state)
-    library = _library(x)
-    _run(library, "conv_forward", Forward, tensors, x, weight, silu)
+    tensors = {
+        "x": x,
+        "weight": weight.float(),
+        "bias": None if bias is None else bias.float(),
+        "seq_idx": seq_idx,
+        "initial_state": initial_state,
+        "y": y,
+        "final_state": final_state,
+    }
+    _run(_library(x), "conv_forward", Forward, tensors, silu=silu)
 
 
 def causal_conv1d_bwd(
+    *,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     seq_idx: Tensor | None,
     cu_seqlens: Tensor | None,
     initial_state: Tensor | None,
-    dy: Tensor,
-    dfinal_state: Tensor | None,
     silu: bool,
     dilation: int,
+    dy: Tensor,
+    dfinal_state: Tensor | None,
     dx: Tensor,
     dweight: Tensor,
     dbias: Tensor,
     dinitial_state: Tensor,
 ) -> None:
-    _refuse(x, weight, None, cu_seqlens, dilation)
+    _refuse(x=x, weight=weight, residual=None, cu_seqlens=cu_seqlens, dilation=dilation)
     if x.numel() == 0:
         dweight.zero_()
         dbias.zero_()
@@ -82,15 +92,27 @@ def causal_conv1d_bwd(
     library = _library(x)
     workspace = x.new_empty(library.conv_workspace(*x.shape, weight.shape[1]), dtype=torch.float32)
     sums = [t if t.dtype == torch.float32 else torch.empty_like(t, dtype=torch.float32) for t in (dweight, dbias)]
-    inputs = (x, _fp32(weight), _fp32(bias), seq_idx, initial_state, dy, dfinal_state)
-    tensors = (*inputs, dx, *sums, dinitial_state, workspace)
-    _run(library, "conv_backward", Backward, tensors, x, weight, silu)
+    tensors = {
+        "x": x,
+        "weight": weight.float(),
+        "bias": None if bias is None else bias.float(),
+        "seq_idx": seq_idx,
+        "initial_state": initial_state,
+        "dy": dy,
+        "dfinal_state": None if dfinal_state is None else dfinal_state.transpose(1, 2).contiguous(),
+        "dx": dx,
+        "dweight": sums[0],
+        "dbias": sums[1],
+        "dinitial_state": dinitial_state,
+        "workspace": workspace,
+    }
+    _run(library, "conv_backward", Backward, tensors, silu=silu)
     for result, total in zip((dweight, dbias), sums):
         if result is not total:
             result.copy_(total)
 
 
-def _refuse(x: Tensor, weight: Tensor, residual: Tensor | None, cu_seqlens: Tensor | None, dilation: int) -> None:
+def _refuse(*, x: Tensor, weight: Tensor, residual: Tensor | None, cu_seqlens: Tensor | None, dilation: int) -> None:
     """What these kernels do not do, by name."""
     missing = None
     if residual is not None:
@@ -120,25 +142,35 @@ def _run(
     library: ctypes.CDLL,
     name: str,
     struct: type[ctypes.Structure],
-    tensors: tuple[Tensor | None, ...],
-    x: Tensor,
-    weight: Tensor,
+    tensors: dict[str, Tensor | None],
     silu: bool,
 ) -> None:
-    # An output that nobody wants has no elements, so its pointer is null.
-    pointers = [None if tensor is None or tensor.numel() == 0 else tensor.data_ptr() for tensor in tensors]
-    # The stride of a dimension of size 1 means nothing; as 0 it does not stand in the way of vectors.
-    strides = [x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1)]
-    call = struct(*pointers, *x.shape, weight.shape[1], *strides, TYPES[x.dtype], silu)
+    """tensors: one for each pointer of the struct, by its name"""
+    x, weight = tensors["x"], tensors["weight"]
+    assert x is not None and weight is not None
+    B, L, D = x.shape
+    # The stride of a dimension of size 1 means nothing; 0 is a multiple of what vectors need.
+    batch_stride, token_stride = (x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1))
+    values = {
+        # A tensor that is not wanted has no elements, so its pointer is null.
+        **{name: None if t is None or t.numel() == 0 else t.data_ptr() for name, t in tensors.items()},
+        "B": B,
+        "L": L,
+        "D": D,
+        "W": weight.shape[1],
+        "x_batch_stride": batch_stride,
+        "x_token_stride": token_stride,
+        "type": TYPES[x.dtype],
+        "silu": silu,
+    }
+    if values.keys() != {field[0] for field in struct._fields_}:  # ctypes would not say so
+        raise TypeError(f"{name}: takes {[field[0] for field in struct._fields_]}, got {list(values)}")
+    call = struct(**values)
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
     with device.current(x):
         error = getattr(library, name)(ctypes.addressof(call), stream)
     if error is not None:
         raise RuntimeError(f"causal_conv1d: {name} failed: {error.decode()}")
-
-
-def _fp32(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float()
 
 
 def _fill(state: Tensor, source: Tensor | None) -> None:

@@ -9,19 +9,18 @@ from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
 from .rows import (
-    cut,
     filtered,
     filtered_back,
     load_filter,
     load_id,
     load_row,
+    partition_rows,
     rows_before,
     through_activation,
     under_taps,
     walk,
 )
-from .states import dinitial_state as fill_dinitial_state
-from .states import packing
+from .states import fill_dinitial_state, packing
 
 
 # dfinal_state[sequence] where the final state holds x[t], else 0
@@ -34,7 +33,7 @@ def kept_in_final_state(dfinal_ptr, bounds_ptr, sequence, t, S, L, D, d, present
     return load_row(dfinal_ptr + (sequence * S + s) * D + d, present & (s >= 0))
 
 
-# STEP rows on: dx of the rows that are W − 1 before them, and what the first SUMS sums gain
+# Go STEP rows on: g of these rows is added to the first SUMS sums, and dx of the rows W − 1 before them is stored
 @triton.jit
 def step_back(
     i,
@@ -79,7 +78,10 @@ def step_back(
     gs = before
     for r in tl.static_range(STEP):
         time = t + (i + r) * dilation
-        taps = under_taps(rows, ids, r, state_ptr, bounds_ptr, time, dilation, D, d, in_row, HAS_IDS, W)
+        taps = under_taps(
+            rows=rows, ids=ids, r=r, state_ptr=state_ptr, bounds_ptr=bounds_ptr, t=time, dilation=dilation, D=D,
+            d=d, in_row=in_row, HAS_IDS=HAS_IDS, W=W,
+        )  # fmt: skip
         g = through_activation(incoming[r], filtered(taps, weight, bias, W), SILU, CUDA)
         if HAS_IDS:
             g = tl.where(ids[r + W - 1] >= 0, g, 0.0)
@@ -100,7 +102,10 @@ def step_back(
         if dfinal_ptr is not None:
             sequence = ids[r].to(tl.int64) if HAS_IDS else b
             known, at = present & (sequence >= 0), t + row * dilation
-            dx += kept_in_final_state(dfinal_ptr, bounds_ptr, sequence, at, (W - 1) * dilation, L, D, d, known)
+            dx += kept_in_final_state(
+                dfinal_ptr=dfinal_ptr, bounds_ptr=bounds_ptr, sequence=sequence, t=at, S=(W - 1) * dilation, L=L, D=D,
+                d=d, present=known,
+            )  # fmt: skip
         tl.store(dx_ptr + row * y_step, dx.to(dx_ptr.dtype.element_ty), mask=present)
     return rows[STEP:], ids[STEP:], gs[STEP:], sums
 
@@ -136,7 +141,9 @@ def causal_conv1d_bwd_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, piece, b, t, rows_here, left = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
+    d, piece, b, t, rows_here, left = walk(
+        L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, BLOCK_D=BLOCK_D
+    )
     in_row = d < D if not EVEN_D else d >= 0
     wide, by = t.to(tl.int64), dilation.to(tl.int64)
     x_ptr += b * x_batch + wide * x_row + d
@@ -147,8 +154,9 @@ def causal_conv1d_bwd_kernel(
         ids_ptr += b * L
     weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
     window, ids = rows_before(
-        x_ptr, x_step, ids_ptr, state_ptr, b, t, dilation, L, D, d, in_row, bounds_ptr is not None, W
-    )
+        x_ptr=x_ptr, x_step=x_step, ids_ptr=ids_ptr, state_ptr=state_ptr, sequence=b, t=t, dilation=dilation, L=L, D=D,
+        d=d, in_row=in_row, PACKED=bounds_ptr is not None, W=W,
+    )  # fmt: skip
     before, sums = (), ()
     for j in tl.static_range(W - 1):
         before = before + (tl.zeros([BLOCK_D], tl.float32),)
@@ -156,13 +164,17 @@ def causal_conv1d_bwd_kernel(
         sums = sums + (tl.zeros([BLOCK_D], tl.float32),)
     for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         window, ids, before, sums = step_back(
-            i, window, ids, before, sums, x_ptr, dy_ptr, dx_ptr, x_step, y_step, weight, bias, ids_ptr, bounds_ptr,
-            state_ptr, dfinal_ptr, b, t, rows_here, left, dilation, L, D, d, in_row, W, SILU, CUDA, SUMS, STEP,
+            i=i, window=window, ids=ids, before=before, sums=sums, x_ptr=x_ptr, dy_ptr=dy_ptr, dx_ptr=dx_ptr,
+            x_step=x_step, y_step=y_step, weight=weight, bias=bias, ids_ptr=ids_ptr, bounds_ptr=bounds_ptr,
+            state_ptr=state_ptr, dfinal_ptr=dfinal_ptr, b=b, t=t, rows_here=rows_here, left=left, dilation=dilation,
+            L=L, D=D, d=d, in_row=in_row, W=W, SILU=SILU, CUDA=CUDA, SUMS=SUMS, STEP=STEP,
         )  # fmt: skip
-    # dx of the last rows takes the g of W − 1 rows behind them, whose sums are the next range's affair
+    # dx of the last rows takes g of the W − 1 rows after them, which belong to the sums of the next range
     step_back(
-        rows_each, window, ids, before, sums, x_ptr, dy_ptr, dx_ptr, x_step, y_step, weight, bias, ids_ptr, bounds_ptr,
-        state_ptr, dfinal_ptr, b, t, rows_here, left, dilation, L, D, d, in_row, W, SILU, CUDA, 0, W - 1,
+        i=rows_each, window=window, ids=ids, before=before, sums=sums, x_ptr=x_ptr, dy_ptr=dy_ptr, dx_ptr=dx_ptr,
+        x_step=x_step, y_step=y_step, weight=weight, bias=bias, ids_ptr=ids_ptr, bounds_ptr=bounds_ptr,
+        state_ptr=state_ptr, dfinal_ptr=dfinal_ptr, b=b, t=t, rows_here=rows_here, left=left, dilation=dilation,
+        L=L, D=D, d=d, in_row=in_row, W=W, SILU=SILU, CUDA=CUDA, SUMS=0, STEP=W - 1,
     )  # fmt: skip
     for k in tl.static_range(SUMS):
         tl.store(partials_ptr + (piece * SUMS + k) * D + d, sums[k], mask=in_row)
@@ -197,18 +209,18 @@ def causal_conv1d_sums_kernel(
         tl.store(dbias_ptr + channel, result.to(dbias_ptr.dtype.element_ty), mask=d < D)
 
 
-def add_partials(partials, streams, dweight, dbias):
+def add_partials(*, partials, streams, dweight, dbias):
     """partials [streams·pieces, W or W + 1, D] to dweight [streams·D, W] and dbias [streams·D] or None."""
     pieces, count, D = partials.shape
     tile = configs.sums(device.of(partials.device))
     launch(
         causal_conv1d_sums_kernel,
         (count * cdiv(D, tile.block_d), streams),
-        partials,
-        dweight,
-        dbias,
-        pieces // streams,
-        D,
+        partials_ptr=partials,
+        dweight_ptr=dweight,
+        dbias_ptr=dbias,
+        pieces=pieces // streams,
+        D=D,
         W=dweight.shape[1],
         SUMS=count,
         BLOCK_P=tile.rows,
@@ -218,16 +230,17 @@ def add_partials(partials, streams, dweight, dbias):
 
 
 def causal_conv1d_bwd(
+    *,
     x,
     weight,
     bias,
     seq_idx,
     cu_seqlens,
     initial_state,
-    dy,
-    dfinal_state,
     silu,
     dilation,
+    dy,
+    dfinal_state,
     dx,
     dweight,
     dbias,
@@ -235,9 +248,20 @@ def causal_conv1d_bwd(
 ):
     B, L, D = x.shape
     ids, bounds = (seq_idx, None) if cu_seqlens is None else packing(cu_seqlens, L)
+    dfinal = None if dfinal_state is None else dfinal_state.transpose(1, 2).contiguous()  # channels side by side
     if dinitial_state.numel():
-        places = (bounds, initial_state, dy, dfinal_state)
-        fill_dinitial_state(x, weight, bias, *places, silu, dilation, dinitial_state)
+        fill_dinitial_state(
+            x=x,
+            weight=weight,
+            bias=bias,
+            bounds=bounds,
+            initial_state=initial_state,
+            dy=dy,
+            dfinal=dfinal,
+            silu=silu,
+            dilation=dilation,
+            dinitial_state=dinitial_state,
+        )
     if not x.numel():
         dweight.zero_()
         dbias.zero_()
@@ -247,37 +271,31 @@ def causal_conv1d_bwd(
     kernel = configs.Kernel.BACKWARD if ids is None else configs.Kernel.BACKWARD_WITH_IDS
     if with_states:
         kernel = configs.Kernel.BACKWARD_WITH_STATES
-    march, ranges, pieces, programs = cut(x, B, L, D, W, dilation, kernel)
+    partition = partition_rows(x, kernel=kernel, sequences=B, L=L, D=D, W=W, dilation=dilation)
     count = W if bias is None else W + 1
-    partials = torch.empty((pieces, count, D), dtype=torch.float32, device=x.device)
+    partials = torch.empty((partition.pieces, count, D), dtype=torch.float32, device=x.device)
     launch(
         causal_conv1d_bwd_kernel,
-        (programs,),
-        x,
-        weight,
-        bias,
-        ids,
-        bounds,
-        initial_state,
-        dy,
-        dfinal_state,
-        dx,
-        partials,
-        L,
-        D,
-        x.stride(0),
-        x.stride(1),
-        march.rows,
-        ranges,
-        dilation,
+        (partition.programs,),
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        ids_ptr=ids,
+        bounds_ptr=bounds,
+        state_ptr=initial_state,
+        dy_ptr=dy,
+        dfinal_ptr=dfinal,
+        dx_ptr=dx,
+        partials_ptr=partials,
+        L=L,
+        D=D,
+        x_batch=x.stride(0),
+        x_row=x.stride(1),
+        dilation=dilation,
         W=W,
         SILU=silu,
         CUDA=device.of(x.device).kind == "cuda",
         SUMS=count,
-        EVEN_D=D % march.block_d == 0,
-        BLOCK_D=march.block_d,
-        STEP=march.step,
-        STAGES=march.stages,
-        num_warps=march.warps,
+        **partition.arguments(D),
     )
-    add_partials(partials, 1, dweight, None if bias is None else dbias)
+    add_partials(partials=partials, streams=1, dweight=dweight, dbias=None if bias is None else dbias)

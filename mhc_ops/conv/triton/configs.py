@@ -36,9 +36,8 @@ class Kernel(enum.Enum):
     SHORT_BACKWARD = enum.auto()
 
 
-# Of each kernel: how often the channels of a thread are halved, because it holds more per channel than others and would
-# spill; and the most rows that one program walks.
-HALVED = {
+# How often the channels of a thread are halved, because the kernel holds more per channel than others and would spill
+HALVINGS = {
     Kernel.FORWARD: 0,
     Kernel.FORWARD_WITH_STATES: 1,
     Kernel.BACKWARD: 0,
@@ -47,11 +46,14 @@ HALVED = {
     Kernel.SHORT_FORWARD: 0,
     Kernel.SHORT_BACKWARD: 1,
 }
+# The most rows that one program walks through
 MOST_ROWS = dict.fromkeys(Kernel, 128) | {Kernel.FORWARD: 64, Kernel.BACKWARD: 512}
+# These keep so little in registers that on NVIDIA GPUs wide filters and more rows a step fit too.
+SMALL_KERNELS = (Kernel.FORWARD, Kernel.SHORT_FORWARD)
 
 
 @lru_cache(maxsize=4096)
-def march(kernel: Kernel, rows: int, D: int, W: int, itemsize: int, aligned: bool, on: Device) -> March:
+def march(*, kernel: Kernel, rows: int, D: int, W: int, itemsize: int, aligned: bool, on: Device) -> March:
     """`rows` of D channels in all. 16 bytes a thread (forward: 8), up to 4 warps side by side.
 
     Forward, with SiLU: 142.2 µs at 8×4096×4096 (91 % of a copy) and 28.8 at 4×2048×2560, with 512 channels, 8 rows a
@@ -62,29 +64,44 @@ def march(kernel: Kernel, rows: int, D: int, W: int, itemsize: int, aligned: boo
     thread and 128 rows take 54.5 (4 stages 53.1, and 51.3 with 64 rows).
     ShortConv at 2×4096×4×4096: forward 219.2 µs with 512 channels, 8 rows a step, 4 stages, 128 rows; 3 stages and 64
     rows 220.5. Backward 560.9 with 128 channels, 3 stages, 128 rows; 256 channels 577.9, 64 rows 592.9."""
-    roomy = kernel in (Kernel.FORWARD, Kernel.SHORT_FORWARD) and on.kind != "hip"  # in registers
+    roomy = kernel in SMALL_KERNELS and on.kind != "hip"
     step = 8 if roomy or W > 5 else 4  # at least W − 1
     if on.kind == "cpu":
-        return March(min(4096, next_power_of_2(D)), 16, step, 4, 1)
-    halvings = HALVED[kernel] + (not aligned) + (0 if roomy else (W > 4) + (W > 6))
-    lane = max(1, (16 // itemsize) >> halvings)
-    most = MOST_ROWS[kernel]
-    if kernel is Kernel.FORWARD and itemsize == 2:
-        lane = max(1, lane // 2)
-    elif kernel is Kernel.BACKWARD and rows_each(rows * cdiv(D, on.warp * lane), most, on.processors) < 128:
-        lane, most = max(1, lane // 2), 128
-    width = on.warp * lane
-    each = rows_each(rows * cdiv(D, width), most, on.processors)
+        return March(block_d=min(4096, next_power_of_2(D)), rows=16, step=step, warps=4, stages=1)
+    of_warp = on.warp * channels_of_thread(kernel, W=W, itemsize=itemsize, aligned=aligned, roomy=roomy)
+    each = rows_each(rows * cdiv(D, of_warp), most=MOST_ROWS[kernel], processors=on.processors)
+    if kernel is Kernel.BACKWARD and each < 128:  # multiprocessors would be idle: more programs, of fewer channels
+        of_warp = max(on.warp, of_warp // 2)
+        each = rows_each(rows * cdiv(D, of_warp), most=128, processors=on.processors)
     stages = 4 if kernel is Kernel.SHORT_FORWARD else 3
-    if D < width:
-        return March(max(32, next_power_of_2(D)), each, step, 1, stages)
-    blocks = D // width
-    abreast = 1 if D % width or kernel is Kernel.SHORT_BACKWARD else min(4, max(1, 512 // width), blocks & -blocks)
-    return March(width * abreast, each, step, abreast, stages)
+    if D < of_warp:
+        return March(block_d=max(32, next_power_of_2(D)), rows=each, step=step, warps=1, stages=stages)
+    warps = 1
+    if D % of_warp == 0 and kernel is not Kernel.SHORT_BACKWARD:
+        warps = min(4, max(1, 512 // of_warp), power_of_2_in(D // of_warp))
+    return March(block_d=of_warp * warps, rows=each, step=step, warps=warps, stages=stages)
 
 
-def rows_each(rows: int, most: int, processors: int) -> int:
-    """Rows of a program: a power of two from 16 to `most` that gives every multiprocessor 7 programs."""
+def channels_of_thread(kernel: Kernel, *, W: int, itemsize: int, aligned: bool, roomy: bool) -> int:
+    """As many as are loaded at once, halved for each reason why the kernel would spill; at least one."""
+    channels = 4 if kernel is Kernel.FORWARD else 16 // itemsize
+    halvings = HALVINGS[kernel]
+    if not aligned:  # an address for each channel
+        halvings += 1
+    if not roomy:
+        halvings += 2 if W > 6 else 1 if W > 4 else 0
+    return max(1, channels // 2**halvings)
+
+
+def power_of_2_in(number: int) -> int:
+    """The greatest that divides it."""
+    return number & -number
+
+
+def rows_each(rows: int, *, most: int, processors: int) -> int:
+    """Rows of a program: a power of two from 16 to `most` that gives every multiprocessor 7 programs.
+
+    rows: of all programs, those of each block of channels counted"""
     return max(16, min(most, floor_power_of_2(rows // (7 * processors))))
 
 
@@ -101,15 +118,16 @@ UPDATE_WARPS = 1
 def sums(on: Device) -> March:
     """The sum of the programs' partial sums, `rows` of them at a time: 8.2 µs for 128 pieces of 4096 channels; 32
     of them at a time 8.4, 8 warps 8.6."""
-    return March(4096, 64, 1, 4, 1) if on.kind == "cpu" else March(32, 64, 1, 4, 1)
+    return March(block_d=4096 if on.kind == "cpu" else 32, rows=64, step=1, warps=4, stages=1)
 
 
 @lru_cache
 def inv_rms(D: int, on: Device) -> March:
     """`rows` at a time. 1 row × 1024 channels, 2 warps: 70 µs for 32768 rows of D = 4096 (268 MB)."""
     if on.kind == "cpu":
-        return March(min(4096, next_power_of_2(D)), 64, 1, 4, 1)
-    return March(min(1024, max(32, next_power_of_2(D))), 1, 1, 2 if D > 256 else 1, 1)
+        return March(block_d=min(4096, next_power_of_2(D)), rows=64, step=1, warps=4, stages=1)
+    block_d = min(1024, max(32, next_power_of_2(D)))
+    return March(block_d=block_d, rows=1, step=1, warps=2 if D > 256 else 1, stages=1)
 
 
-ADD_DOTS = March(0, 64, 1, 4, 1)
+ADD_DOTS = March(block_d=0, rows=64, step=1, warps=4, stages=1)

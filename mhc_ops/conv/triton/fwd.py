@@ -6,9 +6,8 @@ import triton.language as tl
 from ...core import device
 from ...core.launch import launch
 from . import configs
-from .rows import cut, filtered, load_filter, load_id, load_row, rows_before, sigmoid, under_taps, walk
-from .states import final_state as fill_final_state
-from .states import packing
+from .rows import filtered, load_filter, load_id, load_row, partition_rows, rows_before, sigmoid, under_taps, walk
+from .states import fill_final_state, packing
 
 
 # y[t] = act(bias + Σ_k weight[k]·x[t − (W−1−k)·dilation]) + residual[t];  0 at padding
@@ -40,7 +39,7 @@ def causal_conv1d_fwd_kernel(
     STAGES: tl.constexpr,
 ):
     HAS_IDS: tl.constexpr = ids_ptr is not None
-    d, _, b, t, rows_here, _ = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
+    d, _, b, t, rows_here, _ = walk(L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, BLOCK_D=BLOCK_D)
     in_row = d < D if not EVEN_D else d >= 0
     wide, by = t.to(tl.int64), dilation.to(tl.int64)
     x_ptr += b * x_batch + wide * x_row + d
@@ -52,8 +51,9 @@ def causal_conv1d_fwd_kernel(
         ids_ptr += b * L
     weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
     window, ids = rows_before(
-        x_ptr, x_step, ids_ptr, state_ptr, b, t, dilation, L, D, d, in_row, bounds_ptr is not None, W
-    )
+        x_ptr=x_ptr, x_step=x_step, ids_ptr=ids_ptr, state_ptr=state_ptr, sequence=b, t=t, dilation=dilation, L=L, D=D,
+        d=d, in_row=in_row, PACKED=bounds_ptr is not None, W=W,
+    )  # fmt: skip
     for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         rows, all_ids = window, ids
         for r in tl.static_range(STEP):
@@ -62,7 +62,10 @@ def causal_conv1d_fwd_kernel(
                 all_ids = all_ids + (load_id(ids_ptr, t + (i + r) * dilation, L),)
         for r in tl.static_range(STEP):
             time = t + (i + r) * dilation
-            taps = under_taps(rows, all_ids, r, state_ptr, bounds_ptr, time, dilation, D, d, in_row, HAS_IDS, W)
+            taps = under_taps(
+                rows=rows, ids=all_ids, r=r, state_ptr=state_ptr, bounds_ptr=bounds_ptr, t=time, dilation=dilation, D=D,
+                d=d, in_row=in_row, HAS_IDS=HAS_IDS, W=W,
+            )  # fmt: skip
             y = filtered(taps, weight, bias, W)
             if SILU:
                 y *= sigmoid(y, CUDA)
@@ -77,6 +80,7 @@ def causal_conv1d_fwd_kernel(
 
 
 def causal_conv1d_fwd(
+    *,
     x,
     weight,
     bias,
@@ -93,39 +97,33 @@ def causal_conv1d_fwd(
     B, L, D = x.shape
     ids, bounds = (seq_idx, None) if cu_seqlens is None else packing(cu_seqlens, L)
     if output_final_state and final_state.numel():
-        fill_final_state(x, bounds, initial_state, final_state)
+        fill_final_state(x=x, bounds=bounds, initial_state=initial_state, final_state=final_state)
     if not x.numel():
         return
     W = weight.shape[1]
     plain = ids is None or initial_state is None
     kernel = configs.Kernel.FORWARD if plain else configs.Kernel.FORWARD_WITH_STATES
-    march, ranges, _, programs = cut(x, B, L, D, W, dilation, kernel)
+    partition = partition_rows(x, kernel=kernel, sequences=B, L=L, D=D, W=W, dilation=dilation)
     launch(
         causal_conv1d_fwd_kernel,
-        (programs,),
-        x,
-        weight,
-        bias,
-        residual,
-        ids,
-        bounds,
-        initial_state,
-        y,
-        L,
-        D,
-        x.stride(0),
-        x.stride(1),
-        0 if residual is None else residual.stride(0),
-        0 if residual is None else residual.stride(1),
-        march.rows,
-        ranges,
-        dilation,
+        (partition.programs,),
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        residual_ptr=residual,
+        ids_ptr=ids,
+        bounds_ptr=bounds,
+        state_ptr=initial_state,
+        y_ptr=y,
+        L=L,
+        D=D,
+        x_batch=x.stride(0),
+        x_row=x.stride(1),
+        residual_batch=0 if residual is None else residual.stride(0),
+        residual_row=0 if residual is None else residual.stride(1),
+        dilation=dilation,
         W=W,
         SILU=silu,
         CUDA=device.of(x.device).kind == "cuda",
-        EVEN_D=D % march.block_d == 0,
-        BLOCK_D=march.block_d,
-        STEP=march.step,
-        STAGES=march.stages,
-        num_warps=march.warps,
+        **partition.arguments(D),
     )

@@ -5,7 +5,7 @@ only ever reach tokens of the same phase. It keeps the last W − 1 rows in regi
 once, whatever W and the dilation.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,24 +16,50 @@ from ...core.sizes import cdiv
 from . import configs
 
 
-class Walk(NamedTuple):
-    """How sequences are cut into pieces, each of which one program per block of channels walks."""
+class Partition(NamedTuple):
+    """The rows of all sequences in pieces: a range of rows of one phase of one sequence. One program walks through a
+    piece for each block of channels."""
 
     march: configs.March
-    ranges: int  # of a phase of a sequence
+    ranges: int  # of one phase of one sequence
     pieces: int
-    programs: int
+    blocks: int  # of channels
+
+    @property
+    def programs(self) -> int:
+        return self.pieces * self.blocks
+
+    def arguments(self, D: int) -> dict[str, Any]:
+        """What every kernel that walks takes, by its names."""
+        return {
+            "rows_each": self.march.rows,
+            "ranges": self.ranges,
+            "EVEN_D": D % self.march.block_d == 0,
+            "BLOCK_D": self.march.block_d,
+            "STEP": self.march.step,
+            "STAGES": self.march.stages,
+            "num_warps": self.march.warps,
+        }
 
 
-def cut(x: torch.Tensor, sequences: int, L: int, D: int, W: int, dilation: int, kernel: configs.Kernel) -> Walk:
-    aligned = D % 16 == 0 and x.stride(1) % 16 == 0  # what triton knows to be so
-    march = configs.march(kernel, sequences * L, D, W, x.element_size(), aligned, device.of(x.device))
+def partition_rows(
+    x: torch.Tensor, *, kernel: configs.Kernel, sequences: int, L: int, D: int, W: int, dilation: int
+) -> Partition:
+    march = configs.march(
+        kernel=kernel,
+        rows=sequences * L,
+        D=D,
+        W=W,
+        itemsize=x.element_size(),
+        aligned=D % 16 == 0 and x.stride(1) % 16 == 0,  # Triton knows of multiples of 16
+        on=device.of(x.device),
+    )
     ranges = cdiv(cdiv(L, dilation), march.rows)
-    pieces = sequences * dilation * ranges
-    return Walk(march, ranges, pieces, pieces * cdiv(D, march.block_d))
+    return Partition(march, ranges, pieces=sequences * dilation * ranges, blocks=cdiv(D, march.block_d))
 
 
-# Of this program: channels, piece, sequence, time of its first row, its rows, rows from there to the sequence's end
+# Of this program: its channels, piece and sequence; the time of its first row; how many rows it has; how many there are
+# from its first one to the end of the sequence
 @triton.jit
 def walk(L, D, rows_each, ranges, dilation, BLOCK_D: tl.constexpr):
     blocks = tl.cdiv(D, BLOCK_D)
@@ -51,7 +77,7 @@ def load_row(row_ptr, present):
     return tl.load(row_ptr, mask=present, other=0.0).to(tl.float32)
 
 
-# The sequence of token t; −1 is padding, and what is before or behind all tokens
+# The sequence of token t; −1 for padding, and for a t that is not within 0 and L
 @triton.jit
 def load_id(ids_ptr, t, L):
     return tl.load(ids_ptr + t, mask=(t >= 0) & (t < L), other=-1)
@@ -75,15 +101,17 @@ def rows_before(
         time = t - back * dilation
         row = load_row(x_ptr - back * x_step, in_row & (time >= 0) & (time < L))
         if state_ptr is not None and not PACKED:
-            row = tl.where(time >= 0, row, load_state(state_ptr, sequence, -time, (W - 1) * dilation, D, d, in_row))
+            S = (W - 1) * dilation
+            state = load_state(state_ptr, sequence=sequence, back=-time, S=S, D=D, d=d, present=in_row)
+            row = tl.where(time >= 0, row, state)
         window = window + (row,)
         if ids_ptr is not None:
             ids = ids + (load_id(ids_ptr, time, L),)
     return window, ids
 
 
-# What lies under the taps of the row at index r + W − 1 of `rows`, at time t: rows of its own sequence. In packed
-# sequences with initial states, what the state holds where a tap reaches back behind the start.
+# What the taps of the row at index r + W − 1 of `rows`, at time t, multiply: rows of its own sequence, else 0. With
+# packed sequences and initial states, a tap that reaches to before the start of its sequence takes a row of the state.
 @triton.jit
 def under_taps(
     rows, ids, r: tl.constexpr, state_ptr, bounds_ptr, t, dilation, D, d, in_row, HAS_IDS: tl.constexpr, W: tl.constexpr
@@ -97,7 +125,8 @@ def under_taps(
             if state_ptr is not None:
                 start = tl.load(bounds_ptr + own, mask=own >= 0, other=0)
                 back = start - (t - (W - 1 - k) * dilation)
-                state = load_state(state_ptr, own, back, (W - 1) * dilation, D, d, in_row & (own >= 0))
+                S = (W - 1) * dilation
+                state = load_state(state_ptr, sequence=own, back=back, S=S, D=D, d=d, present=in_row & (own >= 0))
                 tap = tl.where((own >= 0) & (back > 0), state, tap)
         taps = taps + (tap,)
     return taps
@@ -112,7 +141,7 @@ def filtered(taps, weight, bias, W: tl.constexpr):
     return z
 
 
-# Σ_k weight[k]·gs[W − 1 − k]: what comes back through the taps of the W rows from the first of gs on
+# Σ_k weight[k]·gs[W − 1 − k]: the gradient of a row, from gs of that row and of the W − 1 rows after it
 @triton.jit
 def filtered_back(gs, weight, W: tl.constexpr):
     dx = weight[W - 1] * gs[0]

@@ -1,8 +1,8 @@
 """ShortConv: RMSNorm of each stream, causal convolution, SiLU and residual, without storing anything in between.
 
 Forward: one kernel for inv_rms, one that marches as the convolution does and normalises each row as it comes. Backward,
-dx of a token needs a mean over its whole stream, which no program sees: a first walk leaves the sums of each block of
-channels, a second one writes dx. With v = x·inv_rms:
+dx of a token needs a mean over its whole stream, which no program sees: a first launch stores the sum over each block
+of channels, a second one adds these up, and a third writes dx. With v = x·inv_rms:
 
   z[t] = Σ_k weight[k]·gamma·v[t − (W−1−k)·dilation]    g = dy·silu'(z)    dv[t] = Σ_k weight[k]·g[t + (W−1−k)·dilation]
   dx = inv_rms·(gamma·dv − v·mean_d(gamma·dv·v)), + dy    dgamma = Σ_t dv·v    dweight[k] = gamma·Σ_t g[t]·v[t − …]
@@ -17,7 +17,7 @@ from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
 from . import configs
 from .bwd import add_partials
-from .rows import cut, filtered, filtered_back, load_filter, load_row, sigmoid, through_activation, walk
+from .rows import filtered, filtered_back, load_filter, load_row, partition_rows, sigmoid, through_activation, walk
 
 
 # inv_rms[row] = rsqrt(Σ_d x[row, d]² / D + norm_eps)
@@ -77,7 +77,9 @@ def short_conv_fwd_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, _, sequence, t, rows_here, _ = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
+    d, _, sequence, t, rows_here, _ = walk(
+        L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, BLOCK_D=BLOCK_D
+    )
     stream, b = sequence // B, sequence % B
     in_row = d < D if not EVEN_D else d >= 0
     token = (b * L + t) * n + stream
@@ -89,7 +91,10 @@ def short_conv_fwd_kernel(
     gamma = load_row(gamma_ptr + stream * D + d, in_row)
     weight, none = load_filter(weight_ptr + stream * D * W, None, d, in_row, W)
     weight = scaled(weight, gamma, W)
-    window = normed_before(x_ptr, inv_rms_ptr, x_step, inv_step, t, dilation, L, in_row, W)
+    window = normed_before(
+        x_ptr=x_ptr, inv_rms_ptr=inv_rms_ptr, x_step=x_step, inv_step=inv_step, t=t, dilation=dilation, L=L,
+        in_row=in_row, W=W,
+    )  # fmt: skip
     for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         rows, raw = window, ()
         for r in tl.static_range(STEP):
@@ -106,8 +111,8 @@ def short_conv_fwd_kernel(
         window = rows[STEP:]
 
 
-# STEP rows on. Without dx, the sums Σ_d gamma·dv·v of the rows that are W − 1 before them, over this block of channels;
-# with it, their dx, and what the first SUMS sums gain.
+# Go STEP rows on. Without dx_ptr, Σ_d gamma·dv·v of the rows W − 1 before them is stored, over this block of channels;
+# with it, their dx, and g of these rows is added to the sums unless SUMS is 0.
 @triton.jit
 def short_step_back(
     i,
@@ -169,7 +174,7 @@ def short_step_back(
     return rows[STEP:], gs[STEP:], incoming[STEP:], sums
 
 
-# Without dx: dots[t, block] = Σ_{d in block} gamma·dv[t]·v[t]. With it, dots[t] is their sum; dx, and
+# Without dx_ptr: dots[t, block] = Σ_{d in block} gamma·dv[t]·v[t]. With it, dots[t] is given, their sum; dx, and
 # partials[piece, k] = gamma·Σ_{t in piece} g[t]·v[t − (W−1−k)·dilation];  partials[piece, W] = Σ dv[t]·v[t]
 @triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
 def short_conv_bwd_kernel(
@@ -196,7 +201,9 @@ def short_conv_bwd_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, piece, sequence, t, rows_here, left = walk(L, D, rows_each, ranges, dilation, BLOCK_D)
+    d, piece, sequence, t, rows_here, left = walk(
+        L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, BLOCK_D=BLOCK_D
+    )
     stream, b = sequence // B, sequence % B
     in_row = d < D if not EVEN_D else d >= 0
     token = (b * L + t) * n + stream
@@ -213,7 +220,10 @@ def short_conv_bwd_kernel(
     gamma = load_row(gamma_ptr + stream * D + d, in_row)
     weight, none = load_filter(weight_ptr + stream * D * W, None, d, in_row, W)
     of_taps = scaled(weight, gamma, W)
-    window = normed_before(x_ptr, inv_rms_ptr, x_step, inv_step, t, dilation, L, in_row, W)
+    window = normed_before(
+        x_ptr=x_ptr, inv_rms_ptr=inv_rms_ptr, x_step=x_step, inv_step=inv_step, t=t, dilation=dilation, L=L,
+        in_row=in_row, W=W,
+    )  # fmt: skip
     before, before_dy, sums = (), (), ()
     for j in tl.static_range(W - 1):
         before = before + (tl.zeros([BLOCK_D], tl.float32),)
@@ -222,12 +232,16 @@ def short_conv_bwd_kernel(
         sums = sums + (tl.zeros([BLOCK_D], tl.float32),)
     for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         window, before, before_dy, sums = short_step_back(
-            i, window, before, before_dy, sums, x_ptr, dy_ptr, dx_ptr, inv_rms_ptr, dots_ptr, x_step, inv_step,
-            dots_step, weight, of_taps, none, gamma, rows_here, left, D, in_row, W, RESIDUAL, CUDA, W + 1, STEP,
+            i=i, window=window, before=before, before_dy=before_dy, sums=sums, x_ptr=x_ptr, dy_ptr=dy_ptr,
+            dx_ptr=dx_ptr, inv_rms_ptr=inv_rms_ptr, dots_ptr=dots_ptr, x_step=x_step, inv_step=inv_step,
+            dots_step=dots_step, weight=weight, of_taps=of_taps, none=none, gamma=gamma, rows_here=rows_here, left=left,
+            D=D, in_row=in_row, W=W, RESIDUAL=RESIDUAL, CUDA=CUDA, SUMS=W + 1, STEP=STEP,
         )  # fmt: skip
     window, before, before_dy, sums = short_step_back(
-        rows_each, window, before, before_dy, sums, x_ptr, dy_ptr, dx_ptr, inv_rms_ptr, dots_ptr, x_step, inv_step,
-        dots_step, weight, of_taps, none, gamma, rows_here, left, D, in_row, W, RESIDUAL, CUDA, 0, W - 1,
+        i=rows_each, window=window, before=before, before_dy=before_dy, sums=sums, x_ptr=x_ptr, dy_ptr=dy_ptr,
+        dx_ptr=dx_ptr, inv_rms_ptr=inv_rms_ptr, dots_ptr=dots_ptr, x_step=x_step, inv_step=inv_step,
+        dots_step=dots_step, weight=weight, of_taps=of_taps, none=none, gamma=gamma, rows_here=rows_here, left=left,
+        D=D, in_row=in_row, W=W, RESIDUAL=RESIDUAL, CUDA=CUDA, SUMS=0, STEP=W - 1,
     )  # fmt: skip
     if dx_ptr is not None:
         for k in tl.static_range(W + 1):
@@ -245,7 +259,7 @@ def add_dots_kernel(partials_ptr, dots_ptr, rows, blocks, BLOCK_R: tl.constexpr,
     tl.store(dots_ptr + row, total, mask=row < rows)
 
 
-def short_conv_fwd(x, gamma, weight, norm_eps, dilation, residual, y, inv_rms):
+def short_conv_fwd(*, x, gamma, weight, norm_eps, dilation, residual, y, inv_rms):
     if not x.numel():
         return
     D, rows = x.shape[3], inv_rms.numel()
@@ -253,61 +267,81 @@ def short_conv_fwd(x, gamma, weight, norm_eps, dilation, residual, y, inv_rms):
     launch(
         inv_rms_kernel,
         (cdiv(rows, tile.rows),),
-        x,
-        inv_rms,
-        rows,
-        D,
-        norm_eps,
+        x_ptr=x,
+        inv_rms_ptr=inv_rms,
+        rows=rows,
+        D=D,
+        norm_eps=norm_eps,
         BLOCK_R=tile.rows,
         BLOCK_D=tile.block_d,
         num_warps=tile.warps,
     )
-    programs, _, sizes, constants = marching(x, weight, dilation, residual, configs.Kernel.SHORT_FORWARD)
-    launch(short_conv_fwd_kernel, (programs,), x, gamma, weight, inv_rms, y, *sizes, **constants)
+    partition = partition_streams(x, weight, dilation, configs.Kernel.SHORT_FORWARD)
+    launch(
+        short_conv_fwd_kernel,
+        (partition.programs,),
+        x_ptr=x,
+        gamma_ptr=gamma,
+        weight_ptr=weight,
+        inv_rms_ptr=inv_rms,
+        y_ptr=y,
+        **shared_arguments(x, weight, dilation, residual, partition),
+    )
 
 
-def short_conv_bwd(x, gamma, weight, inv_rms, dy, dilation, residual, dx, dgamma, dweight):
+def short_conv_bwd(*, x, gamma, weight, dilation, residual, inv_rms, dy, dx, dgamma, dweight):
     if not x.numel():
         dgamma.zero_()
         dweight.zero_()
         return
     (_, _, n, D), W, rows = x.shape, weight.shape[1], inv_rms.numel()
-    inputs = (x, gamma, weight, inv_rms, dy)
-    programs, pieces, sizes, constants = marching(x, weight, dilation, residual, configs.Kernel.SHORT_BACKWARD)
-    blocks = programs // pieces
+    partition = partition_streams(x, weight, dilation, configs.Kernel.SHORT_BACKWARD)
+    arguments = {
+        "x_ptr": x,
+        "gamma_ptr": gamma,
+        "weight_ptr": weight,
+        "inv_rms_ptr": inv_rms,
+        "dy_ptr": dy,
+        **shared_arguments(x, weight, dilation, residual, partition),
+    }
+    grid, blocks = (partition.programs,), partition.blocks
     of_blocks = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
-    launch(short_conv_bwd_kernel, (programs,), *inputs, of_blocks, None, None, *sizes, **constants)
+    launch(short_conv_bwd_kernel, grid, dots_ptr=of_blocks, dx_ptr=None, partials_ptr=None, **arguments)
     dots = torch.empty_like(inv_rms)
     tile = configs.ADD_DOTS
     launch(
         add_dots_kernel,
         (cdiv(rows, tile.rows),),
-        of_blocks,
-        dots,
-        rows,
-        blocks,
+        partials_ptr=of_blocks,
+        dots_ptr=dots,
+        rows=rows,
+        blocks=blocks,
         BLOCK_R=tile.rows,
         BLOCK_B=next_power_of_2(blocks),
         num_warps=tile.warps,
     )
-    partials = torch.empty((pieces, W + 1, D), dtype=torch.float32, device=x.device)
-    launch(short_conv_bwd_kernel, (programs,), *inputs, dots, dx, partials, *sizes, **constants)
-    add_partials(partials, n, dweight, dgamma)
+    partials = torch.empty((partition.pieces, W + 1, D), dtype=torch.float32, device=x.device)
+    launch(short_conv_bwd_kernel, grid, dots_ptr=dots, dx_ptr=dx, partials_ptr=partials, **arguments)
+    add_partials(partials=partials, streams=n, dweight=dweight, dbias=dgamma)
 
 
-def marching(x, weight, dilation, residual, kernel):
-    """What the marching kernels share: programs, pieces, sizes and constants. Sequences are [stream, batch]."""
+def partition_streams(x, weight, dilation, kernel):
+    """Sequences are [stream, batch]."""
     B, L, n, D = x.shape
-    W = weight.shape[1]
-    march, ranges, pieces, programs = cut(x, n * B, L, D, W, dilation, kernel)
-    constants = {
-        "W": W,
+    return partition_rows(x, kernel=kernel, sequences=n * B, L=L, D=D, W=weight.shape[1], dilation=dilation)
+
+
+def shared_arguments(x, weight, dilation, residual, partition):
+    """What forward and backward kernel take alike."""
+    B, L, n, D = x.shape
+    return {
+        "B": B,
+        "L": L,
+        "n": n,
+        "D": D,
+        "dilation": dilation,
+        "W": weight.shape[1],
         "RESIDUAL": residual,
         "CUDA": device.of(x.device).kind == "cuda",
-        "EVEN_D": D % march.block_d == 0,
-        "BLOCK_D": march.block_d,
-        "STEP": march.step,
-        "STAGES": march.stages,
-        "num_warps": march.warps,
+        **partition.arguments(D),
     }
-    return programs, pieces, (B, L, n, D, march.rows, ranges, dilation), constants

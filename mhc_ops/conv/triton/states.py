@@ -1,4 +1,7 @@
-"""States and packing: final states, the gradient of initial states, where packed sequences begin and end."""
+"""States and packing: final states, the gradient of initial states, where packed sequences begin and end.
+
+A state [N, D, S] has its channels side by side: in memory, which is what kernels see, it is [N, S, D].
+"""
 
 import torch
 import triton
@@ -10,8 +13,10 @@ from ...core.sizes import cdiv
 from . import configs
 from .rows import filtered, load_filter, load_row, load_state, through_activation
 
-TOKENS = 512  # of a program that looks up sequences
-BOUNDS = 128  # that it looks at at once, one per thread: 408 instructions on sm_90, 891 with 1024 tokens and 256 bounds
+# A program finds the sequences of 512 tokens and compares them with 128 bounds at a time, one for each thread: 408
+# instructions on sm_90, against 891 with 1024 tokens and 256 bounds.
+TOKENS = 512
+BOUNDS = 128
 
 
 @triton.jit
@@ -19,12 +24,12 @@ def greater(one, other):
     return tl.maximum(one, other)
 
 
-# bounds[i] = the greatest of cu_seqlens[0] to cu_seqlens[i], within 0 and L: in order, whatever is given
+# bounds[i] = the greatest of cu_seqlens[0] to cu_seqlens[i], within 0 and L: they never decrease
 # ids[t] = the sequence of t, i where bounds[i] ≤ t < bounds[i + 1], −1 for tokens of none
 @triton.jit(do_not_specialize=["L", "N"])
 def packing_kernel(given_ptr, bounds_ptr, ids_ptr, L, N, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
     first = tl.program_id(0) * BLOCK_T
-    reached = tl.zeros([BLOCK_T], tl.int32)  # how many bounds are at a token; those before `first` are at `first`
+    reached = tl.zeros([BLOCK_T], tl.int32)  # bounds at each token; those before `first` count as at `first`
     greatest = 0
     for begin in range(0, N + 1, BLOCK_N):
         i = begin + tl.arange(0, BLOCK_N)
@@ -35,23 +40,23 @@ def packing_kernel(given_ptr, bounds_ptr, ids_ptr, L, N, BLOCK_T: tl.constexpr, 
         tl.store(bounds_ptr + i, bound, mask=(i <= N) & (first == 0))
         at = tl.maximum(bound - first, 0)
         reached += tl.histogram(at, BLOCK_T, mask=(i <= N) & (at < BLOCK_T))
-    reached = tl.cumsum(reached, axis=0)  # how many are at most t
+    reached = tl.cumsum(reached, axis=0)  # bounds at or before each token
     t = first + tl.arange(0, BLOCK_T)
     tl.store(ids_ptr + t, tl.where(reached <= N, reached - 1, -1), mask=t < L)
 
 
 def packing(cu_seqlens: torch.Tensor, L: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids [L] and bounds [N + 1], of which every value is a place in x."""
+    """ids [L] and bounds [N + 1], as the kernel says."""
     ids = torch.empty(L, dtype=torch.int32, device=cu_seqlens.device)
     bounds = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
     launch(
         packing_kernel,
         (max(1, cdiv(L, TOKENS)),),
-        cu_seqlens,
-        bounds,
-        ids,
-        L,
-        cu_seqlens.shape[0] - 1,
+        given_ptr=cu_seqlens,
+        bounds_ptr=bounds,
+        ids_ptr=ids,
+        L=L,
+        N=cu_seqlens.shape[0] - 1,
         BLOCK_T=TOKENS,
         BLOCK_N=BOUNDS,
         num_warps=4,
@@ -74,43 +79,46 @@ def span(bounds_ptr, b, L):
 def at_time(x_ptr, x_row, state_ptr, b, begin, time, S, D, d, present):
     row = load_row(x_ptr + time * x_row + d, present & (time >= begin))
     if state_ptr is not None:
-        row = tl.where(time >= begin, row, load_state(state_ptr, b, begin - time, S, D, d, present))
+        state = load_state(state_ptr, sequence=b, back=begin - time, S=S, D=D, d=d, present=present)
+        row = tl.where(time >= begin, row, state)
     return row
 
 
-# final_state[b, s] = x[end − S + s], before the begin initial_state
+# final_state[b, s] = x[end − S + s]; where that is before the begin, the initial state
 @triton.jit(do_not_specialize=["L", "S"])
 def final_state_kernel(x_ptr, bounds_ptr, state_ptr, final_ptr, L, D, x_batch, x_row, S, BLOCK_D: tl.constexpr):
     b, s = (tl.program_id(0) // S).to(tl.int64), tl.program_id(0) % S
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     begin, end = span(bounds_ptr, b, L)
     x_ptr += b * x_batch if bounds_ptr is None else 0
-    row = at_time(x_ptr, x_row, state_ptr, b, begin, end - S + s, S, D, d, d < D)
+    row = at_time(
+        x_ptr=x_ptr, x_row=x_row, state_ptr=state_ptr, b=b, begin=begin, time=end - S + s, S=S, D=D, d=d, present=d < D
+    )
     tl.store(final_ptr + (b * S + s) * D + d, row.to(final_ptr.dtype.element_ty), mask=d < D)
 
 
-def final_state(x, bounds, initial_state, final):
-    N, S, D = final.shape
+def fill_final_state(*, x, bounds, initial_state, final_state):
+    N, D, S = final_state.shape
     block_d = configs.channels(D, device.of(x.device))
     launch(
         final_state_kernel,
         (N * S, cdiv(D, block_d)),
-        x,
-        bounds,
-        initial_state,
-        final,
-        x.shape[1],
-        D,
-        x.stride(0),
-        x.stride(1),
-        S,
+        x_ptr=x,
+        bounds_ptr=bounds,
+        state_ptr=initial_state,
+        final_ptr=final_state,
+        L=x.shape[1],
+        D=D,
+        x_batch=x.stride(0),
+        x_row=x.stride(1),
+        S=S,
         BLOCK_D=block_d,
         num_warps=4,
     )
 
 
-# dinitial_state[b, s] = Σ_k weight[k]·g[s − S + (W−1−k)·dilation], and dfinal_state where the sequence is so short that
-# the final state still holds initial state
+# dinitial_state[b, s] = Σ_k weight[k]·g[s − S + (W−1−k)·dilation], + dfinal_state[b, s − length] where s ≥ length: the
+# final state of a sequence that is shorter than S still holds a part of the initial one
 @triton.jit(do_not_specialize=["L", "dilation"])
 def dinitial_state_kernel(
     x_ptr,
@@ -149,7 +157,11 @@ def dinitial_state_kernel(
             taps = ()
             for j in tl.static_range(W):
                 time = t - (W - 1 - j) * dilation
-                taps = taps + (at_time(x_ptr, x_row, state_ptr, b, begin, time, S, D, d, present),)
+                tap = at_time(
+                    x_ptr=x_ptr, x_row=x_row, state_ptr=state_ptr, b=b, begin=begin, time=time, S=S, D=D, d=d,
+                    present=present,
+                )  # fmt: skip
+                taps = taps + (tap,)
             g = through_activation(g, filtered(taps, weight, bias, W), SILU, CUDA)
         total += tl.where(present, weight[k] * g, 0.0)
     if dfinal_ptr is not None:
@@ -158,25 +170,26 @@ def dinitial_state_kernel(
     tl.store(dinitial_ptr + (b * S + s) * D + d, total.to(dinitial_ptr.dtype.element_ty), mask=in_row)
 
 
-def dinitial_state(x, weight, bias, bounds, initial_state, dy, dfinal_state, silu, dilation, dinitial):
-    N, S, D = dinitial.shape
+def fill_dinitial_state(*, x, weight, bias, bounds, initial_state, dy, dfinal, silu, dilation, dinitial_state):
+    """dfinal: [N, S, D]"""
+    N, D, S = dinitial_state.shape
     block_d = configs.channels(D, device.of(x.device))
     launch(
         dinitial_state_kernel,
         (N * S, cdiv(D, block_d)),
-        x,
-        weight,
-        bias,
-        bounds,
-        initial_state,
-        dy,
-        dfinal_state,
-        dinitial,
-        x.shape[1],
-        D,
-        x.stride(0),
-        x.stride(1),
-        dilation,
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        bounds_ptr=bounds,
+        state_ptr=initial_state,
+        dy_ptr=dy,
+        dfinal_ptr=dfinal,
+        dinitial_ptr=dinitial_state,
+        L=x.shape[1],
+        D=D,
+        x_batch=x.stride(0),
+        x_row=x.stride(1),
+        dilation=dilation,
         W=weight.shape[1],
         SILU=silu,
         CUDA=device.of(x.device).kind == "cuda",

@@ -10,8 +10,8 @@ from . import configs
 from .rows import sigmoid
 
 
-# y[t] = act(bias + Σ_k weight[k]·input[t − (W−1−k)·dilation]), where inputs before these T tokens are in the state:
-# the one `back` tokens before the first is at length − back or, in a ring, at (came before − back) modulo length
+# y[t] = act(bias + Σ_k weight[k]·input[t − (W−1−k)·dilation]). Inputs before these T tokens are in the state: the one
+# `back` tokens before the first of them at length − back or, in a ring, at (cache_seqlens − back) modulo length.
 @triton.jit(do_not_specialize=["slots", "T", "length", "dilation", "pad_slot_id"])
 def causal_conv1d_update_kernel(
     x_ptr,
@@ -62,7 +62,7 @@ def causal_conv1d_update_kernel(
     for t in range(T):
         z = bias
         for k in tl.static_range(W):
-            back = none + (W - 1 - k) * dilation - t  # of the tap, before the first of these tokens
+            back = none + (W - 1 - k) * dilation - t  # how far the tap is before the first of these tokens
             at = newest - back
             if before_ptr is not None:
                 at = tl.where(at < 0, at + length, at)
@@ -87,33 +87,39 @@ def causal_conv1d_update_kernel(
             tl.store(state_ptr + (later - T) * state_row, tl.where(later < length, old, new), mask=written)
 
 
-def causal_conv1d_update_(x, state, weight, bias, cache_seqlens, slots, silu, dilation, pad_slot_id, y):
+def causal_conv1d_update_(
+    *, x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu, dilation, pad_slot_id, y
+):
     if not x.numel():
         return
     B, D = x.shape[0], x.shape[-1]
     T, x_row = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    slots, _, length = conv_state.shape
+    state_slot, state_channel, state_row = conv_state.stride()
     on = device.of(x.device)
     block_d = configs.channels(D, on)
     launch(
         causal_conv1d_update_kernel,
         (B, cdiv(D, block_d)),
-        x,
-        state,
-        weight,
-        bias,
-        cache_seqlens,
-        slots,
-        y,
-        state.shape[0],
-        T,
-        D,
-        state.shape[1],
-        x.stride(0),
-        x_row,
-        x.stride(-1),
-        *state.stride(),
-        dilation,
-        pad_slot_id,
+        x_ptr=x,
+        state_ptr=conv_state,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        before_ptr=cache_seqlens,
+        slots_ptr=conv_state_indices,
+        y_ptr=y,
+        slots=slots,
+        T=T,
+        D=D,
+        length=length,
+        x_batch=x.stride(0),
+        x_row=x_row,
+        x_channel=x.stride(-1),
+        state_slot=state_slot,
+        state_row=state_row,
+        state_channel=state_channel,
+        dilation=dilation,
+        pad_slot_id=pad_slot_id,
         W=weight.shape[1],
         SILU=silu,
         CUDA=on.kind == "cuda",

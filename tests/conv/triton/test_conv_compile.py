@@ -42,22 +42,28 @@ def launch_all(L, D, W, dtype, places):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x, weight, bias = tensor(1, L, D, dtype=dtype), tensor(D, W), tensor(D)
-    seq_idx = tensor(1, L, dtype=torch.int32) if places == "seq_idx" else None
-    bounds = tensor(5, dtype=torch.int32) if "cu_seqlens" in places else None
-    state = tensor(4 if "cu_seqlens" in places else 1, W - 1, D, dtype=dtype) if "states" in places else None
-    where = (seq_idx, bounds, state)
-    launch("causal_conv1d_fwd", x, weight, bias, None, *where, True, 1, state is not None)
-    launch("causal_conv1d_bwd", x, weight, bias, *where, x, state, True, 1)
+    N = 4 if "cu_seqlens" in places else 1
+    state, dstate = (tensor(N, W - 1, D, dtype=dtype).transpose(1, 2), tensor(N, D, W - 1, dtype=dtype))
+    filters = {"weight": weight, "bias": bias, "silu": True, "dilation": 1}
+    where = {
+        "seq_idx": tensor(1, L, dtype=torch.int32) if places == "seq_idx" else None,
+        "cu_seqlens": tensor(N + 1, dtype=torch.int32) if "cu_seqlens" in places else None,
+        "initial_state": state if "states" in places else None,
+    }
+    launch("causal_conv1d_fwd", x=x, **filters, **where, residual=None, output_final_state="states" in places)
+    launch("causal_conv1d_bwd", x=x, **filters, **where, dy=x, dfinal_state=dstate if "states" in places else None)
     if not places:
-        token, rolling = tensor(8, D, dtype=dtype), tensor(8, W, D, dtype=dtype)
-        launch("causal_conv1d_update_", token, rolling, weight, bias, None, None, True, 1, -1)
-        streams, gamma, filters = tensor(1, L, 4, D, dtype=dtype), tensor(4, D), tensor(4 * D, W)
-        launch("short_conv_fwd", streams, gamma, filters, 1e-5, 1, True)
-        launch("short_conv_bwd", streams, gamma, filters, tensor(1, L, 4), streams, 1, True)
+        decoding = {"cache_seqlens": None, "conv_state_indices": None, "pad_slot_id": -1}
+        rolling = tensor(8, W, D, dtype=dtype).transpose(1, 2)
+        launch("causal_conv1d_update_", x=tensor(8, D, dtype=dtype), conv_state=rolling, **filters, **decoding)
+        streams, options = tensor(1, L, 4, D, dtype=dtype), {"dilation": 1, "residual": True}
+        parameters = {"gamma": tensor(4, D), "weight": tensor(4 * D, W)}
+        launch("short_conv_fwd", x=streams, **parameters, **options, norm_eps=1e-5)
+        launch("short_conv_bwd", x=streams, **parameters, **options, inv_rms=tensor(1, L, 4), dy=streams)
 
 
-def launch(name, *inputs):
-    getattr(contracts, name).launch(*inputs, "triton")
+def launch(name, **inputs):
+    getattr(contracts, name).launch(backend="triton", **inputs)
 
 
 @pytest.mark.parametrize(

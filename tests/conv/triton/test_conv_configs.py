@@ -10,6 +10,7 @@ from mhc_ops.conv.triton import configs
 
 WIDTHS = range(1, 9)
 ROWS = [1, 10**6]  # tokens of all sequences
+march = configs.march.__wrapped__  # not kept
 by_device = pytest.mark.parametrize("on", DEVICES.values(), ids=DEVICES)
 
 
@@ -17,17 +18,17 @@ by_device = pytest.mark.parametrize("on", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("kernel", configs.Kernel, ids=lambda kernel: kernel.name.lower())
 def test_march(kernel, on):
     chosen = {
-        (configs.march.__wrapped__(kernel, rows, D, W, itemsize, aligned, on), W)
+        (march(kernel=kernel, rows=rows, D=D, W=W, itemsize=itemsize, aligned=aligned, on=on), W)
         for D, W, itemsize, rows in itertools.product(CHANNELS, WIDTHS, (2, 4), ROWS)
         for aligned in {False, D % 16 == 0}
     }
-    for march, W in chosen:
-        assert is_power_of_2(march.block_d, march.rows, march.step, march.warps), march
-        assert march.step >= W - 1, "the rows that taps reach back to are kept from one step"
-        assert march.rows % march.step == 0
-        assert march.block_d <= 4096
-        assert march.warps <= 4
-        assert march.stages >= 1
+    for config, W in chosen:
+        assert is_power_of_2(config.block_d, config.rows, config.step, config.warps), config
+        assert config.step >= W - 1, "one step has all the rows that the taps of the next reach back to"
+        assert config.rows % config.step == 0
+        assert config.block_d <= 4096
+        assert config.warps <= 4
+        assert config.stages >= 1
 
 
 @by_device
@@ -48,6 +49,6 @@ def test_small_kernels(on):
 def test_rows_each(on):
     for rows in range(1, 10_000, 7):
         for most in configs.MOST_ROWS.values():
-            each = configs.rows_each(rows, most, on.processors)
+            each = configs.rows_each(rows, most=most, processors=on.processors)
             assert is_power_of_2(each)
             assert 16 <= each <= most

@@ -1,13 +1,12 @@
 """The Triton kernels of the convolution: against fp64, bit for bit against themselves, and at the edges."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 import mhc_ops
-from mhc_ops.core import replay
+from mhc_ops.core import call
 from mhc_ops.measure import accuracy
 from mhc_ops.measure.conv_cases import CHECK, PLACES, ConvCase
 
@@ -191,9 +190,9 @@ def test_packing(dtype, count, L, kernel_device):
     bounds = given.clamp(0, L).cummax(0).values.int()
     ids = torch.searchsorted(bounds, torch.arange(L, dtype=torch.int32), right=True).int() - 1
     ids[ids == count - 1] = -1
-    result = packing(given.to(kernel_device), L)
-    assert torch.equal(result[0].cpu(), ids)
-    assert torch.equal(result[1].cpu(), bounds)
+    found_ids, found_bounds = packing(given.to(kernel_device), L)
+    assert torch.equal(found_ids.cpu(), ids)
+    assert torch.equal(found_bounds.cpu(), bounds)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 8), (2, 0, 8), (2, 5, 0)], ids=str)
@@ -251,21 +250,23 @@ def test_opcheck(places, kernel_device):
     from mhc_ops.conv import contracts
 
     case = ConvCase(1, 6, 8, places=places, dtype=fp32)
-    tensors = leaves_of(case.inputs(kernel_device))
-    state = tensors.get("initial_state")
-    inputs = [tensors.get(name) for name in ("x", "weight", "bias", "residual", "seq_idx", "cu_seqlens")]
-    inputs.append(None if state is None else state.detach().transpose(1, 2).contiguous().requires_grad_())
-    torch.library.opcheck(contracts.causal_conv1d_fwd.traced, (*inputs, True, 1, state is not None, "triton"))
+    tensors = case.inputs(kernel_device)
+    if "initial_state" in tensors:
+        tensors["initial_state"] = tensors["initial_state"].mT.contiguous().mT  # channels side by side
+    inputs = dict.fromkeys(contracts.causal_conv1d_fwd.inputs) | leaves_of(tensors)
+    inputs |= {"silu": True, "dilation": 1, "output_final_state": "initial_state" in tensors}
+    torch.library.opcheck(contracts.causal_conv1d_fwd.traced, (), {**inputs, "backend": "triton"})
 
 
 def test_opcheck_of_the_others(kernel_device):
     from mhc_ops.conv import contracts
 
-    x, gamma, weight = leaves_of(ConvCase(1, 6, 8, n=2, dtype=fp32).inputs(kernel_device)).values()
-    torch.library.opcheck(contracts.short_conv_fwd.traced, (x, gamma, weight, 1e-5, 1, True, "triton"))
-    x, weight, bias, state = ConvCase(2, 1, 8, update=True, dtype=fp32).inputs(kernel_device).values()
-    inputs = (x, state.transpose(1, 2), weight, bias, None, None, True, 1, -1, "triton")
-    torch.library.opcheck(contracts.causal_conv1d_update_.traced, inputs)
+    streams = leaves_of(ConvCase(1, 6, 8, n=2, dtype=fp32).inputs(kernel_device))
+    options = {"norm_eps": 1e-5, "dilation": 1, "residual": True, "backend": "triton"}
+    torch.library.opcheck(contracts.short_conv_fwd.traced, (), {**streams, **options})
+    tensors = ConvCase(2, 1, 8, update=True, dtype=fp32).inputs(kernel_device)
+    options = {"cache_seqlens": None, "conv_state_indices": None, "silu": True, "dilation": 1, "pad_slot_id": -1}
+    torch.library.opcheck(contracts.causal_conv1d_update_.traced, (), {**tensors, **options, "backend": "triton"})
 
 
 def test_compiled(kernel_device, cxx):
@@ -316,17 +317,49 @@ def test_decoding_in_a_cuda_graph():
     assert torch.equal(captured, eager)
 
 
+REPLAYED = [
+    *(ConvCase(2, 37, 65, silu=silu, bias=bias) for silu in (False, True) for bias in (False, True)),
+    ConvCase(1, 20, 40, n=3, residual=True),
+    *(ConvCase(3, L, 65, places=places, update=True) for L in (1, 2) for places in ("", "ring", "slots")),
+]
+
+
+@pytest.fixture
+def calls():
+    """Those that are kept, none before the test."""
+    call.forget()
+    yield call._calls
+    call.forget()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [replace(case, L=max(2, case.L)) for case in BITS], ids=str)
-def test_calls_are_replayed(case):
-    """A second call that is like the first starts its kernels directly, and gives the same bits."""
-    replay.forget()
+@pytest.mark.parametrize("case", REPLAYED, ids=str)
+def test_calls_are_replayed(case, calls):
+    """A second call that is like the first finds its plan, and gives the same bits."""
     tensors = case.inputs("cuda")
     first, second = (accuracy.run(case.subject, tensors, "triton") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    plans = {key[0]: plan for key, plan in replay._plans.items() if isinstance(key[0], str)}
-    assert plans
-    assert all(plan is not None for plan in plans.values())
+    (kept,) = calls.values()
+    assert_one_plan(kept.call.forward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in REPLAYED if not case.update], ids=str)
+def test_training_steps_are_replayed(case, calls):
+    tensors = case.inputs("cuda")
+    cotangents = accuracy.random_cotangents(case.subject, accuracy.run(case.subject, tensors, "triton"))
+    call.forget()
+    first, second = (accuracy.run(case.subject, tensors, "triton", cotangents) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    (kept,) = calls.values()
+    assert_one_plan(kept.call.forward_keeping)
+    assert_one_plan(kept.call.backward)
+
+
+def assert_one_plan(replay):
+    """Both calls had the same one, and it can be replayed."""
+    (plan,) = replay.plans.values()
+    assert plan is not None
 
 
 def test_vmap_of_a_step_is_refused(kernel_device):
