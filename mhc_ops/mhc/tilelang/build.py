@@ -7,6 +7,7 @@ group one lane; the tests execute it there.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,22 +63,40 @@ def vector(threads: Threads, D: int, *dtypes: str) -> int:
     return next(width for width in (8, 4, 2, 1) if width <= widest and D % width == 0)
 
 
-def kernel(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: `factory(*constants)` returns a PrimFunc; the decorated one, the kernel compiled for this device."""
+def by_name(function: Any, run: Callable[..., None]) -> Callable[..., None]:
+    """`run` takes the arguments of this PrimFunc in its order; what is returned takes them by its names for them."""
+    # Not the names in function.params: a number has the one there under which a macro took it last.
+    names = tuple(inspect.signature(function.orig_func).parameters)
+    known = frozenset(names)
 
-    def compile_for(gpu: int | None, constants: tuple[Any, ...]) -> Any:
+    def launch(**arguments: Any) -> None:
+        if arguments.keys() != known:
+            missing, unknown = sorted(known - arguments.keys()), sorted(arguments.keys() - known)
+            raise TypeError(f"{function.orig_func.__name__}: missing {missing}, unknown {unknown}")
+        run(*[arguments[name] for name in names])
+
+    return launch
+
+
+def kernel(factory: Callable[..., Any]) -> Callable[..., Callable[..., None]]:
+    """Decorator: `factory(n=n, ...)` returns a PrimFunc; the decorated one, the kernel compiled for this device, which
+    takes its arguments by their names."""
+
+    def compile_for(gpu: int | None, constants: dict[str, Any]) -> Callable[..., None]:
+        function = factory(**constants)
         if gpu is None:
-            return tilelang.compile(factory(*constants), target="c")
+            return by_name(function, tilelang.compile(function, target="c"))
         with torch.cuda.device(gpu):
-            return tilelang.compile(factory(*constants), target="auto")
+            return by_name(function, tilelang.compile(function, target="auto"))
 
     @functools.cache
-    def compiled(gpu: int | None, *constants: Any) -> Any:
+    def compiled(gpu: int | None, **constants: Any) -> Callable[..., None]:
         return COMPILER.submit(compile_for, gpu, constants).result()
 
     @functools.wraps(factory)
-    def for_this_device(*constants: Any) -> Any:
-        return compiled(None if ON_CPU in constants else torch.cuda.current_device(), *constants)
+    def for_this_device(**constants: Any) -> Callable[..., None]:
+        on_cpu = constants.get("threads") == ON_CPU
+        return compiled(None if on_cpu else torch.cuda.current_device(), **constants)
 
     return for_this_device
 
@@ -89,12 +108,13 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def in_fp32(*outputs: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+def in_fp32(**outputs: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
     """The outputs for kernels to fill, as fp32: themselves, or stand-ins that are copied to them at the end."""
-    wide = [
-        output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32) for output in outputs
-    ]
+    wide = {
+        name: output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
+        for name, output in outputs.items()
+    }
     yield wide
-    for output, filled in zip(outputs, wide):
-        if filled is not output:
-            output.copy_(filled)
+    for name, output in outputs.items():
+        if wide[name] is not output:
+            output.copy_(wide[name])

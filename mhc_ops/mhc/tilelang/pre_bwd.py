@@ -14,17 +14,18 @@ import torch
 
 from ...core import device
 from ...core.sizes import cdiv
+from ..options import PreOptions
 from . import configs
 from .build import F32, NAMES, TYPES, grid, kernel, lane_sum, readable, thread, vector
 from .parts import phi_parts, section
-from .pre_dx import mhc_pre_dx_kernel
+from .pre_dx import Residual, mhc_pre_dx_kernel
 from .pre_sums import sum_gradients
 from .sinkhorn import divisors, half_steps_back, sinkhorn, softmax_back
 
 
 # dh_pre[t, i] = Σ_d dh_in[t, d]·x[t, i, d]
 @kernel
-def mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, threads):
+def mhc_pre_dh_pre_kernel(*, n, D, dtype, in_dtype, threads):
     """A group of lanes takes a token."""
     tokens = T.dynamic("tokens")
     width = vector(threads, D, dtype, in_dtype)
@@ -71,7 +72,7 @@ def mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, threads):
 # x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  factor = x_factor, h_pre, h_res
 # sums[0 or 1, m, group] = Σ_t dz or Σ_t dz·m over the tokens of a group of lanes
 @kernel
-def mhc_pre_dmaps_kernel(n, M, K, parts, dtype, threads):
+def mhc_pre_dmaps_kernel(*, n, M, K, parts, dtype, threads):
     """In the head, M is n, and dh_post and dh_res are empty."""
     tokens, groups, half_steps = T.dynamic("tokens, groups, half_steps")
     head = M == n
@@ -79,7 +80,7 @@ def mhc_pre_dmaps_kernel(n, M, K, parts, dtype, threads):
     numbered = tuple(range(parts))
 
     @T.macro
-    def finish(dz, mix, inv, alpha, m, dinv, dh_mix, sums, t, group, lane):
+    def finish(*, dz, mix, inv, alpha, m, dinv, dh_mix, sums, t, group, lane):
         rest = T.alloc_local((1,), F32)
         part = T.alloc_local((1,), dtype)
         if t < tokens:
@@ -143,7 +144,19 @@ def mhc_pre_dmaps_kernel(n, M, K, parts, dtype, threads):
                         dz[0] *= dh_pre[t, g]
                     else:
                         dz[0] *= post_mult * dh_post[t, g - n]
-                finish(dz[0], mix[0], inv[0], alpha, g, dinv, dh_mix, sums, t, group, lane)
+                finish(
+                    dz=dz[0],
+                    mix=mix[0],
+                    inv=inv[0],
+                    alpha=alpha,
+                    m=g,
+                    dinv=dinv,
+                    dh_mix=dh_mix,
+                    sums=sums,
+                    t=t,
+                    group=group,
+                    lane=lane,
+                )
             if not head:
                 for ij in T.unroll(n * n):
                     dc[ij] = 0.0
@@ -151,20 +164,32 @@ def mhc_pre_dmaps_kernel(n, M, K, parts, dtype, threads):
                     if iters > 0:
                         for ij in T.unroll(n * n):
                             c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
-                        sinkhorn(c, iters, sinkhorn_eps, n, divisors, t)
+                        sinkhorn(c, iters=iters, eps=sinkhorn_eps, n=n, divisors=divisors, t=t)
                         for ij in T.unroll(n * n):
                             factor[t, 1 + n + ij] = c[ij]
                     for ij in T.unroll(n * n):
                         dc[ij] = dh_res[t, ij]
                     if iters > 0:
-                        half_steps_back(c, dc, divisors, t, iters, n)
+                        half_steps_back(c, dc, iters=iters, n=n, divisors=divisors, t=t)
                         for ij in T.unroll(n * n):
                             c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
                         softmax_back(c, dc, n)
                 for ij in T.unroll(n * n):
                     if t < tokens:
                         mix[0] = h_mix[t, 2 * n + ij]
-                    finish(dc[ij], mix[0], inv[0], alpha, 2 * n + ij, dinv, dh_mix, sums, t, group, lane)
+                    finish(
+                        dz=dc[ij],
+                        mix=mix[0],
+                        inv=inv[0],
+                        alpha=alpha,
+                        m=2 * n + ij,
+                        dinv=dinv,
+                        dh_mix=dh_mix,
+                        sums=sums,
+                        t=t,
+                        group=group,
+                        lane=lane,
+                    )
             if t < tokens:
                 factor[t, 0] = -dinv[0] * inv[0] * inv[0] * inv[0] / K
                 for p in numbered:
@@ -175,21 +200,19 @@ def mhc_pre_dmaps_kernel(n, M, K, parts, dtype, threads):
 
 
 def mhc_pre_bwd(
+    *,
     x,
     phi,
     alpha,
     bias,
     gamma,
+    options,
     inv_rms,
     h_mix,
     dh_in,
     dh_post,
     dh_res,
     dx_next,
-    hc_eps,
-    post_mult,
-    sinkhorn_iters,
-    sinkhorn_eps,
     dx,
     dphi,
     dalpha,
@@ -200,71 +223,120 @@ def mhc_pre_bwd(
     """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is."""
     n, D = x.shape[-2:]
     M, K = phi.shape
-    assert dx_next is None or not mixed or sinkhorn_iters > 0
-    T, dtype, head = inv_rms.numel(), NAMES[x.dtype], M == n
+    assert dx_next is None or not mixed or options.sinkhorn_iters > 0
+    T, dtype = inv_rms.numel(), NAMES[x.dtype]
     if T == 0:
         for gradient in (dphi, dalpha, dbias, dgamma):
             gradient.zero_()
         return
     x, dh_in, dx_next = (None if tensor is None else readable(tensor) for tensor in (x, dh_in, dx_next))
-    inv_rms, h_mix = inv_rms.float(), h_mix.float()
     phi, alpha, bias = phi.float(), alpha.float().view(-1), bias.float()
     gamma = None if gamma is None else gamma.float()
     on = device.of(x.device)
     exact = configs.arithmetic(dtype, on)
 
+    dh_mix, factor, sums = back_through_maps(
+        n=n,
+        K=K,
+        exact=exact,
+        alpha=alpha,
+        bias=bias,
+        options=options,
+        inv_rms=inv_rms.float(),
+        h_mix=h_mix.float(),
+        dh_pre=None if dh_in is None else dh_pre_of(x, dh_in),
+        dh_post=dh_post,
+        dh_res=dh_res,
+    )
+
+    config = configs.dx(n=n, D=D, M=M, dtype=dtype, on=on)
+    steps, slices = configs.partition_rows(T, n=n, D=D, config=config, processors=on.processors)
+    A = torch.empty((slices, M, K), dtype=torch.float32, device=x.device)
+    launch = mhc_pre_dx_kernel(
+        n=n,
+        D=D,
+        M=M,
+        dtype=dtype,
+        in_dtype=None if dh_in is None else NAMES[dh_in.dtype],
+        dx_dtype=NAMES[dx.dtype],
+        residual=Residual.NONE if dx_next is None else Residual.MIXED if mixed else Residual.ADDED,
+        exact=exact,
+        config=config,
+    )
+    order = configs.phi_order(exact.parts)
+    launch(
+        x=x.view(T, K),
+        dh_in=x.new_empty(0, D) if dh_in is None else dh_in.view(T, D),
+        dx_next=x.new_empty(0, K) if dx_next is None else dx_next.view(T, K),
+        dh_mix=dh_mix,
+        phi=phi_parts(phi=phi, gamma=gamma, alpha=alpha, n=n, order=order, dtype=exact.dtype),
+        factor=factor,
+        dx=dx.view(T, K),
+        A=A,
+        steps=steps,
+    )
+    sum_gradients(
+        A=A,
+        sums=sums,
+        phi=phi,
+        gamma=gamma,
+        alpha=alpha,
+        n=n,
+        exact=exact,
+        dphi=dphi,
+        dgamma=dgamma,
+        dalpha=dalpha,
+        dbias=dbias,
+    )
+
+
+def dh_pre_of(x, dh_in):
+    """Pass A: [T, n]"""
+    n, D = x.shape[-2:]
+    T = dh_in.numel() // D
+    dh_pre = torch.empty((T, n), dtype=torch.float32, device=x.device)
+    threads = configs.per_group(device.of(x.device))
+    launch = mhc_pre_dh_pre_kernel(n=n, D=D, dtype=NAMES[x.dtype], in_dtype=NAMES[dh_in.dtype], threads=threads)
+    launch(x=x.view(T, n, D), dh_in=dh_in.view(T, D), dh_pre=dh_pre)
+    return dh_pre
+
+
+def back_through_maps(*, n, K, exact, alpha, bias, options, inv_rms, h_mix, dh_pre, dh_post, dh_res):
+    """dh_mix in parts, the factors of dx, and the sums [2, M, groups]."""
+    T, M = inv_rms.numel(), h_mix.shape[-1]
+    head, threads = M == n, configs.per_token(device.of(inv_rms.device))
+
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.device)
+        return torch.empty(shape, dtype=dtype, device=inv_rms.device)
 
     def or_zeros(gradient: torch.Tensor | None, *shape: int) -> torch.Tensor:
-        return x.new_zeros(shape, dtype=torch.float32) if gradient is None else gradient.float().view(shape)
+        return inv_rms.new_zeros(shape) if gradient is None else gradient.float().view(shape)
 
-    dh_pre, in_dtype = None, ""
-    if dh_in is not None:
-        in_dtype = NAMES[dh_in.dtype]
-        dh_pre = scratch(T, n)
-        mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, configs.per_group(on))(x.view(T, n, D), dh_in.view(T, D), dh_pre)
-
-    threads = configs.per_token(on)
     dh_mix = scratch(T, configs.mix_columns(M, exact.parts), dtype=TYPES[exact.dtype])
     factor = scratch(T, configs.factors(n, head))
     sums = scratch(2, M, cdiv(T, threads.lanes))
-    mhc_pre_dmaps_kernel(n, M, K, exact.parts, exact.dtype, threads)(
-        h_mix.view(T, M),
-        inv_rms.view(T),
-        or_zeros(dh_pre, T, n),
-        scratch(0, n) if head else or_zeros(dh_post, T, n),
-        scratch(0, n * n) if head else or_zeros(dh_res, T, n * n),
-        alpha,
-        bias,
-        dh_mix,
-        factor,
-        sums,
-        divisors(T, n, sinkhorn_iters, x.device),
-        hc_eps,
-        post_mult,
-        sinkhorn_iters,
-        sinkhorn_eps,
+    launch = mhc_pre_dmaps_kernel(n=n, M=M, K=K, parts=exact.parts, dtype=exact.dtype, threads=threads)
+    launch(
+        h_mix=h_mix.view(T, M),
+        inv_rms=inv_rms.view(T),
+        dh_pre=or_zeros(dh_pre, T, n),
+        dh_post=scratch(0, n) if head else or_zeros(dh_post, T, n),
+        dh_res=scratch(0, n * n) if head else or_zeros(dh_res, T, n * n),
+        alpha=alpha,
+        bias=bias,
+        dh_mix=dh_mix,
+        factor=factor,
+        sums=sums,
+        divisors=divisors(T, n, options.sinkhorn_iters, inv_rms.device),
+        hc_eps=options.hc_eps,
+        post_mult=options.post_mult,
+        iters=options.sinkhorn_iters,
+        sinkhorn_eps=options.sinkhorn_eps,
     )
-
-    residual = "" if dx_next is None else "mixed" if mixed else "added"
-    config = configs.dx(n, D, M, dtype, on)
-    steps, slices = configs.token_slices(T, n, D, config, on.processors)
-    A = scratch(slices, M, K)
-    mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, NAMES[dx.dtype], residual, exact, config)(
-        x.view(T, K),
-        x.new_empty(0, D) if dh_in is None else dh_in.view(T, D),
-        x.new_empty(0, K) if dx_next is None else dx_next.view(T, K),
-        dh_mix,
-        phi_parts(phi, gamma, alpha, n, configs.phi_order(exact.parts), exact.dtype),
-        factor,
-        dx.view(T, K),
-        A,
-        steps,
-    )
-    sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias)
+    return dh_mix, factor, sums
 
 
-def mhc_head_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dout, hc_eps, *gradients):
-    no_maps = (None, None, None)  # dh_post, dh_res, dx_next
-    mhc_pre_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dout, *no_maps, hc_eps, 0.0, 0, 0.0, *gradients)
+def mhc_head_bwd(*, hc_eps, dout, **arguments):
+    """As pre's, with h_in alone."""
+    options = PreOptions(hc_eps=hc_eps, sinkhorn_iters=0)
+    mhc_pre_bwd(**arguments, options=options, dh_in=dout, dh_post=None, dh_res=None, dx_next=None)

@@ -3,8 +3,8 @@
 1. project   partials[slice, :, t] = phi · x[t] and Σ x², per slice of K = nD
 2. finish    add the slices in order, make the maps (Sinkhorn included), sum the streams to h_in
 
-The head is the same with the pre rows of phi alone. How K is cut into slices depends on n and D only, so a token's bits
-do not depend on the batch.
+The head is the same with the pre rows of phi alone. How K is split into slices depends on n and D only, so a token's
+bits do not depend on the batch.
 """
 
 import tilelang.language as T
@@ -12,15 +12,16 @@ import torch
 
 from ...core import device
 from ...core.sizes import cdiv
+from ..options import PreOptions
 from . import configs
 from .build import F32, NAMES, ON_CPU, grid, kernel, readable, thread, vector
-from .parts import cut, fetch, pairs, phi_parts, release, tiles
+from .parts import fetch, pairs, phi_parts, release, split_bf16, tiles
 from .sinkhorn import sinkhorn
 
 
 # partials[slice, m, t] = Σ_{k in slice} phi[m, k]·x[t, k];  partials[slice, M, t] = Σ_{k in slice} x[t, k]²
 @kernel
-def mhc_pre_project_kernel(M, K, dtype, exact, config):
+def mhc_pre_project_kernel(*, M, K, dtype, exact, config):
     tokens = T.dynamic("tokens")
     rows, x_parts = configs.padded_maps(M), exact.x_parts
     products = pairs(x_parts, exact.parts)
@@ -29,20 +30,20 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
     steps, slots = slice_k // block_k, tuple(range(config.stages))
 
     @T.macro
-    def load(program, step, x, phi, x_tile, phi_tile, loaded):
+    def load(program, step, *, x, phi, x_tile, phi_tile, loaded):
         k0 = program % slices * slice_k + step * block_k
         fetch(x[program // slices * block_t, k0], x_tile, loaded)
         fetch(phi[0, k0], phi_tile, loaded)
 
     @T.macro
-    def add(x_tile, phi_tile, x_part, own, squares, product, mix):
+    def add(*, x_tile, phi_tile, x_part, own, squares, product, mix):
         # A fresh product per step: matrix units truncate as they accumulate.
         T.clear(product)
         for t, k in T.Parallel(block_t, block_k):
             own[t, k] = T.cast(x_tile[t, k], F32)
             squares[t, k] += own[t, k] * own[t, k]
         if x_parts > 1:
-            cut(own, x_part)
+            split_bf16(own, x_part)
         for i, j in products:
             T.gemm(
                 x_part[i] if x_parts > 1 else x_tile,
@@ -54,7 +55,7 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
             mix[t, m] += product[t, m]
 
     @T.macro
-    def store(program, squares, square, mix, mix_tile, partials):
+    def store(program, *, squares, square, mix, mix_tile, partials):
         piece, t0 = program % slices, program // slices * block_t
         T.reduce_sum(squares, square, dim=1)
         T.copy(mix, mix_tile)
@@ -86,9 +87,17 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
                 T.clear(mix)
                 T.clear(squares)
                 for step in T.serial(steps):
-                    load(program, step, x, phi, x_tile[0], phi_tile[0], None)
-                    add(x_tile[0], phi_tile[0], x_part, own, squares, product, mix)
-                store(program, squares, square, mix, mix_tile, partials)
+                    load(program, step, x=x, phi=phi, x_tile=x_tile[0], phi_tile=phi_tile[0], loaded=None)
+                    add(
+                        x_tile=x_tile[0],
+                        phi_tile=phi_tile[0],
+                        x_part=x_part,
+                        own=own,
+                        squares=squares,
+                        product=product,
+                        mix=mix,
+                    )
+                store(program, squares=squares, square=square, mix=mix, mix_tile=mix_tile, partials=partials)
             else:
                 loaded = tuple(T.alloc_barrier(config.loaders) for _ in slots)
                 free = tuple(T.alloc_barrier(config.threads) for _ in slots)
@@ -97,10 +106,18 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
                     for turn in T.serial(T.ceildiv(steps, config.stages)):
                         for slot in slots:
                             if turn * config.stages + slot < steps:
-                                # At first for the phase before all, which is over.
+                                # The first wait ends at once: of a fresh barrier, the odd phase counts as over.
                                 T.barrier_wait(free[slot], (turn + 1) % 2)
                                 step = turn * config.stages + slot
-                                load(program, step, x, phi, x_tile[slot], phi_tile[slot], loaded[slot])
+                                load(
+                                    program,
+                                    step,
+                                    x=x,
+                                    phi=phi,
+                                    x_tile=x_tile[slot],
+                                    phi_tile=phi_tile[slot],
+                                    loaded=loaded[slot],
+                                )
                                 T.barrier_arrive(loaded[slot])
                 else:
                     T.inc_max_nreg(config.registers)
@@ -110,9 +127,17 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
                         for slot in slots:
                             if turn * config.stages + slot < steps:
                                 T.barrier_wait(loaded[slot], turn % 2)
-                                add(x_tile[slot], phi_tile[slot], x_part, own, squares, product, mix)
+                                add(
+                                    x_tile=x_tile[slot],
+                                    phi_tile=phi_tile[slot],
+                                    x_part=x_part,
+                                    own=own,
+                                    squares=squares,
+                                    product=product,
+                                    mix=mix,
+                                )
                                 release(free[slot])
-                    store(program, squares, square, mix, mix_tile, partials)
+                    store(program, squares=squares, square=square, mix=mix, mix_tile=mix_tile, partials=partials)
 
     return mhc_pre_project
 
@@ -121,7 +146,7 @@ def mhc_pre_project_kernel(M, K, dtype, exact, config):
 # h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post);  h_res = sinkhorn(z_res), or z_res where iters is 0
 # h_in = Σ_i h_pre[i]·x[i]
 @kernel
-def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors, resident):
+def mhc_pre_finish_kernel(*, n, D, M, dtype, slices, threads, vectors, resident):
     """The first blocks make the maps, a thread per token; the others read x, a block per token and block of channels,
     and make the h_pre of their token themselves. In the head, M is n, and h_post and h_res are empty."""
     tokens = T.dynamic("tokens")
@@ -132,7 +157,21 @@ def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors, resident):
 
     @T.macro
     def make_maps(
-        t, partials, alpha, bias, h_post, h_res, inv_rms, h_mix, h_pre, norm_eps, hc_eps, post_mult, iters, sinkhorn_eps
+        t,
+        *,
+        partials,
+        alpha,
+        bias,
+        h_post,
+        h_res,
+        inv_rms,
+        h_mix,
+        h_pre,
+        norm_eps,
+        hc_eps,
+        post_mult,
+        iters,
+        sinkhorn_eps,
     ):
         mix = T.alloc_local((M + 1,), F32)
         inv = T.alloc_local((1,), F32)
@@ -154,12 +193,12 @@ def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors, resident):
             for ij in T.unroll(n * n):
                 c[ij] = alpha[2] * (mix[2 * n + ij] * inv[0]) + bias[2 * n + ij]
             if iters > 0:
-                sinkhorn(c, iters, sinkhorn_eps, n)
+                sinkhorn(c, iters=iters, eps=sinkhorn_eps, n=n)
             for ij in T.unroll(n * n):
                 h_res[t, ij] = c[ij]
 
     @T.macro
-    def read(t, first, x, partials, alpha, bias, h_in, norm_eps, hc_eps):
+    def read(t, first, *, x, partials, alpha, bias, h_in, norm_eps, hc_eps):
         mix = T.alloc_local((n + 1,), F32)
         inv = T.alloc_local((1,), F32)
         x_own = T.alloc_local((vectors * n * width,), dtype)
@@ -213,64 +252,107 @@ def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors, resident):
             if block < T.ceildiv(tokens, threads.block):
                 t = block * threads.block + thread(threads)
                 if t < tokens:
-                    options = (norm_eps, hc_eps, post_mult, iters, sinkhorn_eps)
-                    make_maps(t, partials, alpha, bias, h_post, h_res, inv_rms, h_mix, h_pre, *options)
+                    make_maps(
+                        t,
+                        partials=partials,
+                        alpha=alpha,
+                        bias=bias,
+                        h_post=h_post,
+                        h_res=h_res,
+                        inv_rms=inv_rms,
+                        h_mix=h_mix,
+                        h_pre=h_pre,
+                        norm_eps=norm_eps,
+                        hc_eps=hc_eps,
+                        post_mult=post_mult,
+                        iters=iters,
+                        sinkhorn_eps=sinkhorn_eps,
+                    )
             else:
                 item = block - T.ceildiv(tokens, threads.block)
                 first = item % blocks * (stride * vectors) + thread(threads) * width
-                read(item // blocks, first, x, partials, alpha, bias, h_in, norm_eps, hc_eps)
+                read(
+                    item // blocks,
+                    first,
+                    x=x,
+                    partials=partials,
+                    alpha=alpha,
+                    bias=bias,
+                    h_in=h_in,
+                    norm_eps=norm_eps,
+                    hc_eps=hc_eps,
+                )
 
     return mhc_pre_finish
 
 
-def forward(x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, iters, sinkhorn_eps, h_in, *maps):
-    """maps: h_post, h_res, inv_rms, h_mix, h_pre"""
-    n, D = x.shape[-2:]
+def project(x, phi, gamma):
+    """The partial sums [slices, M + 1, T]."""
     M, K = phi.shape
-    x = readable(x)
     T, dtype = x.numel() // K, NAMES[x.dtype]
-    h_post, h_res, inv_rms, h_mix, h_pre = maps
     on = device.of(x.device)
     exact, config = configs.arithmetic(dtype, on), configs.project(M, K, dtype, on)
-    slices = config.slices(K)
-    partials = torch.empty((slices, M + 1, T), dtype=torch.float32, device=x.device)
-    weights = None if gamma is None else gamma.float()
-    parts = phi_parts(phi.float(), weights, None, n, tuple(range(exact.parts)), exact.dtype)
-    mhc_pre_project_kernel(M, K, dtype, exact, config)(x.view(T, K), parts, partials)
-    mhc_pre_finish_kernel(n, D, M, dtype, slices, *configs.finish(on, n, D, dtype))(
-        x.view(T, n, D),
-        partials,
-        alpha.float().view(-1),
-        bias.float(),
-        h_in.view(T, D),
-        h_post.view(-1, n),
-        h_res.view(-1, n * n),
-        inv_rms.view(T),
-        h_mix.view(T, M),
-        h_pre.view(T, n),
-        norm_eps,
-        hc_eps,
-        post_mult,
-        iters,
-        sinkhorn_eps,
+    partials = torch.empty((config.slices(K), M + 1, T), dtype=torch.float32, device=x.device)
+    parts = phi_parts(
+        phi=phi.float(),
+        gamma=None if gamma is None else gamma.float(),
+        alpha=None,
+        n=x.shape[-2],
+        order=tuple(range(exact.parts)),
+        dtype=exact.dtype,
+    )
+    launch = mhc_pre_project_kernel(M=M, K=K, dtype=dtype, exact=exact, config=config)
+    launch(x=x.view(T, K), phi=parts, partials=partials)
+    return partials
+
+
+def finish(*, x, partials, alpha, bias, options, h_in, inv_rms, h_mix, h_post=None, h_res=None, h_pre=None):
+    """From the sums of `project`. A head has neither h_post nor h_res; h_pre where somebody wants it."""
+    n, D = x.shape[-2:]
+    slices, T, M = partials.shape[0], partials.shape[2], partials.shape[1] - 1
+    dtype = NAMES[x.dtype]
+    config = configs.finish(device.of(x.device), n, D, dtype)
+    launch = mhc_pre_finish_kernel(
+        n=n,
+        D=D,
+        M=M,
+        dtype=dtype,
+        slices=slices,
+        threads=config.threads,
+        vectors=config.vectors,
+        resident=config.resident,
+    )
+    none = inv_rms.new_empty(0)
+    launch(
+        x=x.view(T, n, D),
+        partials=partials,
+        alpha=alpha.float().view(-1),
+        bias=bias.float(),
+        h_in=h_in.view(T, D),
+        h_post=(none if h_post is None else h_post).view(-1, n),
+        h_res=(none if h_res is None else h_res).view(-1, n * n),
+        inv_rms=inv_rms.view(T),
+        h_mix=h_mix.view(T, M),
+        h_pre=inv_rms.new_empty(T, n) if h_pre is None else h_pre.view(T, n),
+        norm_eps=options.norm_eps,
+        hc_eps=options.hc_eps,
+        post_mult=options.post_mult,
+        iters=options.sinkhorn_iters,
+        sinkhorn_eps=options.sinkhorn_eps,
     )
 
 
-def mhc_pre_fwd(x, phi, alpha, bias, gamma, *options_and_outputs):
+def mhc_pre_fwd(*, x, phi, alpha, bias, gamma, options, **outputs):
+    """outputs: h_in, inv_rms, h_mix and, where they are wanted, h_post, h_res, h_pre"""
     if x.numel():
-        forward(x, phi, alpha, bias, gamma, *options_and_outputs)
+        x = readable(x)
+        finish(x=x, partials=project(x, phi, gamma), alpha=alpha, bias=bias, options=options, **outputs)
 
 
-def without_h_pre(x, *arguments):
-    """As mhc_pre_fwd, where the caller does not want h_pre."""
-    mhc_pre_fwd(x, *arguments, x.new_empty(x.shape[:-1], dtype=torch.float32))
+def mhc_layer_pre(*, link, **arguments):
+    """Nobody reads the link."""
+    mhc_pre_fwd(**arguments)
 
 
-def mhc_layer_pre(*arguments):
-    *inputs_and_maps, _, inv_rms, h_mix = arguments  # the link holds a zero already
-    without_h_pre(*inputs_and_maps, inv_rms, h_mix)
-
-
-def mhc_head_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, out, inv_rms, h_mix):
-    none = inv_rms.new_empty(0)
-    without_h_pre(x, phi, alpha, bias, gamma, norm_eps, hc_eps, 0.0, 0, 0.0, out, none, none, inv_rms, h_mix)
+def mhc_head_fwd(*, norm_eps, hc_eps, out, **arguments):
+    mhc_pre_fwd(**arguments, options=PreOptions(norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iters=0), h_in=out)
