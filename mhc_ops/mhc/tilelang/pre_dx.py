@@ -112,12 +112,12 @@ def mhc_pre_dx_kernel(*, n, D, M, dtype, in_dtype, dx_dtype, residual, exact, co
                     dx[t0 + t, (first + s) * D + d0 + d] = out_tile[t, d]
 
     @T.macro
-    def store_sums(piece, first, d0, *, sums, sums_tile, A):
+    def store_sums(token_slice, first, d0, *, sums, sums_tile, A):
         for s in streams:
             T.copy(sums[s], sums_tile)
             for m, d in T.Parallel(rows, block_d):
                 if m < M and d0 + d < D:
-                    A[piece, m, (first + s) * D + d0 + d] = sum_of_parts(sums_tile, m, d)
+                    A[token_slice, m, (first + s) * D + d0 + d] = sum_of_parts(sums_tile, m, d)
 
     @T.prim_func
     def mhc_pre_dx(
@@ -134,7 +134,7 @@ def mhc_pre_dx_kernel(*, n, D, M, dtype, in_dtype, dx_dtype, residual, exact, co
         with T.Kernel(T.ceildiv(D, block_d), n // config.streams, slices, threads=config.all_threads) as (
             block,
             group,
-            piece,
+            token_slice,
         ):
             T.annotate_min_blocks_per_sm(config.resident)
             x_tile = tiles(config.streams, (block_t, block_d), dtype)
@@ -159,7 +159,7 @@ def mhc_pre_dx_kernel(*, n, D, M, dtype, in_dtype, dx_dtype, residual, exact, co
                     T.copy(phi[0, (first + s) * D + d0], phi_tile[s])
                     T.clear(sums[s])
                 for step in T.serial(steps):
-                    t0 = (piece * steps + step) * block_t
+                    t0 = (token_slice * steps + step) * block_t
                     load_x(t0, first, d0, x=x, dh_mix=dh_mix, x_tile=x_tile, mix_tile=mix_tile, loaded=None)
                     load_rest(
                         t0,
@@ -186,7 +186,7 @@ def mhc_pre_dx_kernel(*, n, D, M, dtype, in_dtype, dx_dtype, residual, exact, co
                     add_x(factor_tile, x_tile, total)
                     add_rest(first, factor_tile=factor_tile, in_tile=in_tile, next_tile=next_tile, own=own, total=total)
                     store(t0, first, d0, total=total, out_tile=out_tile, dx=dx)
-                store_sums(piece, first, d0, sums=sums, sums_tile=sums_tile, A=A)
+                store_sums(token_slice, first, d0, sums=sums, sums_tile=sums_tile, A=A)
             else:
                 x_loaded, rest_loaded = T.alloc_barrier(config.loaders), T.alloc_barrier(config.loaders)
                 x_free, rest_free = T.alloc_barrier(config.threads), T.alloc_barrier(config.threads)
@@ -195,7 +195,7 @@ def mhc_pre_dx_kernel(*, n, D, M, dtype, in_dtype, dx_dtype, residual, exact, co
                     for s in streams:
                         fetch(phi[0, (first + s) * D + d0], phi_tile[s], x_loaded)  # awaited with the first x
                     for step in T.serial(steps):
-                        t0 = (piece * steps + step) * block_t
+                        t0 = (token_slice * steps + step) * block_t
                         # The first waits end at once: of a fresh barrier, the odd phase counts as over.
                         T.barrier_wait(x_free, (step + 1) % 2)
                         load_x(t0, first, d0, x=x, dh_mix=dh_mix, x_tile=x_tile, mix_tile=mix_tile, loaded=x_loaded)
@@ -219,7 +219,7 @@ def mhc_pre_dx_kernel(*, n, D, M, dtype, in_dtype, dx_dtype, residual, exact, co
                     for s in streams:
                         T.clear(sums[s])
                     for step in T.serial(steps):
-                        t0 = (piece * steps + step) * block_t
+                        t0 = (token_slice * steps + step) * block_t
                         T.barrier_wait(x_loaded, step % 2)
                         multiply(
                             x_tile=x_tile,
@@ -244,6 +244,6 @@ def mhc_pre_dx_kernel(*, n, D, M, dtype, in_dtype, dx_dtype, residual, exact, co
                         )
                         release(rest_free)
                         store(t0, first, d0, total=total, out_tile=out_tile, dx=dx)
-                    store_sums(piece, first, d0, sums=sums, sums_tile=sums_tile, A=A)
+                    store_sums(token_slice, first, d0, sums=sums, sums_tile=sums_tile, A=A)
 
     return mhc_pre_dx

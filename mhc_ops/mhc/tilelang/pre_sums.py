@@ -41,9 +41,9 @@ def mhc_pre_dphi_kernel(*, n, M, K, parts, dtype, weighted, threads):
             if k < K:
                 if weighted:
                     weight[0] = gamma[k]
-                for piece in T.serial(slices):
+                for token_slice in T.serial(slices):
                     for m in T.unroll(M):
-                        total[m] += A[piece, m, k]
+                        total[m] += A[token_slice, m, k]
             for m in T.unroll(M):
                 rest[0] = 0.0
                 if k < K:

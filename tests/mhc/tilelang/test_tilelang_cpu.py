@@ -10,7 +10,7 @@ pytest.importorskip("tilelang")
 import mhc_ops
 from mhc_ops.core import backend
 from mhc_ops.measure import accuracy, cases
-from mhc_ops.mhc.tilelang import build, pre_bwd, pre_fwd, pre_sums
+from mhc_ops.mhc.tilelang import build, pre_bwd, pre_project, pre_sums
 from mhc_ops.mhc.tilelang.pre_dx import Residual
 
 
@@ -46,7 +46,7 @@ def dx(*, n, D, M, in_dtype, residual, config, **constants):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(pre_fwd, "mhc_pre_project_kernel", project)
+    monkeypatch.setattr(pre_project, "mhc_pre_project_kernel", project)
     monkeypatch.setattr(pre_bwd, "mhc_pre_dx_kernel", dx)
     monkeypatch.setattr(backend, "why_not", lambda family, name, device_type: None)
 

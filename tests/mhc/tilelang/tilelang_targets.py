@@ -22,7 +22,7 @@ from mhc_ops.core.device import Device
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.tilelang import build, configs
 from mhc_ops.mhc.tilelang.pre_dx import Residual, mhc_pre_dx_kernel
-from mhc_ops.mhc.tilelang.pre_fwd import mhc_pre_project_kernel
+from mhc_ops.mhc.tilelang.pre_project import mhc_pre_project_kernel
 
 DEVICES = {
     "sm_80": Device("cuda", (8, 0), shared_memory=163 << 10, processors=108),
