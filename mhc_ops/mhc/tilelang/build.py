@@ -7,6 +7,8 @@ group one lane; the tests execute it there.
 
 import contextlib
 import functools
+import inspect
+import operator
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,22 +73,50 @@ def vector(threads: Threads, D: int, *dtypes: str) -> int:
     return next(width for width in (8, 4, 2, 1) if width <= widest and D % width == 0)
 
 
-def kernel(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: `factory(*constants)` returns a PrimFunc; the decorated one, the kernel compiled for this device."""
+def in_order(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """What orders arguments, given by name, as this function has them; a missing or unknown one is a TypeError."""
+    names = tuple(inspect.signature(function).parameters)
+    pick = operator.itemgetter(*names)
 
-    def compile_for(gpu: int | None, constants: tuple[Any, ...]) -> Any:
+    def ordered(given: dict[str, Any]) -> tuple[Any, ...]:
+        if len(given) == len(names):
+            try:
+                return pick(given)
+            except KeyError:
+                pass
+        missing, unknown = sorted(set(names) - given.keys()), sorted(given.keys() - set(names))
+        raise TypeError(f"{function.__name__}: missing {missing}, unknown {unknown}")
+
+    return ordered
+
+
+def by_name(function: Any, run: Callable[..., None]) -> Callable[..., None]:
+    """`run` takes the arguments of this PrimFunc in its order; what is returned takes them by its names for them."""
+    # Not the names in function.params: a number has the one there under which a macro took it last.
+    ordered = in_order(function.orig_func)
+    return lambda **arguments: run(*ordered(arguments))
+
+
+def kernel(factory: Callable[..., Any]) -> Callable[..., Callable[..., None]]:
+    """Decorator: `factory(n=n, ...)` returns a PrimFunc; the decorated one, the kernel compiled for this device, which
+    takes its arguments by their names."""
+    names, ordered = tuple(inspect.signature(factory).parameters), in_order(factory)
+
+    def compile_for(gpu: int | None, constants: tuple[Any, ...]) -> Callable[..., None]:
+        function = factory(**dict(zip(names, constants)))
         if gpu is None:
-            return tilelang.compile(factory(*constants), target="c")
+            return by_name(function, tilelang.compile(function, target="c"))
         with torch.cuda.device(gpu):
-            return tilelang.compile(factory(*constants), target="auto")
+            return by_name(function, tilelang.compile(function, target="auto"))
 
     @functools.cache
-    def compiled(gpu: int | None, *constants: Any) -> Any:
+    def compiled(gpu: int | None, *constants: Any) -> Callable[..., None]:
         return COMPILER.submit(compile_for, gpu, constants).result()
 
     @functools.wraps(factory)
-    def for_this_device(*constants: Any) -> Any:
-        return compiled(None if ON_CPU in constants else torch.cuda.current_device(), *constants)
+    def for_this_device(**constants: Any) -> Callable[..., None]:
+        on_cpu = constants.get("threads") == ON_CPU
+        return compiled(None if on_cpu else torch.cuda.current_device(), *ordered(constants))
 
     return for_this_device
 
@@ -98,12 +128,13 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def in_fp32(*outputs: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+def in_fp32(**outputs: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
     """The outputs for kernels to fill, as fp32: themselves, or stand-ins that are copied to them at the end."""
-    wide = [
-        output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32) for output in outputs
-    ]
+    wide = {
+        name: output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
+        for name, output in outputs.items()
+    }
     yield wide
-    for output, filled in zip(outputs, wide):
-        if filled is not output:
-            output.copy_(filled)
+    for name, output in outputs.items():
+        if wide[name] is not output:
+            output.copy_(wide[name])

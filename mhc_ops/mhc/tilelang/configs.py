@@ -9,6 +9,7 @@ in the order of their speed, that fit the shared memory of the device.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 from ...core.device import Device
 from ...core.sizes import cdiv, next_power_of_2
@@ -32,30 +33,44 @@ def per_column(on: Device) -> Threads:
     return ON_CPU if on.kind == "cpu" else FOUR_GROUPS
 
 
+class Stream(NamedTuple):
+    """A block takes channels of a token."""
+
+    threads: Threads
+    vectors: int  # of channels, that a thread takes
+
+
+class Finish(NamedTuple):
+    """As Stream."""
+
+    threads: Threads
+    vectors: int
+    resident: int  # blocks that fit a multiprocessor
+
+
 @cache
-def stream(on: Device, D: int, *dtypes: str) -> tuple[Threads, int]:
-    """Threads that take the channels of a token, and how many vectors of channels each of them takes: as few blocks of
-    at most 8 groups as there can be, of the same size. mhc_post_fwd 147.1 µs with 8 groups and 50.2 with 5 (8: 50.4; 4
-    with 4 vectors: 52.1)."""
+def stream(on: Device, D: int, *dtypes: str) -> Stream:
+    """As few blocks of at most 8 groups as there can be, of the same size. mhc_post_fwd 147.1 µs with 8 groups and 50.2
+    with 5 (8: 50.4; 4 with 4 vectors: 52.1)."""
     if on.kind == "cpu":
-        return ON_CPU, 2
+        return Stream(ON_CPU, vectors=2)
     channels = 2 * 32 * vector(Threads(1), D, *dtypes)  # of a group
     blocks = cdiv(D, 8 * channels)
-    return Threads(cdiv(D, blocks * channels)), 2
+    return Stream(Threads(cdiv(D, blocks * channels)), vectors=2)
 
 
 @cache
-def finish(on: Device, n: int, D: int, dtype: str) -> tuple[Threads, int, int]:
-    """As `stream`, and the blocks that fit a multiprocessor: at most 768 threads, so at least 85 registers each. pre's
-    finishing kernel 86.2 µs with 8 groups and 33.9 with 5 (8: 37.2); at T = 16384, D = 1280 60.7 with 3 groups (4:
-    65.3, and 91.4 with registers for 384 threads). More streams than 4 need more registers."""
+def finish(on: Device, n: int, D: int, dtype: str) -> Finish:
+    """As `stream`; at most 768 threads to a multiprocessor, so at least 85 registers each. pre's finishing kernel 86.2
+    µs with 8 groups and 33.9 with 5 (8: 37.2); at T = 16384, D = 1280 60.7 with 3 groups (4: 65.3, and 91.4 with
+    registers for 384 threads). More streams than 4 need more registers."""
     threads, vectors = stream(on, D, dtype)
-    return threads, vectors, 768 // threads.block if n <= 4 else 1
+    return Finish(threads, vectors, resident=768 // threads.block if n <= 4 else 1)
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a product with x is made exact: into how many parts of `dtype` x is cut, and phi or dh_mix."""
+    """How a product with x is made exact: into how many parts of `dtype` x is split, and phi or dh_mix."""
 
     x_parts: int
     parts: int
@@ -152,7 +167,7 @@ class Project(Block):
         return cdiv(K, self.slice_k)
 
     def tiles(self, M: int, dtype: str, exact: Arithmetic) -> int:
-        """Bytes: x and the parts of phi for each stage, x cut into parts; and the sums as they are stored."""
+        """Bytes: x and the parts of phi for each stage, the parts of x; and the sums as they are stored."""
         x_tile, part = self.block_t * self.block_k, SIZES[exact.dtype]
         phi_tile = exact.parts * padded_maps(M) * self.block_k * part
         x_parts = exact.x_parts * x_tile * part if exact.x_parts > 1 else 0
@@ -160,9 +175,15 @@ class Project(Block):
         return self.shared(in_loop, after=4 * self.block_t * padded_maps(M))
 
 
-# At T = 16384, D = 1280 (K = 5120) two slices took 59.6 µs and four 65.2, but with fewer tokens two leave
-# multiprocessors idle.
 MOST_SLICES, SHORTEST_SLICE = 4, 1024
+
+
+def split_k(K: int, block_k: int) -> int:
+    """Columns of a slice of K, in whole blocks: a function of n and D alone, so a token's bits do not depend on the
+    batch. At T = 16384, D = 1280 (K = 5120) two slices took 59.6 µs and four 65.2, but with fewer tokens two leave
+    multiprocessors idle."""
+    slices = max(1, min(MOST_SLICES, K // SHORTEST_SLICE))
+    return cdiv(cdiv(K, slices), block_k) * block_k
 
 
 @cache
@@ -172,7 +193,7 @@ def project(M: int, K: int, dtype: str, on: Device) -> Project:
     45.3 (64 × 128, 4 stages, one block). Other types and more maps than 32 do not fit the registers twice; more than 64
     maps need those of 256 threads where the threads that compute also load."""
     small, ahead = dtype == BF16 and padded_maps(M) <= 32, loaders(K, on)
-    slices, exact = max(1, min(MOST_SLICES, K // SHORTEST_SLICE)), arithmetic(dtype, on)
+    exact = arithmetic(dtype, on)
 
     def choices() -> Iterable[Project]:
         for block_t, block_k, resident in ((64, 128, 2), (64, 64, 1), (64, 32, 1), (32, 32, 1)):
@@ -183,7 +204,7 @@ def project(M: int, K: int, dtype: str, on: Device) -> Project:
                     resident=resident,
                     block_t=block_t,
                     block_k=block_k,
-                    slice_k=cdiv(cdiv(K, slices), block_k) * block_k,
+                    slice_k=split_k(K, block_k),
                     stages=2 if ahead else 1,
                 )
 
@@ -200,7 +221,7 @@ class Dx(Block):
     at_once: bool = False  # all parts of dh_mix in registers, for all streams; or each just before its product
 
     def tiles(self, n: int, M: int, dtype: str, exact: Arithmetic) -> int:
-        """Bytes: x, dx_next of all streams, dh_in and dx in the widest type, x cut into parts, dh_mix, factors, phi;
+        """Bytes: x, dx_next of all streams, dh_in and dx in the widest type, the parts of x, dh_mix, factors, phi;
         and the sums as they are stored."""
         rows, columns, part = padded_maps(M), mix_columns(M, exact.parts), SIZES[exact.dtype]
         x_parts = exact.x_parts * part if exact.x_parts > 1 else 0
@@ -245,11 +266,18 @@ MOST_TOKEN_SLICES = 8
 START = 3  # blocks of tokens that a program could take in the time it needs to load phi and to store its sums
 
 
+class Partition(NamedTuple):
+    """The tokens in slices, each of which one program takes."""
+
+    steps: int  # blocks of tokens in a slice
+    slices: int
+
+
 @lru_cache(maxsize=4096)
-def token_slices(T: int, n: int, D: int, config: Dx, processors: int) -> tuple[int, int]:
-    """Blocks of tokens that a program takes, and slices: programs along the tokens. Waves of resident programs count,
-    times what each of them takes. µs with 1, 2, 3, 4 and 8 slices: T = 8192, D = 4096 328, 221, 269, 232, 245;
-    T = 4096, D = 2560 165, 102, 82, 110, 94; T = 8192, D = 7168 410, 414, 431, 447, 432."""
+def partition_rows(T: int, n: int, D: int, config: Dx, processors: int) -> Partition:
+    """The fewest waves of resident programs, times what each of them takes. µs with 1, 2, 3, 4 and 8 slices: T = 8192,
+    D = 4096 328, 221, 269, 232, 245; T = 4096, D = 2560 165, 102, 82, 110, 94; T = 8192, D = 7168 410, 414, 431, 447,
+    432."""
     programs = cdiv(D, config.block_d) * (n // config.streams)
     blocks = cdiv(T, config.block_t)
 
@@ -257,4 +285,4 @@ def token_slices(T: int, n: int, D: int, config: Dx, processors: int) -> tuple[i
         return cdiv(programs * slices, config.resident * processors) * (cdiv(blocks, slices) + START)
 
     steps = cdiv(blocks, min(range(1, min(blocks, MOST_TOKEN_SLICES) + 1), key=cost))
-    return steps, cdiv(blocks, steps)
+    return Partition(steps, slices=cdiv(blocks, steps))

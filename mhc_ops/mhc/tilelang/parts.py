@@ -1,4 +1,4 @@
-"""Exact products on matrix units: factors are cut into parts of bf16, which the units multiply without loss.
+"""Exact products on matrix units: factors are split into parts of bf16, which the units multiply without loss.
 
 part 0 = bf16(value), part 1 = bf16(value − part 0), ...: two parts hold 16 bits of a value, three all 24 of fp32. A
 product of values is the sum over the pairs of their parts; pairs of the smallest order are left out.
@@ -34,16 +34,16 @@ def fragments(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
 
 
 def parts_of(value: Any, count: int, dtype: str) -> list[Any]:
-    cut = []
+    parts: list[Any] = []
     for _ in range(count):
-        cut.append(T.cast(value, dtype))
-        value = value - T.cast(cut[-1], F32)
-    return cut
+        parts.append(T.cast(value, dtype))
+        value = value - T.cast(parts[-1], F32)
+    return parts
 
 
 @T.macro
-def cut(values, parts):
-    """Cut values into tiles, one for each part. The values stay as they are: TileLang takes a vector that it has cast
+def split_bf16(values, parts):
+    """Split values into tiles, one for each part. The values stay as they are: TileLang takes a vector that it has cast
     for the same as long as its address is the same, also where it was overwritten in between."""
     for r, c in T.Parallel(*values.shape):
         for p in tuple(range(len(parts))):
@@ -66,7 +66,7 @@ def release(free):
 
 # out[c·rows + m, k] = part order[c] of alpha[section of m]·gamma[k]·phi[m, k], zero from row M on
 @kernel
-def phi_parts_kernel(n, M, K, order, dtype, scaled, weighted, threads):
+def phi_parts_kernel(*, n, M, K, order, dtype, scaled, weighted, threads):
     """`scaled`: with alpha; `weighted`: with gamma."""
     rows = configs.padded_maps(M)
     numbered, numbered_places = tuple(range(max(order) + 1)), tuple(range(len(order)))
@@ -100,14 +100,21 @@ def phi_parts_kernel(n, M, K, order, dtype, scaled, weighted, threads):
     return mhc_phi_parts
 
 
-def phi_parts(phi, gamma, alpha, n, order, dtype):
+def phi_parts(*, phi, gamma, alpha, n, order, dtype):
     """The parts `order` of gamma ⊙ phi, times alpha where that is given, as [len(order)·padded_maps, K]; made anew in
     each call."""
     M, K = phi.shape
     out = torch.empty((len(order) * configs.padded_maps(M), K), dtype=TYPES[dtype], device=phi.device)
-    weights = phi.new_empty(0) if gamma is None else gamma.view(K)
-    scales = phi.new_empty(0) if alpha is None else alpha
-    threads = configs.per_column(device.of(phi.device))
-    scaled, weighted = alpha is not None, gamma is not None
-    phi_parts_kernel(n, M, K, order, dtype, scaled, weighted, threads)(phi, weights, scales, out)
+    launch = phi_parts_kernel(
+        n=n,
+        M=M,
+        K=K,
+        order=order,
+        dtype=dtype,
+        scaled=alpha is not None,
+        weighted=gamma is not None,
+        threads=configs.per_column(device.of(phi.device)),
+    )
+    none = phi.new_empty(0)
+    launch(phi=phi, gamma=none if gamma is None else gamma.view(K), alpha=none if alpha is None else alpha, out=out)
     return out

@@ -10,7 +10,7 @@ from .build import F32, NAMES, grid, in_fp32, kernel, lane_sum, readable, thread
 
 # x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]
 @kernel
-def mhc_post_fwd_kernel(n, D, dtype, out_dtype, threads, vectors):
+def mhc_post_fwd_kernel(*, n, D, dtype, out_dtype, threads, vectors):
     """A thread takes `vectors` vectors of channels of a token."""
     tokens = T.dynamic("tokens")
     width = vector(threads, D, dtype, out_dtype)
@@ -62,7 +62,7 @@ def mhc_post_fwd_kernel(n, D, dtype, out_dtype, threads, vectors):
 # dh_out = Σ_j h_post[j]·dx_next[j];  dh_post[j] = <dx_next[j], h_out>;  dh_res[i, j] = <x[i], dx_next[j]>
 # dx[i] = Σ_j h_res[i, j]·dx_next[j], where it is asked for (`residual`)
 @kernel
-def mhc_post_bwd_kernel(n, D, dtype, out_dtype, grad_dtype, residual, threads):
+def mhc_post_bwd_kernel(*, n, D, dtype, out_dtype, grad_dtype, residual, threads):
     """A group of lanes takes a token."""
     tokens = T.dynamic("tokens")
     width = vector(threads, D, dtype, out_dtype, grad_dtype)
@@ -146,43 +146,58 @@ def mhc_post_bwd_kernel(n, D, dtype, out_dtype, grad_dtype, residual, threads):
     return mhc_post_bwd
 
 
-def mhc_post_fwd(x, h_out, h_post, h_res, x_next):
+def mhc_post_fwd(*, x, h_out, h_post, h_res, x_next):
     n, D = x.shape[-2:]
     T = h_out.numel() // D
     if T == 0:
         return
     x, h_out = readable(x), readable(h_out)
-    names = (NAMES[x.dtype], NAMES[h_out.dtype])
-    mhc_post_fwd_kernel(n, D, *names, *configs.stream(device.of(x.device), D, *names))(
-        x.view(T, n, D),
-        h_out.view(T, D),
-        h_post.float().view(T, n),
-        h_res.float().view(T, n * n),
-        x_next.view(T, n, D),
+    dtype, out_dtype = NAMES[x.dtype], NAMES[h_out.dtype]
+    spread = configs.stream(device.of(x.device), D, dtype, out_dtype)
+    launch = mhc_post_fwd_kernel(
+        n=n, D=D, dtype=dtype, out_dtype=out_dtype, threads=spread.threads, vectors=spread.vectors
+    )
+    launch(
+        x=x.view(T, n, D),
+        h_out=h_out.view(T, D),
+        h_post=h_post.float().view(T, n),
+        h_res=h_res.float().view(T, n * n),
+        x_next=x_next.view(T, n, D),
     )
 
 
-def mhc_layer_post(link, x, h_out, h_post, h_res, x_next):
-    mhc_post_fwd(x, h_out, h_post, h_res, x_next)
+def mhc_layer_post(*, link, x, h_out, h_post, h_res, x_next):
+    """Nobody reads the link."""
+    mhc_post_fwd(x=x, h_out=h_out, h_post=h_post, h_res=h_res, x_next=x_next)
 
 
-def mhc_post_bwd(x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post, dh_res):
+def mhc_post_bwd(*, x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post, dh_res):
     n, D = x.shape[-2:]
     T = h_out.numel() // D
     if T == 0:
         return
     x, h_out, dx_next = readable(x), readable(h_out), readable(dx_next)
-    names = (NAMES[x.dtype], NAMES[h_out.dtype], NAMES[dx_next.dtype])
-    narrow = [] if dh_out.dtype == h_out.dtype else [dh_out]
-    with in_fp32(dh_post, dh_res, *narrow) as (wide_dh_post, wide_dh_res, *wide):
-        mhc_post_bwd_kernel(n, D, *names, residual, configs.per_group(device.of(x.device)))(
-            x.view(T, n, D),
-            h_out.view(T, D),
-            h_post.float().view(T, n),
-            h_res.float().view(T, n * n),
-            dx_next.view(T, n, D),
-            dx.view(-1, n, D),
-            (wide or [dh_out])[0].view(T, D),
-            wide_dh_post.view(T, n),
-            wide_dh_res.view(T, n * n),
+    launch = mhc_post_bwd_kernel(
+        n=n,
+        D=D,
+        dtype=NAMES[x.dtype],
+        out_dtype=NAMES[h_out.dtype],
+        grad_dtype=NAMES[dx_next.dtype],
+        residual=residual,
+        threads=configs.per_group(device.of(x.device)),
+    )
+    outputs = {"dh_post": dh_post, "dh_res": dh_res}
+    if dh_out.dtype != h_out.dtype:  # of a type that kernels do not know
+        outputs["dh_out"] = dh_out
+    with in_fp32(**outputs) as wide:
+        launch(
+            x=x.view(T, n, D),
+            h_out=h_out.view(T, D),
+            h_post=h_post.float().view(T, n),
+            h_res=h_res.float().view(T, n * n),
+            dx_next=dx_next.view(T, n, D),
+            dx=dx.view(-1, n, D),
+            dh_out=wide.get("dh_out", dh_out).view(T, D),
+            dh_post=wide["dh_post"].view(T, n),
+            dh_res=wide["dh_res"].view(T, n * n),
         )

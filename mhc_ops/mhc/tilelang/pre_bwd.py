@@ -1,8 +1,9 @@
 """mHC pre, backward: two passes over x with a small step per token between them, then sums in fixed order.
 
 1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>
-2. maps      per token: back through σ, Sinkhorn and the scales to dh_mix; what multiplies x, dh_in and dx_next in dx
-3. pre_dx.py pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
+2. pre_dmaps.py, per token: back through σ, Sinkhorn and the scales to dh_mix; what multiplies x, dh_in and dx_next
+   in dx
+3. pre_dx.py, pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
 4. pre_sums.py: dphi and dgamma from A, dalpha and dbias from the sums of step 2
 
 dh_mix is kept without its factor alpha, which dx gets through phi and dphi at the end: alpha may be zero, and the sums
@@ -14,17 +15,18 @@ import torch
 
 from ...core import device
 from ...core.sizes import cdiv
+from ..options import PreOptions
 from . import configs
-from .build import F32, NAMES, TYPES, grid, kernel, lane_sum, readable, thread, vector
-from .parts import phi_parts, section
-from .pre_dx import mhc_pre_dx_kernel
+from .build import F32, NAMES, grid, kernel, lane_sum, readable, thread, vector
+from .parts import phi_parts
+from .pre_dmaps import back_through_maps
+from .pre_dx import Residual, mhc_pre_dx_kernel
 from .pre_sums import sum_gradients
-from .sinkhorn import divisors, half_steps_back, sinkhorn, softmax_back
 
 
 # dh_pre[t, i] = Σ_d dh_in[t, d]·x[t, i, d]
 @kernel
-def mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, threads):
+def mhc_pre_dh_pre_kernel(*, n, D, dtype, in_dtype, threads):
     """A group of lanes takes a token."""
     tokens = T.dynamic("tokens")
     width = vector(threads, D, dtype, in_dtype)
@@ -65,131 +67,31 @@ def mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, threads):
     return mhc_pre_dh_pre
 
 
-# m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
-# dz_res = dh_res back through Sinkhorn, or as it is where iters is 0
-# dh_mix = dz·inv_rms, stored in parts;  h_pre = σ(z_pre) + hc_eps
-# x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  factor = x_factor, h_pre, h_res
-# sums[0 or 1, m, group] = Σ_t dz or Σ_t dz·m over the tokens of a group of lanes
-@kernel
-def mhc_pre_dmaps_kernel(n, M, K, parts, dtype, threads):
-    """In the head, M is n, and dh_post and dh_res are empty."""
-    tokens, groups, half_steps = T.dynamic("tokens, groups, half_steps")
-    head = M == n
-    rows, columns = configs.padded_maps(M), configs.mix_columns(M, parts)
-    numbered = tuple(range(parts))
-
-    @T.macro
-    def finish(dz, mix, inv, alpha, m, dinv, dh_mix, sums, t, group, lane):
-        rest = T.alloc_local((1,), F32)
-        part = T.alloc_local((1,), dtype)
-        if t < tokens:
-            dinv[0] += alpha[section(m, n, head)] * dz * mix
-            rest[0] = dz * inv
-            for p in numbered:
-                part[0] = T.cast(rest[0], dtype)
-                dh_mix[t, p * rows + m] = part[0]
-                rest[0] -= T.cast(part[0], F32)
-        rest[0] = lane_sum(dz, threads)
-        if lane == 0 and group < groups:
-            sums[0, m, group] = rest[0]
-        rest[0] = lane_sum(dz * (mix * inv), threads)
-        if lane == 0 and group < groups:
-            sums[1, m, group] = rest[0]
-
-    @T.prim_func
-    def mhc_pre_dmaps(
-        h_mix: T.Tensor((tokens, M), F32),
-        inv_rms: T.Tensor((tokens,), F32),
-        dh_pre: T.Tensor((tokens, n), F32),
-        dh_post: T.Tensor((0 if head else tokens, n), F32),
-        dh_res: T.Tensor((0 if head else tokens, n * n), F32),
-        alpha: T.Tensor((1 if head else 3,), F32),
-        bias: T.Tensor((M,), F32),
-        dh_mix: T.Tensor((tokens, columns), dtype),
-        factor: T.Tensor((tokens, configs.factors(n, head)), F32),
-        sums: T.Tensor((2, M, groups), F32),
-        divisors: T.Tensor((half_steps, n, tokens), F32),
-        hc_eps: T.float32,
-        post_mult: T.float32,
-        iters: T.int32,
-        sinkhorn_eps: T.float32,
-    ):
-        with grid(T.ceildiv(tokens, threads.block), threads=threads) as block:
-            t = block * threads.block + thread(threads)
-            group = t // threads.lanes
-            lane = t % threads.lanes
-            mix = T.alloc_local((1,), F32)
-            inv = T.alloc_local((1,), F32)
-            dinv = T.alloc_local((1,), F32)
-            z = T.alloc_local((1,), F32)
-            gate = T.alloc_local((1,), F32)
-            dz = T.alloc_local((1,), F32)
-            c = T.alloc_local((n * n,), F32)
-            dc = T.alloc_local((n * n,), F32)
-            dinv[0] = 0.0
-            inv[0] = 0.0
-            mix[0] = 0.0
-            if t < tokens:
-                inv[0] = inv_rms[t]
-            for g in T.unroll(n if head else 2 * n):
-                dz[0] = 0.0
-                if t < tokens:
-                    mix[0] = h_mix[t, g]
-                    z[0] = alpha[section(g, n, head)] * (mix[0] * inv[0]) + bias[g]
-                    gate[0] = 1.0 / (1.0 + T.exp(-z[0]))
-                    dz[0] = gate[0] / (1.0 + T.exp(z[0]))
-                    if g < n:
-                        factor[t, 1 + g] = gate[0] + hc_eps
-                        dz[0] *= dh_pre[t, g]
-                    else:
-                        dz[0] *= post_mult * dh_post[t, g - n]
-                finish(dz[0], mix[0], inv[0], alpha, g, dinv, dh_mix, sums, t, group, lane)
-            if not head:
-                for ij in T.unroll(n * n):
-                    dc[ij] = 0.0
-                if t < tokens:
-                    if iters > 0:
-                        for ij in T.unroll(n * n):
-                            c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
-                        sinkhorn(c, iters, sinkhorn_eps, n, divisors, t)
-                        for ij in T.unroll(n * n):
-                            factor[t, 1 + n + ij] = c[ij]
-                    for ij in T.unroll(n * n):
-                        dc[ij] = dh_res[t, ij]
-                    if iters > 0:
-                        half_steps_back(c, dc, divisors, t, iters, n)
-                        for ij in T.unroll(n * n):
-                            c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
-                        softmax_back(c, dc, n)
-                for ij in T.unroll(n * n):
-                    if t < tokens:
-                        mix[0] = h_mix[t, 2 * n + ij]
-                    finish(dc[ij], mix[0], inv[0], alpha, 2 * n + ij, dinv, dh_mix, sums, t, group, lane)
-            if t < tokens:
-                factor[t, 0] = -dinv[0] * inv[0] * inv[0] * inv[0] / K
-                for p in numbered:
-                    for m in T.unroll(M, rows):
-                        dh_mix[t, p * rows + m] = T.cast(0.0, dtype)
-
-    return mhc_pre_dmaps
+def dh_pre_of(x, dh_in):
+    """Pass A: [T, n]"""
+    n, D = x.shape[-2:]
+    T = dh_in.numel() // D
+    dh_pre = torch.empty((T, n), dtype=torch.float32, device=x.device)
+    threads = configs.per_group(device.of(x.device))
+    launch = mhc_pre_dh_pre_kernel(n=n, D=D, dtype=NAMES[x.dtype], in_dtype=NAMES[dh_in.dtype], threads=threads)
+    launch(x=x.view(T, n, D), dh_in=dh_in.view(T, D), dh_pre=dh_pre)
+    return dh_pre
 
 
 def mhc_pre_bwd(
+    *,
     x,
     phi,
     alpha,
     bias,
     gamma,
+    options,
     inv_rms,
     h_mix,
     dh_in,
     dh_post,
     dh_res,
     dx_next,
-    hc_eps,
-    post_mult,
-    sinkhorn_iters,
-    sinkhorn_eps,
     dx,
     dphi,
     dalpha,
@@ -200,71 +102,74 @@ def mhc_pre_bwd(
     """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is."""
     n, D = x.shape[-2:]
     M, K = phi.shape
-    assert dx_next is None or not mixed or sinkhorn_iters > 0
-    T, dtype, head = inv_rms.numel(), NAMES[x.dtype], M == n
+    assert dx_next is None or not mixed or options.sinkhorn_iters > 0
+    T, dtype = inv_rms.numel(), NAMES[x.dtype]
     if T == 0:
         for gradient in (dphi, dalpha, dbias, dgamma):
             gradient.zero_()
         return
     x, dh_in, dx_next = (None if tensor is None else readable(tensor) for tensor in (x, dh_in, dx_next))
-    inv_rms, h_mix = inv_rms.float(), h_mix.float()
     phi, alpha, bias = phi.float(), alpha.float().view(-1), bias.float()
     gamma = None if gamma is None else gamma.float()
     on = device.of(x.device)
     exact = configs.arithmetic(dtype, on)
 
-    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.device)
-
-    def or_zeros(gradient: torch.Tensor | None, *shape: int) -> torch.Tensor:
-        return x.new_zeros(shape, dtype=torch.float32) if gradient is None else gradient.float().view(shape)
-
-    dh_pre, in_dtype = None, ""
-    if dh_in is not None:
-        in_dtype = NAMES[dh_in.dtype]
-        dh_pre = scratch(T, n)
-        mhc_pre_dh_pre_kernel(n, D, dtype, in_dtype, configs.per_group(on))(x.view(T, n, D), dh_in.view(T, D), dh_pre)
-
-    threads = configs.per_token(on)
-    dh_mix = scratch(T, configs.mix_columns(M, exact.parts), dtype=TYPES[exact.dtype])
-    factor = scratch(T, configs.factors(n, head))
-    sums = scratch(2, M, cdiv(T, threads.lanes))
-    mhc_pre_dmaps_kernel(n, M, K, exact.parts, exact.dtype, threads)(
-        h_mix.view(T, M),
-        inv_rms.view(T),
-        or_zeros(dh_pre, T, n),
-        scratch(0, n) if head else or_zeros(dh_post, T, n),
-        scratch(0, n * n) if head else or_zeros(dh_res, T, n * n),
-        alpha,
-        bias,
-        dh_mix,
-        factor,
-        sums,
-        divisors(T, n, sinkhorn_iters, x.device),
-        hc_eps,
-        post_mult,
-        sinkhorn_iters,
-        sinkhorn_eps,
+    dh_mix, factor, sums = back_through_maps(
+        n=n,
+        K=K,
+        exact=exact,
+        alpha=alpha,
+        bias=bias,
+        options=options,
+        inv_rms=inv_rms.float(),
+        h_mix=h_mix.float(),
+        dh_pre=None if dh_in is None else dh_pre_of(x, dh_in),
+        dh_post=dh_post,
+        dh_res=dh_res,
     )
 
-    residual = "" if dx_next is None else "mixed" if mixed else "added"
-    config = configs.dx(n, D, M, dtype, on)
-    steps, slices = configs.token_slices(T, n, D, config, on.processors)
-    A = scratch(slices, M, K)
-    mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, NAMES[dx.dtype], residual, exact, config)(
-        x.view(T, K),
-        x.new_empty(0, D) if dh_in is None else dh_in.view(T, D),
-        x.new_empty(0, K) if dx_next is None else dx_next.view(T, K),
-        dh_mix,
-        phi_parts(phi, gamma, alpha, n, configs.phi_order(exact.parts), exact.dtype),
-        factor,
-        dx.view(T, K),
-        A,
-        steps,
+    config = configs.dx(n=n, D=D, M=M, dtype=dtype, on=on)
+    steps, slices = configs.partition_rows(T, n=n, D=D, config=config, processors=on.processors)
+    A = torch.empty((slices, M, K), dtype=torch.float32, device=x.device)
+    launch = mhc_pre_dx_kernel(
+        n=n,
+        D=D,
+        M=M,
+        dtype=dtype,
+        in_dtype=None if dh_in is None else NAMES[dh_in.dtype],
+        dx_dtype=NAMES[dx.dtype],
+        residual=Residual.NONE if dx_next is None else Residual.MIXED if mixed else Residual.ADDED,
+        exact=exact,
+        config=config,
     )
-    sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias)
+    order = configs.phi_order(exact.parts)
+    launch(
+        x=x.view(T, K),
+        dh_in=x.new_empty(0, D) if dh_in is None else dh_in.view(T, D),
+        dx_next=x.new_empty(0, K) if dx_next is None else dx_next.view(T, K),
+        dh_mix=dh_mix,
+        phi=phi_parts(phi=phi, gamma=gamma, alpha=alpha, n=n, order=order, dtype=exact.dtype),
+        factor=factor,
+        dx=dx.view(T, K),
+        A=A,
+        steps=steps,
+    )
+    sum_gradients(
+        A=A,
+        sums=sums,
+        phi=phi,
+        gamma=gamma,
+        alpha=alpha,
+        n=n,
+        exact=exact,
+        dphi=dphi,
+        dgamma=dgamma,
+        dalpha=dalpha,
+        dbias=dbias,
+    )
 
 
-def mhc_head_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dout, hc_eps, *gradients):
-    no_maps = (None, None, None)  # dh_post, dh_res, dx_next
-    mhc_pre_bwd(x, phi, alpha, bias, gamma, inv_rms, h_mix, dout, *no_maps, hc_eps, 0.0, 0, 0.0, *gradients)
+def mhc_head_bwd(*, hc_eps, dout, **arguments):
+    """As pre's, with h_in alone."""
+    options = PreOptions(hc_eps=hc_eps, sinkhorn_iters=0)
+    mhc_pre_bwd(**arguments, options=options, dh_in=dout, dh_post=None, dh_res=None, dx_next=None)

@@ -2,28 +2,38 @@
 
 import functools
 import operator
+from enum import Enum, auto
 
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from . import configs
 from .build import F32, kernel
-from .parts import cut, fetch, fragments, release, tiles
+from .parts import fetch, fragments, release, split_bf16, tiles
+
+
+class Residual(Enum):
+    """How dx_next, the gradient of what x becomes, is part of dx."""
+
+    NONE = auto()
+    MIXED = auto()  # by h_res
+    ADDED = auto()  # as it is
 
 
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
-#            + Σ_j h_res[t, i, j]·dx_next[t, j] where residual is "mixed", + dx_next[t, i] where it is "added"
+#            + Σ_j h_res[t, i, j]·dx_next[t, j] where residual is MIXED, + dx_next[t, i] where it is ADDED
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
 @kernel
-def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, config):
-    """in_dtype: of dh_in, "" where there is none."""
+def mhc_pre_dx_kernel(*, n, D, M, dtype, in_dtype, dx_dtype, residual, exact, config):
+    """in_dtype: of dh_in, None where there is none."""
     tokens, slices = T.dynamic("tokens, slices")
     K, rows, head = n * D, configs.padded_maps(M), M == n
     x_parts, parts, part = exact.x_parts, exact.parts, exact.dtype
     block_t, block_d = config.block_t, config.block_d
     streams = tuple(range(config.streams))
-    needed = tuple(range(n)) if residual == "mixed" else streams if residual == "added" else ()
-    from_in, read_dtype = in_dtype != "", in_dtype or dtype
+    mixed, added = residual is Residual.MIXED, residual is Residual.ADDED
+    needed = tuple(range(n)) if mixed else streams if added else ()  # streams of dx_next
+    from_in, read_dtype = in_dtype is not None, in_dtype or dtype
     columns = configs.mix_columns(M, parts)
     x_numbered, numbered = tuple(range(x_parts)), tuple(range(parts))
     depth = len(configs.phi_order(parts)) * rows
@@ -34,28 +44,28 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
         return functools.reduce(operator.add, [tile[p * rows + m, d] for p in reversed(numbered)])
 
     @T.macro
-    def load_x(t0, first, d0, x, dh_mix, x_tile, mix_tile, loaded):
+    def load_x(t0, first, d0, *, x, dh_mix, x_tile, mix_tile, loaded):
         for s in streams:
             fetch(x[t0, (first + s) * D + d0], x_tile[s], loaded)
         fetch(dh_mix[t0, 0], mix_tile, loaded)
 
     @T.macro
-    def load_rest(t0, first, d0, factor, dh_in, dx_next, factor_tile, in_tile, next_tile, loaded):
+    def load_rest(t0, first, d0, *, factor, dh_in, dx_next, factor_tile, in_tile, next_tile, loaded):
         fetch(factor[t0, 0], factor_tile, loaded)
         if from_in:
             fetch(dh_in[t0, d0], in_tile, loaded)
         for j in needed:
-            fetch(dx_next[t0, ((first if residual == "added" else 0) + j) * D + d0], next_tile[j], loaded)
+            fetch(dx_next[t0, ((first if added else 0) + j) * D + d0], next_tile[j], loaded)
 
     @T.macro
-    def multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, product, sums, total):
+    def multiply(*, x_tile, mix_tile, phi_tile, x_part, mix_own, product, sums, total):
         """sums += dh_mixᵀ·x and total = dh_mix·phi"""
         if config.at_once:
             for o in numbered:
                 T.copy(mix_tile[:, 0 : (o + 1) * rows], mix_own[o])
         for s in streams:
             if x_parts > 1:
-                cut(x_tile[s], x_part)
+                split_bf16(x_tile[s], x_part)
             # A fresh product per step: matrix units truncate as they accumulate.
             T.clear(product)
             for p in reversed(x_numbered):
@@ -75,7 +85,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
                 total[s][t, d] += factor_tile[t, 0] * T.cast(x_tile[s][t, d], F32)
 
     @T.macro
-    def add_rest(first, factor_tile, in_tile, next_tile, own, total):
+    def add_rest(first, *, factor_tile, in_tile, next_tile, own, total):
         if from_in:
             for t, d in T.Parallel(block_t, block_d):
                 own[t, d] = T.cast(in_tile[t, d], F32)
@@ -85,7 +95,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
         for j in needed:
             for t, d in T.Parallel(block_t, block_d):
                 own[t, d] = T.cast(next_tile[j][t, d], F32)
-            if residual == "mixed":
+            if mixed:
                 for s in streams:
                     for t, d in T.Parallel(block_t, block_d):
                         total[s][t, d] += factor_tile[t, 1 + n + (first + s) * n + j] * own[t, d]
@@ -94,7 +104,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
                     total[j][t, d] += own[t, d]
 
     @T.macro
-    def store(t0, first, d0, total, out_tile, dx):
+    def store(t0, first, d0, *, total, out_tile, dx):
         for s in streams:
             T.copy(total[s], out_tile)
             for t, d in T.Parallel(block_t, block_d):
@@ -102,18 +112,18 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
                     dx[t0 + t, (first + s) * D + d0 + d] = out_tile[t, d]
 
     @T.macro
-    def store_sums(piece, first, d0, sums, sums_tile, A):
+    def store_sums(token_slice, first, d0, *, sums, sums_tile, A):
         for s in streams:
             T.copy(sums[s], sums_tile)
             for m, d in T.Parallel(rows, block_d):
                 if m < M and d0 + d < D:
-                    A[piece, m, (first + s) * D + d0 + d] = sum_of_parts(sums_tile, m, d)
+                    A[token_slice, m, (first + s) * D + d0 + d] = sum_of_parts(sums_tile, m, d)
 
     @T.prim_func
     def mhc_pre_dx(
         x: T.Tensor((tokens, K), dtype),
         dh_in: T.Tensor((tokens if from_in else 0, D), read_dtype),
-        dx_next: T.Tensor((tokens if residual else 0, K), dtype),
+        dx_next: T.Tensor((tokens if mixed or added else 0, K), dtype),
         dh_mix: T.Tensor((tokens, columns), part),
         phi: T.Tensor((depth, K), part),
         factor: T.Tensor((tokens, configs.factors(n, head)), F32),
@@ -124,7 +134,7 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
         with T.Kernel(T.ceildiv(D, block_d), n // config.streams, slices, threads=config.all_threads) as (
             block,
             group,
-            piece,
+            token_slice,
         ):
             T.annotate_min_blocks_per_sm(config.resident)
             x_tile = tiles(config.streams, (block_t, block_d), dtype)
@@ -149,14 +159,34 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
                     T.copy(phi[0, (first + s) * D + d0], phi_tile[s])
                     T.clear(sums[s])
                 for step in T.serial(steps):
-                    t0 = (piece * steps + step) * block_t
-                    load_x(t0, first, d0, x, dh_mix, x_tile, mix_tile, None)
-                    load_rest(t0, first, d0, factor, dh_in, dx_next, factor_tile, in_tile, next_tile, None)
-                    multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, product, sums, total)
+                    t0 = (token_slice * steps + step) * block_t
+                    load_x(t0, first, d0, x=x, dh_mix=dh_mix, x_tile=x_tile, mix_tile=mix_tile, loaded=None)
+                    load_rest(
+                        t0,
+                        first,
+                        d0,
+                        factor=factor,
+                        dh_in=dh_in,
+                        dx_next=dx_next,
+                        factor_tile=factor_tile,
+                        in_tile=in_tile,
+                        next_tile=next_tile,
+                        loaded=None,
+                    )
+                    multiply(
+                        x_tile=x_tile,
+                        mix_tile=mix_tile,
+                        phi_tile=phi_tile,
+                        x_part=x_part,
+                        mix_own=mix_own,
+                        product=product,
+                        sums=sums,
+                        total=total,
+                    )
                     add_x(factor_tile, x_tile, total)
-                    add_rest(first, factor_tile, in_tile, next_tile, own, total)
-                    store(t0, first, d0, total, out_tile, dx)
-                store_sums(piece, first, d0, sums, sums_tile, A)
+                    add_rest(first, factor_tile=factor_tile, in_tile=in_tile, next_tile=next_tile, own=own, total=total)
+                    store(t0, first, d0, total=total, out_tile=out_tile, dx=dx)
+                store_sums(token_slice, first, d0, sums=sums, sums_tile=sums_tile, A=A)
             else:
                 x_loaded, rest_loaded = T.alloc_barrier(config.loaders), T.alloc_barrier(config.loaders)
                 x_free, rest_free = T.alloc_barrier(config.threads), T.alloc_barrier(config.threads)
@@ -165,27 +195,55 @@ def mhc_pre_dx_kernel(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, confi
                     for s in streams:
                         fetch(phi[0, (first + s) * D + d0], phi_tile[s], x_loaded)  # awaited with the first x
                     for step in T.serial(steps):
-                        t0 = (piece * steps + step) * block_t
-                        T.barrier_wait(x_free, (step + 1) % 2)  # at first for the phase before all, which is over
-                        load_x(t0, first, d0, x, dh_mix, x_tile, mix_tile, x_loaded)
+                        t0 = (token_slice * steps + step) * block_t
+                        # The first waits end at once: of a fresh barrier, the odd phase counts as over.
+                        T.barrier_wait(x_free, (step + 1) % 2)
+                        load_x(t0, first, d0, x=x, dh_mix=dh_mix, x_tile=x_tile, mix_tile=mix_tile, loaded=x_loaded)
                         T.barrier_arrive(x_loaded)
                         T.barrier_wait(rest_free, (step + 1) % 2)
-                        load_rest(t0, first, d0, factor, dh_in, dx_next, factor_tile, in_tile, next_tile, rest_loaded)
+                        load_rest(
+                            t0,
+                            first,
+                            d0,
+                            factor=factor,
+                            dh_in=dh_in,
+                            dx_next=dx_next,
+                            factor_tile=factor_tile,
+                            in_tile=in_tile,
+                            next_tile=next_tile,
+                            loaded=rest_loaded,
+                        )
                         T.barrier_arrive(rest_loaded)
                 else:
                     T.inc_max_nreg(config.registers)
                     for s in streams:
                         T.clear(sums[s])
                     for step in T.serial(steps):
-                        t0 = (piece * steps + step) * block_t
+                        t0 = (token_slice * steps + step) * block_t
                         T.barrier_wait(x_loaded, step % 2)
-                        multiply(x_tile, mix_tile, phi_tile, x_part, mix_own, product, sums, total)
+                        multiply(
+                            x_tile=x_tile,
+                            mix_tile=mix_tile,
+                            phi_tile=phi_tile,
+                            x_part=x_part,
+                            mix_own=mix_own,
+                            product=product,
+                            sums=sums,
+                            total=total,
+                        )
                         T.barrier_wait(rest_loaded, step % 2)
                         add_x(factor_tile, x_tile, total)
                         release(x_free)
-                        add_rest(first, factor_tile, in_tile, next_tile, own, total)
+                        add_rest(
+                            first,
+                            factor_tile=factor_tile,
+                            in_tile=in_tile,
+                            next_tile=next_tile,
+                            own=own,
+                            total=total,
+                        )
                         release(rest_free)
-                        store(t0, first, d0, total, out_tile, dx)
-                    store_sums(piece, first, d0, sums, sums_tile, A)
+                        store(t0, first, d0, total=total, out_tile=out_tile, dx=dx)
+                    store_sums(token_slice, first, d0, sums=sums, sums_tile=sums_tile, A=A)
 
     return mhc_pre_dx

@@ -1,127 +1,27 @@
 """mHC pre, forward: a projection of x, then one kernel that finishes each token.
 
-1. project   partials[slice, :, t] = phi · x[t] and Σ x², per slice of K = nD
+1. pre_project.py: partials[slice, :, t] = phi · x[t] and Σ x², per slice of K = nD
 2. finish    add the slices in order, make the maps (Sinkhorn included), sum the streams to h_in
 
-The head is the same with the pre rows of phi alone. How K is cut into slices depends on n and D only, so a token's bits
-do not depend on the batch.
+The head is the same with the pre rows of phi alone.
 """
 
 import tilelang.language as T
-import torch
 
 from ...core import device
 from ...core.sizes import cdiv
+from ..options import PreOptions
 from . import configs
 from .build import F32, NAMES, ON_CPU, grid, kernel, readable, thread, vector
-from .parts import cut, fetch, pairs, phi_parts, release, tiles
+from .pre_project import project
 from .sinkhorn import sinkhorn
-
-
-# partials[slice, m, t] = Σ_{k in slice} phi[m, k]·x[t, k];  partials[slice, M, t] = Σ_{k in slice} x[t, k]²
-@kernel
-def mhc_pre_project_kernel(M, K, dtype, exact, config):
-    tokens = T.dynamic("tokens")
-    rows, x_parts = configs.padded_maps(M), exact.x_parts
-    products = pairs(x_parts, exact.parts)
-    block_t, block_k, slice_k = config.block_t, config.block_k, config.slice_k
-    slices = config.slices(K)
-    steps, slots = slice_k // block_k, tuple(range(config.stages))
-
-    @T.macro
-    def load(program, step, x, phi, x_tile, phi_tile, loaded):
-        k0 = program % slices * slice_k + step * block_k
-        fetch(x[program // slices * block_t, k0], x_tile, loaded)
-        fetch(phi[0, k0], phi_tile, loaded)
-
-    @T.macro
-    def add(x_tile, phi_tile, x_part, own, squares, product, mix):
-        # A fresh product per step: matrix units truncate as they accumulate.
-        T.clear(product)
-        for t, k in T.Parallel(block_t, block_k):
-            own[t, k] = T.cast(x_tile[t, k], F32)
-            squares[t, k] += own[t, k] * own[t, k]
-        if x_parts > 1:
-            cut(own, x_part)
-        for i, j in products:
-            T.gemm(
-                x_part[i] if x_parts > 1 else x_tile,
-                phi_tile[j * rows : (j + 1) * rows, :],
-                product,
-                transpose_B=True,
-            )
-        for t, m in T.Parallel(block_t, rows):
-            mix[t, m] += product[t, m]
-
-    @T.macro
-    def store(program, squares, square, mix, mix_tile, partials):
-        piece, t0 = program % slices, program // slices * block_t
-        T.reduce_sum(squares, square, dim=1)
-        T.copy(mix, mix_tile)
-        for m, t in T.Parallel(M, block_t):
-            if t0 + t < tokens:
-                partials[piece, m, t0 + t] = mix_tile[t, m]
-        for t in T.Parallel(block_t):
-            if t0 + t < tokens:
-                partials[piece, M, t0 + t] = square[t]
-
-    @T.prim_func
-    def mhc_pre_project(
-        x: T.Tensor((tokens, K), dtype),
-        phi: T.Tensor((exact.parts * rows, K), exact.dtype),
-        partials: T.Tensor((slices, M + 1, tokens), F32),
-    ):
-        with T.Kernel(slices * T.ceildiv(tokens, block_t), threads=config.all_threads) as program:
-            T.annotate_min_blocks_per_sm(config.resident)
-            x_tile = tiles(config.stages, (block_t, block_k), dtype)
-            phi_tile = tiles(config.stages, (exact.parts * rows, block_k), exact.dtype)
-            x_part = tiles(x_parts if x_parts > 1 else 0, (block_t, block_k), exact.dtype)
-            own = T.alloc_fragment((block_t, block_k), F32)
-            squares = T.alloc_fragment((block_t, block_k), F32)
-            square = T.alloc_fragment((block_t,), F32)
-            product = T.alloc_fragment((block_t, rows), F32)
-            mix = T.alloc_fragment((block_t, rows), F32)
-            mix_tile = T.alloc_shared((block_t, rows), F32)
-            if not config.loaders:
-                T.clear(mix)
-                T.clear(squares)
-                for step in T.serial(steps):
-                    load(program, step, x, phi, x_tile[0], phi_tile[0], None)
-                    add(x_tile[0], phi_tile[0], x_part, own, squares, product, mix)
-                store(program, squares, square, mix, mix_tile, partials)
-            else:
-                loaded = tuple(T.alloc_barrier(config.loaders) for _ in slots)
-                free = tuple(T.alloc_barrier(config.threads) for _ in slots)
-                if T.get_thread_binding() >= config.threads:
-                    T.dec_max_nreg(configs.LOADER_REGISTERS)
-                    for turn in T.serial(T.ceildiv(steps, config.stages)):
-                        for slot in slots:
-                            if turn * config.stages + slot < steps:
-                                # At first for the phase before all, which is over.
-                                T.barrier_wait(free[slot], (turn + 1) % 2)
-                                step = turn * config.stages + slot
-                                load(program, step, x, phi, x_tile[slot], phi_tile[slot], loaded[slot])
-                                T.barrier_arrive(loaded[slot])
-                else:
-                    T.inc_max_nreg(config.registers)
-                    T.clear(mix)
-                    T.clear(squares)
-                    for turn in T.serial(T.ceildiv(steps, config.stages)):
-                        for slot in slots:
-                            if turn * config.stages + slot < steps:
-                                T.barrier_wait(loaded[slot], turn % 2)
-                                add(x_tile[slot], phi_tile[slot], x_part, own, squares, product, mix)
-                                release(free[slot])
-                    store(program, squares, square, mix, mix_tile, partials)
-
-    return mhc_pre_project
 
 
 # h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
 # h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post);  h_res = sinkhorn(z_res), or z_res where iters is 0
 # h_in = Σ_i h_pre[i]·x[i]
 @kernel
-def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors, resident):
+def mhc_pre_finish_kernel(*, n, D, M, dtype, slices, threads, vectors, resident):
     """The first blocks make the maps, a thread per token; the others read x, a block per token and block of channels,
     and make the h_pre of their token themselves. In the head, M is n, and h_post and h_res are empty."""
     tokens = T.dynamic("tokens")
@@ -132,16 +32,30 @@ def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors, resident):
 
     @T.macro
     def make_maps(
-        t, partials, alpha, bias, h_post, h_res, inv_rms, h_mix, h_pre, norm_eps, hc_eps, post_mult, iters, sinkhorn_eps
+        t,
+        *,
+        partials,
+        alpha,
+        bias,
+        h_post,
+        h_res,
+        inv_rms,
+        h_mix,
+        h_pre,
+        norm_eps,
+        hc_eps,
+        post_mult,
+        iters,
+        sinkhorn_eps,
     ):
         mix = T.alloc_local((M + 1,), F32)
         inv = T.alloc_local((1,), F32)
         c = T.alloc_local((n * n,), F32)
         for m in T.unroll(M + 1):
             mix[m] = 0.0
-        for piece in T.serial(slices):
+        for k_slice in T.serial(slices):
             for m in T.unroll(M + 1):
-                mix[m] += partials[piece, m, t]
+                mix[m] += partials[k_slice, m, t]
         inv[0] = 1.0 / T.sqrt(mix[M] / (n * D) + norm_eps)
         inv_rms[t] = inv[0]
         for m in T.unroll(M):
@@ -154,12 +68,12 @@ def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors, resident):
             for ij in T.unroll(n * n):
                 c[ij] = alpha[2] * (mix[2 * n + ij] * inv[0]) + bias[2 * n + ij]
             if iters > 0:
-                sinkhorn(c, iters, sinkhorn_eps, n)
+                sinkhorn(c, iters=iters, eps=sinkhorn_eps, n=n)
             for ij in T.unroll(n * n):
                 h_res[t, ij] = c[ij]
 
     @T.macro
-    def read(t, first, x, partials, alpha, bias, h_in, norm_eps, hc_eps):
+    def read(t, first, *, x, partials, alpha, bias, h_in, norm_eps, hc_eps):
         mix = T.alloc_local((n + 1,), F32)
         inv = T.alloc_local((1,), F32)
         x_own = T.alloc_local((vectors * n * width,), dtype)
@@ -172,10 +86,10 @@ def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors, resident):
                         x_own[(u * n + i) * width + v] = x[t, i, first + u * stride + v]
         for i in T.unroll(n + 1):
             mix[i] = 0.0
-        for piece in T.unroll(slices):
+        for k_slice in T.unroll(slices):
             for i in T.unroll(n):
-                mix[i] += partials[piece, i, t]
-            mix[n] += partials[piece, M, t]
+                mix[i] += partials[k_slice, i, t]
+            mix[n] += partials[k_slice, M, t]
         inv[0] = 1.0 / T.sqrt(mix[n] / (n * D) + norm_eps)
         for i in T.unroll(n):
             mix[i] = 1.0 / (1.0 + T.exp(-(alpha[0] * (mix[i] * inv[0]) + bias[i]))) + hc_eps
@@ -213,64 +127,87 @@ def mhc_pre_finish_kernel(n, D, M, dtype, slices, threads, vectors, resident):
             if block < T.ceildiv(tokens, threads.block):
                 t = block * threads.block + thread(threads)
                 if t < tokens:
-                    options = (norm_eps, hc_eps, post_mult, iters, sinkhorn_eps)
-                    make_maps(t, partials, alpha, bias, h_post, h_res, inv_rms, h_mix, h_pre, *options)
+                    make_maps(
+                        t,
+                        partials=partials,
+                        alpha=alpha,
+                        bias=bias,
+                        h_post=h_post,
+                        h_res=h_res,
+                        inv_rms=inv_rms,
+                        h_mix=h_mix,
+                        h_pre=h_pre,
+                        norm_eps=norm_eps,
+                        hc_eps=hc_eps,
+                        post_mult=post_mult,
+                        iters=iters,
+                        sinkhorn_eps=sinkhorn_eps,
+                    )
             else:
                 item = block - T.ceildiv(tokens, threads.block)
                 first = item % blocks * (stride * vectors) + thread(threads) * width
-                read(item // blocks, first, x, partials, alpha, bias, h_in, norm_eps, hc_eps)
+                read(
+                    item // blocks,
+                    first,
+                    x=x,
+                    partials=partials,
+                    alpha=alpha,
+                    bias=bias,
+                    h_in=h_in,
+                    norm_eps=norm_eps,
+                    hc_eps=hc_eps,
+                )
 
     return mhc_pre_finish
 
 
-def forward(x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, iters, sinkhorn_eps, h_in, *maps):
-    """maps: h_post, h_res, inv_rms, h_mix, h_pre"""
+def finish(*, x, partials, alpha, bias, options, h_in, inv_rms, h_mix, h_post=None, h_res=None, h_pre=None):
+    """From the sums of `project`. A head has neither h_post nor h_res; h_pre where somebody wants it."""
     n, D = x.shape[-2:]
-    M, K = phi.shape
-    x = readable(x)
-    T, dtype = x.numel() // K, NAMES[x.dtype]
-    h_post, h_res, inv_rms, h_mix, h_pre = maps
-    on = device.of(x.device)
-    exact, config = configs.arithmetic(dtype, on), configs.project(M, K, dtype, on)
-    slices = config.slices(K)
-    partials = torch.empty((slices, M + 1, T), dtype=torch.float32, device=x.device)
-    weights = None if gamma is None else gamma.float()
-    parts = phi_parts(phi.float(), weights, None, n, tuple(range(exact.parts)), exact.dtype)
-    mhc_pre_project_kernel(M, K, dtype, exact, config)(x.view(T, K), parts, partials)
-    mhc_pre_finish_kernel(n, D, M, dtype, slices, *configs.finish(on, n, D, dtype))(
-        x.view(T, n, D),
-        partials,
-        alpha.float().view(-1),
-        bias.float(),
-        h_in.view(T, D),
-        h_post.view(-1, n),
-        h_res.view(-1, n * n),
-        inv_rms.view(T),
-        h_mix.view(T, M),
-        h_pre.view(T, n),
-        norm_eps,
-        hc_eps,
-        post_mult,
-        iters,
-        sinkhorn_eps,
+    slices, T, M = partials.shape[0], partials.shape[2], partials.shape[1] - 1
+    dtype = NAMES[x.dtype]
+    config = configs.finish(device.of(x.device), n, D, dtype)
+    launch = mhc_pre_finish_kernel(
+        n=n,
+        D=D,
+        M=M,
+        dtype=dtype,
+        slices=slices,
+        threads=config.threads,
+        vectors=config.vectors,
+        resident=config.resident,
+    )
+    none = inv_rms.new_empty(0)
+    launch(
+        x=x.view(T, n, D),
+        partials=partials,
+        alpha=alpha.float().view(-1),
+        bias=bias.float(),
+        h_in=h_in.view(T, D),
+        h_post=(none if h_post is None else h_post).view(-1, n),
+        h_res=(none if h_res is None else h_res).view(-1, n * n),
+        inv_rms=inv_rms.view(T),
+        h_mix=h_mix.view(T, M),
+        h_pre=inv_rms.new_empty(T, n) if h_pre is None else h_pre.view(T, n),
+        norm_eps=options.norm_eps,
+        hc_eps=options.hc_eps,
+        post_mult=options.post_mult,
+        iters=options.sinkhorn_iters,
+        sinkhorn_eps=options.sinkhorn_eps,
     )
 
 
-def mhc_pre_fwd(x, phi, alpha, bias, gamma, *options_and_outputs):
+def mhc_pre_fwd(*, x, phi, alpha, bias, gamma, options, **outputs):
+    """outputs: h_in, inv_rms, h_mix and, where they are wanted, h_post, h_res, h_pre"""
     if x.numel():
-        forward(x, phi, alpha, bias, gamma, *options_and_outputs)
+        x = readable(x)
+        finish(x=x, partials=project(x, phi, gamma), alpha=alpha, bias=bias, options=options, **outputs)
 
 
-def without_h_pre(x, *arguments):
-    """As mhc_pre_fwd, where the caller does not want h_pre."""
-    mhc_pre_fwd(x, *arguments, x.new_empty(x.shape[:-1], dtype=torch.float32))
+def mhc_layer_pre(*, link, **arguments):
+    """Nobody reads the link."""
+    mhc_pre_fwd(**arguments)
 
 
-def mhc_layer_pre(*arguments):
-    *inputs_and_maps, _, inv_rms, h_mix = arguments  # the link holds a zero already
-    without_h_pre(*inputs_and_maps, inv_rms, h_mix)
-
-
-def mhc_head_fwd(x, phi, alpha, bias, gamma, norm_eps, hc_eps, out, inv_rms, h_mix):
-    none = inv_rms.new_empty(0)
-    without_h_pre(x, phi, alpha, bias, gamma, norm_eps, hc_eps, 0.0, 0, 0.0, out, none, none, inv_rms, h_mix)
+def mhc_head_fwd(*, norm_eps, hc_eps, out, **arguments):
+    mhc_pre_fwd(**arguments, options=PreOptions(norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iters=0), h_in=out)

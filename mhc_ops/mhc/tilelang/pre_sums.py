@@ -13,7 +13,7 @@ from .parts import section
 # A = Σ_slices A[slice], in order;  dphi = alpha·A ⊙ gamma;  dgamma = Σ_M alpha·phi ⊙ A
 # missing[m, group] = Σ_{k of the group} rest[m, k]·A[m, k], where rest is what the parts of gamma ⊙ phi leave out
 @kernel
-def mhc_pre_dphi_kernel(n, M, K, parts, dtype, weighted, threads):
+def mhc_pre_dphi_kernel(*, n, M, K, parts, dtype, weighted, threads):
     """A thread takes a column k. `weighted`: with gamma."""
     slices = T.dynamic("slices")
 
@@ -41,9 +41,9 @@ def mhc_pre_dphi_kernel(n, M, K, parts, dtype, weighted, threads):
             if k < K:
                 if weighted:
                     weight[0] = gamma[k]
-                for piece in T.serial(slices):
+                for token_slice in T.serial(slices):
                     for m in T.unroll(M):
-                        total[m] += A[piece, m, k]
+                        total[m] += A[token_slice, m, k]
             for m in T.unroll(M):
                 rest[0] = 0.0
                 if k < K:
@@ -66,7 +66,7 @@ def mhc_pre_dphi_kernel(n, M, K, parts, dtype, weighted, threads):
 # dbias[m] = Σ_t dz;  by_row[m] = Σ_t dz·m
 # Where m was made from parts of phi, it lacks rest·v·inv_rms, and Σ_t dz·(rest·v·inv_rms) = Σ_k rest·A.
 @kernel
-def mhc_pre_dbias_kernel(M, threads):
+def mhc_pre_dbias_kernel(*, M, threads):
     """A group of lanes takes a row."""
     groups, columns = T.dynamic("groups, columns")
 
@@ -100,7 +100,7 @@ def mhc_pre_dbias_kernel(M, threads):
 
 # dalpha[section] = Σ_{m in section} by_row[m]
 @kernel
-def mhc_pre_dalpha_kernel(n, M, threads):
+def mhc_pre_dalpha_kernel(*, n, M, threads):
     sections = ((0, n), (n, 2 * n), (2 * n, M)) if M > n else ((0, n),)
 
     @T.prim_func
@@ -117,17 +117,27 @@ def mhc_pre_dalpha_kernel(n, M, threads):
     return mhc_pre_dalpha
 
 
-def sum_gradients(A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias):
+def sum_gradients(*, A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias):
     """A: [slices, M, K]   sums: [2, M, groups], Σ dz and Σ dz·m of each group of tokens"""
     _, M, K = A.shape
     on = device.of(A.device)
-    columns, group = configs.per_column(on), configs.per_token(on)
-    missing = torch.empty((M, cdiv(K, columns.lanes)), dtype=torch.float32, device=A.device)
+    threads, weighted = configs.per_column(on), gamma is not None
+    missing = torch.empty((M, cdiv(K, threads.lanes)), dtype=torch.float32, device=A.device)
     by_row = torch.empty(M, dtype=torch.float32, device=A.device)
-    weights = A.new_empty(0) if gamma is None else gamma.view(K)
-    with in_fp32(dphi, dgamma, dalpha, dbias) as (wide_dphi, wide_dgamma, wide_dalpha, wide_dbias):
-        mhc_pre_dphi_kernel(n, M, K, exact.parts, exact.dtype, gamma is not None, columns)(
-            A, phi, weights, alpha, wide_dphi, wide_dgamma.view(-1), missing
+    launch_dphi = mhc_pre_dphi_kernel(
+        n=n, M=M, K=K, parts=exact.parts, dtype=exact.dtype, weighted=weighted, threads=threads
+    )
+    launch_dbias = mhc_pre_dbias_kernel(M=M, threads=configs.per_token(on))
+    launch_dalpha = mhc_pre_dalpha_kernel(n=n, M=M, threads=configs.per_token(on))
+    with in_fp32(dphi=dphi, dgamma=dgamma, dalpha=dalpha, dbias=dbias) as wide:
+        launch_dphi(
+            A=A,
+            phi=phi,
+            gamma=gamma.view(K) if weighted else A.new_empty(0),
+            alpha=alpha,
+            dphi=wide["dphi"],
+            dgamma=wide["dgamma"].view(-1),
+            missing=missing,
         )
-        mhc_pre_dbias_kernel(M, group)(sums, missing, wide_dbias, by_row)
-        mhc_pre_dalpha_kernel(n, M, group)(by_row, wide_dalpha.view(-1))
+        launch_dbias(sums=sums, missing=missing, dbias=wide["dbias"], by_row=by_row)
+        launch_dalpha(by_row=by_row, dalpha=wide["dalpha"].view(-1))

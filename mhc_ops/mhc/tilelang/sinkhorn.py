@@ -31,7 +31,7 @@ def softmax(c, n):
 
 # c /= colsum(c) + eps where `columns`, else c /= rowsum(c) + eps; where `divisors` are kept, they go to [step, :, t]
 @T.macro
-def divide(c, eps, n, columns, divisors, step, t):
+def divide(c, eps, *, n, columns, divisors, step, t):
     divisor = T.alloc_local((1,), F32)
     for a in T.unroll(n):
         divisor[0] = eps
@@ -45,19 +45,19 @@ def divide(c, eps, n, columns, divisors, step, t):
 
 # c = softmax(c) + eps;  c /= colsum + eps;  then iters − 1 times:  c /= rowsum + eps;  c /= colsum + eps
 @T.macro
-def sinkhorn(c, iters, eps, n, divisors=None, t=0):
+def sinkhorn(c, *, iters, eps, n, divisors=None, t=0):
     softmax(c, n)
     for ij in T.unroll(n * n):
         c[ij] += eps
-    divide(c, eps, n, True, divisors, 0, t)
+    divide(c, eps, n=n, columns=True, divisors=divisors, step=0, t=t)
     for round in T.serial(iters - 1):
-        divide(c, eps, n, False, divisors, 2 * round + 1, t)
-        divide(c, eps, n, True, divisors, 2 * round + 2, t)
+        divide(c, eps, n=n, columns=False, divisors=divisors, step=2 * round + 1, t=t)
+        divide(c, eps, n=n, columns=True, divisors=divisors, step=2 * round + 2, t=t)
 
 
 # Back through c' = c / divisor:  dc = (dc' − Σ dc'·c') / divisor,  c = c'·divisor
 @T.macro
-def divide_back(c, dc, divisors, step, t, n, columns):
+def divide_back(c, dc, *, n, columns, divisors, step, t):
     divisor = T.alloc_local((1,), F32)
     total = T.alloc_local((1,), F32)
     for a in T.unroll(n):
@@ -73,11 +73,11 @@ def divide_back(c, dc, divisors, step, t, n, columns):
 
 # Back through the half steps of c = sinkhorn(z): dc becomes the gradient of softmax(z)
 @T.macro
-def half_steps_back(c, dc, divisors, t, iters, n):
+def half_steps_back(c, dc, *, iters, n, divisors, t):
     for done in T.serial(iters - 1):
-        divide_back(c, dc, divisors, 2 * (iters - 1 - done), t, n, True)
-        divide_back(c, dc, divisors, 2 * (iters - 1 - done) - 1, t, n, False)
-    divide_back(c, dc, divisors, 0, t, n, True)
+        divide_back(c, dc, n=n, columns=True, divisors=divisors, step=2 * (iters - 1 - done), t=t)
+        divide_back(c, dc, n=n, columns=False, divisors=divisors, step=2 * (iters - 1 - done) - 1, t=t)
+    divide_back(c, dc, n=n, columns=True, divisors=divisors, step=0, t=t)
 
 
 # Back through softmax(c): dc becomes the gradient of c
@@ -94,7 +94,7 @@ def softmax_back(c, dc, n):
 
 
 @kernel
-def sinkhorn_fwd_kernel(n, dtype, threads):
+def sinkhorn_fwd_kernel(*, n, dtype, threads):
     tokens = T.dynamic("tokens")
 
     @T.prim_func
@@ -110,7 +110,7 @@ def sinkhorn_fwd_kernel(n, dtype, threads):
             if t < tokens:
                 for ij in T.unroll(n * n):
                     c[ij] = T.cast(logits[t, ij], F32)
-                sinkhorn(c, iters, eps, n)
+                sinkhorn(c, iters=iters, eps=eps, n=n)
                 for ij in T.unroll(n * n):
                     h_res[t, ij] = c[ij]
 
@@ -118,7 +118,7 @@ def sinkhorn_fwd_kernel(n, dtype, threads):
 
 
 @kernel
-def sinkhorn_bwd_kernel(n, dtype, threads):
+def sinkhorn_bwd_kernel(*, n, dtype, threads):
     tokens, half_steps = T.dynamic("tokens, half_steps")
 
     @T.prim_func
@@ -138,8 +138,8 @@ def sinkhorn_bwd_kernel(n, dtype, threads):
                 for ij in T.unroll(n * n):
                     c[ij] = T.cast(logits[t, ij], F32)
                     dc[ij] = dh_res[t, ij]
-                sinkhorn(c, iters, eps, n, divisors, t)
-                half_steps_back(c, dc, divisors, t, iters, n)
+                sinkhorn(c, iters=iters, eps=eps, n=n, divisors=divisors, t=t)
+                half_steps_back(c, dc, iters=iters, n=n, divisors=divisors, t=t)
                 for ij in T.unroll(n * n):
                     c[ij] = T.cast(logits[t, ij], F32)
                 softmax_back(c, dc, n)
@@ -154,17 +154,25 @@ def divisors(T: int, n: int, iters: int, on: torch.device) -> torch.Tensor:
     return torch.empty((max(1, 2 * iters - 1), n, T), dtype=torch.float32, device=on)
 
 
-def sinkhorn_fwd(logits, iters, eps, h_res):
+def sinkhorn_fwd(*, logits, iters, eps, h_res):
     n = logits.shape[-1]
     if logits.numel():
-        run = sinkhorn_fwd_kernel(n, NAMES[logits.dtype], configs.per_token(device.of(logits.device)))
-        run(logits.view(-1, n * n), h_res.view(-1, n * n), iters, eps)
+        threads = configs.per_token(device.of(logits.device))
+        launch = sinkhorn_fwd_kernel(n=n, dtype=NAMES[logits.dtype], threads=threads)
+        launch(logits=logits.view(-1, n * n), h_res=h_res.view(-1, n * n), iters=iters, eps=eps)
 
 
-def sinkhorn_bwd(logits, dh_res, iters, eps, dlogits):
+def sinkhorn_bwd(*, logits, iters, eps, dh_res, dlogits):
     n = logits.shape[-1]
     T = logits.numel() // (n * n)
     if T:
-        run = sinkhorn_bwd_kernel(n, NAMES[logits.dtype], configs.per_token(device.of(logits.device)))
-        scratch = divisors(T, n, iters, logits.device)
-        run(logits.view(T, n * n), dh_res.view(T, n * n), dlogits.view(T, n * n), scratch, iters, eps)
+        threads = configs.per_token(device.of(logits.device))
+        launch = sinkhorn_bwd_kernel(n=n, dtype=NAMES[logits.dtype], threads=threads)
+        launch(
+            logits=logits.view(T, n * n),
+            dh_res=dh_res.view(T, n * n),
+            dlogits=dlogits.view(T, n * n),
+            divisors=divisors(T, n, iters, logits.device),
+            iters=iters,
+            eps=eps,
+        )

@@ -1,5 +1,6 @@
 """The Triton kernels of the convolution: against fp64, bit for bit against themselves, and at the edges."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest

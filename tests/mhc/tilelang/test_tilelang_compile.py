@@ -10,6 +10,7 @@ from tilelang_targets import DEVICES, PRODUCTS, Product, distinct_products, laun
 from mhc_ops.core.device import Device
 from mhc_ops.measure import cases
 from mhc_ops.mhc.tilelang import configs
+from mhc_ops.mhc.tilelang.pre_dx import Residual
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 needs_nvcc = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc to compile with")
@@ -95,7 +96,7 @@ def test_products_lower_for_amd(target, item):
 @pytest.mark.parametrize(("n", "dtype"), [(8, "float32"), (1, "float32"), (2, "float16")])
 def test_gradients_of_maps_alone(n, dtype, target):
     """Without dh_in and dx_next, threads take other elements of x: for n = 1 and 8, fp32 once summed it three times."""
-    product = Product("mhc_pre_dx", n, 64, dtype, dh_in=False, residual="")
+    product = Product("mhc_pre_dx", n, 64, dtype, dh_in=False, residual=Residual.NONE)
     lowered([product.function(DEVICES[target])], target)
 
 

@@ -131,11 +131,11 @@ def test_dx(on):
 
 
 @by_device
-def test_slices_of_tokens(on):
+def test_partition_rows(on):
     for n, dtype, T in itertools.product(STREAMS, TYPES, TOKENS):
         for D in (1, 64, 4096):
             config = configs.dx(n, D, maps(n)[1], dtype, on)
-            steps, slices = configs.token_slices.__wrapped__(T, n, D, config, on.processors)
+            steps, slices = configs.partition_rows.__wrapped__(T, n, D, config, on.processors)
             blocks = cdiv(T, config.block_t)
             assert 1 <= slices <= configs.MOST_TOKEN_SLICES
             assert (slices - 1) * steps < blocks <= slices * steps

@@ -13,33 +13,34 @@ pytest.importorskip("tilelang")
 import mhc_ops
 from mhc_ops.core import backend
 from mhc_ops.measure import accuracy, cases
-from mhc_ops.mhc.tilelang import pre_bwd, pre_fwd
+from mhc_ops.mhc.tilelang import build, pre_bwd, pre_project, pre_sums
+from mhc_ops.mhc.tilelang.pre_dx import Residual
 
 
-def project(M, K, dtype, exact, config):
-    def run(x, parts, partials):
+def project(*, M, K, config, **constants):
+    def run(*, x, phi, partials):
         partials.zero_()
         for piece in range(config.slices(K)):
             columns = slice(piece * config.slice_k, (piece + 1) * config.slice_k)
-            partials[piece, :M] = parts[:M, columns] @ x[:, columns].T
+            partials[piece, :M] = phi[:M, columns] @ x[:, columns].T
             partials[piece, M] = x[:, columns].square().sum(1)
 
     return run
 
 
-def dx(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, config):
-    def run(x, dh_in, dx_next, dh_mix, phi, factor, dx, A, steps):
+def dx(*, n, D, M, in_dtype, residual, config, **constants):
+    def run(*, x, dh_in, dx_next, dh_mix, phi, factor, dx, A, steps):
         size = steps * config.block_t
         for piece in range(len(A)):
             tokens = slice(piece * size, (piece + 1) * size)
             A[piece] = dh_mix[tokens, :M].T @ x[tokens]
         total = dh_mix @ phi + factor[:, :1] * x
-        if in_dtype:
+        if in_dtype is not None:
             total += (factor[:, 1 : 1 + n, None] * dh_in[:, None]).flatten(1)
-        if residual == "mixed":
+        if residual is Residual.MIXED:
             h_res = factor[:, 1 + n : 1 + n + n * n].unflatten(1, (n, n))
             total += (h_res @ dx_next.unflatten(1, (n, D))).flatten(1)
-        if residual == "added":
+        if residual is Residual.ADDED:
             total += dx_next
         dx.copy_(total)
 
@@ -48,7 +49,7 @@ def dx(n, D, M, dtype, in_dtype, dx_dtype, residual, exact, config):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(pre_fwd, "mhc_pre_project_kernel", project)
+    monkeypatch.setattr(pre_project, "mhc_pre_project_kernel", project)
     monkeypatch.setattr(pre_bwd, "mhc_pre_dx_kernel", dx)
     monkeypatch.setattr(backend, "why_not", lambda family, name, device_type: None)
 
@@ -111,3 +112,19 @@ def test_h_out_in_fp64(on_cpu):
     exact = accuracy.truth(cases.MHC_POST, tensors, cotangents)
     assert results["dh_out"].dtype == torch.float64
     assert all(accuracy.close(results[name].float(), exact[name]) for name in exact)
+
+
+def test_arguments_of_a_kernel_go_by_name():
+    """Two fp32 vectors of the same length, as a caller could swap them unseen."""
+    launch = pre_sums.mhc_pre_dbias_kernel(M=2, threads=build.ON_CPU)
+    inputs = {"sums": torch.arange(12.0).view(2, 2, 3), "missing": torch.ones(2, 5)}
+    outputs = {"dbias": torch.empty(2), "by_row": torch.empty(2)}
+    launch(**dict(reversed(outputs.items())), **inputs)
+    assert outputs["dbias"].tolist() == [3.0, 12.0]
+    assert outputs["by_row"].tolist() == [26.0, 35.0]
+    with pytest.raises(TypeError, match=r"^mhc_pre_dbias: missing \['by_row'\], unknown \[\]$"):
+        launch(**inputs, dbias=outputs["dbias"])
+    with pytest.raises(TypeError, match=r"^mhc_pre_dbias: missing \['by_row'\], unknown \['by_column'\]$"):
+        launch(**inputs, dbias=outputs["dbias"], by_column=outputs["by_row"])
+    with pytest.raises(TypeError):
+        launch(*inputs.values(), *outputs.values())

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 pytest.importorskip("tilelang")
-from mhc_ops.mhc.tilelang import build
+from mhc_ops.mhc.tilelang import build, sinkhorn
 
 LEAVE = """
     import threading, time
@@ -22,8 +22,8 @@ LEAVE = """
         return compile(*arguments, **options)
 
     build.tilelang.compile = announced
-    arguments = (8, build.F32, build.ON_CPU)
-    threading.Thread(target=sinkhorn.sinkhorn_fwd_kernel, args=arguments, daemon=True).start()
+    constants = dict(n=8, dtype=build.F32, threads=build.ON_CPU)
+    threading.Thread(target=sinkhorn.sinkhorn_fwd_kernel, kwargs=constants, daemon=True).start()
     inside.wait()
     time.sleep({delay})
 """
@@ -69,8 +69,9 @@ def test_one_thread_compiles_for_all(monkeypatch):
         return function
 
     monkeypatch.setattr(build.tilelang, "compile", compile)
-    factory = build.kernel(lambda number, threads: number)
-    callers = [threading.Thread(target=factory, args=(number, build.ON_CPU)) for number in range(4)]
+    factory = build.kernel(sinkhorn.sinkhorn_fwd_kernel.__wrapped__)
+    constants = [{"n": n, "dtype": build.F32, "threads": build.ON_CPU} for n in range(1, 5)]
+    callers = [threading.Thread(target=factory, kwargs=of_one) for of_one in constants]
     for caller in callers:
         caller.start()
     for caller in callers:

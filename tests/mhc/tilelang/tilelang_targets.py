@@ -22,8 +22,8 @@ from mhc_ops.core import backend, device
 from mhc_ops.core.device import Device
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.tilelang import build, configs
-from mhc_ops.mhc.tilelang.pre_dx import mhc_pre_dx_kernel
-from mhc_ops.mhc.tilelang.pre_fwd import mhc_pre_project_kernel
+from mhc_ops.mhc.tilelang.pre_dx import Residual, mhc_pre_dx_kernel
+from mhc_ops.mhc.tilelang.pre_project import mhc_pre_project_kernel
 
 # By what nvcc compiles for: instructions of one generation alone are marked with an a.
 DEVICES = {name + "a" * (name in ("sm_90", "sm_100", "sm_120")): on for name, on in GPUS.items()}
@@ -60,7 +60,7 @@ class Product:
     D: int
     dtype: str
     dh_in: bool = True
-    residual: str = "mixed"
+    residual: Residual = Residual.MIXED
 
     @property
     def M(self) -> int:
@@ -77,12 +77,17 @@ class Product:
         return self.config(on).tiles(*streams, self.M, self.dtype, configs.arithmetic(self.dtype, on))
 
     def function(self, on: Device):
-        exact, config, dtype = configs.arithmetic(self.dtype, on), self.config(on), self.dtype
+        constants = {"dtype": self.dtype, "exact": configs.arithmetic(self.dtype, on), "config": self.config(on)}
         if self.kernel == "mhc_pre_project":
-            return mhc_pre_project_kernel.__wrapped__(self.M, self.n * self.D, dtype, exact, config)
-        in_dtype = dtype if self.dh_in else ""
+            return mhc_pre_project_kernel.__wrapped__(M=self.M, K=self.n * self.D, **constants)
         return mhc_pre_dx_kernel.__wrapped__(
-            self.n, self.D, self.M, dtype, in_dtype, dtype, self.residual, exact, config
+            n=self.n,
+            D=self.D,
+            M=self.M,
+            in_dtype=self.dtype if self.dh_in else None,
+            dx_dtype=self.dtype,
+            residual=self.residual,
+            **constants,
         )
 
 

@@ -1,0 +1,155 @@
+"""mHC pre, forward, first step: the projection of x on phi, and Σ x², per slice of K = nD.
+
+How K is split into slices depends on n and D only, so a token's bits do not depend on the batch.
+"""
+
+import tilelang.language as T
+import torch
+
+from ...core import device
+from . import configs
+from .build import F32, NAMES, kernel
+from .parts import fetch, pairs, phi_parts, release, split_bf16, tiles
+
+
+# partials[slice, m, t] = Σ_{k in slice} phi[m, k]·x[t, k];  partials[slice, M, t] = Σ_{k in slice} x[t, k]²
+@kernel
+def mhc_pre_project_kernel(*, M, K, dtype, exact, config):
+    tokens = T.dynamic("tokens")
+    rows, x_parts = configs.padded_maps(M), exact.x_parts
+    products = pairs(x_parts, exact.parts)
+    block_t, block_k, slice_k = config.block_t, config.block_k, config.slice_k
+    slices = config.slices(K)
+    steps, slots = slice_k // block_k, tuple(range(config.stages))
+
+    @T.macro
+    def load(program, step, *, x, phi, x_tile, phi_tile, loaded):
+        k0 = program % slices * slice_k + step * block_k
+        fetch(x[program // slices * block_t, k0], x_tile, loaded)
+        fetch(phi[0, k0], phi_tile, loaded)
+
+    @T.macro
+    def add(*, x_tile, phi_tile, x_part, own, squares, product, mix):
+        # A fresh product per step: matrix units truncate as they accumulate.
+        T.clear(product)
+        for t, k in T.Parallel(block_t, block_k):
+            own[t, k] = T.cast(x_tile[t, k], F32)
+            squares[t, k] += own[t, k] * own[t, k]
+        if x_parts > 1:
+            split_bf16(own, x_part)
+        for i, j in products:
+            T.gemm(
+                x_part[i] if x_parts > 1 else x_tile,
+                phi_tile[j * rows : (j + 1) * rows, :],
+                product,
+                transpose_B=True,
+            )
+        for t, m in T.Parallel(block_t, rows):
+            mix[t, m] += product[t, m]
+
+    @T.macro
+    def store(program, *, squares, square, mix, mix_tile, partials):
+        k_slice, t0 = program % slices, program // slices * block_t
+        T.reduce_sum(squares, square, dim=1)
+        T.copy(mix, mix_tile)
+        for m, t in T.Parallel(M, block_t):
+            if t0 + t < tokens:
+                partials[k_slice, m, t0 + t] = mix_tile[t, m]
+        for t in T.Parallel(block_t):
+            if t0 + t < tokens:
+                partials[k_slice, M, t0 + t] = square[t]
+
+    @T.prim_func
+    def mhc_pre_project(
+        x: T.Tensor((tokens, K), dtype),
+        phi: T.Tensor((exact.parts * rows, K), exact.dtype),
+        partials: T.Tensor((slices, M + 1, tokens), F32),
+    ):
+        with T.Kernel(slices * T.ceildiv(tokens, block_t), threads=config.all_threads) as program:
+            T.annotate_min_blocks_per_sm(config.resident)
+            x_tile = tiles(config.stages, (block_t, block_k), dtype)
+            phi_tile = tiles(config.stages, (exact.parts * rows, block_k), exact.dtype)
+            x_part = tiles(x_parts if x_parts > 1 else 0, (block_t, block_k), exact.dtype)
+            own = T.alloc_fragment((block_t, block_k), F32)
+            squares = T.alloc_fragment((block_t, block_k), F32)
+            square = T.alloc_fragment((block_t,), F32)
+            product = T.alloc_fragment((block_t, rows), F32)
+            mix = T.alloc_fragment((block_t, rows), F32)
+            mix_tile = T.alloc_shared((block_t, rows), F32)
+            if not config.loaders:
+                T.clear(mix)
+                T.clear(squares)
+                for step in T.serial(steps):
+                    load(program, step, x=x, phi=phi, x_tile=x_tile[0], phi_tile=phi_tile[0], loaded=None)
+                    add(
+                        x_tile=x_tile[0],
+                        phi_tile=phi_tile[0],
+                        x_part=x_part,
+                        own=own,
+                        squares=squares,
+                        product=product,
+                        mix=mix,
+                    )
+                store(program, squares=squares, square=square, mix=mix, mix_tile=mix_tile, partials=partials)
+            else:
+                loaded = tuple(T.alloc_barrier(config.loaders) for _ in slots)
+                free = tuple(T.alloc_barrier(config.threads) for _ in slots)
+                if T.get_thread_binding() >= config.threads:
+                    T.dec_max_nreg(configs.LOADER_REGISTERS)
+                    for turn in T.serial(T.ceildiv(steps, config.stages)):
+                        for slot in slots:
+                            if turn * config.stages + slot < steps:
+                                # The first wait ends at once: of a fresh barrier, the odd phase counts as over.
+                                T.barrier_wait(free[slot], (turn + 1) % 2)
+                                step = turn * config.stages + slot
+                                load(
+                                    program,
+                                    step,
+                                    x=x,
+                                    phi=phi,
+                                    x_tile=x_tile[slot],
+                                    phi_tile=phi_tile[slot],
+                                    loaded=loaded[slot],
+                                )
+                                T.barrier_arrive(loaded[slot])
+                else:
+                    T.inc_max_nreg(config.registers)
+                    T.clear(mix)
+                    T.clear(squares)
+                    for turn in T.serial(T.ceildiv(steps, config.stages)):
+                        for slot in slots:
+                            if turn * config.stages + slot < steps:
+                                T.barrier_wait(loaded[slot], turn % 2)
+                                add(
+                                    x_tile=x_tile[slot],
+                                    phi_tile=phi_tile[slot],
+                                    x_part=x_part,
+                                    own=own,
+                                    squares=squares,
+                                    product=product,
+                                    mix=mix,
+                                )
+                                release(free[slot])
+                    store(program, squares=squares, square=square, mix=mix, mix_tile=mix_tile, partials=partials)
+
+    return mhc_pre_project
+
+
+def project(x, phi, gamma):
+    """The partial sums [slices, M + 1, T]."""
+    M, K = phi.shape
+    T, dtype = x.numel() // K, NAMES[x.dtype]
+    on = device.of(x.device)
+    exact, config = configs.arithmetic(dtype, on), configs.project(M, K, dtype, on)
+    partials = torch.empty((config.slices(K), M + 1, T), dtype=torch.float32, device=x.device)
+    parts = phi_parts(
+        phi=phi.float(),
+        gamma=None if gamma is None else gamma.float(),
+        alpha=None,
+        n=x.shape[-2],
+        order=tuple(range(exact.parts)),
+        dtype=exact.dtype,
+    )
+    launch = mhc_pre_project_kernel(M=M, K=K, dtype=dtype, exact=exact, config=config)
+    launch(x=x.view(T, K), phi=parts, partials=partials)
+    return partials
