@@ -270,9 +270,7 @@ def test_calls_that_are_prepared_each_time(how, kernel, scaled):
 def test_a_second_derivative_says_so(kernel, scaled):
     x = torch.ones(64, requires_grad=True)
     (dx,) = torch.autograd.grad(scaled(x).square().sum(), x, create_graph=True)
-    with pytest.raises(
-        NotImplementedError, match="scaled_bwd: a second derivative works with backend=.reference. only"
-    ):
+    with pytest.raises(NotImplementedError, match="scaled_bwd: a second derivative works with"):
         dx.sum().backward()
 
 
