@@ -38,19 +38,22 @@ Inputs = dict[str, Any]
 Gradients = dict[str, Tensor | None]
 
 
-def op(family: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], "Op"]:
-    """Decorator: make an Op of a contract. mutates: the inputs that its launchers write to."""
-    return lambda contract: Op(family, contract, mutates)
+def op(
+    family: str, mutates: tuple[str, ...] = (), unwritten: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], "Op"]:
+    """Decorator: make an Op of a contract. mutates: the inputs that its launchers write to; unwritten: the outputs, of
+    one element of storage, that they do not, because nobody reads them."""
+    return lambda contract: Op(family, contract, mutates, unwritten)
 
 
 class Op:
     """Call it as op(backend=..., x=x, ...), every input by its name; tensors are checked by the caller."""
 
-    def __init__(self, family: str, contract: Callable[..., Any], mutates: tuple[str, ...]):
+    def __init__(self, family: str, contract: Callable[..., Any], mutates: tuple[str, ...], unwritten: tuple[str, ...]):
         self.family = family
         self.name = contract.__name__
         self.contract = contract
-        self.mutates = mutates
+        self.mutates, self.unwritten = mutates, unwritten
         signature = inspect.signature(contract)
         self.inputs = {name: getattr(p.annotation, "_fields", ()) for name, p in signature.parameters.items()}
         self.groups = {name: p.annotation for name, p in signature.parameters.items() if self.inputs[name]}
@@ -132,7 +135,10 @@ class Op:
 
     def _flat(self, *flat_and_backend: Any) -> Any:
         *flat, backend = flat_and_backend
-        return _plain(self.launch(backend=backend, **self.unflattened(flat)))
+        outputs = self.launch(backend=backend, **self.unflattened(flat))
+        for name in self.unwritten:  # torch's checks of an op read what nobody else does
+            getattr(outputs, name).as_strided((1,), (1,)).zero_()
+        return _plain(outputs)
 
     def _fake(self, *flat_and_backend: Any) -> Any:
         return _plain(self.contract(**self.unflattened(flat_and_backend[:-1])))

@@ -137,7 +137,7 @@ class LayerPreOutputs(NamedTuple):
     h_mix: Tensor
 
 
-@op("mhc")
+@op("mhc", unwritten=("link",))
 def mhc_layer_pre(
     x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, options: PreOptions
 ) -> LayerPreOutputs:
