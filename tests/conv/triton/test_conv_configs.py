@@ -23,7 +23,7 @@ def test_march(kernel, on):
     }
     for march, W in chosen:
         assert is_power_of_2(march.block_d, march.rows, march.step, march.warps), march
-        assert march.step >= W - 1, "the rows that taps reach back to are kept from one step"
+        assert march.step >= W - 1 or kernel in configs.WITH_STATES, "rows that taps reach back to are of one step"
         assert march.rows % march.step == 0
         assert march.block_d <= 4096
         assert march.warps <= 4
