@@ -47,9 +47,9 @@ HALVED = {
     Kernel.SHORT_FORWARD: 0,
     Kernel.SHORT_BACKWARD: 1,
 }
-# Here a tap has loads of its own, and Triton's coalescing pass follows each through all that depends on it: W = 8 with 8
-# rows a step compiles for 6 minutes (forward, 254 registers on sm_90), with 4 rows for 4 s (72), backward for 15 s (148).
-# Rows are then not copied ahead, as taps reach back behind one step; neither was timed.
+# Here a tap has loads of its own, and Triton's coalescing pass follows each through all that depends on it: W = 8 with
+# 8 rows a step compiles for 6 minutes (forward, 254 registers on sm_90), with 4 rows for 4 s (72), and backward for
+# 15 s (148). Rows are then not copied ahead, as taps reach back behind one step; neither was timed.
 WITH_STATES = (Kernel.FORWARD_WITH_STATES, Kernel.BACKWARD_WITH_STATES)
 MOST_ROWS = dict.fromkeys(Kernel, 128) | {Kernel.FORWARD: 64, Kernel.BACKWARD: 512}
 
