@@ -80,7 +80,9 @@ def first_call(prepared: Any, tensors: list[Tensor], words: tuple[Any, ...]) -> 
     call = Call(prepared.op, prepared.backend, prepared.inputs, returns)
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
     taken = [places.get(id(tensor), -1) for tensor in wanted]
-    if -1 not in taken:  # a copy in another layout, as is made in each call, is no tensor given
+    # A copy in another layout, as is made in each call, is no tensor given; and of one that is given twice it could not
+    # be told which of two the next call means.
+    if -1 not in taken and len(places) == len(tensors):
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
         _calls[words] = Kept(call, None if taken == list(range(len(tensors))) else taken, single)

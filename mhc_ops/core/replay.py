@@ -48,11 +48,14 @@ class Replay:
         if reduce(or_, addresses) & 15 or (self.any_strides and not _contiguous(tensors)):
             key = tuple([None if t is None else (t.data_ptr() & 15, t.stride()) for t in tensors])
         if key not in self.plans:
-            return self.first_call(tensors, key)
+            return self.first_call(tensors, addresses, key)
         plan = self.plans[key]
         return self.function(tensors) if plan is None else plan.run(tensors, addresses)
 
-    def first_call(self, tensors: Tensors, key: Any) -> Tensors:
+    def first_call(self, tensors: Tensors, addresses: list[int], key: Any) -> Tensors:
+        there = [address for address in addresses if address]
+        if len(set(there)) < len(there):  # which need not be so in the next call
+            return self.function(tensors)
         with Recorder() as recorder:
             results = self.function(tensors)
         if len(self.plans) >= MOST_PLANS:
@@ -76,7 +79,7 @@ class Plan:
         tensors = [*given, *returned, *scratch]
         number = {t.data_ptr(): i for i, t in enumerate(tensors) if t is not None and t.numel()}
         if len(number) < sum(map(_has_memory, tensors)):
-            raise LookupError("tensors that begin at the same address here need not do so in the next call")
+            raise LookupError("two tensors begin at the same address")
         if not all(result.data_ptr() in memory for result in returned):
             raise LookupError("a result is neither given nor made by the call")
         self.launches: list[tuple[Start, Callable[[list[Any]], tuple[Any, ...]]]] = []
