@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mhc_ops
-from mhc_ops.conv import ops
+from mhc_ops.conv import prepare
 
 B, L, D, W = 2, 6, 8, 4
 
@@ -175,13 +175,13 @@ def test_a_refused_update_leaves_the_state_alone():
 def test_kernels_take_no_fp64():
     message = "f: x must be bfloat16, float16 or float32 for backend 'triton', got float64"
     with pytest.raises(TypeError, match=f"^{message}$"):
-        ops._check_kernel_limits("f", torch.zeros(1, 4, 4, dtype=torch.float64), torch.zeros(4, 4), "triton")
+        prepare._check_kernel_limits("f", torch.zeros(1, 4, 4, dtype=torch.float64), torch.zeros(4, 4), "triton")
 
 
 @pytest.mark.parametrize("width", [9, 20])
 def test_kernels_take_eight_taps(width):
     with pytest.raises(ValueError, match=f"^f: the width of weight must be 1 to 8 for backend 'triton', got {width}$"):
-        ops._check_kernel_limits("f", torch.zeros(1, 4, 4), torch.zeros(4, width), "triton")
+        prepare._check_kernel_limits("f", torch.zeros(1, 4, 4), torch.zeros(4, width), "triton")
 
 
 @pytest.mark.interpreted

@@ -246,6 +246,13 @@ def test_only_the_final_state_is_used(kernel_device):
     assert not dweight.any()
 
 
+def test_a_call_that_is_given_one_tensor_twice_is_not_that_of_two(kernel_device):
+    tensors = ConvCase(1, 5, 8, dtype=fp32).inputs(kernel_device)
+    other = tensors["x"].flip(1)
+    conv(**tensors, residual=tensors["x"])
+    torch.testing.assert_close(conv(**tensors, residual=other), conv(**tensors) + other)
+
+
 @pytest.mark.parametrize("places", ["", *PLACES])
 def test_opcheck(places, kernel_device):
     from mhc_ops.conv import contracts
