@@ -96,7 +96,7 @@ class Plan:
         first = next(tensor for tensor in given if tensor is not None)
         self.index = first.get_device()  # −1: a CPU
         self.empty = _empty_cuda if self.index >= 0 else partial(_empty, first.device)
-        self.made = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in returned]
+        self.made = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in returned]
         self.results = [-1 if result is None else number[result.data_ptr()] for result in results]
         self.offsets, self.size = [], 0
         for tensor in scratch:
