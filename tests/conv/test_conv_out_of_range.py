@@ -93,16 +93,34 @@ def test_nothing_is_written_outside(where):
         pytest.skip("torch allocates its outputs")
     from mhc_ops.conv import triton as launchers
 
-    bounds = torch.tensor([4, -2, 100, 3, 50], device=device)
-    x, weight, state = normal(1, L, D).to(device), normal(D, W).to(device), normal(4, W - 1, D).to(device)
+    def states_among_nan():
+        """[N, D, S] with channels side by side"""
+        rows, around = among_nan(torch.zeros(4, W - 1, D), device)
+        return rows.mT, around
+
+    inputs = {
+        "x": normal(1, L, D).to(device),
+        "weight": normal(D, W).to(device),
+        "bias": None,
+        "seq_idx": None,
+        "cu_seqlens": torch.tensor([4, -2, 100, 3, 50], device=device),
+        "initial_state": normal(4, W - 1, D).to(device).mT,
+        "silu": True,
+        "dilation": 1,
+    }
     y, around_y = among_nan(torch.zeros(1, L, D), device)
-    last, around_last = among_nan(torch.zeros(4, W - 1, D), device)
-    launchers.causal_conv1d_fwd(x, weight, None, None, None, bounds, state, True, 1, True, y, last)
+    last, around_last = states_among_nan()
+    launchers.causal_conv1d_fwd(**inputs, residual=None, output_final_state=True, y=y, final_state=last)
     dx, around_dx = among_nan(torch.zeros(1, L, D), device)
-    dstate, around_dstate = among_nan(torch.zeros(4, W - 1, D), device)
-    dweight, dbias = torch.empty_like(weight), weight.new_empty(0)
+    dstate, around_dstate = states_among_nan()
     launchers.causal_conv1d_bwd(
-        x, weight, None, None, bounds, state, torch.ones_like(y), last.clone(), True, 1, dx, dweight, dbias, dstate
+        **inputs,
+        dy=torch.ones_like(y),
+        dfinal_state=last.contiguous(),
+        dx=dx,
+        dweight=torch.empty_like(inputs["weight"]),
+        dbias=y.new_empty(0),
+        dinitial_state=dstate,
     )
     pairs = (y, around_y), (last, around_last), (dx, around_dx), (dstate, around_dstate)
     for inner, around in pairs:
