@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..core.backend import choose
-from ..core.call import Request
+from ..core.call import Request, any_layout
 from ..core.check import (
     KERNEL_FLOATS,
     check_count,
@@ -70,16 +70,19 @@ def causal_conv1d(
         return (y, final_state.transpose(1, 2)) if output_final_state else y
     _check_kernel_limits(function, x, weight, name)
     inputs = {
-        "x": _channels_last(x),
-        **_contiguous(weight=weight, bias=bias),
-        "residual": None if residual is None else _channels_last(residual),
-        **_contiguous(seq_idx=seq_idx, cu_seqlens=cu_seqlens),
-        "initial_state": None if initial_state is None else _as_state(initial_state),
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "residual": residual,
+        "seq_idx": seq_idx,
+        "cu_seqlens": cu_seqlens,
+        "initial_state": initial_state,
         "silu": silu,
         "dilation": dilation,
         "output_final_state": output_final_state,
     }
-    return Request(contracts.causal_conv1d_fwd, name, inputs, ("y", "final_state") if output_final_state else "y")
+    returns = ("y", "final_state") if output_final_state else "y"
+    return Request(contracts.causal_conv1d_fwd, name, inputs, returns, LAYOUTS)
 
 
 def causal_conv1d_update(
@@ -127,12 +130,16 @@ def causal_conv1d_update(
     inputs = {
         "x": x,
         "conv_state": conv_state,
-        **_contiguous(weight=weight, bias=bias, cache_seqlens=cache_seqlens, conv_state_indices=conv_state_indices),
+        "weight": weight,
+        "bias": bias,
+        "cache_seqlens": cache_seqlens,
+        "conv_state_indices": conv_state_indices,
         "silu": silu,
         "dilation": dilation,
         "pad_slot_id": pad_slot_id,
     }
-    return Request(contracts.causal_conv1d_update_, name, inputs, "y")
+    layouts = {"x": any_layout, "conv_state": any_layout}
+    return Request(contracts.causal_conv1d_update_, name, inputs, "y", layouts)
 
 
 def short_conv(
@@ -152,7 +159,7 @@ def short_conv(
     if name == "reference":
         return reference.short_conv(x, gamma, weight, norm_eps, dilation, residual)
     _check_kernel_limits(function, x, weight, name)
-    inputs = _contiguous(x=x, gamma=gamma, weight=weight)
+    inputs = {"x": x, "gamma": gamma, "weight": weight}
     options = {"norm_eps": norm_eps, "dilation": dilation, "residual": residual}
     return Request(contracts.short_conv_fwd, name, {**inputs, **options}, "y")
 
@@ -214,16 +221,15 @@ def _check_kernel_limits(function: str, x: Tensor, weight: Tensor, backend: str)
     check_range(function, "the width of weight", weight.shape[1], 1, MAX_WIDTH, context)
 
 
-def _contiguous(**tensors: Tensor | None) -> dict[str, Any]:
-    return {name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()}
-
-
 def _channels_last(x: Tensor) -> Tensor:
     """Channels side by side; other strides are free."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _as_state(state: Tensor) -> Tensor:
-    """[N, D, S] with channels side by side, as final_state is: as it is, where it is so."""
+    """[N, D, S] with channels side by side, as final_state has them."""
     rows = state.transpose(1, 2)
     return state if rows.is_contiguous() else rows.contiguous().transpose(1, 2)
+
+
+LAYOUTS = {"x": _channels_last, "residual": _channels_last, "initial_state": _as_state}

@@ -8,7 +8,7 @@ the reference's. Eager calls whose arguments are alike (shapes, strides, types, 
 the Call of an earlier one, whose checks hold for them too.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,16 +22,32 @@ from .op import Call, Op
 MOST_CALLS = 10_000  # token counts are part of what a call is kept by
 CONSTANTS = frozenset((int, float, bool, str, type(None)))
 
+Layout = Callable[[Tensor], Tensor]
 _calls: dict[Any, "Kept"] = {}
 
 
+def any_layout(tensor: Tensor) -> Tensor:
+    """Of a tensor whose strides the op takes as they are."""
+    return tensor
+
+
 class Request(NamedTuple):
-    """returns: the output or outputs that the public function returns, in order."""
+    """returns: the output or outputs that the public function returns, in order; layouts: how the op takes a tensor,
+    where that is not contiguous, as a function that returns the tensor itself where it is already so."""
 
     op: Op
     backend: str
     inputs: dict[str, Any]
     returns: str | tuple[str, ...]
+    layouts: Mapping[str, Layout] = {}
+
+    def laid_out(self) -> dict[str, Any]:
+        """The inputs as the op takes them."""
+        layout = self.layouts
+        return {
+            name: layout.get(name, Tensor.contiguous)(value) if isinstance(value, Tensor) else value
+            for name, value in self.inputs.items()
+        }
 
 
 class Kept(NamedTuple):
@@ -39,10 +55,15 @@ class Kept(NamedTuple):
 
     call: Call
     taken: list[int] | None  # None: all, in this order
+    copied: list[tuple[int, Layout]]  # those that are first copied into another layout
     single: bool
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        results = self.call(tensors if self.taken is None else [tensors[i] for i in self.taken])
+        if self.taken is not None:
+            tensors = [tensors[i] for i in self.taken]
+        for place, layout in self.copied:
+            tensors[place] = layout(tensors[place])
+        results = self.call(tensors)
         return results[0] if self.single else tuple(results)
 
 
@@ -65,29 +86,31 @@ def answer(prepared: Any) -> Any:
     """The result of a Request, where nothing is known of it from before."""
     if not isinstance(prepared, Request):
         return prepared
-    outputs = prepared.op(backend=prepared.backend, **prepared.inputs)
+    outputs = prepared.op(backend=prepared.backend, **prepared.laid_out())
     if isinstance(prepared.returns, str):
         return getattr(outputs, prepared.returns)
     return tuple([getattr(outputs, name) for name in prepared.returns])
 
 
 def first_call(prepared: Any, tensors: list[Tensor], words: tuple[Any, ...]) -> Any:
-    if not isinstance(prepared, Request):
-        return prepared
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    if not isinstance(prepared, Request) or len(places) < len(tensors):
+        return answer(prepared)  # of a tensor that is given twice it cannot be told which of two the next call means
     single = isinstance(prepared.returns, str)
     returns = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
-    wanted = [value for value in prepared.inputs.values() if isinstance(value, Tensor)]
-    call = Call(prepared.op, prepared.backend, prepared.inputs, returns)
-    places = {id(tensor): place for place, tensor in enumerate(tensors)}
-    taken = [places.get(id(tensor), -1) for tensor in wanted]
-    # A copy in another layout, as is made in each call, is no tensor given; and of one that is given twice it could not
-    # be told which of two the next call means.
-    if -1 not in taken and len(places) == len(tensors):
-        if len(_calls) >= MOST_CALLS:
-            _calls.clear()
-        _calls[words] = Kept(call, None if taken == list(range(len(tensors))) else taken, single)
-    results = call(wanted)
-    return results[0] if single else tuple(results)
+    laid_out = prepared.laid_out()
+    names = [name for name, value in laid_out.items() if isinstance(value, Tensor)]
+    taken = [places[id(prepared.inputs[name])] for name in names]
+    copied = [
+        (place, prepared.layouts.get(name, Tensor.contiguous))
+        for place, name in enumerate(names)
+        if laid_out[name] is not prepared.inputs[name]
+    ]
+    call = Call(prepared.op, prepared.backend, laid_out, returns, replayed=True)
+    if len(_calls) >= MOST_CALLS:
+        _calls.clear()
+    kept = _calls[words] = Kept(call, None if taken == list(range(len(tensors))) else taken, copied, single)
+    return kept(tensors)
 
 
 def describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:

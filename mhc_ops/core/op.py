@@ -226,9 +226,10 @@ class Op:
 class Call:
     """One eager call of an op without its tensors, which are a list in the order of `names`.
 
-    returns: the outputs that the caller wants. What the gradient needs besides is kept by autograd alone."""
+    returns: the outputs that the caller wants. What the gradient needs besides is kept by autograd alone.
+    replayed: whether there will be others like it."""
 
-    def __init__(self, op: Op, backend: str, inputs: Inputs, returns: tuple[str, ...]):
+    def __init__(self, op: Op, backend: str, inputs: Inputs, returns: tuple[str, ...], replayed: bool = False):
         self.op, self.backend, self.returns = op, backend, returns
         self.names = [name for name, value in inputs.items() if isinstance(value, Tensor)]
         self.constants = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
@@ -238,11 +239,10 @@ class Call:
         self.kept = [name for name in op.reads if name in everything]
         self.places = [everything.index(name) for name in self.kept]
         self.fixed = [i for i, name in enumerate(returns) if name not in op.varying]
-        replayable = backend == "triton" and not backends._INTERPRETED
         self.forward: Any = partial(self.launched, returns)
         self.forward_keeping: Any = partial(self.launched, (*returns, *hidden))
         self.backward: Any = partial(self.differentiated, partial(Op.launch, backend=backend))
-        if replayable:
+        if replayed and backend == "triton" and not backends._INTERPRETED:
             self.forward = Replay(self.forward, any_strides=False)
             self.forward_keeping = Replay(self.forward_keeping, any_strides=False)
             self.backward = Replay(self.backward, any_strides=True)  # saved_tensors_hooks may have changed them

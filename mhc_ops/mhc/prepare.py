@@ -61,7 +61,7 @@ def _pre_on(
     if name == "reference":
         return reference.mhc_pre(x, phi, alpha, bias, gamma, options)[: len(returns)]
     check_kernel_limits(function, x, name)
-    inputs = _contiguous(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
+    inputs = {"x": x, "phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma}
     return Request(contracts.mhc_pre_fwd, name, {**inputs, "options": options}, returns)
 
 
@@ -71,7 +71,7 @@ def post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, backend: str |
     if name == "reference":
         return reference.mhc_post(x, h_out, h_post, h_res)
     check_kernel_limits("mhc_post", x, name)
-    inputs = _contiguous(x=x, h_out=h_out, h_post=h_post, h_res=h_res)
+    inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
     return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
 
 
@@ -95,7 +95,16 @@ def post_pre(
     if name == "reference":
         return reference.mhc_post_pre(x, h_out, h_post, h_res, phi, alpha, bias, gamma, options)[:4]
     check_kernel_limits(function, x, name)
-    inputs = _contiguous(x=x, h_out=h_out, h_post=h_post, h_res=h_res, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
+    inputs = {
+        "x": x,
+        "h_out": h_out,
+        "h_post": h_post,
+        "h_res": h_res,
+        "phi": phi,
+        "alpha": alpha,
+        "bias": bias,
+        "gamma": gamma,
+    }
     returns = contracts.PostPreOutputs._fields[:4]
     return Request(contracts.mhc_post_pre_fwd, name, {**inputs, "options": options}, returns)
 
@@ -120,7 +129,7 @@ def layer_pre(
         h_in, h_post, h_res, *_ = reference.mhc_pre(streams, phi, alpha, bias, gamma, options)
         return h_in.to(x.dtype), h_post, h_res, streams
     check_kernel_limits(function, x, name)
-    inputs = {**_contiguous(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma), "options": options}
+    inputs = {"x": x, "phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, "options": options}
     if linked:
         return Request(contracts.mhc_layer_pre, name, inputs, contracts.LayerPreOutputs._fields[:4])
     return Request(contracts.mhc_pre_fwd, name, inputs, contracts.PreOutputs._fields[:3])
@@ -134,7 +143,7 @@ def layer_post(
     if name == "reference":
         assert carry is not None
         return reference.mhc_post(carry, h_out, h_post, h_res).to(x.dtype)
-    inputs = _contiguous(x=x, h_out=h_out, h_post=h_post, h_res=h_res)
+    inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
     if carry is None:
         return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
     return Request(contracts.mhc_layer_post, name, {"link": carry, **inputs}, "x_next")
@@ -161,7 +170,7 @@ def head(
     if name == "reference":
         return reference.mhc_head(x, phi, alpha, bias, gamma, norm_eps, hc_eps)
     check_kernel_limits(function, x, name)
-    inputs = _contiguous(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
+    inputs = {"x": x, "phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma}
     return Request(contracts.mhc_head_fwd, name, {**inputs, "norm_eps": norm_eps, "hc_eps": hc_eps}, "out")
 
 
@@ -176,7 +185,7 @@ def sinkhorn(logits: Tensor, iters: int, eps: float, backend: str | None) -> Any
     if name == "reference":
         return reference.sinkhorn(logits, iters, eps)
     check_kernel_limits(function, logits, name, "logits")
-    return Request(contracts.sinkhorn_fwd, name, {"logits": logits.contiguous(), "iters": iters, "eps": eps}, "h_res")
+    return Request(contracts.sinkhorn_fwd, name, {"logits": logits, "iters": iters, "eps": eps}, "h_res")
 
 
 def backward(
@@ -217,7 +226,7 @@ def backward(
     if name == "reference":
         return manual.mhc_pre_bwd(x, phi, alpha, bias, gamma, **maps, hc_eps=options.hc_eps)
     check_kernel_limits(function, x, name)
-    inputs = _contiguous(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma, **maps)
+    inputs = dict(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma, **maps)
     returns = contracts.PreGradients._fields[: 4 if gamma is None else 5]
     return Request(contracts.mhc_pre_bwd, name, {**inputs, "options": options, "dx_next": None}, returns)
 
@@ -253,7 +262,3 @@ def check_kernel_limits(function: str, x: Tensor, backend: str, name: str = "x")
     context = f" for backend {backend!r}"
     check_dtype(function, name, x, KERNEL_FLOATS, context)
     check_range(function, "n", x.shape[-2], 1, MAX_STREAMS, context)
-
-
-def _contiguous(**tensors: Tensor | None) -> dict[str, Any]:
-    return {name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()}
