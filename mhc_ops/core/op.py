@@ -121,7 +121,7 @@ class Op:
             raise TypeError(f"{self.name}: takes {list(self.inputs)}, got {list(inputs)}")
         flat: list[Any] = []
         for name, fields in self.inputs.items():
-            flat += inputs[name] if fields else (inputs[name],)
+            flat += [getattr(inputs[name], field) for field in fields] if fields else [inputs[name]]
         return flat
 
     def unflattened(self, flat: Sequence[Any]) -> Inputs:

@@ -9,9 +9,11 @@ Tolerances follow from the type that a result is stored in:
 
 A gradient is a sum, whose terms may cancel; no arithmetic is more exact than the size of its terms, (Σ terms²)^½, says.
 Where that exceeds the norm of the gradient, the tolerance is a share of it. A gradient in 16 bits is that sum in fp32,
-rounded: beside the rounding it is allowed what the sum is.
+rounded: beside the rounding each of its N elements is allowed what the largest of N errors of that norm is, √(2 ln N)
+times their mean. And 2^-100 of the largest element is nothing: fp32 flushes what is far smaller than all else to 0.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,6 +31,7 @@ NORM_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-5
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ENOUGH_TO_AVERAGE = 1000
 NOTHING = torch.finfo(torch.float32).tiny  # in fp32; an error is then not relative to anything
+FLUSHED = 2**-100
 OTHER_SIDE = 1.01  # values almost in the middle of two steps may be rounded to the other side
 STEEP_TOLERANCE = 3e-5
 NOT_BEHIND_SINKHORN = ("h_in", "h_post", "inv_rms", "h_mix", "h_pre", "out")
@@ -236,7 +239,9 @@ def one_rounding(error: Tensor, value: Tensor, dtype: torch.dtype, of_sums: Tens
     """Whether every element is as near as a rounding brings it, beside what the sum that is rounded is off."""
     row_largest = (value.abs() if value.dim() == 0 else value.abs().amax(-1, keepdim=True)).expand_as(value)
     smallest_step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    allowed = (ROUNDING[dtype] * row_largest).clamp(min=smallest_step / 2) + of_sums
+    largest_of_all = math.sqrt(2 * math.log(max(2, value.numel())))
+    allowed = (ROUNDING[dtype] * row_largest).clamp(min=smallest_step / 2) + largest_of_all * of_sums
+    allowed += FLUSHED * value.abs().max()
     return bool((error <= allowed).all())
 
 

@@ -198,7 +198,7 @@ def test_a_page_is_of_one_file_and_tables_of_several(tmp_path, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     for name in ("a.json", "b.json"):
         results.write(results.begin("bench"), tmp_path / name)
-    assert "--html draws one file" in refused(["page", "a.json", "b.json", "--html", "page"], capsys)
+    assert "--html and --svg draw one file" in refused(["page", "a.json", "b.json", "--html", "page"], capsys)
     assert not (tmp_path / "page").exists()
     assert cli.main(["page", "a.json", "b.json", "--markdown", "page"]) == 0
     assert (tmp_path / "page").read_text(encoding="utf-8").count("\n## ") == 2

@@ -293,3 +293,19 @@ def test_one_seed_for_all_cases(monkeypatch):
     monkeypatch.setenv("MHC_OPS_SEED", "31")
     code = "from mhc_ops.measure.selection import CHECK; print({case.seed for case in CHECK})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "{31}\n"
+
+
+def test_the_largest_of_many_errors_is_allowed_more_than_their_mean():
+    """In 16 bits, where every element is looked at: √(2 ln 1000) = 3.7 times what their norm is allowed."""
+    value, terms = torch.full((1000, 1), 1.0, dtype=fp64), torch.full((1000, 1), 1e4, dtype=fp64)
+    one, of_norm = torch.zeros(1000, 1, dtype=fp64), 1e-5 * 1e4
+    one[0] = 1.0
+    assert verdict((value + 3.5 * of_norm * one).bfloat16(), value, terms)
+    assert not verdict((value + 4 * of_norm * one).bfloat16(), value, terms)
+    assert not verdict((value + 3.5 * of_norm).bfloat16(), value, terms), "but not all of them"
+
+
+def test_what_fp32_flushes_beside_large_numbers_is_nothing():
+    value = torch.tensor([[1e3], [1e-39], [1e-25]], dtype=fp64)
+    assert verdict(torch.tensor([[1e3], [0.0], [1e-25]]).bfloat16(), value)
+    assert not verdict(torch.tensor([[1e3], [0.0], [1.1e-25]]).bfloat16(), value)

@@ -7,7 +7,7 @@ import torch
 
 import mhc_ops
 from mhc_ops.measure import cases
-from mhc_ops.mhc import ops
+from mhc_ops.mhc import prepare
 
 N, D = 4, 16
 M = N * N + 2 * N
@@ -90,13 +90,13 @@ def test_backward(changes, error, message):
 def test_kernels_take_no_fp64():
     message = "f: x must be bfloat16, float16 or float32 for backend 'triton', got float64"
     with pytest.raises(TypeError, match=f"^{message}$"):
-        ops._check_kernel_limits("f", torch.zeros(1, 4, 4, dtype=torch.float64), "triton")
+        prepare.check_kernel_limits("f", torch.zeros(1, 4, 4, dtype=torch.float64), "triton")
 
 
 @pytest.mark.parametrize("n", [9, 20])
 def test_kernels_take_eight_streams(n):
     with pytest.raises(ValueError, match=f"^f: n must be 1 to 8 for backend 'triton', got {n}$"):
-        ops._check_kernel_limits("f", torch.zeros(1, n, 4), "triton")
+        prepare.check_kernel_limits("f", torch.zeros(1, n, 4), "triton")
 
 
 @pytest.mark.interpreted

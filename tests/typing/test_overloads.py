@@ -13,13 +13,14 @@ PACKAGE = Path(mhc_ops.__file__).parent
 def parameters(function, without=()):
     """Name, kind, type and default of each, the last two as they are written."""
     arguments = function.args
-    assert not (arguments.vararg or arguments.kwarg)
+    assert not arguments.vararg
     positional = [*arguments.posonlyargs, *arguments.args]
     kinds = ["positional only"] * len(arguments.posonlyargs) + ["either"] * len(arguments.args)
     defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
     every = [
         *zip(positional, kinds, defaults),
         *((keyword, "keyword", default) for keyword, default in zip(arguments.kwonlyargs, arguments.kw_defaults)),
+        *([(arguments.kwarg, "further keywords", None)] if arguments.kwarg else []),
     ]
     return {
         argument.arg: (kind, written(argument.annotation), written(default))

@@ -45,10 +45,10 @@ FORK = """
     import os, signal
     from mhc_ops.mhc.tilelang import build, sinkhorn
 
-    sinkhorn.sinkhorn_fwd_kernel(2, build.F32, build.ON_CPU)
+    sinkhorn.sinkhorn_fwd_kernel(n=2, dtype=build.F32, threads=build.ON_CPU)
     child = os.fork()
     signal.alarm(60)  # ends a process that waits for ever
-    sinkhorn.sinkhorn_fwd_kernel(3, build.F32, build.ON_CPU)
+    sinkhorn.sinkhorn_fwd_kernel(n=3, dtype=build.F32, threads=build.ON_CPU)
     if child:
         assert os.waitpid(child, 0)[1] == 0
 """
