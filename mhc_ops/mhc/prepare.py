@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.backend import choose
-from ..core.call import Request
+from ..core.call import Request, any_layout
 from ..core.check import (
     KERNEL_FLOATS,
     check_count,
@@ -146,7 +146,7 @@ def layer_post(
     inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
     if carry is None:
         return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
-    return Request(contracts.mhc_layer_post, name, {"link": carry, **inputs}, "x_next")
+    return Request(contracts.mhc_layer_post, name, {"link": carry, **inputs}, "x_next", {"link": any_layout})
 
 
 def head(

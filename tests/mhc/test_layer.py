@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import mhc_ops
 from mhc_ops import HyperConnection, HyperHead
 from mhc_ops.measure import accuracy, cases
-from mhc_ops.mhc import contracts
+from mhc_ops.mhc import contracts, prepare
 
 N, D = 3, 20
 OPTIONS = (1e-6, 1e-6, 2.0, 20, 1e-6)
@@ -184,6 +184,16 @@ def test_cuda_graph():
     x = streams(place)
     graphed = torch.cuda.make_graphed_callables(copy.deepcopy(network), (x,))
     assert all(torch.equal(a, b) for a, b in zip(step(graphed, x), expected, strict=True))
+
+
+def test_the_link_stays_one_element(kernel_device):
+    """A copy of it would be as large as x."""
+    x = torch.zeros(6, N, D, device=kernel_device)
+    maps = {"h_out": x[:, 0], "h_post": x[:, :, 0], "h_res": torch.zeros(6, N, N, device=kernel_device)}
+    link = torch.empty_strided(x.shape, (0, 0, 0), device=kernel_device)
+    taken = prepare.layer_post(carry=link, x=x, **maps, backend="triton").laid_out()
+    assert taken["link"] is link
+    assert taken["h_out"].is_contiguous()
 
 
 @pytest.mark.parametrize("gamma", [False, True])
