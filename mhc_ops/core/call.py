@@ -122,7 +122,8 @@ def describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) ->
             tensors.append(argument)
             try:
                 layout = argument.is_contiguous() or argument.stride()
-                key += argument.shape, layout, argument.dtype, argument.device
+                index = argument.get_device()  # −1 of a CPU and of meta tensors; quicker than the device itself
+                key += argument.shape, layout, argument.dtype, argument.device if index < 0 else index
             except RuntimeError:  # sparse and nested tensors have no strides or shape
                 return False
         elif kind in CONSTANTS:

@@ -1,6 +1,6 @@
 """The operators of other libraries on our tensors, to be timed beside ours; and how each is checked before that.
 
-Each peer runs the way its own modules run it, with our options: 20 Sinkhorn iterations, post_mult 2, every eps 1e-6.
+Each peer runs the way its own modules run it, with our options: the defaults of PreOptions.
 Nothing of a peer is imported before it is asked to prepare a subject.
 """
 
@@ -16,13 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..mhc.options import DEFAULTS as OURS
 from . import accuracy
 from .cases import Tensors
 from .conv_cases import AnyCase
 
-SINKHORN_ITERS = 20
-POST_MULT = 2.0
-EPS = 1e-6
 CONV = ("causal_conv1d", "causal_conv1d silu")
 CONV_UPDATE = ("causal_conv1d_update", "causal_conv1d_update silu")
 WITH_GRADIENTS = " with gradients"
@@ -159,8 +157,8 @@ def _output(h_out: Tensor | Layer, h_in: Tensor) -> Tensor:
 
 def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
     """No gamma; streams that are a power of two."""
-    options = {"rms_eps": EPS, "pre_eps": EPS, "sinkhorn_eps": EPS}
-    options |= {"allow_fp32": True, "tmax": SINKHORN_ITERS, "post_mult": POST_MULT}
+    options = {"rms_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
+    options |= {"allow_fp32": True, "tmax": OURS.sinkhorn_iters, "post_mult": OURS.post_mult}
 
     def pre(x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor) -> Outputs:
         parameters = (phi, b, alpha_pre, alpha_post, alpha_res)
@@ -239,8 +237,8 @@ def _tile_kernels_fit(ours: Tensors) -> bool:
 
 def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
     """gamma is not compared."""
-    options = {"norm_eps": EPS, "pre_eps": EPS, "sinkhorn_eps": EPS}
-    options |= {"sinkhorn_repeat": SINKHORN_ITERS, "post_mult_value": POST_MULT}
+    options = {"norm_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
+    options |= {"sinkhorn_repeat": OURS.sinkhorn_iters, "post_mult_value": OURS.post_mult}
 
     def maps(h_in: Tensor, post_mix: Tensor, comb_mix: Tensor) -> Outputs:
         """h_in, h_post, h_res"""
@@ -250,8 +248,10 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
         if not torch.is_grad_enabled():
             h_in, mixes = ops.mhc_pre(residual, fn, scale, base, **options)
             return maps(h_in, *mixes)
-        mixes = ops.mhc_pre_norm_fn(residual, fn, None, EPS, fuse_grad_acc=False)
-        pre_mix, post_mix, logits = ops.mhc_pre_split_mixes(mixes, scale, base, residual.shape[-2], POST_MULT, EPS)
+        mixes = ops.mhc_pre_norm_fn(residual, fn, None, OURS.norm_eps, fuse_grad_acc=False)
+        pre_mix, post_mix, logits = ops.mhc_pre_split_mixes(
+            mixes, scale, base, residual.shape[-2], OURS.post_mult, OURS.hc_eps
+        )
         (comb_mix,) = sinkhorn(logits)
         return maps(ops.mhc_pre_apply_mix(residual, pre_mix), post_mix, comb_mix)
 
@@ -274,12 +274,12 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
         # layer).
         n = residual.shape[-2]
         padded = F.pad(fn, (0, 0, 0, n * n + 2 * n - fn.shape[0]))
-        mixes = ops.mhc_pre_norm_fn(residual, padded, None, EPS, fuse_grad_acc=False)
-        mix = ops.mhc_head_compute_mix(mixes[..., :n].contiguous(), scale, base, EPS)
+        mixes = ops.mhc_pre_norm_fn(residual, padded, None, OURS.norm_eps, fuse_grad_acc=False)
+        mix = ops.mhc_head_compute_mix(mixes[..., :n].contiguous(), scale, base, OURS.hc_eps)
         return (ops.mhc_pre_apply_mix(residual, mix.unsqueeze(-1)).squeeze(0),)
 
     def sinkhorn(logits: Tensor) -> Outputs:
-        return (ops.sinkhorn_normalize(logits, repeat=SINKHORN_ITERS, eps=EPS),)
+        return (ops.sinkhorn_normalize(logits, repeat=OURS.sinkhorn_iters, eps=OURS.sinkhorn_eps),)
 
     def layout(name: str, tensor: Tensor) -> Tensor:
         if name in ("phi", "alpha", "bias"):

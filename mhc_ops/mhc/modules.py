@@ -50,6 +50,8 @@ class _Maps(nn.Module):
         maps = n if sections == 1 else n * n + 2 * n
         self.n, self.D = n, D
         self.options = {name: getattr(found, name) for name in options}
+        # What functions are given: every further option is looked at in every call.
+        self.further = {name: value for name, value in self.options.items() if value != getattr(DEFAULTS, name)}
         self.backend = backend
         self.phi = nn.Parameter(torch.empty(maps, n * D, device=device, dtype=dtype))
         self.alpha = nn.Parameter(torch.empty(sections, device=device, dtype=dtype))
@@ -170,7 +172,7 @@ class HyperConnection(_Maps):
     def forward(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         def run(x: Tensor, *parameters: Any) -> Any:
             layer = (lambda h_in: self.layer(h_in, *args, **kwargs)) if args or kwargs else self.layer
-            return mhc_layer(x, layer, *parameters, backend=self.backend, **self.options)
+            return mhc_layer(x, layer, *parameters, backend=self.backend, **self.further)
 
         self.check(x)
         parameters = (self.phi, self.alpha, self.bias, self.gamma)

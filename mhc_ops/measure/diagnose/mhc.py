@@ -4,26 +4,21 @@ mhc_post_pre has two of some names: there `stored` is x_next as it was stored an
 gradient; "h_post before" is the post's, "dh_post given" the cotangent of the pre's.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import mhc_ops
-
 from ...core.steps import Change, Steps, Values, renamed, steps_of, total
 from ...mhc import manual, reference
+from ...mhc.options import DEFAULTS
 from ..cases import Case, Tensors
 from .explain import Hypothesis, Model, always, ones, partial_reads
 from .outputs import layout, sections
 
-DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(mhc_ops.mhc_pre).parameters.items()}
-OPTIONS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if isinstance(value, (int, float))}
-ITERS = OPTIONS["sinkhorn_iters"]
-sinkhorn = partial(reference.sinkhorn, iters=ITERS, eps=OPTIONS["sinkhorn_eps"])
+ITERS = DEFAULTS.sinkhorn_iters
+sinkhorn = partial(reference.sinkhorn, iters=ITERS, eps=DEFAULTS.sinkhorn_eps)
 
 
 def _gradient(logits: Tensor, squash: Callable[[Tensor], Tensor], dh_res: Tensor) -> Tensor:
@@ -95,7 +90,12 @@ READ_IN_BLOCKS = ("dh_mix", "dz", "x", "stored", "dx_next", "dstored", "phi", "g
 def model(case: Case, tensors: Tensors, cotangents: Tensors, results: Tensors) -> Model:
     """results: those that are judged; the pre of mhc_post_pre reads x_next as it was stored."""
     op, n, device = case.subject.name, case.n, next(iter(tensors.values())).device
-    inputs: Values = {**tensors, **{f"d{name}": cotangent for name, cotangent in cotangents.items()}, **OPTIONS, "n": n}
+    inputs: Values = {
+        **tensors,
+        **{f"d{name}": cotangent for name, cotangent in cotangents.items()},
+        **DEFAULTS._asdict(),
+        "n": n,
+    }
     inputs["squash"] = (lambda logits: logits) if op == "mhc_forward_pre" else sinkhorn
     if "phi" in tensors:
         phi, alpha = tensors["phi"], tensors["alpha"]

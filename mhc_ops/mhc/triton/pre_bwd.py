@@ -353,7 +353,7 @@ def mhc_pre_bwd(
 
     pass_b = configs.dx(n, D, exact.parts == 1, dx_next is not None, on)
     blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
-    slices = configs.token_slices(T, M, blocks, pass_b, on.processors)
+    slices = configs.partition_rows(T, M, blocks, pass_b, on.processors)
     A = scratch(slices, M, K)
     launch(
         mhc_pre_dx_kernel,

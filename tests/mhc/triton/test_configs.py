@@ -46,14 +46,14 @@ def test_many_tokens_store_groups():
 
 
 @pytest.mark.parametrize("T", [1, 31, 128, 4096, 8192, 140_000])
-def test_token_slices(T):
+def test_partition_rows(T):
     for n in range(1, 9):
         for D in WIDTHS:
             tile = configs.dx(n, D, False, True, HOPPER)
             assert n % tile.streams == 0
             assert tile.streams.bit_count() == 1
             blocks = cdiv(D, tile.block_d) * (n // tile.streams)
-            slices = configs.token_slices(T, configs.maps(n), blocks, tile, 132)
+            slices = configs.partition_rows(T, configs.maps(n), blocks, tile, 132)
             assert 1 <= slices <= min(16, cdiv(T, tile.block_t))
 
 
@@ -126,7 +126,7 @@ def test_plans(on):
             split = configs.split_k(n * D, block_k, cdiv(T, 64), on.processors)
             assert min(split.slice_steps, split.steps, split.pieces, split.group_pieces) >= 1
             blocks = cdiv(D, tile.block_d) * (n // tile.streams)
-            assert configs.token_slices(T, M, blocks, tile, on.processors) >= 1
+            assert configs.partition_rows(T, M, blocks, tile, on.processors) >= 1
             channel_blocks = cdiv(D, configs.finish(D, on).block_d)
             assert 1 <= configs.channel_blocks_each(channel_blocks, cdiv(T, 2), on.processors) <= channel_blocks
 

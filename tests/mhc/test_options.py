@@ -1,0 +1,44 @@
+"""The options of pre are written once; what must be typed twice says the same."""
+
+import inspect
+import typing
+
+import pytest
+import torch
+
+import mhc_ops
+from mhc_ops.mhc.contracts import mhc_pre_bwd, mhc_pre_fwd
+from mhc_ops.mhc.options import DEFAULTS, PreKeywords, PreOptions
+
+TAKE_ALL = (mhc_ops.mhc_pre, mhc_ops.mhc_post_pre, mhc_ops.mhc_layer, mhc_ops.warmup, mhc_ops.HyperConnection.__init__)
+
+
+def test_keywords_are_the_options():
+    assert typing.get_type_hints(PreKeywords) == typing.get_type_hints(PreOptions)
+
+
+@pytest.mark.parametrize("function", TAKE_ALL, ids=lambda function: function.__qualname__)
+def test_functions_and_modules_show_them_all(function):
+    parameters = inspect.signature(function).parameters
+    assert {name: parameters[name].default for name in PreOptions._fields} == DEFAULTS._asdict()
+
+
+@pytest.mark.parametrize("op", [mhc_pre_fwd, mhc_pre_bwd], ids=lambda op: op.name)
+def test_the_schema_has_them_all(op):
+    schema = op.traced._opoverload._schema
+    kinds = {float: "float", int: "int"}
+    found = {argument.name: str(argument.type) for argument in schema.arguments}
+    assert {name: found[name] for name in PreOptions._fields} == {
+        name: kinds[kind] for name, kind in PreOptions.__annotations__.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["mhc_pre", "mhc_post_pre", "mhc_layer"])
+def test_a_typo_is_named(name):
+    function = getattr(mhc_ops, name)
+    x, h = torch.zeros(2, 1, 4), torch.zeros(2, 4)
+    post = (h, torch.zeros(2, 1), torch.zeros(2, 1, 1)) if name == "mhc_post_pre" else ()
+    layer = (lambda h_in: h_in,) if name == "mhc_layer" else ()
+    parameters = (torch.zeros(3, 4), torch.zeros(3), torch.zeros(3))
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'norm_ep'$"):
+        function(x, *post, *layer, *parameters, norm_ep=1e-6)
