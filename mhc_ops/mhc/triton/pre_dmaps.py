@@ -1,4 +1,4 @@
-"""mHC pre, backward: the small step per token between the two passes over x, back through σ, Sinkhorn and the scales."""
+"""mHC pre, backward: the step per token between the two passes over x, back through σ, Sinkhorn and the scales."""
 
 import triton
 import triton.language as tl
