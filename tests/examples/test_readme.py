@@ -1,4 +1,4 @@
-"""The Python code in the READMEs and the documentation runs."""
+"""The Python code in the READMEs and the documentation runs; README is two screens."""
 
 import re
 from pathlib import Path
@@ -14,3 +14,7 @@ def test_code_runs(name):
     assert blocks
     for block in blocks:
         exec(compile(block, name, "exec"), {})
+
+
+def test_the_front_page_stays_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
