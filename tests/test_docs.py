@@ -1,0 +1,124 @@
+"""The site of docs/ builds without a warning, has every page and every public name, and needs no network."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import mhc_ops
+
+ROOT = Path(__file__).parents[1]
+NEEDED = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
+REMOTE = re.compile(r"^\s*(https?:)?//")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    if NEEDED:
+        pytest.skip(f"{', '.join(NEEDED)} not installed: pip install 'mhc-ops[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        str(ROOT / "docs"),
+        str(folder),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Attributes(HTMLParser):
+    """(tag, attribute, value) of all that a page has, and the text of its style sheets."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.styles, self.in_style = [], "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.found += [(tag, name, value or "") for name, value in attributes]
+        self.in_style = tag == "style"
+
+    def handle_endtag(self, tag):
+        self.in_style = False
+
+    def handle_data(self, data):
+        self.styles += data if self.in_style else ""
+
+
+def loaded_from_elsewhere(text):
+    """What a browser would fetch from a network to show the page: all but where a reader may go by a click."""
+    page = Attributes(text)
+    tags = [
+        (tag, value)
+        for tag, name, value in page.found
+        if (name in ("src", "srcset", "poster", "data") or (name == "href" and tag != "a")) and REMOTE.match(value)
+    ]
+    inline = " ".join(value for _, name, value in page.found if name == "style")
+    return tags + remote_in_css(page.styles + inline)
+
+
+def remote_in_css(text):
+    return re.findall(r"""url\(\s*["']?(?:https?:)?//[^)]*|@import[^;]*//[^;]*""", text)
+
+
+def test_nothing_is_loaded_from_a_network(site):
+    pages, sheets = list(site.rglob("*.html")), list(site.rglob("*.css"))
+    assert len(pages) > 10 and sheets
+    assert {
+        page.name: found for page in pages if (found := loaded_from_elsewhere(page.read_text(encoding="utf-8")))
+    } == {}
+    assert {sheet.name: found for sheet in sheets if (found := remote_in_css(sheet.read_text(encoding="utf-8")))} == {}
+
+
+@pytest.mark.parametrize(
+    "remote",
+    [
+        '<script src="https://example.org/mathjax.js"></script>',
+        '<link rel="stylesheet" href="//example.org/style.css">',
+        "<style>@font-face { src: url(https://example.org/font.woff2) }</style>",
+        '<style>@import "https://example.org/style.css";</style>',
+        "<p style=\"background: url('http://example.org/a.png')\">",
+        '<iframe src="http://example.org">',
+    ],
+)
+def test_what_needs_a_network_is_found(remote):
+    assert loaded_from_elsewhere(f"<p>a page</p>{remote}")
+
+
+def test_a_link_to_follow_is_none():
+    assert not loaded_from_elsewhere('<a href="https://arxiv.org">a paper</a><img src="_images/a.png">')
+
+
+def test_every_page_is_reached_from_the_first(site):
+    pages = {file.stem for file in (ROOT / "docs").glob("*.md")}
+    first = Attributes((site / "index.html").read_text(encoding="utf-8"))
+    linked = {value.partition("#")[0] for tag, name, value in first.found if (tag, name) == ("a", "href")}
+    assert {f"{page}.html" for page in pages - {"index"}} <= linked
+    assert all((site / f"{page}.html").is_file() for page in pages)
+
+
+def test_the_page_of_the_run_is_in_it(site):
+    report = Attributes((site / "report.html").read_text(encoding="utf-8"))
+    frames = [value for tag, name, value in report.found if (tag, name) == ("iframe", "src")]
+    assert frames and all((site / frame).is_file() for frame in frames)
+
+
+def test_every_public_name_is_described(site):
+    api = Attributes((site / "api.html").read_text(encoding="utf-8"))
+    described = {value for tag, name, value in api.found if name == "id"}
+    missing = {name for name in mhc_ops.__all__ if f"mhc_ops.{name}" not in described | {"mhc_ops.compat"}}
+    assert missing == set()
