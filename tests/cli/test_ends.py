@@ -51,10 +51,17 @@ def test_an_interrupted_command(command, where, monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
 
 
+def takes_signals():
+    """As a program in a terminal does: one that a shell started in the background inherits that it ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c():
     """The signal itself, in the middle of the work."""
     command = [*COMMAND, "diagnose", "causal_conv1d", "--device", "cpu", "--shape", "2x999x999"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=takes_signals
+    )
     assert running.stderr.readline().startswith("diagnose 1/")
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=60)
