@@ -165,6 +165,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="take fewer samples and leave out the least important to be done by then",
     )
     _common_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help="measure what the file of --json lacks, and add it")
     parser.add_argument("--html", metavar="FILE", type=arguments.output, help="draw the results as a page")
 
 
@@ -264,7 +265,9 @@ def run_fuzz(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    found = results.begin("bench")
+    if options.resume and options.json is None:
+        raise Refused("--resume is of --json: it measures what that file lacks")
+    found = results.resume(options.json) if options.resume else results.begin("bench")
     request = bench.Request(
         options.device, options.providers, options.peers, options.case, options.skip, options.budget
     )

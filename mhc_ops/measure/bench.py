@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -21,6 +20,7 @@ from .conv_cases import AnyCase
 from .results import NotMeasured, Results
 from .training_step import Race
 
+LATE, INTERRUPTED = "out of time", "interrupted"
 LONGEST_REASON = 300  # characters: compilers say more than anybody reads in a table
 STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
 KERNELS = tuple(backend for backend in backends.BACKENDS if backend != "reference")
@@ -69,30 +69,31 @@ class Unit:
 
 
 def run(request: Request, results: Results, save: Callable[[], None]) -> None:
-    """Fill the results and save after every unit. KeyboardInterrupt passes, with all that was measured kept; Refused
-    where no case has the name that was asked for."""
+    """Fill the results with what they lack and save after every unit. KeyboardInterrupt passes, with all that was
+    measured kept; Refused where no case has the name that was asked for."""
     if not training_step.named(request.case, request.device):
         selection.named(request.case, [case for group in request.groups.values() for case in group])
     deadline = time.perf_counter() + request.budget
     results.budget_seconds = request.budget if math.isfinite(request.budget) else None
     asked = {"providers": request.providers, "case": [request.case] if request.case else [], "skip": request.skip}
     results.selection = {name: list(words) for name, words in asked.items() if words}
+    before, results.not_measured = results.not_measured, []
     present = find_providers(request, results)
-    units = plan(request, present)
+    planned = plan(request, present)
     every = plan(replace(request, skip=()), present)
-    left = [unit.split(request.skip)[1] if isinstance(unit, Race) else unit for unit in every if unit not in units]
-    results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in left]
+    results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in every if unit not in planned]
+    units = _missing(planned, before, results)
     session = Session(request.device, results)
     took: dict[str, list[float]] = {}
-    done = late = 0
+    done = 0
     try:
         with torch.cuda.device(request.device) if request.on_gpu else contextlib.nullcontext():
-            results.add_microseconds = speed.add_time(request.device)
+            if results.add_microseconds is None:
+                results.add_microseconds = speed.add_time(request.device)
             for done, unit in enumerate(report.progress(units, "bench")):
                 begin = time.perf_counter()
                 if deadline - begin <= statistics.median(took.get(unit.provider, [0])):
-                    results.not_measured.append(_unmeasured(unit, f"out of time (--budget {request.budget:g})"))
-                    late += 1
+                    results.not_measured.append(_unmeasured(unit, f"{LATE} (--budget {request.budget:g})"))
                     continue
                 session.measure(unit, begin + (deadline - begin) / (len(units) - done))
                 took.setdefault(unit.provider, []).append(time.perf_counter() - begin)
@@ -102,10 +103,25 @@ def run(request: Request, results: Results, save: Callable[[], None]) -> None:
             if request.on_gpu and "triton" in present and not request.case:
                 with failures_of("a stack of layers", "triton", results):
                     results.stack_megabytes = speed.stack_peaks(*STACK, request.device)
-        results.complete = not late
+        results.complete = not any(entry.reason.startswith((LATE, INTERRUPTED)) for entry in results.not_measured)
     finally:
-        results.not_measured += [_unmeasured(unit, "interrupted") for unit in units[done:]]
+        results.not_measured += [_unmeasured(unit, INTERRUPTED) for unit in units[done:]]
         save()
+
+
+def _missing(units: Sequence[Unit | Race], unmeasured: Sequence[NotMeasured], results: Results) -> list[Unit | Race]:
+    """Those that an earlier run did not come to the end of; it may have begun with them. What it did not measure of all
+    others stays named."""
+    steps = [(training_step.name_of(step.size, step.compiled), step.provider) for step in results.steps]
+    there = {*steps, *((m.case, m.provider) for m in results.measurements)} - {
+        (e.where, e.provider) for e in unmeasured
+    }
+    missing = {(str(unit.case), unit.provider): unit for unit in units}
+    missing = {key: unit for key, unit in missing.items() if key not in there}
+    results.measurements = [m for m in results.measurements if (m.case, m.provider) not in missing]
+    named = {*missing, *((e.where, e.provider) for e in results.not_measured)}
+    results.not_measured += [e for e in unmeasured if (e.where, e.provider) not in named]
+    return list(missing.values())
 
 
 def _unmeasured(unit: Unit | Race, reason: str) -> NotMeasured:
@@ -129,13 +145,16 @@ class Session:
         self._device = device
         self._results = results
         self._copies = speed.Copies(device)
+        self._races = training_step.Races(device)
         self._checked: dict[tuple[AnyCase, str], list[accuracy.Row]] = {}
 
     def measure(self, unit: Unit | Race, until: float) -> None:
         if isinstance(unit, Race):
             with failures_of(unit.case, unit.provider, self._results):
-                noted = partial(failures_of, results=self._results)
-                self._results.steps += training_step.measure(unit, self._device, until, noted)
+                known = {(step.size, step.compiled, step.provider) for step in self._results.steps}
+                for step in self._races.measure(unit, until):
+                    if (step.size, step.compiled, step.provider) not in known:  # the first of plain residuals
+                        self._results.steps.append(step)
             return
         case, provider = unit.case, unit.provider
         with failures_of(str(case), provider, self._results):
@@ -196,11 +215,8 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
         planned += ours or units([case], "eager") * ("eager" in present)
     planned += [unit for case in (*training, *decode) for p in beside for unit in units([case], p)]
     planned += [unit for p in providers.OF_TORCH if p in present for unit in units(training, p)]
-    kept = [
-        unit
-        for unit in dict.fromkeys(planned)
-        if request.case in str(unit.case) and not any(text in str(unit) for text in request.skip)
-    ]
-    races = [race.split(request.skip)[0] for race in training_step.plan(request.case, present, request.device)]
-    eager, compiled = ([race for race in races if race.providers and race.compiled == c] for c in (False, True))
-    return [*eager, *kept, *compiled]
+    kept = [unit for unit in dict.fromkeys(planned) if request.case in str(unit.case)]
+    races = training_step.plan(request.case, present, request.device)
+    eager, compiled = ([race for race in races if race.compiled == c] for c in (False, True))
+    every: list[Unit | Race] = [*eager, *kept, *compiled]
+    return [unit for unit in every if not any(text in str(unit) for text in request.skip)]

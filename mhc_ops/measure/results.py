@@ -81,6 +81,19 @@ def begin(command: str) -> Results:
     return Results(command, datetime.date.today().isoformat(), versions=versions)
 
 
+def resume(path: Path) -> Results:
+    """What an earlier run has written, to be added to; Refused where that was another machine or other versions."""
+    now = begin("bench")
+    if not path.exists():
+        return now
+    found = read(path)
+    for name, version in report.versions().items():
+        if found.versions.get(name) != version:
+            raise report.Refused(f"{path}: measured with {name} {found.versions.get(name)}, this is {version}")
+    found.versions |= now.versions
+    return found
+
+
 def write(results: Results, path: Path) -> None:
     """An entry a line: easy to compare, and quick to write as often as a run does (json.dumps(indent=1) is not)."""
     fields = []

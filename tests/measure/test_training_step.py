@@ -91,6 +91,60 @@ def test_plain_and_eager_take_turns(monkeypatch):
     assert found.complete
 
 
+def stopped_at(name, monkeypatch, times=1):
+    """A library whose steps are interrupted: it takes too long to compile."""
+    left = [times]
+
+    def interrupt(h_in):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise KeyboardInterrupt
+        return h_in
+
+    return a_peer(name, in_model=interrupt)
+
+
+def test_every_provider_is_kept_as_soon_as_it_is_measured(monkeypatch, tmp_path):
+    """And a rerun with --resume measures the others alone."""
+    monkeypatch.setattr(peers, "PEERS", (a_peer("quick"), stopped_at("slow", monkeypatch)))
+    file = tmp_path / "bench.json"
+    command = ["bench", "--device", "cpu", "--case", "training_step", "--peers", "--skip", "torch.compile", "--json"]
+    assert cli.main([*command, str(file)]) == 130
+    first = results.read(file)
+    assert [step.provider for step in first.steps] == [PLAIN, "quick"]
+    assert [(e.provider, e.reason) for e in first.not_measured[-2:]] == [
+        ("slow", "interrupted"),
+        ("eager", "interrupted"),
+    ]
+    assert not first.complete
+    assert cli.main([*command, str(file), "--resume"]) == 0
+    second = results.read(file)
+    assert second.steps[:2] == first.steps
+    assert [step.provider for step in second.steps[2:]] == ["slow", "eager"]
+    assert second.complete
+    assert "interrupted" not in {entry.reason for entry in second.not_measured}
+
+
+def test_providers_are_added_to_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", (a_peer("quick"),))
+    file = tmp_path / "bench.json"
+    command = ["bench", "--device", "cpu", "--case", "training_step", "--json", str(file), "--resume", "--providers"]
+    assert cli.main([*command, "eager", "hip"]) == 0
+    assert cli.main([*command, "torch.compile"]) == 2 * bool(speed.why_no_compiler())
+    found = results.read(file)
+    assert {step.provider for step in found.steps} >= {PLAIN, "eager"}
+    assert "hip" in {entry.provider for entry in found.not_measured}
+
+
+def test_what_cannot_be_resumed(tmp_path, capsys):
+    assert cli.main(["bench", "--device", "cpu", "--resume"]) == 2
+    assert "--resume is of --json" in capsys.readouterr().err
+    other = replace(results.begin("bench"), versions={**results.begin("bench").versions, "torch": "1.0"})
+    results.write(other, tmp_path / "file")
+    assert cli.main(["bench", "--device", "cpu", "--resume", "--json", str(tmp_path / "file")]) == 2
+    assert "file: measured with torch 1.0, this is " in capsys.readouterr().err
+
+
 def test_peers_are_checked_in_a_layer_and_in_the_model(monkeypatch):
     planted = (
         a_peer("right"),
@@ -127,34 +181,38 @@ def missing(name):
 
 def test_what_is_planned(monkeypatch):
     monkeypatch.setattr(peers, "PEERS", (a_peer("right"), peers.FLA))
-    present = ["triton", "right", "fla", "eager", "torch.compile"]
-    eager, compiled = training_step.plan("", present, torch.device("cuda"))[:2]
-    assert (eager.compiled, eager.providers) == (False, (PLAIN, "triton", "right", "eager"))
-    assert (compiled.compiled, compiled.providers) == (True, (PLAIN, "triton", "right", "torch.compile"))
-    assert {race.size for race in training_step.plan("", present, torch.device("cuda"))} == set(training_step.SIZES)
+    present, cuda = ["triton", "right", "fla", "eager", "torch.compile"], torch.device("cuda")
+    planned = training_step.plan("", present, cuda)
+    first = [(race.compiled, race.provider) for race in planned if race.size == training_step.SIZES[0]]
+    eager, compiled = ("triton", "right", "eager"), ("triton", "right", "torch.compile")
+    assert first == [*((False, provider) for provider in eager), *((True, provider) for provider in compiled)]
+    assert {race.size for race in planned} == set(training_step.SIZES)
     assert [race.compiled for race in training_step.plan("", ["eager"], CPU)] == [False]
     assert training_step.plan("", ["fla"], CPU) == []
     assert training_step.plan("mhc_post", present, CPU) == []
-    kept, left = compiled.split(("right training_step", "torch.compile plain"))
-    assert (kept.providers, left.providers) == (("triton", "torch.compile"), (PLAIN, "right"))
+    request = bench.Request(cuda, case="training_step", skip=("right training_step", "torch.compile triton"))
+    assert {(unit.compiled, unit.provider) for unit in bench.plan(request, present)} == {
+        (False, "triton"),
+        (False, "eager"),
+        (True, "torch.compile"),
+    }
 
 
 def test_what_was_skipped_is_named():
     found, _ = run(skip=("torch.compile", "eager training_step"))
     named = [(entry.where, entry.provider) for entry in found.not_measured if entry.reason == "left out (--skip)"]
-    assert named == [(str(SMALL), "eager"), (f"torch.compile {SMALL}", f"{PLAIN}, torch.compile")]
-    assert [step.provider for step in found.steps] == [PLAIN]
+    assert named == [(str(SMALL), "eager"), (f"torch.compile {SMALL}", "torch.compile")]
+    assert found.steps == []
 
 
-def test_short_of_time(monkeypatch):
+def test_short_of_time():
     """Few rounds where there is little, none where there is no more."""
     found, _ = run(budget=1e-9)
     late = [entry for entry in found.not_measured if entry.reason == "out of time (--budget 1e-09)"]
-    assert [(entry.where, entry.provider) for entry in late] == [(str(SMALL), f"{PLAIN}, eager")]
+    assert [(entry.where, entry.provider) for entry in late] == [(str(SMALL), "eager")]
     assert not found.complete
-    race = Race(SMALL, False, (PLAIN,))
-    (step,) = training_step.measure(race, CPU, 0.0, lambda case, provider: bench.failures_of(case, provider, found))
-    assert step.samples == speed.FEWEST_SAMPLES
+    steps = training_step.Races(CPU).measure(Race(SMALL, False, "eager"), until=0.0)
+    assert [step.samples for step in steps] == [speed.FEWEST_SAMPLES] * 2
 
 
 def test_interrupted(monkeypatch):
@@ -165,9 +223,7 @@ def test_interrupted(monkeypatch):
     found = results.begin("bench")
     with pytest.raises(KeyboardInterrupt):
         bench.run(bench.Request(CPU, providers=["eager"], case="training_step"), found, lambda: None)
-    assert [(e.where, e.provider, e.reason) for e in found.not_measured] == [
-        (str(SMALL), f"{PLAIN}, eager", "interrupted")
-    ]
+    assert [(e.where, e.provider, e.reason) for e in found.not_measured] == [(str(SMALL), "eager", "interrupted")]
 
 
 def test_streams_make_another_model():
@@ -278,12 +334,9 @@ def test_a_step_on_a_gpu(provider, compiled):
     reason = peers.why_not(peers.by_name(provider)) if peers.by_name(provider) else None
     if reason is not None or not training_step._connects(provider, SMALL, device):
         pytest.skip(reason or f"{provider} does not run here")
-    found = results.begin("bench")
-    race = Race(replace(SMALL, tokens=256), compiled, (PLAIN, provider))
-    steps = list(training_step.measure(race, device, 0.0, lambda case, p: bench.failures_of(case, p, found)))
-    assert found.not_measured == []
-    assert [step.provider for step in steps] == [PLAIN, provider]
-    assert steps[1].peak_megabytes > steps[0].peak_megabytes > 0
+    race = Race(replace(SMALL, tokens=256), compiled, provider)
+    plain, own = training_step.Races(device).measure(race, until=0.0)
+    assert own.peak_megabytes > plain.peak_megabytes > 0
 
 
 def test_the_command(tmp_path, capsys):
