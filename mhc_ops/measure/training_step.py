@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ class Races:
         return [plain, replace(own, overhead_percent=100 * (own.milliseconds / plain.milliseconds - 1))]
 
 
-def _step(race: Race, provider: str, samples: Sequence[float], **more: float | None) -> Step:
+def _step(race: Race, provider: str, samples: Sequence[float], **more: Any) -> Step:
     lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
     step = Step(str(race.size), provider, race.compiled, median, upper - lower, len(samples))
     return replace(step, **more)
