@@ -223,7 +223,7 @@ def run_check(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         report.say("interrupted")
     keeper.finish()
-    report.show(tables.accuracy_table(found.accuracy))
+    report.show(tables.table(found.accuracy, tables.ACCURACY))
     if found.not_measured:
         print(tables.left_out(found.not_measured))
     failed = sum(not row.passed for row in found.accuracy)

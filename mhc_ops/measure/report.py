@@ -1,6 +1,7 @@
 """What a command says: tables, progress, why it was refused. In colour where stdout or stderr is a terminal and rich is
 installed, in plain lines elsewhere."""
 
+import importlib
 import importlib.util
 import math
 import os
@@ -31,7 +32,7 @@ class Refused(Exception):
 
 class Table(NamedTuple):
     header: Sequence[str]
-    rows: Iterable[Sequence[str]]
+    rows: Sequence[Sequence[str]]
 
 
 def refuse_without(package: str, purpose: str) -> None:
@@ -49,8 +50,7 @@ def open_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):
+        if hasattr(stream := getattr(sys, name), "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
@@ -65,8 +65,8 @@ def discard() -> None:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns as wide as their widest entry; the first column left, the others right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * width for width in widths])
     aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
@@ -77,28 +77,24 @@ def show(*parts: Table | str) -> None:
     console = _console(sys.stdout)
     for nth, part in enumerate(parts):
         print(end="\n" * (nth > 0))
-        if isinstance(part, str):
-            print(part)
-        elif console is None:
-            print(table(*part))
+        if isinstance(part, Table) and console is not None:
+            console.print(_coloured(part, console.width))
         else:
-            console.print(_coloured(part, console))
+            print(part if isinstance(part, str) else table(*part))
 
 
-def _coloured(part: Table, console: Any) -> Any:
+def _coloured(part: Table, width: int) -> Any:
     """The first column is wrapped where the terminal is narrow; the others, too, where that is not enough."""
     from rich import box, text
     from rich import table as rich_table
 
+    _, *others = (2 + max(map(len, column)) for column in zip(part.header, *part.rows))
     drawn = rich_table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column, name in enumerate(part.header):
-        drawn.add_column(name, justify="right" if column else "left", overflow="fold", no_wrap=column > 0)
+        whole = column > 0 and sum(others) < width
+        drawn.add_column(name, justify="right" if column else "left", overflow="fold", no_wrap=whole)
     for row in part.rows:
         drawn.add_row(*(text.Text(cell, COLOURS.get(cell, "")) for cell in row))
-    unlimited = console.options.update(max_width=sys.maxsize)
-    if console.measure(drawn, options=unlimited).minimum > console.width:
-        for narrow in drawn.columns:
-            narrow.no_wrap = False
     return drawn
 
 
@@ -117,15 +113,13 @@ def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
 
 def status(label: str) -> Callable[[object], None]:
     """For work of unknown length: call it with where it is. Without a terminal it speaks now and then."""
-    update = _start_display(label, None)
-    last = time.monotonic()
+    update, last = _start_display(label, None), [time.monotonic()]
 
     def show(where: object) -> None:
-        nonlocal last
         if update is not None:
             update(0, str(where))
-        elif time.monotonic() - last >= BETWEEN_LINES:
-            last = time.monotonic()
+        elif time.monotonic() - last[0] >= BETWEEN_LINES:
+            last[0] = time.monotonic()
             print(f"{label} {where}", file=sys.stderr, flush=True)
 
     return show
@@ -153,7 +147,7 @@ def _console(stream: Any) -> Any:
     # Not in the last column: there some terminals wrap. rich asks stdin and stdout for a size, which may be files.
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # a terminal that is no file, as in a notebook
         columns = 0
     width = shutil.get_terminal_size((columns or 80, 24)).columns - 1
     console = Console(file=stream, width=max(1, width), highlight=False, emoji=False)
@@ -166,28 +160,21 @@ def _start_display(label: str, total: int | None) -> Callable[[int, str], None] 
     console = _console(sys.stderr)
     if console is None:
         return None
-    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+    from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
 
     def text(field: str, ratio: int | None = None) -> TextColumn:
         column = Column(no_wrap=True, overflow="crop", ratio=ratio)
         return TextColumn(f"{{task.{field}}}", markup=False, table_column=column)
 
-    columns: list[ProgressColumn | str] = [text("description"), text("fields[words]", ratio=1)]
-    if total is not None and console.width + 1 >= NARROWEST_WITH_BAR:
-        width = min(WIDEST_BAR, console.width * 3 // 8)
-        columns.insert(1, BarColumn(bar_width=width, table_column=Column(width=width)))
+    width = min(WIDEST_BAR, console.width * 3 // 8)
+    with_bar = total is not None and console.width + 1 >= NARROWEST_WITH_BAR
+    bar = [BarColumn(width, table_column=Column(width=width))] if with_bar else []
+    columns = (text("description"), *bar, text("fields[words]", ratio=1))
     # Drawn only when it is told to: a thread that draws would disturb what is being timed.
-    line = _display = Progress(
-        *columns,
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        expand=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    task = line.add_task(label, total=total, words="")
+    quiet: Any = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
+    line = Progress(*columns, console=console, transient=True, expand=True, **quiet)
+    _display, task = line, line.add_task(label, total=total, words="")
 
     def update(done: int, words: str) -> None:
         count = label if total is None else f"{label} {done}/{total}"
@@ -212,12 +199,10 @@ def versions() -> dict[str, str]:
     found = {"mhc_ops": VERSION, "python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "tilelang"):
         try:
-            found[name] = __import__(name).__version__
+            found[name] = importlib.import_module(name).__version__
         except ImportError:
             found[name] = "not installed"
     if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
-        found["driver"] = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    else:
-        found["device"] = f"CPU ({platform.machine()})"
-    return found
+        driver = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        return {**found, "device": torch.cuda.get_device_name(), "driver": driver}
+    return {**found, "device": f"CPU ({platform.machine()})"}

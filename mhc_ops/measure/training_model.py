@@ -149,12 +149,12 @@ class Training:
 
         return step
 
-    def milliseconds(self, step: TakeStep) -> float:
+    def microseconds(self, step: TakeStep) -> float:
         self._wait()
         begin = time.perf_counter()
         step()
         self._wait()
-        return (time.perf_counter() - begin) * 1e3
+        return (time.perf_counter() - begin) * 1e6
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -5,8 +5,6 @@ optimiser, which would add the same to each, is left out. Its time is the wall c
 idle before and after: the median over rounds in which it and plain residuals take turns.
 """
 
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..core import backend as backends
-from . import peers, providers
-from .speed import FEWEST_SAMPLES, SAMPLES, Positive, peak_memory
+from . import peers, selection
+from .speed import Timing, peak_memory, samples, summary
 from .training_model import PLAIN, Size, Training
 
 ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 of it, a wrong term far more
@@ -31,12 +29,16 @@ class Step:
     size: str
     provider: str
     compiled: bool
-    milliseconds: Positive
+    milliseconds: float
     spread: float | None = None  # interquartile range of the samples, ms
     samples: int | None = None
     overhead_percent: float | None = None  # over plain residuals, in the same rounds
     peak_megabytes: float | None = None  # above weights and input
     difference: float | None = None  # relative, to the reference: of the loss or of dx, whichever is larger
+
+    @property
+    def mode(self) -> str:
+        return "torch.compile" if self.compiled else "eager"
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,11 @@ class Race:
         return name_of(self.size, self.compiled)
 
     def __str__(self) -> str:
-        return f"{'torch.compile ' * self.compiled}{self.provider} {self.size}"
+        return name_of(f"{self.provider} {self.size}", self.compiled)
 
 
-def name_of(size: object, compiled: bool) -> str:
-    return f"{'torch.compile ' * compiled}{size}"
+def name_of(what: object, compiled: bool) -> str:
+    return f"{'torch.compile ' * compiled}{what}"
 
 
 def named(case: str, device: torch.device) -> list[Size]:
@@ -64,7 +66,7 @@ def named(case: str, device: torch.device) -> list[Size]:
 
 
 def plan(case: str, present: Sequence[str], device: torch.device) -> list[Race]:
-    """present: of bench's providers. The formula in torch is "eager" or, where the model is compiled, "torch.compile",
+    """present: of bench's selection. The formula in torch is "eager" or, where the model is compiled, "torch.compile",
     which stands for the mode too: without it nothing is compiled."""
     return [
         Race(size, formula != "eager", provider)
@@ -80,7 +82,7 @@ def _connects(provider: str, size: Size, device: torch.device) -> bool:
     peer = peers.by_name(provider)
     if peer is not None:
         return peer.prepare("mhc_layer", size.case().inputs()) is not None
-    return provider in backends.BACKENDS and backends.why_not("mhc", provider, device) is None
+    return provider in selection.KERNELS and backends.why_not("mhc", provider, device) is None
 
 
 class Races:
@@ -104,32 +106,31 @@ class Races:
         """Of plain residuals and of the provider. until: from then on few rounds do."""
         if self._of != (race.size, race.compiled):
             self._begin(race.size, race.compiled)
-        step = self._training.step(race.provider, race.compiled)
-        difference = _checked(race.provider, race.size, step(), self._expected, self._device)
+        step, time = self._training.step(race.provider, race.compiled), self._training.microseconds
+        difference = _checked(race, step(), self._expected, self._device)
         peak = peak_memory(step, self._device)
-        turns: list[tuple[float, float]] = []
-        while len(turns) < (SAMPLES if time.perf_counter() < until else FEWEST_SAMPLES):
-            turns.append((self._training.milliseconds(self._plain), self._training.milliseconds(step)))
-        plain = _step(race, PLAIN, [times[0] for times in turns], peak_megabytes=self._plain_peak)
-        own = _step(race, race.provider, [times[1] for times in turns], peak_megabytes=peak, difference=difference)
-        return [plain, replace(own, overhead_percent=100 * (own.milliseconds / plain.milliseconds - 1))]
+        turns = samples(lambda: (time(self._plain), time(step)), until)
+        plain, own = (summary(times) for times in zip(*turns))
+        overhead = 100 * (own.microseconds / plain.microseconds - 1)
+        return [
+            _step(race, PLAIN, plain, peak_megabytes=self._plain_peak),
+            _step(race, race.provider, own, peak_megabytes=peak, overhead_percent=overhead, difference=difference),
+        ]
 
 
-def _step(race: Race, provider: str, samples: Sequence[float], **more: Any) -> Step:
-    lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
-    step = Step(str(race.size), provider, race.compiled, median, upper - lower, len(samples))
-    return replace(step, **more)
+def _step(race: Race, provider: str, timing: Timing, **more: Any) -> Step:
+    times = timing.microseconds / 1e3, timing.spread / 1e3, timing.samples
+    return replace(Step(str(race.size), provider, race.compiled, *times), **more)
 
 
-def _checked(
-    provider: str, size: Size, found: tuple[Tensor, ...], expected: tuple[Tensor, ...], device: torch.device
-) -> float:
+def _checked(race: Race, found: Sequence[Tensor], expected: Sequence[Tensor], device: torch.device) -> float:
     """The relative difference of the loss or of dx, whichever is larger; Wrong where it is another function, and where
     one layer is, against fp64."""
-    providers.refuse_if_wrong(provider, providers.check(size.case(tokens=size.tokens), provider, device))
+    layer = race.size.case(tokens=race.size.tokens)
+    selection.refuse_if_wrong(race.provider, selection.check(layer, race.provider, device))
     pairs = [(a.double(), b.double()) for a, b in zip(found, expected)]
     worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
     if not worst <= ALLOWED:
         words = f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})"
-        raise providers.Wrong(f"{provider} is wrong, so it is not timed: {words}")
+        raise selection.Wrong(f"{race.provider} is wrong, so it is not timed: {words}")
     return worst

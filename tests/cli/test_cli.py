@@ -142,7 +142,7 @@ def test_an_interrupted_bench_keeps_what_it_has(small, monkeypatch, tmp_path, ca
         raise KeyboardInterrupt
 
     file = tmp_path / "bench.json"
-    monkeypatch.setattr(bench.providers.torch.compiler, "reset", interrupted)
+    monkeypatch.setattr(bench.torch.compiler, "reset", interrupted)
     assert cli.main(["bench", "--device", "cpu", "--json", str(file)]) == 130
     content = json.loads(file.read_text())
     assert content["complete"] is False

@@ -163,7 +163,7 @@ def test_a_table_fits_the_terminal(columns, terminal):
     pytest.importorskip("rich")
     lines = terminal("stdout", columns)
     row = accuracy.Row("mhc_forward_pre 2x128x4x256 bfloat16 no gamma", "reference", "inv_rms", 1e-3, 2e-3, 1e-3, False)
-    table = tables.accuracy_table([row])
+    table = tables.table([row], tables.ACCURACY)
     report.show(table, "and words")
     shown = lines()
     assert max(map(len, shown)) < columns

@@ -6,10 +6,10 @@ import pytest
 
 from mhc_ops.measure import cases, speed
 
-SWEEP = cases.sweep("T", "D = 8", (1, 2, 4, 8), lambda T: f"op {T}")
+SWEEP = cases.Sweep("T", "D = 8", {T: f"op {T}" for T in (1, 2, 4, 8)})
 
 
-def points(overhead=10.0, per_megabyte=2.0, spread=0.0, provider="triton", sizes=SWEEP.sizes):
+def points(overhead=10.0, per_megabyte=2.0, spread=0.0, provider="triton", sizes=tuple(SWEEP.cases)):
     return [
         speed.Measurement(
             "op",
