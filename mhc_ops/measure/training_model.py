@@ -81,15 +81,13 @@ class PeerConnection(nn.Module):
         super().__init__()
         prepared = peer.prepare("mhc_layer", ours)
         assert prepared is not None, f"{peer.name} has no mhc_layer, but was planned"
-        names = {our_name: name for name, our_name in prepared.same.items()}
-        self.layer, self.call, self.x, self.h_out = layer, prepared.call, names["x"], names["h_out"]
-        self.outer = (1,) * (prepared.tensors[self.x].dim() - ours["x"].dim())  # what it wants before the tokens
-        maps = {name: nn.Parameter(t) for name, t in prepared.tensors.items() if name not in prepared.same}
+        self.layer, self.call = layer, prepared.call
+        self.outer = (1,) * (prepared.tensors["x"].dim() - ours["x"].dim())  # what it wants before the tokens
+        maps = {name: nn.Parameter(t) for name, t in prepared.tensors.items() if name not in ("x", "h_out")}
         self.maps = nn.ParameterDict(maps)
 
     def forward(self, x: Tensor) -> Tensor:
-        tensors = {self.x: x.view(*self.outer, *x.shape), self.h_out: self.layer}
-        return self.call(**tensors, **self.maps)[0]
+        return self.call(x=x.view(*self.outer, *x.shape), h_out=self.layer, **self.maps)[0]
 
 
 def _connection(provider: str, layer: Layer, case: cases.Case, device: torch.device) -> nn.Module:

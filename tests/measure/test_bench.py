@@ -40,7 +40,7 @@ def peer(name, change, lacks=()):
         def call(**tensors):
             return tuple(change(output) for output in subjects[subject].call(**tensors, backend="reference"))
 
-        return peers.Prepared({name: t.detach() for name, t in ours.items()}, call, {"x": "x"})
+        return peers.Prepared({name: t.detach() for name, t in ours.items()}, call, ("x",))
 
     return peers.Peer(name, name, name, "as the reference", 1e-5, adapt, load=lambda peer: None)
 

@@ -125,9 +125,7 @@ def test_a_wrong_peer_is_found():
             (y,) = cases.MHC_POST.call(x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend="reference")
             return ((y + (gradient_factor - 1) * (y - y.detach())) * (factor if y.requires_grad else 1),)
 
-        return peers.Peer(
-            "fake", "fake", "fake", "", 1e-5, lambda load, *ours: peers.Prepared(ours[1], call, {"x": "x"})
-        )
+        return peers.Peer("fake", "fake", "fake", "", 1e-5, lambda load, *ours: peers.Prepared(ours[1], call, ("x",)))
 
     def failed(peer):
         return {row.output for row in peers.measure(peer, small_case(cases.MHC_POST)) if not row.passed}

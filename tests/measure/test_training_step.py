@@ -58,7 +58,7 @@ def a_peer(name, in_model=lambda h_in: h_in, alone=1.0):
 
     def prepare(subject, ours):
         tensors = {name: tensor.detach() for name, tensor in ours.items()}
-        return peers.Prepared(tensors, call, {"x": "x", "h_out": "h_out"}) if subject == "mhc_layer" else None
+        return peers.Prepared(tensors, call, ("x", "h_out")) if subject == "mhc_layer" else None
 
     return stand_in(name, prepare)
 
@@ -239,7 +239,7 @@ def test_compiled_it_is_the_same_model(cxx, monkeypatch):
         return ((1 + bias.mean()) * x + (phi.sum() + alpha.sum()) * h_out(x.mean(-2)).unsqueeze(-2),)
 
     def prepare(subject, ours):
-        return peers.Prepared(ours, call, {"x": "x", "h_out": "h_out"})
+        return peers.Prepared(ours, call, ("x", "h_out"))
 
     monkeypatch.setattr(peers, "PEERS", (stand_in("quick", prepare),))
     torch._dynamo.utils.counters.clear()
