@@ -44,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             return _run(words)
         finally:
-            report.clear()  # whatever ended it, the terminal gets its cursor back
+            report.clear()  # whatever ended it, the terminal keeps no progress
             sys.stdout.flush()  # Python would as it ends, where nothing can be done about a closed pipe
     except BrokenPipeError:
         report.discard()

@@ -7,6 +7,8 @@ hyper-connections hold the same numbers.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -134,12 +136,11 @@ class Training:
             self.x = torch.randn(size.tokens, size.D).to(DTYPE).requires_grad_()
 
     def step(self, provider: str, compiled: bool = False) -> TakeStep:
-        whole = compiled and provider not in UNTRACED
-        apart = compiled and not whole
-        layers = [torch.compile(layer, dynamic=False) if apart else layer for layer in self.layers]
+        compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if compiled else lambda module: module
+        layers = [compiles(layer) for layer in self.layers] if provider in UNTRACED else self.layers
         connected = [_connection(provider, layer, self.size.case(i), self.device) for i, layer in enumerate(layers)]
         model = Model(connected, provider != PLAIN)
-        loss_of, wanted = torch.compile(model, dynamic=False) if whole else model, [self.x, *model.parameters()]
+        loss_of, wanted = model if provider in UNTRACED else compiles(model), [self.x, *model.parameters()]
 
         def step() -> tuple[Tensor, Tensor]:
             loss = loss_of(self.x)
@@ -148,12 +149,10 @@ class Training:
         return step
 
     def microseconds(self, step: TakeStep) -> float:
-        self._wait()
+        """From an idle device to an idle device."""
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        wait()
         begin = time.perf_counter()
         step()
-        self._wait()
+        wait()
         return (time.perf_counter() - begin) * 1e6
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
