@@ -222,7 +222,7 @@ def run_check(options: argparse.Namespace) -> int:
         found.complete = True
     except KeyboardInterrupt:
         report.say("interrupted")
-    keeper.finish()
+    keeper.save(last=True)
     report.show(tables.table(found.accuracy, tables.ACCURACY))
     if found.not_measured:
         print(tables.left_out(found.not_measured))
@@ -278,7 +278,7 @@ def run_bench(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
         report.say("interrupted")
-    keeper.finish()
+    keeper.save(last=True)
     report.show(*tables.of_bench(found))
     if options.html:
         files.write(options.html, page.draw(found))

@@ -7,6 +7,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,6 @@ LONGEST_VALUE = 40  # characters of a wrong value in a message
 LARGEST = 1e100  # of a number: far above anything measured, and its square is still one
 KINDS: dict[Any, str] = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
 KINDS |= {list: "a list", dict: "an object"}
-ABOVE_0 = ("sizes", "microseconds", "copy_microseconds", "milliseconds")  # what is divided by, and drawn on a scale
-NOT_0 = ("per_megabyte", "copy_per_megabyte")
 
 
 class Unreadable(report.Refused):
@@ -100,17 +99,13 @@ class Keeper:
         self._found, self._path = found, path
         self._error: files.Unwritable | None = None
 
-    def save(self) -> None:
-        if self._path is not None and files.is_replaced(self._path):
-            self.finish()
-
-    def finish(self) -> None:
-        self._error = None
-        try:
-            if self._path is not None:
+    def save(self, last: bool = False) -> None:
+        if self._path is not None and (last or files.is_replaced(self._path)):
+            self._error = None
+            try:
                 write(self._found, self._path)
-        except files.Unwritable as error:
-            self._error = error
+            except files.Unwritable as error:
+                self._error = error
 
     def refuse_if_lost(self) -> None:
         if self._error is not None:
@@ -154,30 +149,15 @@ def typed(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _checked(holds: bool, value: Any, where: str, words: str) -> Any:
-    if not holds:
-        text = json.dumps(value)
-        text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
-        raise Unreadable(f"{where} must be {words}, not {text}")
-    return value
-
-
 def _entry(kind: Any, content: dict[str, Any], where: str) -> Any:
     """What the class knows of it."""
     found = {}
     for name, (of, required) in _fields(kind).items():
         path = f"{where}.{name}".lstrip(".")
         if name in content:
-            found[name] = value = typed(of, content[name], path)
-            numbers = value if isinstance(value, list) else [value]
-            if name in ABOVE_0:
-                _checked(bool(numbers) and all(n > 1 / LARGEST for n in numbers), content[name], path, "above 0")
-            if name in NOT_0:
-                _checked(value != 0, value, path, "other than 0")
-            if name == "dtype" and value:  # none in older files
-                dtype = getattr(torch, value, None)
-                known = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-                _checked(known, value, path, "a floating type of torch")
+            found[name] = typed(of, content[name], path)
+            holds, words = RULES.get(name, (lambda value: True, ""))
+            _checked(holds(found[name]), content[name], path, words)
         elif required:
             raise Unreadable(f"{path} is missing")
     return kind(**found)
@@ -189,3 +169,30 @@ def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
     kinds, missing = typing.get_type_hints(kind), dataclasses.MISSING
     fields = dataclasses.fields(kind)
     return {f.name: (kinds[f.name], f.default is missing and f.default_factory is missing) for f in fields}
+
+
+def _checked(holds: bool, value: Any, where: str, words: str) -> Any:
+    if not holds:
+        text = json.dumps(value)
+        text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
+        raise Unreadable(f"{where} must be {words}, not {text}")
+    return value
+
+
+def _above_0(value: Any) -> bool:
+    numbers = value if isinstance(value, list) else [value]
+    return bool(numbers) and all(number > 1 / LARGEST for number in numbers)
+
+
+def _is_floating_type(name: str) -> bool:
+    """Or none, as in older files."""
+    dtype = getattr(torch, name, None) if name else torch.float32
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+# Beyond their types, for tables, pages and comparisons to be made of them.
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("sizes", "microseconds", "copy_microseconds", "milliseconds"), (_above_0, "above 0")),
+    **dict.fromkeys(("per_megabyte", "copy_per_megabyte"), (bool, "other than 0")),
+    "dtype": (_is_floating_type, "a floating type of torch"),
+}
