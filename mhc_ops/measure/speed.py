@@ -109,21 +109,16 @@ def deviation(spread: float) -> float:
     return max(spread / QUARTILES_OF_NORMAL, RESOLUTION)
 
 
-class Copies:
-    """Times of copies, each size measured once in a run."""
+class Copies(dict[int, Timing]):
+    """Times of copies that read and write so many bytes in all, each measured once in a run."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._times: dict[int, Timing] = {}
+        self.device = device
 
-    def __call__(self, size: float) -> Timing:
-        """A copy that reads and writes `size` bytes in all."""
-        half = max(1, int(size) // 2)
-        if half not in self._times:
-            source = torch.randint(0, 255, (half,), dtype=torch.uint8, device=self._device)
-            target = torch.empty_like(source)
-            self._times[half] = device_time(lambda: target.copy_(source), self._device)
-        return self._times[half]
+    def __missing__(self, size: int) -> Timing:
+        source = torch.randint(0, 255, (max(1, size // 2),), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return self.setdefault(size, device_time(lambda: target.copy_(source), self.device))
 
 
 def why_no_compiler() -> str | None:
@@ -150,7 +145,7 @@ def measure(
     def row(direction: Direction, timing: Timing, whole_call: Callable[[], Any] | None = None) -> Measurement:
         """whole_call: where host time and memory are asked for, too."""
         size = case.bytes_moved()[direction]
-        copy = copies(size)
+        copy = copies[int(size)]
         return Measurement(
             subject=case.subject.name,
             case=str(case),

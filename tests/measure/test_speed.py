@@ -42,8 +42,8 @@ def test_median_and_quartiles(monkeypatch):
 
 def test_a_copy_is_measured_once():
     copies = speed.Copies(CPU)
-    assert copies(1000) is copies(1001)
-    assert copies(1000) is not copies(2000)
+    assert copies[1000] is copies[1000]
+    assert copies[1000] is not copies[2000]
 
 
 def test_bytes_moved():
