@@ -149,8 +149,10 @@ class Training:
         return step
 
     def microseconds(self, step: TakeStep) -> float:
-        """From an idle device to an idle device."""
+        """From an idle device to an idle device, after a step of the same kind: the clocks of a GPU depend on the
+        power that the work before it took."""
         wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        step()
         wait()
         begin = time.perf_counter()
         step()
