@@ -21,6 +21,7 @@ from ..conv_cases import AnyCase
 from .ops import Hypothesis, hypotheses, model_of, terms_of
 from .outputs import Output, coefficients
 
+ENOUGH_FOR_THREADS = 1 << 20  # elements
 SPARE = 4  # freed pieces of memory of each size
 SMALL = 0.02  # of the error, that a term may add to it by rounding
 WHOLE = 2e-3  # a factor this close to a whole number is taken as it
@@ -77,12 +78,27 @@ def diagnose(
     rows = {name: accuracy.judge(case, backend, name, results[name], exact[name]) for name in exact}
     if all(row.passed for row in rows.values()):
         return Diagnosis(case, backend, list(rows.values()), [], [])
-    model = model_of(case, tensors, cotangents, results)
-    names = [name for name in model.right if name in rows] or list(rows)
-    terms = {name: terms_of(case, model, name) for name in names}
-    judged = [Output(case, rows[name], results[name], first[name], exact[name], terms[name]) for name in names]
-    found = findings(judged, model, list(hypotheses(case, model)))
+    with _threads_that_pay(tensors):
+        model = model_of(case, tensors, cotangents, results)
+        names = [name for name in model.right if name in rows] or list(rows)
+        terms = {name: terms_of(case, model, name) for name in names}
+        judged = [Output(case, rows[name], results[name], first[name], exact[name], terms[name]) for name in names]
+        found = findings(judged, model, list(hypotheses(case, model)))
     return Diagnosis(case, backend, [rows[name] for name in names], found, [o for o in judged if not o.passed])
+
+
+@contextlib.contextmanager
+def _threads_that_pay(tensors: Tensors) -> Iterator[None]:
+    """One for small tensors: hundreds of models are run, and on a busy CPU threads that wait for each other take six
+    times as long.
+    """
+    before = torch.get_num_threads()
+    if max(tensor.numel() for tensor in tensors.values()) < ENOUGH_FOR_THREADS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _leave_zeros(*like: Tensor) -> None:

@@ -70,7 +70,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
     found = _data(done[-1])
     if not done[-1].passed:
         width = shutil.get_terminal_size((100, 24)).columns
-        print(_drawn("txt", found, table=report.table, width=width, colour=sys.stdout.isatty()), end="\n\n")
+        print(_drawn("txt", found, table=report.table, width=width, colour=sys.stdout.isatty()))
     print(_summary(done, len(work)))
     if options.html:
         files.write(options.html, _drawn("html", found))

@@ -10,23 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding  # as indexing, with a faster backward
 
 from ...conv import reference as conv
-from ...core.steps import (
-    Change,
-    Computation,
-    Step,
-    Steps,
-    Values,
-    always,
-    at,
-    gradients,
-    ones,
-    renamed,
-    steps_of,
-    total,
-    zeros,
-)
+from ...core import steps
+from ...core.steps import Change, Computation, Step, Steps, Values, renamed, steps_of, total
 from ...mhc import manual
 from ...mhc import reference as mhc
 from ...mhc.options import DEFAULTS
@@ -82,10 +70,10 @@ EVERYTHING = steps_of(
     everything=lambda state, x: torch.cat([x.new_zeros(1, x.shape[-1]), state.flatten(0, 1), x.flatten(0, 1)]),
 )
 Z = steps_of(
-    z=lambda everything, rows, weight, bias: sum((everything[row] * weight[:, k] for k, row in enumerate(rows)), bias)
+    z=lambda everything, rows, weight, bias: (embedding(rows, everything) * weight.T[:, None, None]).sum(0) + bias
 )
 Y = steps_of(
-    final_state=lambda everything, final_rows: everything[final_rows].transpose(1, 2),
+    final_state=lambda everything, final_rows: embedding(final_rows, everything).transpose(1, 2),
     convolved=lambda z, silu, real: torch.where(real, conv.silu_of(z) if silu else z, 0),
     added=lambda residual, real: torch.where(real, residual, 0),
 )
@@ -125,10 +113,10 @@ def model_of(
     pairs = zip(case.subject.differentiable, cotangents)
     inputs: Values = {f"cotangent of {name}": torch.zeros_like(results[name]) if c is None else c for name, c in pairs}
     inputs |= tensors
-    steps, more = _mhc(case, tensors, results) if isinstance(case, Case) else _conv(case, tensors, inputs)
+    every, more = _mhc(case, tensors, results) if isinstance(case, Case) else _conv(case, tensors, inputs)
     inputs = more | inputs
     wide = {name: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in inputs.items()}
-    return Computation(steps, wide)
+    return Computation(every, wide)
 
 
 def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]:
@@ -143,21 +131,21 @@ def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]
     if op == "mhc_post_pre":
         inputs |= {BEFORE[name]: tensors[name] for name in BEFORE} | {"as_stored": results["x_next"]}
         wanted, names = {BEFORE.get(name, name) for name in tensors}, GRADIENTS
-    return (*MHC[op], *renamed(gradients(MHC[op], wanted, case.subject.differentiable), **names)), inputs
+    return (*MHC[op], *renamed(steps.gradients(MHC[op], wanted, case.subject.differentiable), **names)), inputs
 
 
 def _conv(case: ConvCase, tensors: Tensors, given: Values) -> tuple[Steps, Values]:
     """Without an argument, it is zero."""
-    steps, x = CONV, tensors["x"].flatten(2)
+    forward, x = CONV, tensors["x"].flatten(2)
     given["cotangent of y"] = given["cotangent of y"].flatten(2)
     if case.n:
-        steps = (*NORM, *(RESIDUAL if case.residual else ()), *renamed(CONV, x="normed"))
+        forward = (*NORM, *(RESIDUAL if case.residual else ()), *renamed(CONV, x="normed"))
     inputs = rows_read(case, tensors) | {"norm_eps": case.norm_eps, "silu": case.silu or case.n > 0}
     state = x.new_zeros(*inputs["final_rows"].shape, x.shape[-1]).transpose(1, 2)
     inputs |= {"bias": x.new_zeros(x.shape[-1]), "residual": torch.zeros_like(x), "initial_state": state}
     wanted = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
-    backward = renamed(gradients(steps, wanted, case.subject.differentiable), **Z_AGAIN)
-    return (*steps, *renamed(Z, **Z_AGAIN), *backward), inputs
+    backward = renamed(steps.gradients(forward, wanted, case.subject.differentiable), **Z_AGAIN)
+    return (*forward, *renamed(Z, **Z_AGAIN), *backward), inputs
 
 
 def rows_read(case: ConvCase, tensors: Tensors) -> Values:
@@ -193,7 +181,7 @@ def _parts(case: AnyCase, step: Step) -> dict[str, dict[str, Change]]:
     summed = "dm for dinv_rms via m" if step.name == "dx via inv_rms" else f"{step.reads[-1]} for {step.name}"
     indices: dict[str, Any] = {f"stream {i}": (..., i, slice(None)) for i in range(case.n) if step.name in BY_STREAM}
     indices |= {name: (..., rows) for name, rows in sections(case).items() if step.name in BY_SECTION}
-    return {part: {summed: at(index, zeros)} for part, index in indices.items()}
+    return {part: {summed: steps.at(index, steps.zeros)} for part, index in indices.items()}
 
 
 # What may be wrong.
@@ -215,10 +203,10 @@ def _in_maps(sections: Mapping[str, range]) -> Iterator[Hypothesis]:
     }
     for words, (name, change) in missing.items():
         for section, rows in sections.items():
-            yield f"the {section} section lacks the factor {words}", {name: at((..., rows), change)}
+            yield f"the {section} section lacks the factor {words}", {name: steps.at((..., rows), change)}
         yield f"every section lacks the factor {words}", {name: change}
-    yield "gamma is left out of h_mix", {"gamma for h_mix": ones}
-    yield "gamma is left out everywhere", {"gamma": ones}
+    yield "gamma is left out of h_mix", {"gamma for h_mix": steps.ones}
+    yield "gamma is left out everywhere", {"gamma": steps.ones}
 
 
 def _in_taps(case: ConvCase, right: Values) -> Iterator[Hypothesis]:
@@ -226,16 +214,16 @@ def _in_taps(case: ConvCase, right: Values) -> Iterator[Hypothesis]:
     for sentence, table in _tables(case, right["rows"], states):
         if not torch.equal(table, right["rows"]):
             for where, reader in {"y": "z", "dweight": "dweight via z", "dx": "deverything via z"}.items():
-                yield sentence.format(f" in {where}"), {f"rows for {reader}": always(table)}
-            yield sentence.format(""), {"rows": always(table)}
+                yield sentence.format(f" in {where}"), {f"rows for {reader}": steps.always(table)}
+            yield sentence.format(""), {"rows": steps.always(table)}
     fresh = torch.where(right["final_rows"] <= states, 0, right["final_rows"])
-    yield "final_state does not take over the initial state", {"final_rows": always(fresh)}
-    yield "the activation is left out", {"silu": always(False)}
-    yield "the activation is left out in y", {"silu for convolved": always(False)}
-    yield "the derivative of SiLU is left out", {"silu for dz via convolved": always(False)}
-    yield "the bias is left out", {"bias": zeros}
-    yield "the bias is left out in y", {"bias for z": zeros}
-    yield "gamma is left out", {"gamma": ones}
+    yield "final_state does not take over the initial state", {"final_rows": steps.always(fresh)}
+    yield "the activation is left out", {"silu": steps.always(False)}
+    yield "the activation is left out in y", {"silu for convolved": steps.always(False)}
+    yield "the derivative of SiLU is left out", {"silu for dz via convolved": steps.always(False)}
+    yield "the bias is left out", {"bias": steps.zeros}
+    yield "the bias is left out in y", {"bias for z": steps.zeros}
+    yield "gamma is left out", {"gamma": steps.ones}
 
 
 def _tables(case: ConvCase, rows: Tensor, states: int) -> Iterator[tuple[str, Tensor]]:
@@ -275,4 +263,4 @@ def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[H
             missing = f"{words_of(list(range(end, size)), size, word)} of {WORDS.get(tensor, tensor)}"
             for into, names in readers.items():
                 sentence = f"{missing} {'is' if end == size - 1 else 'are'} read as zero for {into}"
-                yield sentence, dict.fromkeys(names, at(index, zeros, tuple(axes.values())))
+                yield sentence, dict.fromkeys(names, steps.at(index, steps.zeros, tuple(axes.values())))
