@@ -140,6 +140,7 @@ def _conv(case: ConvCase, tensors: Tensors, given: Values) -> tuple[Steps, Value
     given["cotangent of y"] = given["cotangent of y"].flatten(2)
     if case.n:
         forward = (*NORM, *(RESIDUAL if case.residual else ()), *renamed(CONV, x="normed"))
+    forward = tuple(step for step in forward if step.name != "final_state" or step.name in case.subject.outputs)
     inputs = rows_read(case, tensors) | {"norm_eps": case.norm_eps, "silu": case.silu or case.n > 0}
     state = x.new_zeros(*inputs["final_rows"].shape, x.shape[-1]).transpose(1, 2)
     inputs |= {"bias": x.new_zeros(x.shape[-1]), "residual": torch.zeros_like(x), "initial_state": state}
@@ -247,12 +248,18 @@ def block_ends(size: int, smallest: int = SMALLEST_BLOCK) -> list[int]:
     return sorted({end for block in blocks for end in (block, size // block * block) if end < size})
 
 
+def _depends(model: Computation, step: Step, tensor: str) -> bool:
+    """A term of a gradient is given all that its step is, but not every tensor matters to it."""
+    without = model.run({f"{tensor} for {step.name}": steps.zeros}, step.name)
+    return not torch.equal(without[step.name], model.right[step.name])
+
+
 def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
     """The tensor is read up to some index only, for one of the values that it is read for or for all of them."""
     axes = layout(case, tensor, model.right[tensor].shape)
     readers: dict[str, list[str]] = {}
     for step in model.steps:
-        if tensor in step.reads and not step.is_sum:
+        if tensor in step.reads and not step.is_sum and _depends(model, step, tensor):
             into = model.sum_of(step.name)
             readers.setdefault(WORDS.get(into, into), []).append(f"{tensor} for {step.name}")
     readers[" and ".join(", ".join(readers).rsplit(", ", 1))] = [name for names in readers.values() for name in names]
