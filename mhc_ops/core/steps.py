@@ -52,14 +52,20 @@ def renamed(steps: Sequence[Step], **names: str) -> Steps:
     return tuple(map(new, steps))
 
 
+def leading_to(steps: Sequence[Step], last: str) -> Steps:
+    """Those that a value is computed from, and its own."""
+    needed, found = {last}, []
+    for step in reversed(steps):
+        if step.name in needed:
+            needed |= set(step.reads)
+            found.append(step)
+    return tuple(reversed(found))
+
+
 def evaluate(
-    steps: Sequence[Step],
-    inputs: Values,
-    changes: Mapping[str, Change] = UNCHANGED,
-    last: str | None = None,
-    right: Values | None = None,
+    steps: Sequence[Step], inputs: Values, changes: Mapping[str, Change] = UNCHANGED, right: Values | None = None
 ) -> Values:
-    """Every value by its name, up to the step `last`.
+    """Every value by its name.
 
     changes: by the name of an input or a step ("h_mix"), or of what one step reads ("x for h_mix").
     right: all values without changes; those that no change reaches are taken from there.
@@ -79,8 +85,6 @@ def evaluate(
             read = [taken(f"{name} for {step.name}", values[name]) for name in step.reads]
             values[step.name] = taken(step.name, step.compute(*read))
             reached.add(step.name)
-        if step.name == last:
-            break
     return values
 
 
@@ -126,9 +130,14 @@ class Computation:
         with torch.no_grad():
             self.right = evaluate(steps, inputs)
 
-    def run(self, changes: Mapping[str, Change], last: str | None = None) -> Values:
+    def run(self, changes: Mapping[str, Change]) -> Values:
         with torch.no_grad():
-            return evaluate(self.steps, self.inputs, changes, last, self.right)
+            return evaluate(self.steps, self.inputs, changes, self.right)
+
+    def value(self, name: str, changes: Mapping[str, Change]) -> torch.Tensor:
+        """One alone, for which much less may be run."""
+        with torch.no_grad():
+            return evaluate(leading_to(self.steps, name), self.inputs, changes, self.right)[name]
 
     def sum_of(self, step: str) -> str:
         """The one that it is a term of, else itself."""

@@ -81,7 +81,7 @@ def diagnose(
     with _threads_that_pay(tensors):
         model = model_of(case, tensors, cotangents, results)
         names = [name for name in model.right if name in rows] or list(rows)
-        terms = {name: terms_of(case, model, name) for name in names}
+        terms = {name: {} if rows[name].passed else terms_of(case, model, name) for name in names}
         judged = [Output(case, rows[name], results[name], first[name], exact[name], terms[name]) for name in names]
         found = findings(judged, model, list(hypotheses(case, model)))
     return Diagnosis(case, backend, [rows[name] for name in names], found, [o for o in judged if not o.passed])
@@ -172,8 +172,9 @@ def _hypothesis(
 ) -> Finding | None:
     """The one that explains most of what is wrong and contradicts least of what is right; the first of equals."""
     lead, best, most = wrong[0], None, -math.inf
-    for sentence, changes in every:
-        if lead.name in model.right and lead.explained_by(model.run(changes, lead.name)[lead.name]):
+    for sentence, changes in every if lead.name in model.right else ():
+        candidate = model.value(lead.name, changes)
+        if candidate is not model.right[lead.name] and lead.explained_by(candidate):
             values = model.run(changes)
             names = [output.name for output in wrong if output.explained_by(values[output.name])]
             score = len(names) - sum(not o.close(values[o.name]) for o in outputs if o.passed)

@@ -6,6 +6,7 @@ from the step h_mix. A hypothesis is a sentence and the values that are then oth
 """
 
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ EVERYTHING = steps_of(
     everything=lambda state, x: torch.cat([x.new_zeros(1, x.shape[-1]), state.flatten(0, 1), x.flatten(0, 1)]),
 )
 Z = steps_of(
-    z=lambda everything, rows, weight, bias: (embedding(rows, everything) * weight.T[:, None, None]).sum(0) + bias
+    z=lambda everything, rows, weight, bias: reduce(
+        lambda z, tap: torch.addcmul(z, embedding(tap[0], everything), tap[1]), zip(rows, weight.T), bias
+    )
 )
 Y = steps_of(
     final_state=lambda everything, final_rows: embedding(final_rows, everything).transpose(1, 2),
@@ -172,7 +175,7 @@ def terms_of(case: AnyCase, model: Computation, output: str) -> Tensors:
     for step in model.steps:
         if step.name in model.sums.get(output, (output,)):
             words, right, parts = WORDS.get(step.name, output), model.right[step.name], _parts(case, step)
-            found |= {f"{words} of {part}": right - model.run(parts[part], step.name)[step.name] for part in parts}
+            found |= {f"{words} of {part}": right - model.value(step.name, parts[part]) for part in parts}
             found |= {} if parts else {words: right}
     return found if len(found) > 1 else {}
 
@@ -250,8 +253,8 @@ def block_ends(size: int, smallest: int = SMALLEST_BLOCK) -> list[int]:
 
 def _depends(model: Computation, step: Step, tensor: str) -> bool:
     """A term of a gradient is given all that its step is, but not every tensor matters to it."""
-    without = model.run({f"{tensor} for {step.name}": steps.zeros}, step.name)
-    return not torch.equal(without[step.name], model.right[step.name])
+    without = model.value(step.name, {f"{tensor} for {step.name}": steps.zeros})
+    return not torch.equal(without, model.right[step.name])
 
 
 def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
