@@ -1,4 +1,4 @@
-"""The parts of a diagnosis: places as words, distributions, errors by block; and the gradients of named steps."""
+"""The parts of a diagnosis: places as words, terms by least squares, distributions, maps; and what steps can do."""
 
 import math
 
@@ -9,7 +9,7 @@ from mhc_ops.core import steps
 from mhc_ops.measure import cases
 from mhc_ops.measure.accuracy import NORM_TOLERANCE, Exact, judge
 from mhc_ops.measure.cases import Case
-from mhc_ops.measure.diagnose import outputs
+from mhc_ops.measure.diagnose import findings, outputs
 
 SECTIONS = {"pre": range(2), "post": range(2, 4), "res": range(4, 8)}
 
@@ -23,10 +23,15 @@ SECTIONS = {"pre": range(2), "post": range(2, 4), "res": range(4, 8)}
         (list(range(32, 72)), 72, "channel", "channels 32 and up"),
         (list(range(64, 72)), 72, "channel", "channels 64 and up"),
         (list(range(5, 9)), 72, "channel", "channels 5 to 8"),
+        ([16, 17, 18, 32, 33, 34, 48, 49], 50, "token", "3 tokens in every 16, from token 16 on,"),
+        ([16, 32, 48], 60, "token", "one token in every 16, from token 16 on,"),
+        ([16, 17, 18, 32, 33, 48, 49, 50], 60, "token", "8 of 60 tokens (16, 17, 18, …)"),
         ([1, 5, 6, 20, 21, 30, 41], 60, "token", "7 of 60 tokens (1, 5, 6, …)"),
         ([4, 5, 6, 7], 8, "row", "the res section"),
         ([0, 1, 4, 5, 6, 7], 8, "row", "the pre and res sections"),
         ([4, 5], 8, "row", "rows 4 to 5"),
+        ([2], 3, "section", "section res"),
+        ([0, 2], 3, "section", "section pre and section res"),
     ],
 )
 def test_indices_as_words(indices, size, axis, words):
@@ -56,6 +61,55 @@ def test_wrong_elements_go_by_the_type():
     assert outputs.wrong_elements(result, exact, torch.bfloat16).nonzero().tolist() == [[1, 3]]
 
 
+def three_terms():
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(3, 10, 4, 8, dtype=torch.float64, generator=generator)
+    return {"a of p": drawn[0], "a of q": drawn[1], "b": drawn[2]}
+
+
+def found_in(result, exact, terms):
+    """As x_next of 10 tokens, of which nothing is known but these terms."""
+    case, truth = Case(cases.MHC_POST, (10,), 4, 8), Exact(exact)
+    row = judge(case, "reference", "x_next", result, truth)
+    (finding,) = findings([outputs.Output(case, row, result, result, truth, terms)], steps.Computation((), {}), [])
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"b": 0.0}, "b is left out"),
+        ({"b": -1.0}, "b is of the wrong sign"),
+        ({"a of q": 2.5}, "a of q is counted 2.5 times"),
+        ({"a of q": 16.0}, "a of q is counted 16 (n²) times"),
+        ({"a of p": 0.0, "a of q": 0.0}, "a is left out"),
+        ({"a of p": 3.0, "b": 0.0}, "a of p is counted 3 times and b is left out"),
+    ],
+)
+def test_terms(times, words):
+    own = three_terms()
+    exact = sum(own.values())
+    result = sum(times.get(name, 1.0) * term for name, term in own.items())
+    finding = found_in(result, exact, own)
+    assert (finding.sentence, finding.share) == (words, pytest.approx(1))
+    fitted = outputs.coefficients(result - exact, own)
+    assert fitted == pytest.approx({name: times.get(name, 1.0) - 1 for name in own}, abs=1e-9)
+
+
+def test_three_terms_are_no_explanation():
+    own = three_terms()
+    exact, result = sum(own.values()), sum(factor * term for factor, term in zip((3, 0, 5), own.values()))
+    assert found_in(result, exact, own).sentence == "no simple explanation"
+
+
+def test_a_factor_in_a_place():
+    exact = three_terms()["b"]
+    result = exact.clone()
+    result[..., 2:5] *= 2.5
+    finding = found_in(result, exact, {})
+    assert (finding.sentence, finding.share) == ("channels 2 to 4 are counted 2.5 times", pytest.approx(1))
+
+
 def output(result, exact):
     """As inv_rms of so many tokens."""
     case, truth = Case(cases.MHC_FORWARD_PRE, (len(exact),), 1, 1), Exact(exact)
@@ -82,11 +136,41 @@ def test_errors_by_block():
     result = exact.clone()
     result[40] += 50 * NORM_TOLERANCE[torch.float64]
     result[79] = math.nan
-    found = output(result, exact).details()
-    blocks = found["largest error by block, of what is allowed"]["token"]
+    blocks = output(result, exact).details()["largest error by block, of what is allowed"]["token"]
     assert list(blocks) == [str(first) for first in range(0, 80, 4)]
     assert (blocks["0"], blocks["40"], blocks["76"]) == (0, pytest.approx(50, rel=0.1), math.inf)
-    assert found["map"] == {"token": "··········▒········N"}
+
+
+def test_a_map_joins_lines_that_look_the_same():
+    excess = torch.zeros(64, 2, 40)
+    excess[:, 1] = 50
+    excess[40:, 0, 32:] = math.inf
+    assert list(outputs.map_of(excess, {"token": 64, "stream": 2, "channel": 40}, columns=12)) == [
+        ("stream", "  0  │  1"),
+        ("tokens 0 to 39", "·····│▒▒▒▒▒"),
+        ("tokens 40 and up", "····N│▒▒▒▒▒"),
+        ("", "channels 0 to 39 of each stream, 8 per character"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "labels"),
+    [
+        ({"section": 3}, [""]),
+        ({"token": 12, "stream": 4}, ["tokens 0 and up"]),
+        ({"stream": 4, "channel": 70}, ["streams 0 to 3"]),
+        ({"token": 12, "old stream": 4, "new stream": 4}, ["old stream", "tokens 0 and up"]),
+        (
+            {"sequence": 2, "token": 40, "stream": 3, "channel": 9},
+            ["stream", "sequence 0", "tokens 0 and up", "sequence 1", "tokens 0 and up"],
+        ),
+    ],
+)
+def test_a_map_takes_every_layout(axes, labels):
+    *lines, (_, unit) = outputs.map_of(torch.full(tuple(axes.values()), 5.0), axes, columns=64)
+    assert [label for label, _ in lines] == labels
+    assert set(lines[-1][1]) - {"│"} == {"░"}
+    assert unit.startswith(list(axes)[-1])
 
 
 def test_gradients_of_steps():
@@ -102,3 +186,13 @@ def test_gradients_of_steps():
     assert (run.right["dx"], run.right["dw"]) == (7 * (2 * 3 * 5 + 0.5), 7 * 9)
     changed = run.run({"dx via half": steps.zeros})
     assert (changed["dx"], changed["y"] is run.right["y"]) == (7 * 2 * 3 * 5, True)
+
+
+def test_of_one_value_no_other_is_computed():
+    """Not even where a change reaches it."""
+    computed = []
+    both = steps.steps_of(y=lambda x: x + 1, aside=lambda x: computed.append(x), z=lambda y: 2 * y)
+    run = steps.Computation(both, {"x": torch.tensor(1.0)})
+    computed.clear()
+    assert (run.value("z", {"x": steps.zeros}), computed) == (2, [])
+    assert run.value("z", {"x for aside": steps.zeros}) is run.right["z"]

@@ -209,11 +209,9 @@ def _rounded(factor: float) -> float:
 
 def _counted(factor: float, case: AnyCase) -> str:
     """16 -> "counted 16 (n²) times" where n is 4"""
-    n, others = (
-        case.n,
-        {"T": math.prod(case.outer)} if isinstance(case, Case) else {"W": case.W, "B": case.B, "L": case.L},
-    )
-    sizes = {"n²": n * n, "n² + 1": n * n + 1, "n": n, "n² + 2n": n * n + 2 * n, **others}
+    n = case.n
+    sizes = {"n²": n * n, "n² + 1": n * n + 1, "n": n, "n² + 2n": n * n + 2 * n}
+    sizes |= {"T": math.prod(case.outer)} if isinstance(case, Case) else {"W": case.W, "B": case.B, "L": case.L}
     known = [f" ({name})" for name, size in sizes.items() if size == factor > 2]
     words = {0.0: "left out", -1.0: "of the wrong sign"}
     return words.get(factor, f"counted {factor:.4g}{known[0] if known else ''} times")

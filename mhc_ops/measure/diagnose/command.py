@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..conv_cases import AnyCase, ConvCase
 from ..report import Refused
 from ..selection import CHECK
 from . import Diagnosis, diagnose
+from .outputs import map_of
 
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in CHECK))
 SUBJECTS = {subject.name: subject for subject in cases.SUBJECTS}
@@ -68,12 +70,13 @@ def run_diagnose(options: argparse.Namespace) -> int:
             break
     report.clear()
     found = _data(done[-1])
+    maps = {output.name: partial(map_of, output.excess, output.axes) for output in done[-1].wrong}  # by columns
     if not done[-1].passed:
         width = shutil.get_terminal_size((100, 24)).columns
-        print(_drawn("txt", found, table=report.table, width=width, colour=sys.stdout.isatty()))
+        print(_drawn("txt", found, maps=maps, table=report.table, width=width, colour=sys.stdout.isatty()))
     print(_summary(done, len(work)))
     if options.html:
-        files.write(options.html, _drawn("html", found))
+        files.write(options.html, _drawn("html", found, maps=maps))
     if options.json:
         content = {"op": options.op, "device": str(options.device), "versions": report.versions(), **found}
         files.write(options.json, json.dumps(report.finite(content), indent=1, allow_nan=False) + "\n")
@@ -94,7 +97,8 @@ def _data(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _drawn(kind: str, found: dict[str, Any], **options: Any) -> str:
     """As txt or html."""
-    import jinja2  # which torch itself needs
+    report.refuse_without("jinja2", "showing what was found")
+    import jinja2
 
     loader = jinja2.PackageLoader("mhc_ops.measure", "templates")
     environment = jinja2.Environment(loader=loader, autoescape=kind == "html", trim_blocks=True, lstrip_blocks=True)
@@ -194,14 +198,8 @@ def _cases_of(op: str, tensors: Tensors) -> list[AnyCase]:
     if op in SUBJECTS:
         return [Case(SUBJECTS[op], gamma="gamma" in tensors, sigma=_sigma(op, tensors), seed=0, **sizes)]
     places = [name for name in ("seq_idx", "cu_seqlens") if name in tensors] + ["states"] * ("initial_state" in tensors)
-    sizes |= {
-        "W": W,
-        "dilation": dilation,
-        "places": " ".join(places),
-        "update": op == "causal_conv1d_update",
-        "seed": 0,
-    }
-    case = ConvCase(bias="bias" in tensors, residual="residual" in tensors, **sizes)
+    sizes |= {"W": W, "dilation": dilation, "places": " ".join(places), "update": op == "causal_conv1d_update"}
+    case = ConvCase(bias="bias" in tensors, residual="residual" in tensors, seed=0, **sizes)
     return [replace(case, residual=yes) if case.n else replace(case, silu=yes) for yes in (True, False)]
 
 

@@ -2,8 +2,9 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from ..conv_cases import AnyCase
 
 FILLED = 0.5  # of the elements in a place must be wrong for the place to say anything
 BLOCKED = ("channel", "token")  # axes that kernels go through in blocks
-MOST_BLOCKS = 32  # that an axis is shown in
+MOST_BLOCKS = 32  # that the errors by axis are given for
+MOST_GROUPS, MOST_ROWS = 4, 16  # of a map
 FEW = 6  # indices that are listed one by one
 WORTH_A_RATIO = 1e-3  # of the root mean square; below it a ratio says nothing
 NEARLY_ALL = 0.75  # of the error must be gone, beside what is left being within the tolerance
@@ -98,16 +100,22 @@ def place_of(off: Tensor, axes: dict[str, int], sections: Mapping[str, range]) -
     return Place(" of ".join(words), several, box.reshape(off.shape), filled)
 
 
-def words_of(indices: list[int], size: int, axis: str, sections: Mapping[str, range] = NO_SECTIONS) -> str:
+def words_of(indices: Sequence[int], size: int, axis: str, sections: Mapping[str, range] = NO_SECTIONS) -> str:
     """[1, 2, 3] of 4 streams -> "streams 1 to 3\""""
     first, last, many = indices[0], indices[-1], len(indices)
     whole = [section for section, rows in sections.items() if axis == "row" and set(indices).issuperset(rows)]
     if whole and sum(len(sections[section]) for section in whole) == many:
         return f"the {' and '.join(whole)} section{'s' * (len(whole) > 1)}"
+    if axis == "section":
+        return " and ".join(f"section {section}" for k, section in enumerate(sections) if k in indices)
     if many == 1:
         return f"{axis} {first}"
     if last - first + 1 == many:
         return f"{axis}s {first} {'and up' if last == size - 1 and axis in BLOCKED else f'to {last}'}"
+    begins = [i for i in indices if i - 1 not in indices]
+    period, run = begins[1] - first, indices.index(begins[1])
+    if len(begins) > 2 and indices == [i for i in range(first, last + 1) if (i - first) % period < run]:
+        return f"{f'{run} {axis}s' if run > 1 else f'one {axis}'} in every {period}, from {axis} {first} on,"
     if many <= FEW:
         return f"{axis}s {', '.join(map(str, indices[:-1]))} and {last}"
     return f"{many} of {size} {axis}s ({', '.join(map(str, indices[:3]))}, …)"
@@ -168,7 +176,7 @@ class Output:
 
     def details(self) -> dict[str, Any]:
         """All that is shown of it."""
-        inside, blocks = {name: term[self.place.box] for name, term in self.terms.items()}, self.by_block()
+        inside = {name: term[self.place.box] for name, term in self.terms.items()}
         return {
             "output": self.name,
             "axes": self.axes,
@@ -176,8 +184,7 @@ class Output:
             "place": self.place.words or "everywhere",
             "filled": self.place.filled,
             "coefficients of terms": coefficients(self.error[self.place.box], inside),
-            "largest error by block, of what is allowed": blocks,
-            "map": {axis: "".join(map(shade, largest.values())) for axis, largest in blocks.items()},
+            "largest error by block, of what is allowed": self.by_block(),
         }
 
     def statistics(self) -> dict[str, Any]:
@@ -196,16 +203,49 @@ class Output:
             "zero": int(((self.result == 0) & (self.exact != 0)).sum()),
         }
 
-    def by_block(self) -> dict[str, dict[str, float]]:
-        """The largest error in each block of each axis; blocks are a power of two long, as kernels have them."""
+    @property
+    def excess(self) -> Tensor:
+        """The error as a multiple of what is allowed, one dimension for each axis."""
         allowed = NORM_TOLERANCE[self.stored.dtype] * self.rms or 1.0
-        excess = (self.error.abs() / allowed).nan_to_num(torch.inf, torch.inf).reshape(tuple(self.axes.values()))
+        return (self.error.abs() / allowed).nan_to_num(torch.inf, torch.inf).reshape(tuple(self.axes.values()))
+
+    def by_block(self) -> dict[str, dict[str, float]]:
+        """The largest error in each block of each axis."""
         found: dict[str, dict[str, float]] = {}
-        for k, (axis, size) in enumerate(self.axes.items()):
-            length = 1 << max(0, math.ceil(math.log2(size / MOST_BLOCKS)))
-            blocks = {str(first): block for first, block in zip(range(0, size, length), excess.split(length, k))}
-            found[axis] = {first: float(block.max()) for first, block in blocks.items()}
+        for k, axis in enumerate(self.axes):
+            largest, blocks = in_blocks(self.excess, k, MOST_BLOCKS)
+            found[axis] = {str(block[0]): float(part.max()) for block, part in zip(blocks, largest.unbind(k))}
         return found
+
+
+def in_blocks(values: Tensor, axis: int, most: int) -> tuple[Tensor, list[range]]:
+    """The largest of each block of an axis, and these blocks; a power of two long, as kernels have them."""
+    size = values.shape[axis]
+    length = 1 << max(0, math.ceil(math.log2(size / most)))
+    largest = torch.stack([block.amax(axis) for block in values.split(length, axis)], axis)
+    return largest, [range(size)[first : first + length] for first in range(0, size, length)]
+
+
+def map_of(excess: Tensor, axes: dict[str, int], columns: int) -> Iterator[tuple[str, str]]:
+    """Labels, and what stands right of them: a shade per block; streams side by side, lines that look alike joined."""
+    *above, last = axes
+    beside = above.pop() if len(above) > 1 and above[-1].endswith("stream") else ""
+    outer, inner = ["", "", *above][-2:]
+    streams = axes.get(beside, 1)
+    largest = excess.reshape([axes.get(axis, 1) for axis in (outer, inner, beside, last)])
+    largest, groups = in_blocks(largest, 0, MOST_GROUPS)
+    largest, rows = in_blocks(largest, 1, MOST_ROWS)
+    largest, cells = in_blocks(largest, 3, max(1, columns // streams - 1))
+    if beside:
+        yield beside, "│".join(str(k).center(len(cells)) for k in range(streams)).rstrip()
+    for group, lines in zip(groups, largest.tolist()):
+        if outer:
+            yield words_of(group, axes[outer], outer), ""
+        drawn = ["│".join("".join(map(shade, part)) for part in line) for line in lines]
+        for line, alike in groupby(zip(drawn, rows), key=lambda pair: pair[0]):
+            yield words_of([k for _, row in alike for k in row], axes[inner], inner) if inner else "", line
+    per = f", {len(cells[0])} per character" if len(cells[0]) > 1 else ""
+    yield "", f"{last}s 0 to {axes[last] - 1}{f' of each {beside}' if beside else ''}{per}"
 
 
 def shade(excess: float) -> str:
