@@ -139,6 +139,10 @@ class Computation:
         with torch.no_grad():
             return evaluate(leading_to(self.steps, name), self.inputs, changes, self.right)[name]
 
+    def depends(self, step: Step, read: str) -> bool:
+        """Whether its value does: a term of a gradient is given all that its step is, whatever it needs."""
+        return not torch.equal(self.value(step.name, {f"{read} for {step.name}": zeros}), self.right[step.name])
+
     def sum_of(self, step: str) -> str:
         """The one that it is a term of, else itself."""
         return next((name for name, terms in self.sums.items() if step in terms), step)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...core.steps import Change, Computation
+from ...core.steps import Computation, always
 from .. import accuracy
 from ..accuracy import Cotangents, Row
 from ..cases import Case, Tensors
@@ -128,7 +128,7 @@ def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypo
         lead = wrong[0]
         finding = (
             _fact(wrong)
-            or _hypothesis(wrong, outputs, _followed(lead, outputs), model)
+            or _hypothesis(wrong, outputs, _followed(lead, outputs, model), model)
             or _hypothesis(wrong, outputs, every, model)
             or _fit(lead)
             or _unexplained(lead)
@@ -157,14 +157,10 @@ def _fact_words(output: Output) -> str:
     return "" if bool(output.result[output.off].any()) else output.place.are("zero: masked, or never added to")
 
 
-def _followed(lead: Output, outputs: Sequence[Output]) -> list[Hypothesis]:
+def _followed(lead: Output, outputs: Sequence[Output], model: Computation) -> list[Hypothesis]:
     """The lead is right, given what an earlier output was."""
-    before = [o for o in outputs[: outputs.index(lead)] if not (o.passed or o.is_gradient)]
-    return [(f"follows from {o.name}", {o.name: _as_stored(o)}) for o in before]
-
-
-def _as_stored(output: Output) -> Change:
-    return lambda value, _: output.result.reshape(value.shape)
+    before = [o for o in outputs[: outputs.index(lead)] if o.name in model.right and not (o.passed or o.is_gradient)]
+    return [(f"follows from {o.name}", {o.name: always(o.result.reshape(model.right[o.name].shape))}) for o in before]
 
 
 def _hypothesis(
@@ -172,7 +168,7 @@ def _hypothesis(
 ) -> Finding | None:
     """The one that explains most of what is wrong and contradicts least of what is right; the first of equals."""
     lead, best, most = wrong[0], None, -math.inf
-    for sentence, changes in every if lead.name in model.right else ():
+    for sentence, changes in every:
         candidate = model.value(lead.name, changes)
         if candidate is not model.right[lead.name] and lead.explained_by(candidate):
             values = model.run(changes)

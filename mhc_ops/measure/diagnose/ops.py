@@ -6,7 +6,6 @@ from the step h_mix. A hypothesis is a sentence and the values that are then oth
 """
 
 from collections.abc import Iterator, Mapping
-from functools import reduce
 from typing import Any
 
 import torch
@@ -41,9 +40,7 @@ MAPS = steps_of(
     logits=lambda z, n: z[..., 2 * n :].unflatten(-1, (n, n)),
 )
 SINKHORN = steps_of(
-    h_res=lambda logits, sinkhorn_iters, sinkhorn_eps: (
-        mhc.sinkhorn(logits, sinkhorn_iters, sinkhorn_eps) if sinkhorn_iters else logits
-    )
+    h_res=lambda logits, sinkhorn_iters, sinkhorn_eps: mhc.sinkhorn(logits, sinkhorn_iters, sinkhorn_eps)
 )
 READ = steps_of(h_in=lambda h_pre, x: (h_pre[..., None] * x).sum(-2))
 WRITE = steps_of(
@@ -58,7 +55,7 @@ MHC: dict[str, Steps] = {
     "sinkhorn": SINKHORN,
     "mhc_post": POST,
     "mhc_pre": PRE,
-    "mhc_forward_pre": PRE,
+    "mhc_forward_pre": renamed((*PROJECT, *MAPS, *READ), logits="h_res"),
     "mhc_head": renamed((*PROJECT, *READ), h_in="out"),
     "mhc_layer": (*PRE, *POST),
     "mhc_post_pre": (*renamed(POST, **BEFORE), *STORE, *renamed(PRE, x="stored")),
@@ -71,9 +68,7 @@ EVERYTHING = steps_of(
     everything=lambda state, x: torch.cat([x.new_zeros(1, x.shape[-1]), state.flatten(0, 1), x.flatten(0, 1)]),
 )
 Z = steps_of(
-    z=lambda everything, rows, weight, bias: reduce(
-        lambda z, tap: torch.addcmul(z, embedding(tap[0], everything), tap[1]), zip(rows, weight.T), bias
-    )
+    z=lambda everything, rows, weight, bias: sum((embedding(r, everything) * w for r, w in zip(rows, weight.T)), bias)
 )
 Y = steps_of(
     final_state=lambda everything, final_rows: embedding(final_rows, everything).transpose(1, 2),
@@ -129,8 +124,6 @@ def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]
     inputs: Values = {**DEFAULTS._asdict(), "n": case.n, "section_of_row": torch.tensor(section_of_row, device=device)}
     inputs |= {"gamma": torch.ones(case.n, case.D, device=device)}
     wanted, names = set(tensors), {}
-    if op == "mhc_forward_pre":
-        inputs["sinkhorn_iters"] = 0
     if op == "mhc_post_pre":
         inputs |= {BEFORE[name]: tensors[name] for name in BEFORE} | {"as_stored": results["x_next"]}
         wanted, names = {BEFORE.get(name, name) for name in tensors}, GRADIENTS
@@ -251,21 +244,16 @@ def block_ends(size: int, smallest: int = SMALLEST_BLOCK) -> list[int]:
     return sorted({end for block in blocks for end in (block, size // block * block) if end < size})
 
 
-def _depends(model: Computation, step: Step, tensor: str) -> bool:
-    """A term of a gradient is given all that its step is, but not every tensor matters to it."""
-    without = model.value(step.name, {f"{tensor} for {step.name}": steps.zeros})
-    return not torch.equal(without, model.right[step.name])
-
-
 def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
     """The tensor is read up to some index only, for one of the values that it is read for or for all of them."""
     axes = layout(case, tensor, model.right[tensor].shape)
     readers: dict[str, list[str]] = {}
     for step in model.steps:
-        if tensor in step.reads and not step.is_sum and _depends(model, step, tensor):
+        if tensor in step.reads and not step.is_sum and model.depends(step, tensor):
             into = model.sum_of(step.name)
             readers.setdefault(WORDS.get(into, into), []).append(f"{tensor} for {step.name}")
-    readers[" and ".join(", ".join(readers).rsplit(", ", 1))] = [name for names in readers.values() for name in names]
+    everything = " and ".join(", ".join(readers).rsplit(", ", 1))
+    readers |= {everything: [name for names in readers.values() for name in names]} if readers else {}
     for axis, (word, size) in enumerate(axes.items()):
         ends = block_ends(size) if word in BLOCKED else range(1, size) if word in ("stream", "sequence") else ()
         for end in ends:

@@ -32,19 +32,15 @@ MHC = {
     **dict.fromkeys(("h_pre", "h_post"), "token stream"),
     **dict.fromkeys(("h_res", "logits"), "token old_stream new_stream"),
     **dict.fromkeys(("h_mix", "z"), "token row"),
-    "phi": "row stream channel",
-    "gamma": "stream channel",
 }
-MHC |= {"inv_rms": "token", "alpha": "section", "bias": "row"}
+MHC |= {"phi": "row stream channel", "gamma": "stream channel", "inv_rms": "token", "alpha": "section", "bias": "row"}
 CONV = {
     **dict.fromkeys(("x", "y", "z", "residual"), "sequence token stream channel"),
     **dict.fromkeys(("initial_state", "final_state"), "sequence channel step"),
     "conv_state": "slot channel step",
     "everything": "row stream channel",
-    "weight": "stream channel tap",
-    "gamma": "stream channel",
-    "bias": "channel",
 }
+CONV |= {"weight": "stream channel tap", "gamma": "stream channel", "bias": "channel"}
 
 
 def layout(case: AnyCase, name: str, shape: Sequence[int]) -> dict[str, int]:
@@ -53,10 +49,8 @@ def layout(case: AnyCase, name: str, shape: Sequence[int]) -> dict[str, int]:
     axes = (table[name] if name in table else table[name.removeprefix("d")]).split()
     first, *others = [axis.replace("_", " ") for axis in axes if axis != "stream" or case.n]
     sizes = {"old stream": case.n, "new stream": case.n, "stream": case.n, "channel": case.D, "step": (1, *shape)[-1]}
-    if isinstance(case, Case):
-        sizes["row"] = sum(map(len, sections(case).values()))
-    else:
-        sizes |= {"token": case.L, "tap": case.W}
+    rows = sum(map(len, sections(case).values()))
+    sizes |= {"row": rows} if isinstance(case, Case) else {"token": case.L, "tap": case.W}
     known = {axis: sizes[axis] for axis in others}
     return {first: math.prod(shape) // max(1, math.prod(known.values())), **known}
 
@@ -152,6 +146,8 @@ class Output:
         self.error, self.rms = self.result - self.exact, float(self.exact.square().mean().sqrt())
         self.terms = {name: term.reshape(self.exact.shape) for name, term in terms.items()}
         self.axes = layout(case, self.name, self.exact.shape)
+        excess = (self.error / (NORM_TOLERANCE[stored.dtype] * self.rms or 1.0)).abs().nan_to_num(torch.inf, torch.inf)
+        self.excess = excess.reshape(tuple(self.axes.values()))  # as a multiple of what is allowed
         self.off = wrong_elements(self.result, self.exact, stored.dtype)
 
     @cached_property
@@ -203,12 +199,6 @@ class Output:
             "zero": int(((self.result == 0) & (self.exact != 0)).sum()),
         }
 
-    @property
-    def excess(self) -> Tensor:
-        """The error as a multiple of what is allowed, one dimension for each axis."""
-        allowed = NORM_TOLERANCE[self.stored.dtype] * self.rms or 1.0
-        return (self.error.abs() / allowed).nan_to_num(torch.inf, torch.inf).reshape(tuple(self.axes.values()))
-
     def by_block(self) -> dict[str, dict[str, float]]:
         """The largest error in each block of each axis."""
         found: dict[str, dict[str, float]] = {}
@@ -244,8 +234,7 @@ def map_of(excess: Tensor, axes: dict[str, int], columns: int) -> Iterator[tuple
         drawn = ["│".join("".join(map(shade, part)) for part in line) for line in lines]
         for line, alike in groupby(zip(drawn, rows), key=lambda pair: pair[0]):
             yield words_of([k for _, row in alike for k in row], axes[inner], inner) if inner else "", line
-    per = f", {len(cells[0])} per character" if len(cells[0]) > 1 else ""
-    yield "", f"{last}s 0 to {axes[last] - 1}{f' of each {beside}' if beside else ''}{per}"
+    yield "", f"{last}s 0 to {axes[last] - 1}{f' of each {beside}' if beside else ''}, {len(cells[0])} per character"
 
 
 def shade(excess: float) -> str:
