@@ -192,3 +192,15 @@ def test_a_decoding_step_is_placed_without_a_model():
     assert [finding.outputs for finding in found] == [("y",), ("conv_state",)]
     assert found[0].sentence == "sequence 1 is counted 2 times"
     assert found[1].sentence == "channels 8 and up are zero: masked, or never added to"
+
+
+def test_a_state_without_elements():
+    """One tap needs no tokens before."""
+    case = ConvCase(2, 9, 5, 1, dtype=fp32, places="states")
+
+    def call(backend, **tensors):
+        y, final_state = case.subject.call(**tensors, backend="reference")
+        return 2 * y, final_state
+
+    lead = diagnose(case, call=call).findings[0]
+    assert (lead.outputs, lead.sentence) == (("y",), "the convolution is counted 2 times")
