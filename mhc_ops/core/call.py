@@ -22,7 +22,7 @@ from .modes import watched
 from .op import Call, Op
 
 MOST_KEYS = 10_000  # token counts are part of them
-MOST_CALLS = 16  # of one key
+MOST_CALLS = 16  # of one key: types, strides, with and without gradients; guards are tried one by one
 CONSTANTS = frozenset((int, float, bool, str, type(None)))
 
 Layout = Callable[[Tensor], Tensor]
