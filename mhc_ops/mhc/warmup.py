@@ -69,7 +69,7 @@ def _step(x: Tensor, gamma: bool, dtype: torch.dtype, backend: str, options: Any
         return torch.zeros(shape, dtype=dtype, device=x.device)
 
     maps = {"phi": zeros(M, n * D), "alpha": zeros(3), "bias": zeros(M), "gamma": zeros(n, D) if gamma else None}
-    of_pre = {"x": x, **maps, "options": options, "backend": backend}
+    of_pre = {"x": x, **maps, "layer_norm_weight": None, "options": options, "backend": backend}
     pre = contracts.mhc_layer_pre.launch(**of_pre)
     of_post = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": pre.h_res, "backend": backend}
     contracts.mhc_layer_post.launch(link=pre.link, **of_post)

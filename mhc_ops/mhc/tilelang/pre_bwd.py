@@ -97,9 +97,12 @@ def mhc_pre_bwd(
     dalpha,
     dbias,
     dgamma,
+    layer_norm_weight=None,
+    dlayer_norm_weight=None,
     mixed=True,
 ):
     """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is."""
+    assert layer_norm_weight is None, "prepare.py refuses it"
     n, D = x.shape[-2:]
     M, K = phi.shape
     assert dx_next is None or not mixed or options.sinkhorn_iters > 0
