@@ -134,6 +134,13 @@ def split_k(K: int, block_k: int, token_blocks: int, processors: int) -> SplitK:
     return SplitK(slice_steps, piece_slices * slice_steps, cdiv(slices, piece_slices), group_slices // piece_slices)
 
 
+def whole_token(n: int, D: int) -> Tile:
+    """All channels of a token, 16 a thread; in blocks where streams are many or long."""
+    if n > 4 or D > 8192:
+        return Tile(1, min(1024, next_power_of_2(D)), 4)
+    return Tile(1, next_power_of_2(D), min(16, max(1, next_power_of_2(D) // 512)))
+
+
 @cache
 def finish(D: int, on: Device) -> Tile:
     """2 tokens × 256 channels, 1 warp: 85.8 µs at T = 8192, D = 4096 with 20 Sinkhorn iterations, which one warp does
@@ -141,6 +148,12 @@ def finish(D: int, on: Device) -> Tile:
     if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
     return Tile(2, min(256, next_power_of_2(D)), 1)
+
+
+@cache
+def normed_finish(n: int, D: int, on: Device) -> Tile:
+    """A whole token, so that h_in is in registers until its norm is known; in blocks, h_in is made twice. Not timed."""
+    return finish(D, on) if on.kind == "cpu" else whole_token(n, D)
 
 
 def channel_blocks_each(channel_blocks: int, token_blocks: int, processors: int) -> int:
@@ -155,6 +168,15 @@ def dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
     if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
     block_d = 2048 if D % 2048 == 0 and n <= 4 and not wide else 1024 if not wide else 512
+    return Tile(1, min(block_d, next_power_of_2(D)), 4)
+
+
+@cache
+def normed_dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
+    """Half the channels of dh_pre, as there are twice the sums. Not timed."""
+    if on.kind == "cpu":
+        return dh_pre(n, D, wide, on)
+    block_d = 1024 if n <= 4 and not wide else 512
     return Tile(1, min(block_d, next_power_of_2(D)), 4)
 
 
@@ -229,9 +251,7 @@ def post_fwd(n: int, D: int, wide: bool, on: Device) -> Tile:
     of 2048 channels 150 and 263, of 1024 channels 152 and 263, with 8 channels a thread 163 (D = 4096)."""
     if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
-    if n > 4 or wide or D > 8192:
-        return Tile(1, min(1024, next_power_of_2(D)), 4)
-    return Tile(1, next_power_of_2(D), min(16, max(1, next_power_of_2(D) // 512)))
+    return Tile(1, min(1024, next_power_of_2(D)), 4) if wide else whole_token(n, D)
 
 
 @cache

@@ -1,6 +1,6 @@
 """mHC pre, backward: two passes over x with a small step per token between them, then sums in fixed order.
 
-1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>
+1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>; with the layer's norm pre_norm.py
 2. dmaps     pre_dmaps.py, per token: back through σ and the scales to dh_mix, and the factor of x in dx
 3. dx        pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
 4. pre_sums.py: dphi and dgamma from A, dalpha and dbias from the sums of step 2
@@ -20,6 +20,7 @@ from ..options import PreOptions
 from . import configs
 from .parts import phi_parts
 from .pre_dmaps import mhc_pre_dmaps_kernel
+from .pre_norm import normed_dh_pre
 from .pre_sums import sum_gradients
 from .sinkhorn import divisors
 
@@ -65,6 +66,8 @@ def dot_parts(left, right, total, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
 #            + Σ_j h_res[t, i, j]·dx_next[t, j], or + dx_next[t, i] without h_res, or neither without dx_next
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
+# With the layer's norm, dh_in is of its output: dh_in = r·(weight ⊙ dh_in) − c·h_in in the above, and
+# dweight[slice] = Σ_{t in slice} r·h_in ⊙ dh_in
 @triton.jit(do_not_specialize=["T"])
 def mhc_pre_dx_kernel(
     x_ptr,
@@ -75,8 +78,11 @@ def mhc_pre_dx_kernel(
     x_factor_ptr,
     h_pre_ptr,
     h_res_ptr,
+    layer_norm_weight_ptr,
+    factors_ptr,  # r of all tokens, then c
     dx_ptr,
     A_ptr,
+    dweight_ptr,
     T,
     D,
     K_padded,
@@ -110,6 +116,9 @@ def mhc_pre_dx_kernel(
         rows = (p * BLOCK_M + m)[:, None] * K_padded
         phi = phi + (tl.load(phi_ptr + (rows + k), mask=in_rows, other=0.0),)
     minus_A = tl.zeros([STREAMS * BLOCK_D, BLOCK_M], tl.float32)
+    if factors_ptr is not None:
+        layer_norm_weight = tl.load(layer_norm_weight_ptr + d, mask=in_row, other=0.0).to(tl.float32)
+        dweight = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
 
     # Last tokens first: they are what pass A left in the L2 cache.
     blocks = tl.cdiv(T, BLOCK_T)
@@ -140,6 +149,19 @@ def mhc_pre_dx_kernel(
         if dh_in_ptr is not None:
             dh_in = tl.load(dh_in_ptr + begin * D + (local * D + d), mask=in_tile, other=0.0).to(tl.float32)
             h_pre = tl.load(h_pre_ptr + begin * n + (local * n + stream), mask=in_batch, other=0.0)
+            if factors_ptr is not None:
+                if STREAMS == n:
+                    h_in = tl.sum(h_pre[:, :, None] * tl.reshape(wide, [BLOCK_T, STREAMS, BLOCK_D]), axis=1)
+                else:  # the other streams are read here
+                    h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+                    for i in tl.static_range(n):
+                        weight = tl.load(h_pre_ptr + begin * n + (local * n + i), mask=in_batch, other=0.0)
+                        at = x_ptr + begin * n * D + (local * (n * D) + i * D + d)
+                        h_in += weight * tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+                r = tl.load(factors_ptr + begin + local, mask=in_batch, other=0.0)
+                c = tl.load(factors_ptr + T64 + begin + local, mask=in_batch, other=0.0)
+                dweight += r * h_in * dh_in
+                dh_in = r * (layer_norm_weight * dh_in) - c * h_in
             dx += h_pre[:, :, None] * dh_in[:, None, :]
         if h_res_ptr is not None:
             for j in tl.static_range(n):
@@ -153,6 +175,10 @@ def mhc_pre_dx_kernel(
 
     out = A_ptr + (tl.program_id(1) * M + m).to(tl.int64)[:, None] * (n * D) + k
     tl.store(out, -minus_A.T, mask=(m < M)[:, None] & in_rows)
+    if factors_ptr is not None:  # the programs of other streams have the same sums
+        channel = begin_d + tl.arange(0, BLOCK_D)
+        at = dweight_ptr + tl.program_id(1).to(tl.int64) * D + channel
+        tl.store(at, tl.sum(dweight, axis=0), mask=(channel < D) & (first == 0))
 
 
 def mhc_pre_bwd(
@@ -174,15 +200,20 @@ def mhc_pre_bwd(
     dalpha,
     dbias,
     dgamma,
+    layer_norm_weight=None,
+    dlayer_norm_weight=None,
+    dh_pre=None,
     mixed=True,
 ):
-    """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is."""
+    """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is. dh_pre: where it is given, and no
+    dh_in."""
     n, D = x.shape[-2:]
     M, K = phi.shape
     T, padded = inv_rms.numel(), configs.padded_maps(M)
     if T == 0:
-        for gradient in (dphi, dalpha, dbias, dgamma):
-            gradient.zero_()
+        for gradient in (dphi, dalpha, dbias, dgamma, dlayer_norm_weight):
+            if gradient is not None:
+                gradient.zero_()
         return
     on = device.of(x.device)
     exact = configs.arithmetic(x.dtype, on)
@@ -195,8 +226,20 @@ def mhc_pre_bwd(
     iters = options.sinkhorn_iters
     assert dx_next is None or not mixed or iters > 0
     h_res = scratch(T, n, n) if mixed and dx_next is not None else None
-    dh_pre = None
-    if dh_in is not None:
+    factors = None
+    if dh_in is not None and layer_norm_weight is not None:
+        dh_pre, factors = normed_dh_pre(
+            x=x,
+            dy=dh_in,
+            layer_norm_weight=layer_norm_weight,
+            h_mix=h_mix,
+            inv_rms=inv_rms,
+            alpha=alpha,
+            bias=bias,
+            options=options,
+            wide=exact.parts == 1,
+        )
+    elif dh_in is not None:
         dh_pre = scratch(T, n)
         pass_a = configs.dh_pre(n, D, exact.parts == 1, on)
         launch(
@@ -255,6 +298,7 @@ def mhc_pre_bwd(
     blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
     slices = configs.partition_rows(T, M, blocks, pass_b, on.processors)
     A = scratch(slices, M, K)
+    dweight = None if factors is None else scratch(slices, D)
     launch(
         mhc_pre_dx_kernel,
         (blocks, slices),
@@ -266,8 +310,11 @@ def mhc_pre_bwd(
         x_factor_ptr=x_factor,
         h_pre_ptr=h_pre,
         h_res_ptr=h_res,
+        layer_norm_weight_ptr=None if factors is None else layer_norm_weight,
+        factors_ptr=factors,
         dx_ptr=dx,
         A_ptr=A,
+        dweight_ptr=dweight,
         T=T,
         D=D,
         K_padded=parts.shape[2],
@@ -296,7 +343,14 @@ def mhc_pre_bwd(
         dgamma=dgamma,
         dalpha=dalpha,
         dbias=dbias,
+        dweight=dweight,
+        dlayer_norm_weight=None if layer_norm_weight is None else dlayer_norm_weight,
     )
+
+
+def mhc_maps_bwd(**arguments):
+    """As pre's, without h_in."""
+    mhc_pre_bwd(**arguments, dh_in=None, dx_next=None)
 
 
 def mhc_head_bwd(*, hc_eps, dout, **arguments):
