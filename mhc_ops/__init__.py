@@ -32,6 +32,7 @@ from .mhc.ops import (
     mhc_read,
     sinkhorn,
 )
+from .mhc.stack import HyperStack
 from .mhc.warmup import warmup
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "Carry",
     "HyperConnection",
     "HyperHead",
+    "HyperStack",
     "MHCBackwardTileLang",
     "MHCBlock",
     "MHCForwardPreTileLang",

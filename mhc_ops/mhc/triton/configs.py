@@ -6,7 +6,7 @@ compiled in. The interpreter (kind "cpu") wants few, large programs. What is cho
 compiled for them (docs/gpus.md), without spills and within their shared memory, but was not timed there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
@@ -181,6 +181,14 @@ def normed_dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
 
 
 @cache
+def read_bwd(n: int, D: int, on: Device) -> Tile:
+    """512 channels, 4 warps: 1024 spill 8 bytes. Not timed."""
+    if on.kind == "cpu":
+        return Tile(64, min(1024, next_power_of_2(D)), 4)
+    return Tile(1, min(512, next_power_of_2(D)), 4)
+
+
+@cache
 def dmaps(n: int, on: Device) -> Tile:
     """32 tokens, 1 warp: 13.8 µs at T = 8192 with 20 Sinkhorn iterations (no token's sums cross a warp); 64 tokens with
     2 warps 15.2, 32 with 4 warps 28."""
@@ -218,6 +226,18 @@ def dx(n: int, D: int, wide: bool, residual: bool, on: Device) -> Dx:
     if n <= 4 and compact(on):
         return Dx(16, columns // streams, 4, 3, streams)
     return Dx(64 if n == 4 and not residual else 32, columns // streams, 4, 3 if n <= 4 else 2, streams)
+
+
+@cache
+def normed_dx(n: int, D: int, wide: bool, on: Device) -> Dx:
+    """Fewer tokens, or fewer channels where those are few already: h_in, its gradient and the weight's sums take
+    registers too. Not timed."""
+    tile = dx(n, D, wide, True, on)
+    if on.kind == "cpu":
+        return tile
+    if tile.block_t > 16:
+        return replace(tile, block_t=16)
+    return replace(tile, block_d=max(tile.block_d // 2, 16 // tile.streams))
 
 
 @lru_cache(maxsize=4096)

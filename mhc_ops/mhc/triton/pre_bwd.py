@@ -294,7 +294,10 @@ def mhc_pre_bwd(
         num_warps=dmaps.warps,
     )
 
-    pass_b = configs.dx(n, D, exact.parts == 1, dx_next is not None, on)
+    wide = exact.parts == 1
+    pass_b = (
+        configs.normed_dx(n, D, wide, on) if factors is not None else configs.dx(n, D, wide, dx_next is not None, on)
+    )
     blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
     slices = configs.partition_rows(T, M, blocks, pass_b, on.processors)
     A = scratch(slices, M, K)

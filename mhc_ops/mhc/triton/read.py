@@ -82,7 +82,7 @@ def mhc_read_fwd(*, x, h_pre, h_in):
 
 def mhc_read_bwd(*, x, h_pre, dh_in, dx, dh_pre):
     n, D = x.shape[-2:]
-    T, tile = dh_in.numel() // D, configs.normed_dh_pre(n, D, x.dtype == torch.float32, device.of(x.device))
+    T, tile = dh_in.numel() // D, configs.read_bwd(n, D, device.of(x.device))
     if T == 0:
         return
     launch(

@@ -135,6 +135,8 @@ def tiles(n, D, dtype):
     yield "post_project", configs.post_project(n, D, wide, on), wide
     yield "dmaps", configs.dmaps(n, on)
     yield "dphi", configs.dphi(M, on)
+    yield "normed dx", configs.normed_dx(n, D, wide, on), configs.padded_maps(M), wide
+    yield "read_bwd", configs.read_bwd(n, D, on)
     for residual in (False, True):
         yield "dx", configs.dx(n, D, wide, residual, on), configs.padded_maps(M), wide, residual
 
