@@ -15,13 +15,14 @@ from torch import Tensor
 import mhc_ops
 
 from ...core import backend as backends
-from .. import arguments, cases, files, report
+from .. import arguments, cases, files, report, selection
 from ..cases import Case, Tensors
 from ..conv_cases import AnyCase, ConvCase
 from ..report import Refused
-from ..selection import CHECK
 from . import Diagnosis, diagnose, show
 
+# The formulas of the stack are not written out in steps.
+CHECK = tuple(case for case in selection.CHECK if case.subject not in cases.OF_THE_STACK)
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in CHECK))
 SUBJECTS = {subject.name: subject for subject in cases.SUBJECTS}
 # What a file may hold for an op: the arguments that must be there, and those that may.
