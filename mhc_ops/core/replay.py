@@ -89,6 +89,8 @@ class Plan:
             for argument in arguments:
                 if _has_memory(argument):
                     places.append(number[argument.data_ptr()])
+                elif hasattr(argument, "base"):
+                    raise LookupError("a descriptor holds the address of its tensor")
                 else:
                     places.append(len(tensors) + len(self.numbers))
                     self.numbers.append(0 if isinstance(argument, Tensor) else argument)

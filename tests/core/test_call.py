@@ -276,6 +276,20 @@ def test_what_is_kept_is_bounded(kernel, scaled, monkeypatch):
     assert len(call._calls) <= 3 and len(call.kept_calls()) <= 6
 
 
+def test_a_launch_with_a_descriptor_of_a_tensor_is_bound_each_time(kernel, scaled, monkeypatch):
+    """Which holds the address of the first call's."""
+    described = type("TensorDescriptor", (), {"base": torch.zeros(64)})()
+
+    def fill(*, x, options, y, kept):
+        with torch.utils._python_dispatch._disable_current_modes():
+            launch(kernel, (3,), x_ptr=x, between_ptr=described, y_ptr=y, amount=1.0, BLOCK=32, num_warps=4)
+
+    monkeypatch.setattr(backends, "load", lambda *_: fill)
+    for _ in range(3):
+        scaled(torch.zeros(64))
+    assert kernel.bound == 3
+
+
 def test_the_interpreter_records_nothing(kernel, scaled, monkeypatch):
     monkeypatch.setattr(backends, "_INTERPRETED", True)
     for _ in range(2):
