@@ -25,12 +25,13 @@ def warmup(
     *,
     tokens: int = 8192,
     gamma: bool = False,
+    layer_norm: bool = False,
     parameter_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cuda",
     backend: str | None = None,
     **options: Unpack[PreKeywords],
 ) -> int:
-    """Compile what a `HyperConnection` of these sizes needs, with and without gradients, on all cores at once.
+    """Compile what a `HyperConnection` or `HyperStack` of these sizes needs, with and without gradients, on all cores.
 
     tokens: about how many a step has; the kernels of few (below a thousand) and of many differ.
     Returns how many kernels were asked for; those that a cache on disk has take no time. With a backend whose kernels
@@ -46,10 +47,10 @@ def warmup(
         return 0
     check_kernel_limits(function, x, name)
     if name != "triton":
-        _step(x, gamma, parameter_dtype, **run)
+        _step(x, gamma, layer_norm, parameter_dtype, **run)
         return 0
     with collected() as compilations:
-        _step(x, gamma, parameter_dtype, **run)
+        _step(x, gamma, layer_norm, parameter_dtype, **run)
 
     def compile_one(compilation: Any) -> None:
         with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():  # threads have a current device each
@@ -60,7 +61,7 @@ def warmup(
     return len(compilations)
 
 
-def _step(x: Tensor, gamma: bool, dtype: torch.dtype, backend: str, options: Any) -> None:
+def _step(x: Tensor, gamma: bool, layer_norm: bool, dtype: torch.dtype, backend: str, options: Any) -> None:
     """The ops of a training step and of a forward without gradients, on zeros."""
     n, D = x.shape[-2:]
     M = n * n + 2 * n
@@ -69,7 +70,8 @@ def _step(x: Tensor, gamma: bool, dtype: torch.dtype, backend: str, options: Any
         return torch.zeros(shape, dtype=dtype, device=x.device)
 
     maps = {"phi": zeros(M, n * D), "alpha": zeros(3), "bias": zeros(M), "gamma": zeros(n, D) if gamma else None}
-    of_pre = {"x": x, **maps, "options": options, "backend": backend}
+    weight = zeros(D) if layer_norm else None
+    of_pre = {"x": x, **maps, "layer_norm_weight": weight, "options": options, "backend": backend}
     pre = contracts.mhc_layer_pre.launch(**of_pre)
     of_post = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": pre.h_res, "backend": backend}
     contracts.mhc_layer_post.launch(link=pre.link, **of_post)

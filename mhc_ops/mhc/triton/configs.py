@@ -6,7 +6,7 @@ compiled in. The interpreter (kind "cpu") wants few, large programs. What is cho
 compiled for them (docs/gpus.md), without spills and within their shared memory, but was not timed there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
@@ -134,6 +134,13 @@ def split_k(K: int, block_k: int, token_blocks: int, processors: int) -> SplitK:
     return SplitK(slice_steps, piece_slices * slice_steps, cdiv(slices, piece_slices), group_slices // piece_slices)
 
 
+def whole_token(n: int, D: int) -> Tile:
+    """All channels of a token, 16 a thread; in blocks where streams are many or long."""
+    if n > 4 or D > 8192:
+        return Tile(1, min(1024, next_power_of_2(D)), 4)
+    return Tile(1, next_power_of_2(D), min(16, max(1, next_power_of_2(D) // 512)))
+
+
 @cache
 def finish(D: int, on: Device) -> Tile:
     """2 tokens × 256 channels, 1 warp: 85.8 µs at T = 8192, D = 4096 with 20 Sinkhorn iterations, which one warp does
@@ -141,6 +148,14 @@ def finish(D: int, on: Device) -> Tile:
     if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
     return Tile(2, min(256, next_power_of_2(D)), 1)
+
+
+@cache
+def normed_finish(n: int, D: int, on: Device) -> Tile:
+    """A whole token, so that h_in is in registers until its norm is known; in blocks, h_in is made twice. Not timed."""
+    if on.kind == "cpu":
+        return finish(D, on)
+    return replace(whole_token(n, D), warps=8) if n == 8 else whole_token(n, D)  # 4 warps spill 8 bytes there
 
 
 def channel_blocks_each(channel_blocks: int, token_blocks: int, processors: int) -> int:
@@ -156,6 +171,23 @@ def dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
         return Tile(64, min(1024, next_power_of_2(D)), 4)
     block_d = 2048 if D % 2048 == 0 and n <= 4 and not wide else 1024 if not wide else 512
     return Tile(1, min(block_d, next_power_of_2(D)), 4)
+
+
+@cache
+def normed_dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
+    """Half the channels of dh_pre, as there are twice the sums. Not timed."""
+    if on.kind == "cpu":
+        return dh_pre(n, D, wide, on)
+    block_d = 1024 if n <= 4 and not wide else 512
+    return Tile(1, min(block_d, next_power_of_2(D)), 4)
+
+
+@cache
+def read_bwd(n: int, D: int, on: Device) -> Tile:
+    """Twice the channels spill 8 bytes (sm_90 at n = 4, sm_100 at n = 8). Not timed."""
+    if on.kind == "cpu":
+        return Tile(64, min(1024, next_power_of_2(D)), 4)
+    return Tile(1, min(512 if n <= 4 else 256, next_power_of_2(D)), 4)
 
 
 @cache
@@ -198,6 +230,21 @@ def dx(n: int, D: int, wide: bool, residual: bool, on: Device) -> Dx:
     return Dx(64 if n == 4 and not residual else 32, columns // streams, 4, 3 if n <= 4 else 2, streams)
 
 
+@cache
+def normed_dx(n: int, D: int, wide: bool, on: Device) -> Dx:
+    """Fewer tokens, or fewer channels where those are few already, and more warps for many streams: h_in, its gradient
+    and the weight's sums take registers too. Not timed."""
+    tile = dx(n, D, wide, True, on)
+    if on.kind == "cpu":
+        return tile
+    if on.kind == "cuda" and n == 8:
+        return Dx(16, 16, 8, 2, 2)
+    warps = 8 if on.kind == "cuda" and n > 4 else tile.warps
+    if tile.block_t > 16:
+        return replace(tile, block_t=16, warps=warps)
+    return replace(tile, block_d=max(tile.block_d // 2, 16 // tile.streams), warps=warps)
+
+
 @lru_cache(maxsize=4096)
 def partition_rows(T: int, M: int, blocks: int, tile: Dx, processors: int) -> int:
     """Into how many slices pass B cuts the tokens: whole waves of two programs per multiprocessor, against the traffic
@@ -229,9 +276,7 @@ def post_fwd(n: int, D: int, wide: bool, on: Device) -> Tile:
     of 2048 channels 150 and 263, of 1024 channels 152 and 263, with 8 channels a thread 163 (D = 4096)."""
     if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
-    if n > 4 or wide or D > 8192:
-        return Tile(1, min(1024, next_power_of_2(D)), 4)
-    return Tile(1, next_power_of_2(D), min(16, max(1, next_power_of_2(D) // 512)))
+    return Tile(1, min(1024, next_power_of_2(D)), 4) if wide else whole_token(n, D)
 
 
 @cache

@@ -11,12 +11,13 @@ import triton.language as tl
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
-from ..composed import post_pre_bwd
+from ..composed import next_bwd, next_fwd, post_pre_bwd
 from . import configs
 from .parts import LANE, own_sums, phi_parts, stacked_rows, sum_parts
 from .post import load_maps, mhc_post_bwd, mhc_post_fwd, mix
 from .pre_bwd import mhc_pre_bwd
-from .pre_fwd import finish, project, store_piece
+from .pre_finish import finish
+from .pre_fwd import mhc_pre_fwd, project, store_piece
 
 
 # One tile [tokens, channels·N] of the tiles of N streams, the streams of a channel side by side
@@ -125,17 +126,13 @@ def mhc_post_pre_fwd(
     h_post,
     h_res,
     phi,
-    alpha,
-    bias,
     gamma,
-    options,
     x_next,
-    h_in,
     h_post_next,
     h_res_next,
-    inv_rms,
-    h_mix,
+    **of_finish,
 ):
+    """of_finish: what else pre's finishing kernel takes and fills, of the next layer"""
     if x.numel() == 0:
         return
     tile = configs.post_project(x.shape[-2], x.shape[-1], x.dtype != torch.bfloat16, device.of(x.device))
@@ -146,19 +143,7 @@ def mhc_post_pre_fwd(
         partials, split = post_project(
             x=x, h_out=h_out, h_post=h_post, h_res=h_res, phi=phi, gamma=gamma, x_next=x_next, tile=tile
         )
-    finish(
-        x=x_next,
-        partials=partials,
-        split=split,
-        alpha=alpha,
-        bias=bias,
-        options=options,
-        h_in=h_in,
-        h_post=h_post_next,
-        h_res=h_res_next,
-        inv_rms=inv_rms,
-        h_mix=h_mix,
-    )
+    finish(x=x_next, partials=partials, split=split, h_post=h_post_next, h_res=h_res_next, **of_finish)
 
 
 def post_project(*, x, h_out, h_post, h_res, phi, gamma, x_next, tile):
@@ -204,3 +189,5 @@ def post_project(*, x, h_out, h_post, h_res, phi, gamma, x_next, tile):
 
 
 mhc_post_pre_bwd = post_pre_bwd(mhc_pre_bwd, mhc_post_bwd)
+mhc_next_fwd = next_fwd(mhc_post_fwd, mhc_pre_fwd)
+mhc_next_bwd = next_bwd(mhc_pre_bwd, mhc_post_bwd)

@@ -1,7 +1,7 @@
 """mHC pre, forward: a projection of x, then one kernel that finishes each token.
 
 1. project   partials[piece, t, :] = x[t] · phiᵀ and Σ x², per piece of K = nD
-2. finish    add the pieces in order, make the maps (Sinkhorn included), sum the streams to h_in
+2. pre_finish.py: add the pieces in order, make the maps (Sinkhorn included), sum the streams to h_in and norm it
 
 The head is the same with the pre rows of phi alone.
 
@@ -17,11 +17,11 @@ import triton.language as tl
 
 from ...core import device
 from ...core.launch import launch
-from ...core.sizes import cdiv, next_power_of_2
+from ...core.sizes import cdiv
 from ..options import PreOptions
 from . import configs
-from .parts import LANE, alpha_of_row, load_phi, own_sums, phi_parts, rest_of, stacked_rows, sum_parts
-from .sinkhorn import matrices, sinkhorn
+from .parts import LANE, load_phi, own_sums, phi_parts, rest_of, stacked_rows, sum_parts
+from .pre_finish import finish
 
 
 # partials[piece, begin + t, m] = piece_mix[t, m];  partials[piece, begin + t, M] = piece_squares[t]
@@ -105,139 +105,6 @@ def mhc_pre_project_kernel(
     store_piece(piece_mix, piece_squares, partials_ptr, piece, begin, T, M, BLOCK_T, BLOCK_M)
 
 
-# Σ_pieces partials[piece, t, column]: pieces are added to their group in order, groups in order to the total
-@triton.jit
-def sum_pieces(partials_ptr, t, column, present, T, M: tl.constexpr, PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr):
-    at = partials_ptr + t * (M + 1) + column
-    total = tl.zeros(at.shape, tl.float32)
-    for first in tl.static_range(0, PIECES, GROUP_PIECES):
-        group = tl.zeros(at.shape, tl.float32)
-        for piece in tl.static_range(first, min(first + GROUP_PIECES, PIECES)):
-            group += tl.load(at + piece * T.to(tl.int64) * (M + 1), mask=present, other=0.0)
-        total += group
-    return total
-
-
-# h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
-# h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post);  h_res = sinkhorn(z_res), or z_res where iters is 0
-# h_in = Σ_i h_pre[i]·x[i]
-@triton.jit(do_not_specialize=["T", "blocks_each", "iters"])
-def mhc_pre_finish_kernel(
-    x_ptr,
-    partials_ptr,
-    alpha_ptr,
-    bias_ptr,
-    h_in_ptr,
-    h_post_ptr,
-    h_res_ptr,
-    inv_rms_ptr,
-    h_mix_ptr,
-    h_pre_ptr,
-    T,
-    D,
-    blocks_each,  # blocks of channels per program
-    norm_eps,
-    hc_eps,
-    post_mult,
-    iters,
-    sinkhorn_eps,
-    n: tl.constexpr,
-    N: tl.constexpr,
-    M: tl.constexpr,  # n in the head
-    PIECES: tl.constexpr,
-    GROUP_PIECES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    # Last tokens first: some of them are still in the L2 cache.
-    t = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_batch = t < T
-    rows = t[:, None]
-
-    GATES: tl.constexpr = n if M == n else 2 * n  # rows of phi that a sigmoid follows
-    g = tl.arange(0, BLOCK_G)[None, :]
-    is_gate = in_batch[:, None] & (g < GATES)
-    column = tl.where(g < GATES, g, M)  # and behind them Σ x²
-    present = in_batch[:, None] & (g <= GATES)
-    mix = sum_pieces(partials_ptr, rows, column, present, T, M, PIECES, GROUP_PIECES)
-    squares = tl.sum(tl.where(g == GATES, mix, 0.0), axis=1)
-    inv_rms = tl.rsqrt(squares / (n * D) + norm_eps)
-    bias = tl.load(bias_ptr + g, mask=g < GATES, other=0.0).to(tl.float32)
-    gate = tl.sigmoid(mix * inv_rms[:, None] * alpha_of_row(alpha_ptr, g, GATES, n) + bias)
-    h_pre = gate + hc_eps
-
-    begin = tl.program_id(1) * blocks_each
-    for block in range(begin, tl.minimum(begin + blocks_each, tl.cdiv(D, BLOCK_D))):
-        d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-        in_tile = in_batch[:, None] & (d < D)
-        h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-        for i in tl.static_range(n):
-            weight = tl.sum(tl.where(g == i, h_pre, 0.0), axis=1)
-            x = tl.load(x_ptr + (rows * n + i) * D + d, mask=in_tile, other=0.0)
-            h_in += weight[:, None] * x.to(tl.float32)
-        tl.store(h_in_ptr + rows * D + d, h_in.to(h_in_ptr.dtype.element_ty), mask=in_tile)
-
-    if tl.program_id(1) == 0:
-        tl.store(inv_rms_ptr + t, inv_rms, mask=in_batch)
-        tl.store(h_mix_ptr + rows * M + g, mix, mask=is_gate)
-        if h_pre_ptr is not None:
-            tl.store(h_pre_ptr + rows * n + g, h_pre, mask=is_gate & (g < n))
-        if M > n:
-            tl.store(h_post_ptr + rows * n + (g - n), post_mult * gate, mask=is_gate & (g >= n))
-            at, is_res = matrices(t, T, n, N)
-            token = t[:, None, None]
-            m = 2 * n + at - token * (n * n)
-            res_mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, GROUP_PIECES)
-            tl.store(h_mix_ptr + token * M + m, res_mix, mask=is_res)
-            res_bias = tl.load(bias_ptr + m, mask=is_res, other=0.0).to(tl.float32)
-            h_res = res_mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + res_bias
-            if iters > 0:
-                h_res = sinkhorn(h_res, iters, sinkhorn_eps, n, N)
-            tl.store(h_res_ptr + at, h_res, mask=is_res)
-
-
-def finish(*, x, partials, split, alpha, bias, options, h_in, inv_rms, h_mix, h_post=None, h_res=None, h_pre=None):
-    """From the sums of `project`. A head has neither h_post nor h_res; h_pre where somebody wants it."""
-    n, D = x.shape[-2:]
-    T, M = partials.shape[1], partials.shape[2] - 1
-    on = device.of(x.device)
-    tile = configs.finish(D, on)
-    token_blocks, channel_blocks = cdiv(T, tile.block_t), cdiv(D, tile.block_d)
-    blocks_each = configs.channel_blocks_each(channel_blocks, token_blocks, on.processors)
-    launch(
-        mhc_pre_finish_kernel,
-        (token_blocks, cdiv(channel_blocks, blocks_each)),
-        x_ptr=x,
-        partials_ptr=partials,
-        alpha_ptr=alpha,
-        bias_ptr=bias,
-        h_in_ptr=h_in,
-        h_post_ptr=h_post,
-        h_res_ptr=h_res,
-        inv_rms_ptr=inv_rms,
-        h_mix_ptr=h_mix,
-        h_pre_ptr=h_pre,
-        T=T,
-        D=D,
-        blocks_each=blocks_each,
-        norm_eps=options.norm_eps,
-        hc_eps=options.hc_eps,
-        post_mult=options.post_mult,
-        iters=options.sinkhorn_iters,
-        sinkhorn_eps=options.sinkhorn_eps,
-        n=n,
-        N=next_power_of_2(n),
-        M=M,
-        PIECES=split.pieces,
-        GROUP_PIECES=split.group_pieces,
-        BLOCK_T=tile.block_t,
-        BLOCK_G=next_power_of_2(2 * n + 1),
-        BLOCK_D=tile.block_d,
-        num_warps=tile.warps,
-    )
-
-
 def project(x, phi, gamma):
     """The partial sums [pieces, T, M + 1], and how K was split."""
     n = x.shape[-2]
@@ -277,11 +144,15 @@ def project(x, phi, gamma):
     return partials, split
 
 
-def mhc_pre_fwd(*, x, phi, alpha, bias, gamma, options, **outputs):
-    """outputs: h_in, inv_rms, h_mix and, where they are wanted, h_post, h_res, h_pre"""
+def mhc_pre_fwd(*, x, phi, gamma, **arguments):
+    """arguments: of `finish`"""
     if x.numel():
         partials, split = project(x, phi, gamma)
-        finish(x=x, partials=partials, split=split, alpha=alpha, bias=bias, options=options, **outputs)
+        finish(x=x, partials=partials, split=split, **arguments)
+
+
+def mhc_maps_fwd(**arguments):
+    mhc_pre_fwd(**arguments, h_in=None)
 
 
 def mhc_layer_pre(*, link, **arguments):

@@ -54,16 +54,19 @@ KERNELS = {
     "mhc_pre_dx_kernel",
     "mhc_pre_dphi_kernel",
     "mhc_pre_dalpha_kernel",
+    "mhc_read_fwd_kernel",
+    "mhc_read_bwd_kernel",
     "mhc_post_fwd_kernel",
     "mhc_post_bwd_kernel",
     "mhc_post_project_kernel",
     "sinkhorn_fwd_kernel",
     "sinkhorn_bwd_kernel",
 }
+OF_THE_NORM = {"mhc_pre_normed_dh_pre_kernel"}
 
 
-def launch_all(T, n, D, dtype, gamma=True):
-    """Every op, forward and backward, on meta tensors: shapes and types, no storage."""
+def launch_all(T, n, D, dtype, gamma=True, normed=False):
+    """Every op, forward and backward, on meta tensors: shapes and types, no storage. normed: with the layer's norm"""
     M = n * n + 2 * n
 
     def tensor(*shape, dtype=fp32):
@@ -73,22 +76,27 @@ def launch_all(T, n, D, dtype, gamma=True):
     h_post, h_res, inv_rms, h_mix = tensor(T, n), tensor(T, n, n), tensor(T), tensor(T, M)
     weight = tensor(n, D) if gamma else None
     maps = {"phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M), "gamma": weight, "options": PreOptions()}
+    pre = {**maps, "layer_norm_weight": tensor(D) if normed else None}
     head = {"phi": tensor(n, n * D), "alpha": tensor(1), "bias": tensor(n), "gamma": weight, "hc_eps": 1e-6}
     post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
     kept = {"inv_rms": inv_rms, "h_mix": h_mix}
     for dx_next in (None, x):
         cotangents = {"dh_in": h_out, "dh_post": h_post, "dh_res": h_res, "dx_next": dx_next}
-        launch("mhc_pre_bwd", x=x, **maps, **kept, **cotangents)
+        launch("mhc_pre_bwd", x=x, **pre, **kept, **cotangents)
     for streams in (x, tensor(FEW, n, D, dtype=dtype)):
-        launch("mhc_pre_fwd", x=streams, **maps)
+        launch("mhc_maps_fwd", x=streams, **maps)
+        launch("mhc_pre_fwd", x=streams, **pre)
         launch("mhc_head_fwd", x=streams, **head, norm_eps=1e-6)
-    launch("mhc_layer_pre", x=x, **maps)
+    launch("mhc_layer_pre", x=x, **pre)
     launch("mhc_post_fwd", **post)
     for residual in (False, True):
         launch("mhc_post_bwd", **post, dx_next=x, residual=residual)
-    launch("mhc_post_pre_fwd", **post, **maps)
+    launch("mhc_post_pre_fwd", **post, **pre)
     cotangents = {"dx_next": x, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res}
-    launch("mhc_post_pre_bwd", **post, **maps, x_next=x, **kept, **cotangents)
+    launch("mhc_post_pre_bwd", **post, **pre, x_next=x, **kept, **cotangents)
+    launch("mhc_maps_bwd", x=x, **maps, **kept, dh_pre=h_post, dh_post=h_post, dh_res=h_res)
+    launch("mhc_read_fwd", x=x, h_pre=h_post)
+    launch("mhc_read_bwd", x=x, h_pre=h_post, dh_in=h_out)
     launch("mhc_head_bwd", x=x, **head, inv_rms=inv_rms, h_mix=tensor(T, n), dout=h_out)
     launch("sinkhorn_fwd", logits=h_res, iters=20, eps=1e-6)
     launch("sinkhorn_bwd", logits=h_res, iters=20, eps=1e-6, dh_res=h_res)
@@ -105,8 +113,9 @@ def test_no_spills(n, D, dtype, target, monkeypatch):
     everything = target == "sm_90" or (target, D) == ("gfx942", 4096)
     with cross_compile.compiling_for(target, monkeypatch, None if everything else TILED) as kernels:
         launch_all(8192, n, D, dtype)
+        launch_all(8192, n, D, dtype, normed=True)
     fused = configs.post_project(n, D, dtype != bf16, GPUS[target]) is not None
-    expected = (KERNELS if everything else TILED) - (set() if fused else {"mhc_post_project_kernel"})
+    expected = (KERNELS | OF_THE_NORM if everything else TILED) - (set() if fused else {"mhc_post_project_kernel"})
     assert {kernel.name for kernel in kernels} == expected
     cross_compile.check(target, kernels)
 
@@ -117,13 +126,17 @@ def tiles(n, D, dtype):
     yield "sinkhorn", configs.sinkhorn(n, on)
     yield "phi_parts", configs.phi_parts(M)
     yield "finish", configs.finish(D, on)
+    yield "normed finish", configs.normed_finish(n, D, on)
     yield "dh_pre", configs.dh_pre(n, D, wide, on), wide
+    yield "normed dh_pre", configs.normed_dh_pre(n, D, wide, on), wide
     yield "post_fwd", configs.post_fwd(n, D, wide, on), wide
     yield "post_bwd", configs.post_bwd(n, D, wide, on), wide
     yield "project", configs.project(M, n * D, wide, on), configs.padded_maps(M), wide
     yield "post_project", configs.post_project(n, D, wide, on), wide
     yield "dmaps", configs.dmaps(n, on)
     yield "dphi", configs.dphi(M, on)
+    yield "normed dx", configs.normed_dx(n, D, wide, on), configs.padded_maps(M), wide
+    yield "read_bwd", configs.read_bwd(n, D, on)
     for residual in (False, True):
         yield "dx", configs.dx(n, D, wide, residual, on), configs.padded_maps(M), wide, residual
 

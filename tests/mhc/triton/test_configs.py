@@ -70,12 +70,13 @@ def test_project(on):
 
 @by_device
 def test_dx(on):
-    for n, D, wide, residual in itertools.product(STREAMS, CHANNELS, (False, True), (False, True)):
-        tile = configs.dx(n, D, wide, residual, on)
-        assert is_power_of_2(tile.block_t, tile.block_d, tile.warps, tile.streams)
-        assert n % tile.streams == 0
-        assert min(tile.block_t, tile.block_d * tile.streams) >= SMALLEST_PRODUCT
-        assert tile.stages >= 1
+    for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
+        plain = [configs.dx(n, D, wide, residual, on) for residual in (False, True)]
+        for tile in (*plain, configs.normed_dx(n, D, wide, on)):
+            assert is_power_of_2(tile.block_t, tile.block_d, tile.warps, tile.streams)
+            assert n % tile.streams == 0
+            assert min(tile.block_t, tile.block_d * tile.streams) >= SMALLEST_PRODUCT
+            assert tile.stages >= 1
 
 
 @by_device
@@ -97,7 +98,10 @@ def test_row_by_row_kernels(on):
     for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
         tiles = (
             configs.finish(D, on),
+            configs.normed_finish(n, D, on),
             configs.dh_pre(n, D, wide, on),
+            configs.normed_dh_pre(n, D, wide, on),
+            configs.read_bwd(n, D, on),
             configs.post_fwd(n, D, wide, on),
             configs.post_bwd(n, D, wide, on),
         )
