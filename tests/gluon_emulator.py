@@ -2,10 +2,11 @@
 
 Every partition of gl.warp_specialize is a thread. What it shows: shapes, orders, offsets, masks, and whether the
 barriers' phases and byte counts fit together. Copies are as late as they may be: one into shared memory, which is NaN
-from its start, happens when somebody waits for its barrier; one out of it when its thread waits for stores. So a tile
-that is read too early, or overwritten too early, shows. So does a store to shared memory without a fence before the
-copy or product that reads it. A product on shared memory is taken when it is waited for. What it does not show: layouts, the warps of a partition (barriers between them), what a GPU's
-memory model allows, and the roundings of matrix units.
+from its start, happens when somebody waits for its barrier; one out of it when its thread waits for stores. So is an
+asynchronous product: it is taken when it is waited for. So a tile that is read too early, or overwritten too early,
+shows. So does a store to shared memory without a fence before the copy or product that reads it. What it does not show:
+layouts, the warps of a partition (barriers between them), what a GPU's memory model allows, and the roundings of matrix
+units.
 """
 
 import inspect

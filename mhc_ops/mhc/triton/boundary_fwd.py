@@ -1,14 +1,13 @@
 """The large kernel of a boundary's forward, for Hopper, in Gluon: post of one layer and the projection of the next
 layer's pre, in one pass over x.
 
-A program walks through bundles of K (256 channels of all streams) and, for each, through blocks of 32 tokens: the parts of
-phi of a bundle stay in shared memory, so that they are read once per program and bundle. One warp copies (TMA) up to 3
-stages ahead, a stage being 128 channels of 32 tokens: half a bundle, and a slice of K. Eight warps compute: x_next takes
-the place of x in its stage, where the matrix units read it and the copy to memory begins.
+A program walks through bundles of K (256 channels of all streams) and, for each, through blocks of 32 tokens: the parts
+of phi of a bundle stay in shared memory, so that they are read once per program and bundle. One warp copies (TMA) up to
+3 stages ahead, a stage being 128 channels of 32 tokens: half a bundle, and a slice of K. Eight warps compute: x_next
+takes the place of x in its stage, from where the matrix units read it and the copy to memory does.
 
-K is summed in the order of mhc_pre_project_kernel, with the same products: those of 128 channels of a stream start from
-zero, on units that take 16 columns of K at a time, two parts of phi as two rows of the left side. So the partial sums have
-its bits.
+K is summed in the order of mhc_pre_project_kernel and of the same products: that of 128 channels of a stream starts from
+zero, on units that take 16 columns of K at a time, with the parts of phi as two rows. So the partial sums have its bits.
 """
 
 import torch
@@ -42,12 +41,12 @@ TILE_D = gl.constexpr(64)  # channels of a tile in shared memory: rows of 128 by
 TILES = gl.constexpr(configs.BOUNDARY_FWD.block_d // 64)  # of a stream in a stage
 LANE = gl.constexpr(COLUMNS_OF_LANE.value)
 MAPS = gl.constexpr(8)  # that are copied at once, in both parts
-TRIPLES = gl.constexpr(configs.maps(configs.BOUNDARY_STREAMS) // 8)
+MAP_BLOCKS = gl.constexpr(configs.maps(configs.BOUNDARY_STREAMS) // 8)
 SLOTS = gl.constexpr(2)  # for maps of a block of tokens: the copying warp is more than one block ahead
 COPYING_REGISTERS = gl.constexpr(56)  # of a thread that only copies: fewer spill; the others share the rest, 224
 
 
-# ---- layouts of eight warps --------------------------------------------------------------------------------------------
+# ---- layouts of eight warps ------------------------------------------------------------------------------------------
 
 # Of tiles [tokens, channels]: a thread has 8 channels of a token.
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
@@ -72,7 +71,7 @@ SHARED_TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([32, 64], gl.bfl
 SHARED_PHI = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
 
 
-# ---- tiles -------------------------------------------------------------------------------------------------------------
+# ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
 # fp32 to bf16 and back, two at a time: one at a time each takes an instruction at a quarter of the rate.
@@ -158,24 +157,24 @@ def sum_of_tiles(first, second):
     return sum_neighbours(first, LANES, 1) + sum_neighbours(second, LANES, 1)
 
 
-# ---- products ----------------------------------------------------------------------------------------------------------
+# ---- products --------------------------------------------------------------------------------------------------------
 
 
-# Begins the products [rows of parts, tokens] of a stage, one for each stream. phi has 48 rows a tile; what stands in the
-# other 16 of the 64 that are multiplied is nobody's: nor are those rows of the product.
+# Begins the products [rows of parts, tokens] of a stage, one for each stream. A tile of phi has 48 rows, of two parts of
+# 24 maps; what stands in the other 16 of the 64 that are multiplied is nobody's, nor are those rows of the product.
 @gluon.jit
 def begin_products(xs, phis, stage, slice: gl.constexpr, zero):
     products = ()
     for j in gl.static_range(n):
         for q in gl.static_range(TILES):
-            at = ((slice * n + j) * TILES + q) * TRIPLES
+            at = ((slice * n + j) * TILES + q) * MAP_BLOCKS
             phi = phis.index(at)._reinterpret(gl.bfloat16, [64, TILE_D], SHARED_PHI)
             tiles = xs.index(stage * TILES + q)._reinterpret(gl.bfloat16, [n, BLOCK_T, TILE_D], SHARED_TILE)
             x_next = tiles.index(j).permute([1, 0])
             if q == 0:
                 product = warpgroup_mma(phi, x_next, zero, use_acc=False, is_async=True)
             else:
-                product = warpgroup_mma(phi, x_next, product, is_async=True)  # noqa: F821
+                product = warpgroup_mma(phi, x_next, product, is_async=True)
         products = products + (product,)
     return products
 
@@ -189,7 +188,7 @@ def end_products(products):
     return gl.convert_layout(gl.reshape(high + low, [32, BLOCK_T]), SUMS, assert_trivial=True)
 
 
-# ---- the kernel --------------------------------------------------------------------------------------------------------
+# ---- the kernel ------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -211,11 +210,12 @@ def share(T, D):
     return begin, end, blocks
 
 
-# Barriers. Both functions take stages, slots and bundles in the same order, so both know how often (k times) one was used
-# before; `phase` is k % 2. A "full" barrier ends its k-th phase with the copying warp's one arrival (expect) and the last
-# byte of its copies; whoever reads waits for parity k % 2. An "empty" barrier ends its k-th phase with the one arrival of
-# the computing warps after the k-th use; the copying warp waits, before the k-th use, for phase k − 1: parity of k + 1,
-# and at first (k = 0) not at all, as a fresh barrier counts as one whose phase of parity 1 has ended.
+# Barriers. Both functions take stages, slots and bundles in the same order, so both know how often (k times) one was
+# used before; `phase` is k % 2. A "full" barrier ends its phase k with the copying warp's one arrival (expect) and the
+# last byte of its copies; whoever reads waits for parity k % 2. An "empty" barrier ends its phase k with the one arrival
+# of the computing warps when they have done with use k, behind a barrier of all of them; the copying warp waits, before
+# use k, for phase k − 1: parity of k + 1, and at first (k = 0) not at all, as a fresh barrier counts as one whose phase
+# of parity 1 has ended.
 #   full, empty            of a stage: x and h_out of 128 channels, then x_next
 #   maps_full, maps_empty  of a slot: h_post and h_res of a block of tokens
 #   phi_full, phi_empty    of a slice of the bundle: its parts of phi. k: bundles that the program has had before
@@ -252,10 +252,10 @@ def copy_in(x_desc, h_out_desc, h_post_desc, h_res_desc, parts_desc, memory, ful
                 tma.async_copy_global_to_shared(h_out_desc, [t, d + q * TILE_D], ready, outs.index(at))
             if is_new:
                 mbarrier.wait(phi_empty.index(slice), phi_phase ^ 1)
-                mbarrier.expect(phi_full.index(slice), n * TRIPLES * 2 * MAPS * BLOCK_D * 2)
+                mbarrier.expect(phi_full.index(slice), n * MAP_BLOCKS * 2 * MAPS * BLOCK_D * 2)
                 for tile in gl.static_range(n * TILES):
-                    for m in gl.static_range(TRIPLES):
-                        at = (slice * n * TILES + tile) * TRIPLES + m
+                    for m in gl.static_range(MAP_BLOCKS):
+                        at = (slice * n * TILES + tile) * MAP_BLOCKS + m
                         tma.async_copy_global_to_shared(
                             parts_desc, [0, m * MAPS, n * d + tile * TILE_D], phi_full.index(slice), phis.index(at)
                         )
@@ -347,7 +347,7 @@ def mhc_boundary_fwd_kernel(
         gl.allocate_shared_memory(bf16, [STAGES * TILES, BLOCK_T, TILE_D], h_out_desc.layout),
         gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n], h_post_desc.layout),
         gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n * n], h_res_desc.layout),
-        gl.allocate_shared_memory(bf16, [SLICES * n * TILES * TRIPLES + 1, 2, MAPS, TILE_D], parts_desc.layout),
+        gl.allocate_shared_memory(bf16, [SLICES * n * TILES * MAP_BLOCKS + 1, 2, MAPS, TILE_D], parts_desc.layout),
     )
     full = (
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),

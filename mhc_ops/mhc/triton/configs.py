@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 import torch
 
 from ...core.device import Device
-from ...core.sizes import cdiv, floor_power_of_2, next_power_of_2
+from ...core.sizes import cdiv, next_power_of_2
 
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes
 HOPPER = (9, 0)
@@ -154,9 +154,9 @@ def split_k_in(n: int, D: int, block_d: int, in_piece: int) -> SplitK:
 
 @lru_cache(maxsize=4096)
 def split_k(n: int, D: int, block_d: int, token_blocks: int, processors: int) -> SplitK:
-    """Pieces are groups where that gives every multiprocessor a program, else bundles, else slices: 16 stored pieces cost
-    3 µs in each of the two kernels at T = 8192, D = 4096; one token at D = 7168 takes 17.8 µs with 32 slices, 22.5 with
-    16 (with the 56 that it has here it was not timed)."""
+    """Pieces are groups where that gives every multiprocessor a program, else bundles, else slices: 16 stored pieces
+    cost 3 µs in each of the two kernels at T = 8192, D = 4096; one token at D = 7168 takes 17.8 µs with 32 slices, 22.5
+    with 16 (with the 56 that it has now it was not timed)."""
     in_slice, in_bundle, in_group = levels_of_k(n, D, block_d)
     blocks = cdiv(D, block_d)
     fitting = (level for level in (in_group, in_bundle) if token_blocks * cdiv(blocks, level) >= processors)
@@ -339,9 +339,9 @@ FEWEST_ITEMS = 4
 
 @lru_cache(maxsize=4096)
 def boundary_fwd(n: int, D: int, T: int, on: Device) -> BoundaryFwd | None:
-    """None where there is no fused kernel: off Hopper, or for other sizes. A bundle of K is 256 channels, in slices of
-    128, which they are up to D = 8192. With fewer than 4 blocks of tokens and bundles a multiprocessor, its parts of phi
-    are as many bytes as its share of x; where exactly two kernels are better was not timed."""
+    """None where there is no fused kernel: off Hopper, and for other sizes. A bundle of K is 256 channels in two slices
+    of 128, which slices are up to D = 8192. With fewer than 4 (block of tokens, bundle) a multiprocessor, the parts of
+    phi that it reads (98 KB) are as many bytes as its share of x; from where on two kernels are better was not timed."""
     tile = BOUNDARY_FWD
     fits = n == BOUNDARY_STREAMS and D % BUNDLE == 0 and cdiv(D, tile.block_d) <= MOST_SLICES
     items = cdiv(T, tile.block_t) * (D // BUNDLE)

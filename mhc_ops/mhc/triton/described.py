@@ -20,7 +20,7 @@ def described(tensor, block):
 
 
 class Described:
-    """A kernel as `launch` takes it. blocks: for each argument that is a descriptor, the block that is copied at once."""
+    """A kernel as `launch` takes it. blocks: of each argument that is a descriptor, the block that is copied at once."""
 
     def __init__(self, kernel: Any, blocks: dict[str, list[int]]) -> None:
         self.kernel, self.blocks = kernel, blocks
@@ -42,11 +42,11 @@ class Described:
         return self.kernel.warmup(*self.with_descriptors(values), **options)
 
 
-class Compiled(NamedTuple):
+class Compiled:
     """What `launch` records. Its tensors come as addresses; sizes and strides are those of the first call."""
 
-    kernel: Any
-    descriptors: dict[int, TensorDescriptor]
+    def __init__(self, kernel: Any, descriptors: dict[int, TensorDescriptor]) -> None:
+        self.kernel, self.descriptors = kernel, descriptors
 
     def __getitem__(self, grid):
         start = starter(self.kernel, grid)

@@ -33,7 +33,9 @@ def test_cut(n):
                 assert split.bundle_steps % split.slice_steps == 0, "a bundle has whole slices"
                 assert split.group_pieces % split.bundle_pieces == 0, "a group has whole bundles"
                 in_bundle = split.bundle_pieces * split.steps
-                assert in_bundle == split.bundle_steps or (split.bundle_pieces == 1 and in_bundle % split.bundle_steps == 0)
+                assert in_bundle == split.bundle_steps or (
+                    split.bundle_pieces == 1 and in_bundle % split.bundle_steps == 0
+                )
                 shapes.add((split.slice_steps, split.bundle_steps, split.group_pieces * split.steps))
             assert len(shapes) == 1, "slices, bundles and groups depend on n and D alone"
 
@@ -55,7 +57,7 @@ def test_many_tokens_store_groups():
 def test_boundary_fwd():
     """Its stages are slices of 128 channels, two to a bundle, as the projection's are on Hopper; bundles are pieces."""
     tile = configs.BOUNDARY_FWD
-    assert configs.BUNDLE == 2 * tile.block_d
+    assert 2 * tile.block_d == configs.BUNDLE
     for D in CHANNELS:
         if configs.boundary_fwd(4, D, 10**6, HOPPER) is None:
             assert D % configs.BUNDLE or D > 8192
