@@ -6,8 +6,9 @@ of phi of a bundle stay in shared memory, so that they are read once per program
 3 stages ahead, a stage being 128 channels of 32 tokens: half a bundle, and a slice of K. Eight warps compute: x_next
 takes the place of x in its stage, from where the matrix units read it and the copy to memory does.
 
-K is summed in the order of mhc_pre_project_kernel and of the same products: that of 128 channels of a stream starts from
-zero, on units that take 16 columns of K at a time, with the parts of phi as two rows. So the partial sums have its bits.
+K is summed in the order of mhc_pre_project_kernel and of the same products: that of 128 channels of a stream starts
+from zero, on units that take 16 columns of K at a time, with the parts of phi as two rows. So the partial sums have its
+bits.
 """
 
 import torch
@@ -160,8 +161,8 @@ def sum_of_tiles(first, second):
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
-# Begins the products [rows of parts, tokens] of a stage, one for each stream. A tile of phi has 48 rows, of two parts of
-# 24 maps; what stands in the other 16 of the 64 that are multiplied is nobody's, nor are those rows of the product.
+# Begins the products [rows of parts, tokens] of a stage, one for each stream. A tile of phi has 48 rows: two parts of
+# 24 maps. What stands in the other 16 of the 64 that are multiplied is nobody's, nor are those rows of the product.
 @gluon.jit
 def begin_products(xs, phis, stage, slice: gl.constexpr, zero):
     products = ()
@@ -212,8 +213,8 @@ def share(T, D):
 
 # Barriers. Both functions take stages, slots and bundles in the same order, so both know how often (k times) one was
 # used before; `phase` is k % 2. A "full" barrier ends its phase k with the copying warp's one arrival (expect) and the
-# last byte of its copies; whoever reads waits for parity k % 2. An "empty" barrier ends its phase k with the one arrival
-# of the computing warps when they have done with use k, behind a barrier of all of them; the copying warp waits, before
+# last byte of its copies; whoever reads waits for parity k % 2. An "empty" barrier ends its phase k with one arrival of
+# the computing warps when they have done with use k, behind a barrier of all of them; the copying warp waits, before
 # use k, for phase k − 1: parity of k + 1, and at first (k = 0) not at all, as a fresh barrier counts as one whose phase
 # of parity 1 has ended.
 #   full, empty            of a stage: x and h_out of 128 channels, then x_next

@@ -122,20 +122,19 @@ class SplitK:
     group_pieces: int  # pieces per group
 
 
-MOST_SLICES, SHORTEST_SLICE, BUNDLE, MOST_GROUPS, SHORTEST_GROUP = 64, 512, 256, 5, 16
+MOST_SLICES, SHORTEST_SLICE, BUNDLE, MOST_GROUPS, SHORTEST_GROUP = 64, 512, 256, 4, 16
 
 
 @cache
 def levels_of_k(n: int, D: int, block_d: int) -> tuple[int, int, int]:
     """Blocks of channels per slice, bundle and group: a function of n and D alone. Slices: up to 64, none shorter than
-    512 columns. Bundles: 256 channels of all streams, what the boundary's kernel sums. Groups: up to 5 of at least 16
-    steps (fewer do not fill the pipeline), as even as may be."""
+    512 columns. Bundles: 256 channels of all streams, what the boundary's kernel sums. Groups: up to 4 of at least 16
+    steps (fewer do not fill the pipeline)."""
     blocks = cdiv(D, block_d)
     in_slice = max(cdiv(SHORTEST_SLICE, n * block_d), cdiv(blocks, MOST_SLICES))
     in_bundle = in_slice * max(1, BUNDLE // (in_slice * block_d))
     bundles = cdiv(blocks, in_bundle)
-    most = max(1, min(MOST_GROUPS, n * blocks // SHORTEST_GROUP))
-    groups = min((most, max(1, most - 1)), key=lambda count: cdiv(bundles, count) * count)
+    groups = max(1, min(MOST_GROUPS, n * blocks // SHORTEST_GROUP))
     return in_slice, in_bundle, cdiv(bundles, groups) * in_bundle
 
 
@@ -340,8 +339,8 @@ FEWEST_ITEMS = 4
 @lru_cache(maxsize=4096)
 def boundary_fwd(n: int, D: int, T: int, on: Device) -> BoundaryFwd | None:
     """None where there is no fused kernel: off Hopper, and for other sizes. A bundle of K is 256 channels in two slices
-    of 128, which slices are up to D = 8192. With fewer than 4 (block of tokens, bundle) a multiprocessor, the parts of
-    phi that it reads (98 KB) are as many bytes as its share of x; from where on two kernels are better was not timed."""
+    of 128, which slices are up to D = 8192. With 4 (block of tokens, bundle) a multiprocessor, the parts of phi are a
+    third of the bytes that it reads; below that two kernels are taken, which was not timed."""
     tile = BOUNDARY_FWD
     fits = n == BOUNDARY_STREAMS and D % BUNDLE == 0 and cdiv(D, tile.block_d) <= MOST_SLICES
     items = cdiv(T, tile.block_t) * (D // BUNDLE)

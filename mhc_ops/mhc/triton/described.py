@@ -20,7 +20,7 @@ def described(tensor, block):
 
 
 class Described:
-    """A kernel as `launch` takes it. blocks: of each argument that is a descriptor, the block that is copied at once."""
+    """A kernel as `launch` takes it. blocks: of each argument that is a descriptor, what is copied at once."""
 
     def __init__(self, kernel: Any, blocks: dict[str, list[int]]) -> None:
         self.kernel, self.blocks = kernel, blocks
