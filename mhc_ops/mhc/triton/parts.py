@@ -63,12 +63,12 @@ def alpha_of_row(alpha_ptr, m, M: tl.constexpr, n: tl.constexpr):
     return tl.load(alpha_ptr + section, mask=m < M, other=0.0).to(tl.float32)
 
 
-# gamma[k]·phi[m, k] in fp32; zero where m ≥ M or k ≥ K
+# gamma[k]·phi[m, k] in fp32; zero where m ≥ M or k is not present
 @triton.jit
-def load_phi(phi_ptr, gamma_ptr, m, k, K, M: tl.constexpr):
-    value = tl.load(phi_ptr + m * K + k, mask=(m < M) & (k < K), other=0.0).to(tl.float32)
+def load_phi(phi_ptr, gamma_ptr, m, k, present, K, M: tl.constexpr):
+    value = tl.load(phi_ptr + m * K + k, mask=(m < M) & present, other=0.0).to(tl.float32)
     if gamma_ptr is not None:
-        value *= tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        value *= tl.load(gamma_ptr + k, mask=present, other=0.0).to(tl.float32)
     return value
 
 
@@ -92,11 +92,12 @@ def phi_parts_kernel(
 ):
     m = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
     to = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    k = to
     if BLOCK_D > 0:
+        D = K // n
         d = to // (n * BLOCK_D) * BLOCK_D + to % BLOCK_D
-        k = tl.where(d < K // n, to // BLOCK_D % n * (K // n) + d, K)
-    value = load_phi(phi_ptr, gamma_ptr, m, k, K, M)
+        value = load_phi(phi_ptr, gamma_ptr, m, to // BLOCK_D % n * D + d, d < D, K, M)
+    else:
+        value = load_phi(phi_ptr, gamma_ptr, m, to, to < K, K, M)
     if alpha_ptr is not None:
         value *= alpha_of_row(alpha_ptr, m, M, n)
     for p in tl.static_range(PARTS):

@@ -100,7 +100,7 @@ def mhc_pre_project_kernel(
             at = parts_ptr + (p * BLOCK_M + row) * K_padded + (step * BLOCK_D + column)
             part = tl.load(at, mask=row < M, other=0.0)
         else:
-            part = load_phi(phi_ptr, gamma_ptr, row, k if EVEN_D else tl.where(d < D, k, K), K, M)
+            part = load_phi(phi_ptr, gamma_ptr, row, k, d < D, K, M)
             if PARTS == 2:
                 part = tl.where(p == 0, part, rest_of(part, 1, x.dtype)).to(x.dtype)
         wide = x.to(tl.float32)
