@@ -6,16 +6,17 @@ replayed with the addresses of other tensors.
 
 from typing import Any, NamedTuple
 
+import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.launch import starter
 
-_TYPES = {"torch.bfloat16": gl.bfloat16, "torch.float32": gl.float32}
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 def described(tensor, block):
-    layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[str(tensor.dtype)])
+    layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[tensor.dtype])
     return TensorDescriptor.from_tensor(tensor, block, layout)
 
 
