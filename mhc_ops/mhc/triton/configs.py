@@ -92,11 +92,14 @@ def project(M: int, D: int, wide: bool, on: Device) -> Tile:
         return Tile(128, min(128, max(16, next_power_of_2(D))), 4, 1)  # Hopper's order of K
     rows = padded_maps(M) * (1 if wide else 2)
     small = wide or rows > 128 or not aligned(D)
-    block_d = min(32 if small else 128 if rows <= 64 else 64, max(16, next_power_of_2(D)))
+    cramped = rows > 128 if on.kind == "hip" else M == maps(8) and not aligned(D)
+    block_d = 16 if cramped and on.kind == "cuda" and not wide else 32 if small else 128 if rows <= 64 else 64
+    block_d = min(block_d, max(16, next_power_of_2(D)))
     if compact(on):
         return Tile(32 if padded_maps(M) > (32 if wide else 64) else 64, block_d, 8, 2)
-    cramped = rows > 128 if on.kind == "hip" else M == maps(8) and not aligned(D)
-    return Tile(32 if cramped else 64, block_d, 4 if rows <= 64 else 8, 2 if on.kind == "hip" else 3)
+    spilling = rows == 32 and not wide and on.kind == "cuda" and on.capability > HOPPER  # 16 bytes with 4 warps
+    warps = 8 if rows > 64 or spilling else 4
+    return Tile(32 if cramped else 64, block_d, warps, 2 if on.kind == "hip" else 3)
 
 
 # Up to this many blocks of tokens the projection cuts phi into parts itself. That saves a launch, about 10 µs on the

@@ -156,14 +156,14 @@ def test_streams_are_read_16_bytes_at_a_time(monkeypatch):
 
 
 def test_nothing_is_compiled_per_token_count(monkeypatch):
-    """Ten token counts: as many binaries as for two, many and few tokens."""
+    """Ten token counts: as many binaries as for three, many, some and few tokens."""
     binaries, once = set(), set()
     for T in (8191, 1, 2, 16, 100, 128, 1000, 1024, 4096, 100_000):
         with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
             launch_all(T, 4, 1280, bf16)
         binaries |= {(kernel.name, kernel.key) for kernel in kernels}
         once = once or set(binaries)
-    assert {name for name, _ in binaries} == KERNELS
+    assert {name for name, _ in binaries} == KERNELS | {BOUNDARY}
     extra = {name for name, _ in binaries - once}
     assert extra == {"mhc_pre_finish_kernel"}
-    assert len(binaries) == len(once) + 2, "of the layer and the boundary, which add slices (few tokens) or groups"
+    assert len(binaries) == len(once) + 4, "with slices: of the layer; with bundles: of pre, maps and head"
