@@ -321,7 +321,8 @@ def compute(x_next_desc, partials_ptr, memory, full, empty, T, D):
 
         out = partials_ptr + (bundle.to(gl.int64) * T + t) * (M + 1)
         gl.store(out + (column * (M + 1) + m), total, mask=(m < M) & (column < T - t))
-        total_squares = gl.convert_layout(gl.reshape(total_squares, [BLOCK_T]), gl.SliceLayout(1, TILE))
+        total_squares = gl.reshape(total_squares, [BLOCK_T])
+        total_squares = gl.convert_layout(total_squares, gl.SliceLayout(1, TILE), assert_trivial=True)
         gl.store(out + (token * (M + 1) + M), total_squares, mask=token < T - t)
     tma.store_wait(0)  # shared memory is given back when this returns
 
