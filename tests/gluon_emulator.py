@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 PATIENCE = 20  # seconds that a wait may take before the kernel is said to hang
 
 
+@torch.no_grad()
 def run(kernel, grid, **arguments):
     """The kernel for every program of the grid, one after the other. Tensors are pointers, numbers scalars."""
     parameters = inspect.signature(kernel.fn).parameters
@@ -199,14 +200,14 @@ class Program:
 
     def function(self, kernel):
         """The kernel's function, in which the names of Gluon and of other kernels have their meaning here."""
-        if kernel not in self.functions:
+        if id(kernel) not in self.functions:  # its hash takes the compiler
             names = {}
             made = types.FunctionType(kernel.fn.__code__, names, kernel.__name__, kernel.fn.__defaults__)
-            self.functions[kernel] = made
+            self.functions[id(kernel)] = made
             for name, value in kernel.fn.__globals__.items():
                 names[name] = self.meaning(value)
             names["range"] = lambda *bounds: map(Int, range(*bounds))
-        return self.functions[kernel]
+        return self.functions[id(kernel)]
 
     def meaning(self, value):
         if isinstance(value, JITFunction):
@@ -253,7 +254,7 @@ class Program:
             where=torch.where,
             broadcast=torch.broadcast_tensors,
             sum=lambda value, axis: torch.sum(value, dim=axis),
-            fma=lambda a, b, c: (a.double() * b.double() + c.double()).float(),
+            fma=lambda a, b, c: fma(a, b, c),
             minimum=lambda a, b: Int(min(a, b)),
             maximum=lambda a, b: Int(max(a, b)),
             inline_asm_elementwise=_assembly,
@@ -326,8 +327,9 @@ class Program:
 
         def partition(function, arguments):
             try:
-                function(*arguments)
-                self.finish_stores()
+                with torch.no_grad():  # which a thread has of its own
+                    function(*arguments)
+                    self.finish_stores()
             except BaseException as error:
                 failed.append(error)
 
@@ -351,6 +353,17 @@ class Later:
 
 
 BARRIERS = ("barrier", "thread_barrier")  # gl.thread_barrier is gl.barrier from triton 3.7 on
+
+
+def fma(a, b, c):
+    """a·b + c with one rounding, but for the rare value that fp64 rounds to the middle of two"""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def fma_of_the_interpreter(a, b, c):
+    """With two roundings. To be put in the other's place where results are compared bit by bit with Triton kernels that
+    its interpreter runs."""
+    return a * b + c
 
 
 def _nothing(*_, **__):
