@@ -131,11 +131,11 @@ MOST_SLICES, SHORTEST_SLICE, BUNDLE, MOST_GROUPS, SHORTEST_GROUP = 64, 512, 256,
 
 @cache
 def levels_of_k(n: int, D: int, block_d: int) -> tuple[int, int, int]:
-    """Blocks of channels per slice, bundle and group: a function of n and D alone. Slices: up to 64, none shorter than
-    512 columns. Bundles: 256 channels of all streams, what the boundary's kernel sums. Groups: up to 4 of at least 16
-    steps (fewer do not fill the pipeline)."""
+    """Blocks of channels per slice, bundle and group: a function of n and D alone. Slices: up to 64 (of 8 streams 32:
+    the sums of 64 spill in the finishing kernel), none shorter than 512 columns. Bundles: 256 channels of all streams,
+    what the boundary's kernel sums. Groups: up to 4 of at least 16 steps (fewer do not fill the pipeline)."""
     blocks = cdiv(D, block_d)
-    in_slice = max(cdiv(SHORTEST_SLICE, n * block_d), cdiv(blocks, MOST_SLICES))
+    in_slice = max(cdiv(SHORTEST_SLICE, n * block_d), cdiv(blocks, min(MOST_SLICES, 256 // n)))
     in_bundle = in_slice * max(1, BUNDLE // (in_slice * block_d))
     bundles = cdiv(blocks, in_bundle)
     groups = max(1, min(MOST_GROUPS, n * blocks // SHORTEST_GROUP))
