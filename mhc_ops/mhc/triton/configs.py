@@ -95,9 +95,10 @@ def project(M: int, D: int, wide: bool, on: Device) -> Tile:
     cramped = rows > 128 if on.kind == "hip" else M == maps(8) and not aligned(D)
     # 32 channels spill 8 bytes at n = 8 in bf16, and 16 bytes on RTX 50 at n = 2 in fp32.
     least = not aligned(D) and on.kind == "cuda" and (on.capability >= RTX_50 if wide else cramped)
-    block_d = min(16 if least else 32 if small else 128 if rows <= 64 else 64, max(16, next_power_of_2(D)))
+    fewer = rows > 64 or (rows == 32 and compact(on))  # 128 channels spill 8 bytes in the head at n = 5 on RTX 50
+    block_d = min(16 if least else 32 if small else 64 if fewer else 128, max(16, next_power_of_2(D)))
     if compact(on):
-        return Tile(32 if padded_maps(M) > (32 if wide else 64) else 64, block_d, 8, 2)
+        return Tile(32 if padded_maps(M) > 32 else 64, block_d, 8, 2)  # 64 tokens spill from n = 5 on
     spilling = rows == 32 and not wide and on.kind == "cuda" and on.capability > HOPPER  # 16 bytes with 4 warps
     warps = 8 if rows > 64 or spilling else 4
     return Tile(32 if cramped else 64, block_d, warps, 2 if on.kind == "hip" else 3)
