@@ -75,6 +75,7 @@ def _step(x: Tensor, gamma: bool, layer_norm: bool, dtype: torch.dtype, backend:
     pre = contracts.mhc_layer_pre.launch(**of_pre)
     of_post = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": pre.h_res, "backend": backend}
     contracts.mhc_layer_post.launch(link=pre.link, **of_post)
+    contracts.mhc_next_fwd.launch(link=pre.link, linked=True, **{**of_pre, **of_post})
     post = contracts.mhc_post_bwd.launch(**of_post, dx_next=x, residual=False)
     kept = {"inv_rms": pre.inv_rms, "h_mix": pre.h_mix}
     cotangents = {"dh_in": pre.h_in, "dh_post": post.dh_post, "dh_res": post.dh_res, "dx_next": x}

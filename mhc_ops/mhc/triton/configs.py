@@ -6,16 +6,17 @@ compiled in. The interpreter (kind "cpu") wants few, large programs. What is cho
 compiled for them (docs/gpus.md), without spills and within their shared memory, but was not timed there.
 """
 
+import importlib.util
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
 
 from ...core.device import Device
-from ...core.sizes import cdiv, floor_power_of_2, next_power_of_2
+from ...core.sizes import cdiv, next_power_of_2
 
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes
-HOPPER = (9, 0)
+HOPPER, RTX_50 = (9, 0), (12, 0)
 
 
 def compact(on: Device) -> bool:
@@ -81,20 +82,26 @@ def phi_parts(M: int) -> Tile:
 
 
 @cache
-def project(M: int, K: int, wide: bool, on: Device) -> Tile:
-    """64 tokens × 128 of K, 4 warps, 3 stages: 79.7 µs at T = 8192, D = 4096 (the same loads without a product: 76) and
-    31.8 at T = 4096, D = 2560; 64 × 64 77.4 and 38.4, 128 × 64 with 8 warps 80, 128 × 128 with 2 stages 107.
+def project(M: int, D: int, wide: bool, on: Device) -> Tile:
+    """64 tokens × 128 channels of a stream, 4 warps, 3 stages: 79.7 µs at T = 8192, D = 4096 (the same loads without a
+    product: 76) and 31.8 at T = 4096, D = 2560; 64 × 64 77.4 and 38.4, 128 × 64 with 8 warps 80, 128 × 128 with 2
+    stages 107. Timed when the blocks of K came stream by stream; they are as long and as many now.
 
     `wide`: x is not bf16. Rows of phi in parts fill the registers as n grows, addresses do where rows are unaligned."""
     if on.kind == "cpu":
-        return Tile(128, 64, 4, 1)
+        return Tile(128, min(128, max(16, next_power_of_2(D))), 4, 1)  # Hopper's order of K
     rows = padded_maps(M) * (1 if wide else 2)
-    small = wide or rows > 128 or not aligned(K)
-    block_k = 32 if small else 128 if rows <= 64 else 64
+    small = wide or rows > 128 or not aligned(D)
+    cramped = rows > 128 if on.kind == "hip" else M == maps(8) and not aligned(D)
+    # 32 channels spill 8 bytes at n = 8 in bf16, and 16 bytes on RTX 50 at n = 2 in fp32.
+    least = not aligned(D) and on.kind == "cuda" and (on.capability >= RTX_50 if wide else cramped)
+    fewer = rows > 64 or (rows == 32 and compact(on))  # 128 channels spill 8 bytes in the head at n = 5 on RTX 50
+    block_d = min(16 if least else 32 if small else 64 if fewer else 128, max(16, next_power_of_2(D)))
     if compact(on):
-        return Tile(32 if padded_maps(M) > (32 if wide else 64) else 64, block_k, 8, 2)
-    cramped = rows > 128 if on.kind == "hip" else M == maps(8) and not aligned(K)
-    return Tile(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if on.kind == "hip" else 3)
+        return Tile(32 if padded_maps(M) > 32 else 64, block_d, 8, 2)  # 64 tokens spill from n = 5 on
+    spilling = rows == 32 and not wide and on.kind == "cuda" and on.capability > HOPPER  # 16 bytes with 4 warps
+    warps = 8 if rows > 64 or spilling else 4
+    return Tile(32 if cramped else 64, block_d, warps, 2 if on.kind == "hip" else 3)
 
 
 # Up to this many blocks of tokens the projection cuts phi into parts itself. That saves a launch, about 10 µs on the
@@ -109,29 +116,55 @@ def aligned(row: int) -> bool:
 
 @dataclass(frozen=True)
 class SplitK:
-    """K as slices, groups of slices, and pieces (slices or groups), each of which one program sums and stores."""
+    """K as slices, bundles of slices, groups of bundles, and pieces (one of these), each of which one program sums and
+    stores."""
 
     slice_steps: int  # blocks of K per slice
+    bundle_steps: int  # blocks of K per bundle
     steps: int  # blocks of K per piece
     pieces: int
+    bundle_pieces: int  # pieces per bundle
     group_pieces: int  # pieces per group
 
 
-MOST_SLICES, SHORTEST_SLICE, MOST_GROUPS, SHORTEST_GROUP = 32, 512, 4, 16
+MOST_SLICES, SHORTEST_SLICE, BUNDLE, MOST_GROUPS, SHORTEST_GROUP = 64, 512, 256, 4, 16
+
+
+@cache
+def levels_of_k(n: int, D: int, block_d: int) -> tuple[int, int, int]:
+    """Blocks of channels per slice, bundle and group: a function of n and D alone. Slices: up to 64 (of 8 streams 32:
+    the sums of 64 spill in the finishing kernel), none shorter than 512 columns. Bundles: 256 channels of all streams,
+    what the boundary's kernel sums. Groups: up to 4 of at least 16 steps (fewer do not fill the pipeline)."""
+    blocks = cdiv(D, block_d)
+    in_slice = max(cdiv(SHORTEST_SLICE, n * block_d), cdiv(blocks, min(MOST_SLICES, 256 // n)))
+    in_bundle = in_slice * max(1, BUNDLE // (in_slice * block_d))
+    bundles = cdiv(blocks, in_bundle)
+    groups = max(1, min(MOST_GROUPS, n * blocks // SHORTEST_GROUP))
+    return in_slice, in_bundle, cdiv(bundles, groups) * in_bundle
+
+
+def split_k_in(n: int, D: int, block_d: int, in_piece: int) -> SplitK:
+    """in_piece: one of the levels"""
+    in_slice, in_bundle, in_group = levels_of_k(n, D, block_d)
+    return SplitK(
+        slice_steps=n * in_slice,
+        bundle_steps=n * in_bundle,
+        steps=n * in_piece,
+        pieces=cdiv(cdiv(D, block_d), in_piece),
+        bundle_pieces=max(1, in_bundle // in_piece),
+        group_pieces=in_group // in_piece,
+    )
 
 
 @lru_cache(maxsize=4096)
-def split_k(K: int, block_k: int, token_blocks: int, processors: int) -> SplitK:
-    """Slices and groups are a function of n and D alone: up to 32 slices, none shorter than 512 columns, in up to 4
-    groups of at least 16 blocks (fewer do not fill the pipeline). Pieces are groups where that gives every
-    multiprocessor a program: 16 stored slices cost 3 µs in each of the two kernels at T = 8192, D = 4096.
-    One token at D = 7168 takes 17.8 µs with 32 slices, 22.5 with 16."""
-    steps = cdiv(K, block_k)
-    slice_steps = cdiv(steps, min(MOST_SLICES, floor_power_of_2(K // SHORTEST_SLICE)))
-    slices = cdiv(steps, slice_steps)
-    group_slices = cdiv(slices, max(1, min(MOST_GROUPS, steps // SHORTEST_GROUP)))
-    piece_slices = group_slices if token_blocks * cdiv(slices, group_slices) >= processors else 1
-    return SplitK(slice_steps, piece_slices * slice_steps, cdiv(slices, piece_slices), group_slices // piece_slices)
+def split_k(n: int, D: int, block_d: int, token_blocks: int, processors: int) -> SplitK:
+    """Pieces are groups where that gives every multiprocessor a program, else bundles, else slices: 16 stored pieces
+    cost 3 µs in each of the two kernels at T = 8192, D = 4096; one token at D = 7168 takes 17.8 µs with 32 slices, 22.5
+    with 16 (with the 56 that it has now it was not timed)."""
+    in_slice, in_bundle, in_group = levels_of_k(n, D, block_d)
+    blocks = cdiv(D, block_d)
+    fitting = (level for level in (in_group, in_bundle) if token_blocks * cdiv(blocks, level) >= processors)
+    return split_k_in(n, D, block_d, next(fitting, in_slice))
 
 
 def whole_token(n: int, D: int) -> Tile:
@@ -290,21 +323,45 @@ def post_bwd(n: int, D: int, wide: bool, on: Device) -> Tile:
     return Tile(1, max(8, min(256, next_power_of_2(D))), 1, 3)
 
 
-@cache
-def post_project(n: int, D: int, wide: bool, on: Device) -> Tile | None:
-    """64 tokens × 64 channels of 4 streams, 8 warps, 3 stages: 186 µs at T = 8192, D = 4096; 32 × 32 with 4 warps and 4
-    stages 221 (the parts of phi are read once per block of tokens), 64 × 32 with 4 warps 230, 128 × 32 with 8 warps
-    235, 2 stages 242.
+BOUNDARY_STREAMS = 4  # of the boundary's kernels
+BOUNDARY_DTYPE, MAPS_DTYPE = torch.bfloat16, torch.float32
 
-    None where the maps, streams and parts of phi do not fit the registers: two kernels are faster then."""
-    if on.kind == "cpu":
-        return Tile(128, min(64, PADDED_K // next_power_of_2(n)), 4)
-    if D < 16 or (n > 4 and (wide or on.kind == "hip")):
-        return None
-    if n > 4:
-        return Tile(16, 16, 8, 2)
-    if wide or not aligned(D):
-        return Tile(16, 16, 8 if compact(on) else 4, 2)
-    if compact(on):
-        return Tile(32, 32, 8, 3)
-    return Tile(32, 32, 4, 2) if on.kind == "hip" else Tile(64, 64, 8, 3)
+
+@dataclass(frozen=True)
+class BoundaryFwd(Tile):
+    registers: int = 0  # a thread, before the warp that only copies gives its own away
+
+
+# 32 tokens × 128 channels, 8 warps, 3 stages. The prototype of this kernel took 172 µs at T = 8192, D = 4096 (post and
+# projection in the Triton kernel that was here 185, a copy of as many bytes 145), 60 at T = 4096, D = 2560 (79; 48) and
+# 302 at T = 8192, D = 7168 (314; 252). Two groups of 16 tokens 174, 61 and 301; 64 channels, whose rows are half as
+# long, 177 and more; 256 channels of 16 tokens 191. 168 registers are what 12 warps can have: 8, and 4 of which one
+# copies.
+BOUNDARY_FWD = BoundaryFwd(32, 128, 8, 3, registers=168)
+FEWEST_ITEMS = 4
+
+
+@lru_cache(maxsize=4096)
+def boundary_fwd(n: int, D: int, T: int, on: Device) -> BoundaryFwd | None:
+    """None where there is no fused kernel: off Hopper, and for other sizes. A bundle of K is 256 channels in two slices
+    of 128, which slices are up to D = 8192. With 4 (block of tokens, bundle) a multiprocessor, the parts of phi are a
+    third of the bytes that it reads; below that two kernels are taken, which was not timed."""
+    tile = BOUNDARY_FWD
+    fits = n == BOUNDARY_STREAMS and D % BUNDLE == 0 and cdiv(D, tile.block_d) <= MOST_SLICES
+    items = cdiv(T, tile.block_t) * (D // BUNDLE)
+    there = on.kind == "cuda" and on.capability == HOPPER and has_gluon()
+    return tile if fits and items >= FEWEST_ITEMS * on.processors and there else None
+
+
+@cache
+def has_gluon() -> bool:
+    return importlib.util.find_spec("triton.experimental") is not None and (
+        importlib.util.find_spec("triton.experimental.gluon") is not None
+    )
+
+
+@cache
+def split_k_in_bundles(n: int, D: int) -> SplitK:
+    """What the boundary's kernel sums."""
+    block_d = BOUNDARY_FWD.block_d
+    return split_k_in(n, D, block_d, levels_of_k(n, D, block_d)[1])

@@ -11,15 +11,29 @@ from .parts import alpha_of_row
 from .sinkhorn import matrices, sinkhorn
 
 
-# Σ_pieces partials[piece, t, column]: pieces are added to their group in order, groups in order to the total
+# Σ_pieces partials[piece, t, column]: pieces are added in order to their bundle, bundles to their group, groups to the
+# total
 @triton.jit
-def sum_pieces(partials_ptr, t, column, present, T, M: tl.constexpr, PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr):
+def sum_pieces(
+    partials_ptr,
+    t,
+    column,
+    present,
+    T,
+    M: tl.constexpr,
+    PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
+    GROUP_PIECES: tl.constexpr,
+):
     at = partials_ptr + t * (M + 1) + column
     total = tl.zeros(at.shape, tl.float32)
     for first in tl.static_range(0, PIECES, GROUP_PIECES):
         group = tl.zeros(at.shape, tl.float32)
-        for piece in tl.static_range(first, min(first + GROUP_PIECES, PIECES)):
-            group += tl.load(at + piece * T.to(tl.int64) * (M + 1), mask=present, other=0.0)
+        for start in tl.static_range(first, min(first + GROUP_PIECES, PIECES), BUNDLE_PIECES):
+            bundle = tl.zeros(at.shape, tl.float32)
+            for piece in tl.static_range(start, min(start + BUNDLE_PIECES, PIECES)):
+                bundle += tl.load(at + piece * T.to(tl.int64) * (M + 1), mask=present, other=0.0)
+            group += bundle
         total += group
     return total
 
@@ -85,6 +99,7 @@ def mhc_pre_finish_kernel(
     N: tl.constexpr,
     M: tl.constexpr,  # n in the head
     PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
     GROUP_PIECES: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,  # a block has all channels; asked with a norm only
     BLOCK_T: tl.constexpr,
@@ -101,7 +116,7 @@ def mhc_pre_finish_kernel(
     is_gate = in_batch[:, None] & (g < GATES)
     column = tl.where(g < GATES, g, M)  # and behind them Σ x²
     present = in_batch[:, None] & (g <= GATES)
-    mix = sum_pieces(partials_ptr, rows, column, present, T, M, PIECES, GROUP_PIECES)
+    mix = sum_pieces(partials_ptr, rows, column, present, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
     squares = tl.sum(tl.where(g == GATES, mix, 0.0), axis=1)
     inv_rms = tl.rsqrt(squares / (n * D) + norm_eps)
     bias = tl.load(bias_ptr + g, mask=g < GATES, other=0.0).to(tl.float32)
@@ -143,7 +158,7 @@ def mhc_pre_finish_kernel(
             at, is_res = matrices(t, T, n, N)
             token = t[:, None, None]
             m = 2 * n + at - token * (n * n)
-            res_mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, GROUP_PIECES)
+            res_mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
             tl.store(h_mix_ptr + token * M + m, res_mix, mask=is_res)
             res_bias = tl.load(bias_ptr + m, mask=is_res, other=0.0).to(tl.float32)
             h_res = res_mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + res_bias
@@ -205,6 +220,7 @@ def finish(
         N=next_power_of_2(n),
         M=M,
         PIECES=split.pieces,
+        BUNDLE_PIECES=split.bundle_pieces,
         GROUP_PIECES=split.group_pieces,
         WHOLE_ROWS=normed and tile.block_d >= D,
         BLOCK_T=tile.block_t,

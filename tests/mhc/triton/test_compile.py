@@ -31,7 +31,6 @@ TILED = {
     "mhc_pre_dmaps_kernel",
     "mhc_pre_dx_kernel",
     "mhc_pre_dphi_kernel",
-    "mhc_post_project_kernel",
 }
 ELSEWHERE = {
     "sm_80": [(1, 257, fp32), (4, 4096, bf16), (5, 257, fp32), (8, 4096, bf16)],
@@ -58,11 +57,11 @@ KERNELS = {
     "mhc_read_bwd_kernel",
     "mhc_post_fwd_kernel",
     "mhc_post_bwd_kernel",
-    "mhc_post_project_kernel",
     "sinkhorn_fwd_kernel",
     "sinkhorn_bwd_kernel",
 }
 OF_THE_NORM = {"mhc_pre_normed_dh_pre_kernel"}
+BOUNDARY = "mhc_boundary_fwd_kernel"  # on Hopper
 
 
 def launch_all(T, n, D, dtype, gamma=True, normed=False):
@@ -114,9 +113,8 @@ def test_no_spills(n, D, dtype, target, monkeypatch):
     with cross_compile.compiling_for(target, monkeypatch, None if everything else TILED) as kernels:
         launch_all(8192, n, D, dtype)
         launch_all(8192, n, D, dtype, normed=True)
-    fused = configs.post_project(n, D, dtype != bf16, GPUS[target]) is not None
-    expected = (KERNELS | OF_THE_NORM if everything else TILED) - (set() if fused else {"mhc_post_project_kernel"})
-    assert {kernel.name for kernel in kernels} == expected
+    fused = {BOUNDARY} if (n, D, dtype, target) == (4, 4096, bf16, "sm_90") else set()
+    assert {kernel.name for kernel in kernels} == (KERNELS | OF_THE_NORM | fused if everything else TILED)
     cross_compile.check(target, kernels)
 
 
@@ -131,8 +129,7 @@ def tiles(n, D, dtype):
     yield "normed dh_pre", configs.normed_dh_pre(n, D, wide, on), wide
     yield "post_fwd", configs.post_fwd(n, D, wide, on), wide
     yield "post_bwd", configs.post_bwd(n, D, wide, on), wide
-    yield "project", configs.project(M, n * D, wide, on), configs.padded_maps(M), wide
-    yield "post_project", configs.post_project(n, D, wide, on), wide
+    yield "project", configs.project(M, D, wide, on), configs.padded_maps(M), wide
     yield "dmaps", configs.dmaps(n, on)
     yield "dphi", configs.dphi(M, on)
     yield "normed dx", configs.normed_dx(n, D, wide, on), configs.padded_maps(M), wide
@@ -151,7 +148,7 @@ def test_streams_are_read_16_bytes_at_a_time(monkeypatch):
     with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
         launch_all(8192, 4, 4096, bf16)
     assembly = {kernel.name: kernel.assembly for kernel in kernels}
-    for name in ("mhc_pre_project_kernel", "mhc_pre_dx_kernel", "mhc_post_project_kernel"):
+    for name in ("mhc_pre_project_kernel", "mhc_pre_dx_kernel"):
         assert "wgmma" in assembly[name], "the product does not run on the matrix units"
         assert "cp.async.cg.shared.global" in assembly[name], "x is not copied asynchronously, 16 bytes at a time"
     for name in ("mhc_pre_finish_kernel", "mhc_pre_dh_pre_kernel", "mhc_post_fwd_kernel"):
@@ -159,14 +156,14 @@ def test_streams_are_read_16_bytes_at_a_time(monkeypatch):
 
 
 def test_nothing_is_compiled_per_token_count(monkeypatch):
-    """Ten token counts: as many binaries as for two, many and few tokens."""
+    """Ten token counts: as many binaries as for three, many, some and few tokens."""
     binaries, once = set(), set()
     for T in (8191, 1, 2, 16, 100, 128, 1000, 1024, 4096, 100_000):
         with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
             launch_all(T, 4, 1280, bf16)
         binaries |= {(kernel.name, kernel.key) for kernel in kernels}
         once = once or set(binaries)
-    assert {name for name, _ in binaries} == KERNELS
+    assert {name for name, _ in binaries} == KERNELS | {BOUNDARY}
     extra = {name for name, _ in binaries - once}
     assert extra == {"mhc_pre_finish_kernel"}
-    assert len(binaries) == len(once) + 2, "of the layer and the boundary, which add slices (few tokens) or groups"
+    assert len(binaries) == len(once) + 4, "with slices: of the layer; with bundles: of pre, maps and head"
