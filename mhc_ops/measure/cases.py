@@ -233,7 +233,17 @@ class Case(Drawn):
                 **({"gamma": 1 + 0.3 * normal(n, D)} if self.gamma else {}),
             }
             tensors |= {name: p.to(self.parameter_dtype) for name, p in parameters.items()}
-        return tensors
+        return tensors | self._drawn_for_a_stack(tensors["x"], normal)
+
+    def _drawn_for_a_stack(self, x: Tensor, normal: Callable[..., Tensor]) -> Tensors:
+        drawn: Tensors = {}
+        if "layer_norm_weight" in self.subject.inputs:
+            drawn["layer_norm_weight"] = (1 + 0.3 * normal(self.D)).to(self.parameter_dtype)
+        if "h_pre" in self.subject.inputs:
+            drawn["h_pre"] = torch.sigmoid(normal(*self.outer, self.n))
+        if "link" in self.subject.inputs:
+            drawn["link"] = x.new_zeros(()).expand(x.shape)
+        return drawn
 
     @property
     def steep(self) -> bool:
@@ -242,7 +252,7 @@ class Case(Drawn):
 
     def runs_on(self, backend: str) -> bool:
         """Whether the backend's kernels have all that the case asks for."""
-        return True
+        return backend != "tilelang" or self.subject not in NOT_IN_TILELANG
 
     def smaller(self) -> "Case":
         """As quick to check as to start."""
@@ -332,4 +342,108 @@ SCALING = (
 SCALING_CPU = (
     sweep("T", "D = 256", (64, 128, 256, 512), lambda T: _layer_case((T,), D=256, dtype=_fp32)),
     sweep("D", "T = 256", (64, 128, 256, 512), lambda D: _layer_case((256,), D=D, dtype=_fp32)),
+)
+
+
+# The stack: the layer's norm, the boundary with its carry, the maps and the read alone.
+def _pre_normed(x: Tensor, layer_norm_weight: Tensor | None = None, **parameters: Any) -> tuple[Tensor, ...]:
+    """mhc_pre and, last, h_in as a norm scales it: the gradient that comes there and the one that comes through the
+    norm's factor cancel (all of dh_pre where n is 1), so the terms of both are to be known apart."""
+    h_in, h_post, h_res = mhc_ops.mhc_pre(x, **parameters, backend="reference")
+    if layer_norm_weight is None:
+        return h_in, h_post, h_res
+    scaled = h_in.clone()
+    factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + 1e-6)
+    return layer_norm_weight * scaled * factor, h_post, h_res, scaled
+
+
+def _stored(value: Tensor, result: Tensor) -> Tensor:
+    """value, rounded as the result was stored, but not in the backward"""
+    return value + (result.double() - value).detach()
+
+
+def _pre_normed_exact(tensors: Tensors, results: Tensors) -> tuple[Tensor, ...]:
+    return _pre_normed(**tensors)
+
+
+def _layer_normed_exact(tensors: Tensors, results: Tensors) -> tuple[Tensor, ...]:
+    of_pre = {name: tensor for name, tensor in tensors.items() if name != "h_out"}
+    h_in, h_post, h_res, *more = _pre_normed(**of_pre)
+    x_next = mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, backend="reference")
+    return x_next, h_in, *more
+
+
+def _post_pre_normed_exact(tensors: Tensors, results: Tensors) -> tuple[Tensor, ...]:
+    x_next = mhc_ops.mhc_post(**{name: tensors[name] for name in _POST}, backend="reference")
+    of_pre = {name: tensor for name, tensor in tensors.items() if name not in _POST}
+    return x_next, *_pre_normed(_stored(x_next, results["x_next"]), **of_pre)
+
+
+class _StoredGradient(torch.autograd.Function):
+    """Behind it the gradient is the one that was stored."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return ctx.saved_tensors[0], None
+
+
+def _next(
+    x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, link: Tensor, backend: str, **own: Any
+) -> tuple[Tensor, ...]:
+    """One boundary, and the end behind a sublayer that costs nothing. What x_next gets is dlink, as it is stored; the
+    gradient of x is made from that, but not here."""
+    if backend == "reference":  # whose link is x itself
+        x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend=backend) + link
+        h_in, carry = mhc_ops.mhc_enter(x_next, **own, backend=backend)
+    else:
+        h_in, carry = mhc_ops.mhc_next(mhc_ops.Carry(x, h_post, h_res, None, link), h_out, **own, backend=backend)
+    return h_in, mhc_ops.mhc_leave(carry, h_out.detach(), backend=backend), carry.x
+
+
+def _next_exact(tensors: Tensors, results: Tensors) -> tuple[Tensor, ...]:
+    x, h_out, h_post, h_res, link = (tensors[name] for name in (*_POST, "link"))
+    x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend="reference")
+    if "dlink" in results:
+        x_next = _StoredGradient.apply(x_next, results["dlink"].double())
+    x_next = x_next + link
+    own = {name: tensor for name, tensor in tensors.items() if name not in (*_POST, "link")}
+    stored = _stored(x_next, results["x_next"])
+    h_in, h_post, h_res, *more = _pre_normed(stored, **own)
+    return h_in, mhc_ops.mhc_post(stored, h_out.detach(), h_post, h_res, backend="reference"), x_next, *more
+
+
+_NORM = ("layer_norm_weight",)
+_OF_NEXT = (*_POST, "link", *_PARAMETERS)
+MHC_MAPS = Subject("mhc_maps", "mhc", mhc_ops.mhc_maps, _PRE, ("h_pre", "h_post", "h_res"), lambda n: (1, 2))
+MHC_READ = Subject("mhc_read", "mhc", _alone("mhc_read"), ("x", "h_pre"), ("h_in",), lambda n: (1 + 1 / n, 2 + 1 / n))
+MHC_PRE_NORMED = replace(MHC_PRE, name="mhc_pre normed", inputs=(*_PRE, *_NORM), exact=_pre_normed_exact)
+MHC_LAYER_NORMED = replace(MHC_LAYER, name="mhc_layer normed", inputs=(*_OF_LAYER, *_NORM), exact=_layer_normed_exact)
+MHC_POST_PRE_NORMED = replace(
+    MHC_POST_PRE, name="mhc_post_pre normed", inputs=(*MHC_POST_PRE.inputs, *_NORM), exact=_post_pre_normed_exact
+)
+MHC_NEXT = Subject(
+    "mhc_next",
+    "mhc",
+    _next,
+    _OF_NEXT,
+    ("h_in", "x_after", "x_next"),
+    lambda n: (3 + 2 / n, 4 + 3 / n),
+    intermediates=1,
+    exact=_next_exact,
+)
+MHC_NEXT_NORMED = replace(MHC_NEXT, name="mhc_next normed", inputs=(*_OF_NEXT, *_NORM))
+NORMED = (MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED)
+OF_THE_STACK = (MHC_MAPS, MHC_READ, MHC_NEXT, *NORMED)
+NOT_IN_TILELANG = (MHC_MAPS, MHC_READ, *NORMED)
+CHECK += tuple(case for subject in OF_THE_STACK for case in _check(subject))
+CHECK += tuple(
+    Case(subject, (300,), 4, 200, _bf16, sigma=sigma)
+    for subject in OF_THE_STACK
+    for sigma in (0.1, 3, 8)
+    if subject is not MHC_READ
 )

@@ -35,9 +35,9 @@ def post_pre_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
             dh_in=dh_in,
             dh_post=dh_post_next,
             dh_res=dh_res_next,
-            dx_next=dx_next,
+            dx_next=None,
+            dx_added=dx_next,
             dx=whole,
-            mixed=False,
             **of_pre,
         )
         mhc_post_bwd(
@@ -95,13 +95,11 @@ def next_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
             dh_in=dh_in,
             dh_post=dh_post_next,
             dh_res=dh_res_next,
-            dx_next=dx_next if dlink_next is None else dlink_next,
+            dx_next=dlink_next,
+            dx_added=dx_next,
             dx=dlink,
-            mixed=dlink_next is not None,
             **of_pre,
         )
-        if dx_next is not None and dlink_next is not None:
-            dlink.add_(dx_next)  # somebody looked at x between two sublayers
         mhc_post_bwd(
             x=x,
             h_out=h_out,

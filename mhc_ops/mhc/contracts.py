@@ -135,7 +135,8 @@ mhc_post_fwd.gradient_is(mhc_post_bwd, residual=True)
 # The pair for one whole layer. x reaches x_next through h_in and, mixed by h_res, directly. Left to autograd, its
 # gradient would be two tensors of the size of x and a pass to add them. Instead mhc_layer_pre returns a `link`, shaped
 # as x with a single element of storage, that mhc_layer_post takes and nobody reads: post's backward gives it dx_next as
-# it is and x nothing, and pre's backward mixes dx_next into its own dx. Correct only as a pair: ops.mhc_layer owns it.
+# it is and x nothing, and pre's backward mixes dx_next into its own dx. Correct only as a pair: ops.py
+# owns it, in mhc_layer and in the functions with a carry.
 class LayerPreOutputs(NamedTuple):
     h_in: Tensor
     h_post: Tensor

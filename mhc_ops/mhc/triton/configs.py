@@ -153,7 +153,9 @@ def finish(D: int, on: Device) -> Tile:
 @cache
 def normed_finish(n: int, D: int, on: Device) -> Tile:
     """A whole token, so that h_in is in registers until its norm is known; in blocks, h_in is made twice. Not timed."""
-    return finish(D, on) if on.kind == "cpu" else whole_token(n, D)
+    if on.kind == "cpu":
+        return finish(D, on)
+    return replace(whole_token(n, D), warps=8) if n == 8 else whole_token(n, D)  # 4 warps spill 8 bytes there
 
 
 def channel_blocks_each(channel_blocks: int, token_blocks: int, processors: int) -> int:
@@ -182,10 +184,10 @@ def normed_dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
 
 @cache
 def read_bwd(n: int, D: int, on: Device) -> Tile:
-    """512 channels, 4 warps: 1024 spill 8 bytes. Not timed."""
+    """Twice the channels spill 8 bytes (sm_90 at n = 4, sm_100 at n = 8). Not timed."""
     if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
-    return Tile(1, min(512, next_power_of_2(D)), 4)
+    return Tile(1, min(512 if n <= 4 else 256, next_power_of_2(D)), 4)
 
 
 @cache
@@ -230,14 +232,17 @@ def dx(n: int, D: int, wide: bool, residual: bool, on: Device) -> Dx:
 
 @cache
 def normed_dx(n: int, D: int, wide: bool, on: Device) -> Dx:
-    """Fewer tokens, or fewer channels where those are few already: h_in, its gradient and the weight's sums take
-    registers too. Not timed."""
+    """Fewer tokens, or fewer channels where those are few already, and more warps for many streams: h_in, its gradient
+    and the weight's sums take registers too. Not timed."""
     tile = dx(n, D, wide, True, on)
     if on.kind == "cpu":
         return tile
+    if on.kind == "cuda" and n == 8:
+        return Dx(16, 16, 8, 2, 2)
+    warps = 8 if on.kind == "cuda" and n > 4 else tile.warps
     if tile.block_t > 16:
-        return replace(tile, block_t=16)
-    return replace(tile, block_d=max(tile.block_d // 2, 16 // tile.streams))
+        return replace(tile, block_t=16, warps=warps)
+    return replace(tile, block_d=max(tile.block_d // 2, 16 // tile.streams), warps=warps)
 
 
 @lru_cache(maxsize=4096)

@@ -64,7 +64,7 @@ def dot_parts(left, right, total, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
-#            + Σ_j h_res[t, i, j]·dx_next[t, j], or + dx_next[t, i] without h_res, or neither without dx_next
+#            + Σ_j h_res[t, i, j]·dx_next[t, j] + dx_added[t, i], each where it is given
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
 # With the layer's norm, dh_in is of its output: dh_in = r·(weight ⊙ dh_in) − c·h_in in the above, and
 # dweight[slice] = Σ_{t in slice} r·h_in ⊙ dh_in
@@ -73,6 +73,7 @@ def mhc_pre_dx_kernel(
     x_ptr,
     dh_in_ptr,
     dx_next_ptr,
+    dx_added_ptr,
     dh_mix_ptr,
     phi_ptr,
     x_factor_ptr,
@@ -141,9 +142,9 @@ def mhc_pre_dx_kernel(
             product = tl.dot((x if PARTS == 2 else wide).T, dh_mix[p], product, input_precision=PRECISION)
         minus_A -= product  # subtracted for the reason given in mhc_pre_project_kernel
         dx = x_factor * wide
-        if (dx_next_ptr is not None) & (h_res_ptr is None):
-            more = tl.load(dx_next_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
-            dx += more.to(tl.float32)
+        if dx_added_ptr is not None:
+            added = tl.load(dx_added_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
+            dx += added.to(tl.float32)
         dx = dot_parts(dh_mix, phi, dx, PARTS, PRECISION)
         dx = tl.reshape(dx, [BLOCK_T, STREAMS, BLOCK_D])
         if dh_in_ptr is not None:
@@ -203,10 +204,9 @@ def mhc_pre_bwd(
     layer_norm_weight=None,
     dlayer_norm_weight=None,
     dh_pre=None,
-    mixed=True,
+    dx_added=None,
 ):
-    """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is. dh_pre: where it is given, and no
-    dh_in."""
+    """dx_next reaches dx through h_res, dx_added as it is. dh_pre: where it is given, and no dh_in"""
     n, D = x.shape[-2:]
     M, K = phi.shape
     T, padded = inv_rms.numel(), configs.padded_maps(M)
@@ -224,8 +224,8 @@ def mhc_pre_bwd(
 
     h_pre, x_factor = scratch(T, n), scratch(T)
     iters = options.sinkhorn_iters
-    assert dx_next is None or not mixed or iters > 0
-    h_res = scratch(T, n, n) if mixed and dx_next is not None else None
+    assert dx_next is None or iters > 0
+    h_res = None if dx_next is None else scratch(T, n, n)
     factors = None
     if dh_in is not None and layer_norm_weight is not None:
         dh_pre, factors = normed_dh_pre(
@@ -294,10 +294,8 @@ def mhc_pre_bwd(
         num_warps=dmaps.warps,
     )
 
-    wide = exact.parts == 1
-    pass_b = (
-        configs.normed_dx(n, D, wide, on) if factors is not None else configs.dx(n, D, wide, dx_next is not None, on)
-    )
+    wide, residual = exact.parts == 1, not (dx_next is None and dx_added is None)
+    pass_b = configs.dx(n, D, wide, residual, on) if factors is None else configs.normed_dx(n, D, wide, on)
     blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
     slices = configs.partition_rows(T, M, blocks, pass_b, on.processors)
     A = scratch(slices, M, K)
@@ -308,6 +306,7 @@ def mhc_pre_bwd(
         x_ptr=x,
         dh_in_ptr=dh_in,
         dx_next_ptr=dx_next,
+        dx_added_ptr=dx_added,
         dh_mix_ptr=dh_mix,
         phi_ptr=parts,
         x_factor_ptr=x_factor,

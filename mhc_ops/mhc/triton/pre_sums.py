@@ -35,6 +35,15 @@ def mhc_pre_dphi_kernel(
 ):
     m = tl.arange(0, BLOCK_M)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    if dlayer_norm_weight_ptr is not None:
+        D = K // n
+        total = tl.zeros([BLOCK_K], tl.float32)
+        if dweight_ptr is not None:
+            of_slice = dweight_ptr + k
+            for _ in range(slices):
+                total += tl.load(of_slice, mask=k < D, other=0.0)
+                of_slice += D
+        tl.store(dlayer_norm_weight_ptr + k, total.to(dlayer_norm_weight_ptr.dtype.element_ty), mask=k < D)
     present = (m < M)[:, None] & (k < K)[None, :]
     at = m.to(tl.int64)[:, None] * K + k[None, :]
     A = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
@@ -56,15 +65,6 @@ def mhc_pre_dphi_kernel(
     if PARTS > 1:
         missing = tl.sum(rest_of(phi, PARTS, tl.bfloat16) * A, axis=1)
         tl.store(missing_ptr + tl.program_id(0) * M + m, missing, mask=m < M)
-    if dlayer_norm_weight_ptr is not None:
-        D = K // n
-        total = tl.zeros([BLOCK_K], tl.float32)
-        if dweight_ptr is not None:
-            of_slice = dweight_ptr + k
-            for _ in range(slices):
-                total += tl.load(of_slice, mask=k < D, other=0.0)
-                of_slice += D
-        tl.store(dlayer_norm_weight_ptr + k, total.to(dlayer_norm_weight_ptr.dtype.element_ty), mask=k < D)
 
 
 # Σ_rows of a [rows, M] table, in order: BLOCK_R running sums, then those
