@@ -308,3 +308,17 @@ def post_project(n: int, D: int, wide: bool, on: Device) -> Tile | None:
     if compact(on):
         return Tile(32, 32, 8, 3)
     return Tile(32, 32, 4, 2) if on.kind == "hip" else Tile(64, 64, 8, 3)
+
+
+# The kernels of a boundary on Hopper are written for 4 streams.
+BOUNDARY_STREAMS = 4
+TABLE = 32  # columns of the table of a boundary's values per token
+
+# 16 tokens × 64 channels × 4 streams, 4 warps that compute and one that copies, 3 stages, two programs a multiprocessor:
+# 298 µs at T = 8192, D = 4096, 109 at T = 4096, D = 2560, 511 at T = 8192, D = 7168, measured on a prototype of the same
+# structure (its copies alone: 264 at the first size; pass B and post's backward apart: 425, 153 and 761). 2 stages with
+# two tiles for the results 306; both parts of phi in shared memory 319 to 324, both in registers 341; two groups of
+# warps a program, with 6 stages, 301.
+BOUNDARY_BWD = Tile(16, 64, 4, 3)
+# Rows × columns of partial dots: 16.4 µs at T = 8192, D = 4096 on that prototype; 64 × 64 with 4 warps 19, 16 × 256 17.6.
+BOUNDARY_DOTS = Tile(64, 32, 2)
