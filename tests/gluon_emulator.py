@@ -196,14 +196,14 @@ class Program:
 
     def function(self, kernel):
         """The kernel's function, in which the names of Gluon and of other kernels have their meaning here."""
-        if kernel not in self.functions:
+        if id(kernel) not in self.functions:  # its hash takes the compiler
             names = {}
             made = types.FunctionType(kernel.fn.__code__, names, kernel.__name__, kernel.fn.__defaults__)
-            self.functions[kernel] = made
+            self.functions[id(kernel)] = made
             for name, value in kernel.fn.__globals__.items():
                 names[name] = self.meaning(value)
             names["range"] = lambda *bounds: map(Int, range(*bounds))
-        return self.functions[kernel]
+        return self.functions[id(kernel)]
 
     def meaning(self, value):
         if isinstance(value, JITFunction):

@@ -1,12 +1,12 @@
-"""The large kernel of a boundary's backward, for Hopper, in Gluon: pass B of the next sublayer's pre and the backward of
+"""The large kernel of a boundary's backward on Hopper, in Gluon: pass B of the next sublayer's pre and the backward of
 post of the one before, in one pass over x.
 
-x_next is made again from x and h_out, with the bits of mhc_post, instead of being read; dlink, its gradient, goes to
-memory once and from there on stays in registers and shared memory for what post's backward makes of it.
+x_next is made again from x and h_out, with the bits of mhc_post, instead of being read. Its gradient dlink goes to
+memory once; what post's backward makes of it is made while it is in registers and shared memory.
 
-A program has 64 channels of all streams, and every so-manieth block of 16 tokens. One warp copies (TMA) up to 3 blocks
-ahead; four warps compute: a thread holds all streams of its channels, so everything but the sums is its own. Sums run on
-matrix units:
+A program has 64 channels of all streams and a share of the tokens, 16 at a time. One warp copies (TMA), up to 3 blocks
+ahead; four warps compute. A thread holds all streams of its channels, so all but these is its own, and these run on
+matrix units (boundary_tiles.py):
 
     A      += x_nextᵀ · dh_mix          x_next is transposed between the lanes of a warp (movmatrix)
     dlink  += dh_mix · phi              the first part of phi stays in registers, the second in shared memory
@@ -28,270 +28,44 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
+from .boundary_tiles import (
+    BLOCK_D,
+    BLOCK_T,
+    CHANNELS,
+    COLUMNS_4,
+    COLUMNS_16,
+    COLUMNS_32,
+    DOTS,
+    FROM_MEMORY,
+    ONE_EACH,
+    SHARED_MAPS,
+    TILE,
+    as_left,
+    columns4,
+    columns16,
+    dlink_as_right,
+    h_out_as_left,
+    load_streams,
+    mixed,
+    n,
+    narrow,
+    own_sums,
+    shared,
+    store_A,
+    store_dots,
+    widen,
+    with_tokens,
+    x_as_left,
+)
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name up to triton 3.6
 
-n = gl.constexpr(configs.BOUNDARY_STREAMS)
-M = gl.constexpr(configs.maps(configs.BOUNDARY_STREAMS))
 MAPS = gl.constexpr(configs.padded_maps(configs.maps(configs.BOUNDARY_STREAMS)))  # with zeros
 TABLE = gl.constexpr(configs.TABLE)
-DOTS = gl.constexpr(configs.BOUNDARY_STREAMS * (configs.BOUNDARY_STREAMS + 1))  # of a token: dh_post, then dh_res
-BLOCK_T = gl.constexpr(configs.BOUNDARY_BWD.block_t)
-BLOCK_D = gl.constexpr(configs.BOUNDARY_BWD.block_d)
 STAGES = gl.constexpr(configs.BOUNDARY_BWD.stages)
-BATCHES = gl.constexpr(configs.BOUNDARY_BWD.block_t // 4)  # of 4 tokens, one for each warp
+_PER_TOKEN = 2 * (2 * BLOCK_D.value * (n.value + 1) + 2 * MAPS.value) + 4 * (DOTS.value + TABLE.value)
+STAGE_BYTES = gl.constexpr(BLOCK_T.value * _PER_TOKEN)
 COPYING_REGISTERS = gl.constexpr(24)  # of a thread that only copies: the least there is; the others share the rest
-
-
-# ---- layouts: where an element is, as sums of the places of its index bits. Four warps, 16 tokens × 64 channels --------
-
-# Of tiles [tokens, channels] and results of products: a warp has the channels 8·w .. 8·w + 7 and 32 more of these.
-TILE = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
-# Of A [channels of a stream, maps]: a warp has 16 channels.
-CHANNELS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
-# Of products per batch [batch, 16, 16]: a warp has a batch.
-PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
-# Of phi from memory [maps, channels]: 16 bytes a thread.
-FROM_MEMORY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# Of what there is one of a channel, before and after the loop. With another layout, 8 bytes spill.
-ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-# A batch's products have the rows (stream i, token) of x and the columns (token, stream j) of dlink.
-_LEFT = {  # of rows m = i·4 + token and channels k, as the left side of a product is held: [batch, m, k]
-    "registers": [(0, 0, 1), (0, 8, 0), (0, 0, 8), (0, 0, 16), (0, 0, 32)],
-    "lanes": [(0, 0, 2), (0, 0, 4), (0, 1, 0), (0, 2, 0), (0, 4, 0)],
-    "warps": [(1, 0, 0), (2, 0, 0)],
-}
-_RIGHT = {  # of channels k and columns c = token·4 + j, as the right side is held: [batch, k, c]
-    "registers": [(0, 1, 0), (0, 8, 0), (0, 16, 0), (0, 32, 0), (0, 0, 8)],
-    "lanes": [(0, 2, 0), (0, 4, 0), (0, 0, 1), (0, 0, 2), (0, 0, 4)],
-    "warps": [(1, 0, 0), (2, 0, 0)],
-}
-
-
-def _layout(shape, of, place):
-    """The layout of a tensor in which an element of `of` is at place(*element)."""
-    bases = ([place(*element) for element in of[part]] for part in ("registers", "lanes", "warps"))
-    return gl.constexpr(gl.DistributedLinearLayout(*bases, [], shape))
-
-
-def _columns(count):
-    """[tokens, count]: a thread has all columns of the tokens that TILE gives it."""
-    columns = [[0, 1 << bit] for bit in range(count.bit_length() - 1)]
-    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
-    return gl.constexpr(gl.DistributedLinearLayout([*columns, [8, 0]], lanes, [[0, 0], [0, 0]], [], [16, count]))
-
-
-COLUMNS_4, COLUMNS_16, COLUMNS_32 = _columns(4), _columns(16), _columns(32)
-X_OF_BATCH = _layout([4, 16, 64], _LEFT, lambda q, m, k: [m // 4, q * 4 + m % 4, k])  # [streams, tokens, channels]
-X_AS_LEFT = _layout([4, 4, 4, 64], _LEFT, lambda q, m, k: [q, m // 4, m % 4, k])  # [batch, stream, token, channels]
-DLINK_OF_BATCH = _layout([4, 16, 64], _RIGHT, lambda q, k, c: [c % 4, q * 4 + c // 4, k])
-_OF_ANY_STREAM = {**_LEFT, "registers": [place for place in _LEFT["registers"] if place != (0, 8, 0)]}
-H_OUT_OF_BATCH = _layout([16, 64], _OF_ANY_STREAM, lambda q, m, k: [q * 4 + m % 4, k])
-HALF_PRODUCTS = gl.constexpr(  # [batch, 16, 8]
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 8, 0]],
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[1, 0, 0], [2, 0, 0]],
-        [],
-        [4, 16, 8],
-    )
-)
-
-
-def _shared(shape, dtype):
-    return gl.NVMMASharedLayout.get_default_for(shape, dtype)
-
-
-SHARED_TILE = gl.constexpr(_shared([16, 64], gl.bfloat16))
-SHARED_MAPS = gl.constexpr(_shared([16, 32], gl.bfloat16))
-
-
-# ---- tiles -------------------------------------------------------------------------------------------------------------
-
-
-# fp32 to bf16 and back, two at a time: one at a time each takes an instruction at a quarter of the rate.
-@gluon.jit
-def narrow(tile):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@gluon.jit
-def widen(tile):
-    return gl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [tile], dtype=gl.float32, is_pure=True, pack=2
-    )
-
-
-# One column of a table as [tokens, 1], beside a tile
-@gluon.jit
-def beside_tile(column):
-    return gl.expand_dims(gl.convert_layout(column, gl.SliceLayout(1, TILE), assert_trivial=True), 1)
-
-
-# The columns of a table, of which a thread holds all
-@gluon.jit
-def columns4(table):
-    even, odd = gl.split(gl.reshape(table, [BLOCK_T, 2, 2]))
-    c0, c2 = gl.split(even)
-    c1, c3 = gl.split(odd)
-    return beside_tile(c0), beside_tile(c1), beside_tile(c2), beside_tile(c3)
-
-
-@gluon.jit
-def columns16(table):
-    even, odd = gl.split(gl.reshape(table, [BLOCK_T, 8, 2]))
-    by4_0, by4_2 = gl.split(gl.reshape(even, [BLOCK_T, 4, 2]))
-    by4_1, by4_3 = gl.split(gl.reshape(odd, [BLOCK_T, 4, 2]))
-    c0, c4, c8, c12 = columns4(by4_0)
-    c1, c5, c9, c13 = columns4(by4_1)
-    c2, c6, c10, c14 = columns4(by4_2)
-    c3, c7, c11, c15 = columns4(by4_3)
-    return c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15
-
-
-# Σ over the tokens t and t + 8, which one thread holds: [tokens / 2, channels]
-@gluon.jit
-def own_sums(tile):
-    return gl.sum(gl.reshape(tile, [2, BLOCK_T // 2, BLOCK_D]), axis=0)
-
-
-# The n tiles of streams, in fp32
-@gluon.jit
-def load_streams(memory):
-    tiles = memory._reinterpret(gl.bfloat16, [n, BLOCK_T, BLOCK_D], SHARED_TILE)
-    found = ()
-    for i in gl.static_range(n):
-        found = found + (widen(tiles.index(i).load(TILE)),)
-    return found
-
-
-# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], with the roundings of `mix` in post.py, stored ones included
-@gluon.jit
-def mixed(x, h_out, h_post, h_res):
-    x_next = ()
-    for j in gl.static_range(n):
-        value = h_post[j] * h_out
-        for i in gl.static_range(n):
-            weight, _ = gl.broadcast(h_res[i * n + j], x[i])
-            value = gl.fma(weight, x[i], value)
-        x_next = x_next + (narrow(value),)
-    return x_next
-
-
-# ---- A -----------------------------------------------------------------------------------------------------------------
-
-
-# A tile as the left side [channels, tokens] of a product, without shared memory: every block of 8 × 8 is transposed
-# between the lanes of its warp. A warp has the channels 8·w + r and 32 + 8·w + r, which become the rows 16·w + r and
-# 16·w + 8 + r: see channel_of_row.
-@gluon.jit
-def transposed(tile):
-    turned = gl.inline_asm_elementwise(
-        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
-    # token / 8, channel % 8, half of the channels, warp, token % 8
-    turned = gl.reshape(turned, [BLOCK_T // 8, 8, 2, BLOCK_D // 16, 8])
-    turned = gl.reshape(gl.permute(turned, [3, 2, 1, 0, 4]), [BLOCK_D, BLOCK_T])
-    return gl.convert_layout(turned, gl.DotOperandLayout(0, CHANNELS, 2), assert_trivial=True)
-
-
-@gluon.jit
-def channel_of_row(row):
-    return row % 8 + row // 16 * 8 + row // 8 % 2 * (BLOCK_D // 2)
-
-
-# A part of dh_mix [tokens, 32] as the right side of a product: its first 16 maps and the next 8
-@gluon.jit
-def maps_as_right(memory):
-    maps = memory.load(gl.DotOperandLayout(1, CHANNELS, 2))
-    low, high = gl.split(gl.permute(gl.reshape(maps, [BLOCK_T, 2, 16]), [0, 2, 1]))
-    high, _ = gl.split(gl.permute(gl.reshape(high, [BLOCK_T, 2, 8]), [0, 2, 1]))
-    low = gl.convert_layout(low, gl.DotOperandLayout(1, CHANNELS, 2), assert_trivial=True)
-    return low, gl.convert_layout(high, gl.DotOperandLayout(1, CHANNELS, 2), assert_trivial=True)
-
-
-# A with these tokens: of stream i the first 16 maps at 2·i, the next 8 at 2·i + 1. A block's sum starts from zero, as
-# sums on matrix units are cut off, not rounded.
-@gluon.jit
-def with_tokens(A, x_next, dh_mix):
-    low_0, high_0 = maps_as_right(dh_mix.index(0))
-    low_1, high_1 = maps_as_right(dh_mix.index(1))
-    zero_16 = gl.zeros([BLOCK_D, 16], gl.float32, CHANNELS)
-    zero_8 = gl.zeros([BLOCK_D, 8], gl.float32, CHANNELS)
-    more = ()
-    for i in gl.static_range(n):
-        left = transposed(x_next[i])
-        more = more + (A[2 * i] + mma_v2(left, low_1, mma_v2(left, low_0, zero_16)),)
-        more = more + (A[2 * i + 1] + mma_v2(left, high_1, mma_v2(left, high_0, zero_8)),)
-    return more
-
-
-@gluon.jit
-def store_A(A_ptr, A, slice, d0, D, first: gl.constexpr, COUNT: gl.constexpr):
-    row = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(1, CHANNELS)), 1)
-    m = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(0, CHANNELS)), 0) + first * 16
-    at = A_ptr + slice.to(gl.int64) * M * (n * D) + (m * (n * D) + d0 + channel_of_row(row))
-    for i in gl.static_range(n):
-        gl.store(at + i * D, A[2 * i + first])
-
-
-# ---- dots --------------------------------------------------------------------------------------------------------------
-
-
-# x (or h_out for every stream) as left sides of products, dlink as right sides
-@gluon.jit
-def x_as_left(memory):
-    x = gl.permute(gl.reshape(memory.load(X_OF_BATCH), [n, BATCHES, 4, BLOCK_D]), [1, 0, 2, 3])
-    return gl.convert_layout(x, X_AS_LEFT, assert_trivial=True)
-
-
-@gluon.jit
-def h_out_as_left(memory, x):
-    h_out = gl.reshape(memory.load(H_OUT_OF_BATCH), [BATCHES, 4, BLOCK_D])
-    h_out = gl.expand_dims(gl.convert_layout(h_out, gl.SliceLayout(1, X_AS_LEFT)), 1)
-    h_out, _ = gl.broadcast(h_out, x)
-    return h_out
-
-
-@gluon.jit
-def as_left(streams):
-    return gl.convert_layout(gl.reshape(streams, [BATCHES, 16, BLOCK_D]), gl.DotOperandLayout(0, PRODUCTS, 2))
-
-
-@gluon.jit
-def dlink_as_right(memory):
-    dlink = gl.reshape(memory.load(DLINK_OF_BATCH), [n, BATCHES, 4, BLOCK_D])
-    dlink = gl.reshape(gl.permute(dlink, [1, 3, 2, 0]), [BATCHES, BLOCK_D, 16])
-    return gl.convert_layout(dlink, gl.DotOperandLayout(1, PRODUCTS, 2))
-
-
-# Of a batch's products the columns of two tokens, of which one is the row's own
-@gluon.jit
-def own_half(products, upper):
-    low, high = gl.split(gl.permute(gl.reshape(products, [BATCHES, 16, 2, 8]), [0, 1, 3, 2]))
-    low = gl.convert_layout(low, HALF_PRODUCTS, assert_trivial=True)
-    high = gl.convert_layout(high, HALF_PRODUCTS, assert_trivial=True)
-    return gl.where(upper, high, low)
-
-
-# dots[t, j] = <h_out[t], dlink[t, j]>, dots[t, n + i·n + j] = <x[t, i], dlink[t, j]>, for `left` tokens
-@gluon.jit
-def store_dots(dots_ptr, x, h_out, dlink, left):
-    zero = gl.zeros([BATCHES, 16, 16], gl.float32, PRODUCTS)
-    q = gl.expand_dims(gl.expand_dims(gl.arange(0, BATCHES, gl.SliceLayout(1, gl.SliceLayout(2, HALF_PRODUCTS))), 1), 2)
-    m = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, HALF_PRODUCTS))), 0), 2)
-    c = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, HALF_PRODUCTS))), 0), 1)
-    token, upper = q * 4 + m % 4, m % 4 >= 2
-    own = (c // 4 == m % 2) & (token < left)
-    at = dots_ptr + (token * DOTS + c % 4)
-    gl.store(at + (n + m // 4 * n), own_half(mma_v2(x, dlink, zero), upper), mask=own)
-    gl.store(at, own_half(mma_v2(h_out, dlink, zero), upper), mask=own & (m < 4))
-
-
-# ---- the kernel --------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -305,11 +79,11 @@ def advance(stage, phase):
 
 # Barriers. A stage is filled and emptied in turn; `phase` is the parity of how often it was before, the same in both
 # functions, as both take the stages in the same order.
-#   full[stage]   ends a phase with the copying warp's one arrival (expect) and the last byte of its copies: the k-th use
-#                 of a stage is read after its k-th phase, parity k % 2 = phase.
+#   full[stage]   ends a phase with the copying warp's one arrival (expect) and the last byte of its copies. Use k of a
+#                 stage is read once phase k has ended, of parity k % 2 = phase.
 #   empty[stage]  ends a phase with the one arrival of the computing warps, behind a barrier of all of them that follows
-#                 their last loads: the k-th use is filled after phase k − 1, parity phase ^ 1, and at first (k = 0) at
-#                 once, as a fresh barrier counts as one whose phase of parity 1 has ended.
+#                 their last loads. For use k it is filled once phase k − 1 has ended, of parity phase ^ 1; for use 0 at
+#                 once, as a fresh barrier counts as one whose last phase had parity 1.
 #   phi_full      is used once.
 @gluon.jit
 def copy_in(descriptors, phi_desc, stages, phi_1, barriers, T, D):
@@ -327,8 +101,7 @@ def copy_in(descriptors, phi_desc, stages, phi_1, barriers, T, D):
         t = (blocks - 1 - done) * BLOCK_T
         mbarrier.wait(empty.index(stage), phase ^ 1)
         ready = full.index(stage)
-        BYTES: gl.constexpr = (2 * n + 2) * BLOCK_T * BLOCK_D * 2 + 2 * BLOCK_T * MAPS * 2 + (n + n * n + TABLE) * BLOCK_T * 4
-        mbarrier.expect(ready, BYTES)
+        mbarrier.expect(ready, STAGE_BYTES)
         tma.async_copy_global_to_shared(x_desc, [0, t, d0], ready, xs.index(stage))
         tma.async_copy_global_to_shared(dlink_next_desc, [0, t, d0], ready, dlink_nexts.index(stage))
         tma.async_copy_global_to_shared(h_out_desc, [t, d0], ready, h_outs.index(stage))
@@ -529,3 +302,91 @@ def mhc_boundary_dots_kernel(
     in_res = (e < size) & (c >= n)
     tl.store(dh_post_ptr + t * n + c, total.to(dh_post_ptr.dtype.element_ty), mask=in_post)
     tl.store(dh_res_ptr + t * (n * n) + (c - n), total.to(dh_res_ptr.dtype.element_ty), mask=in_res)
+
+
+def boundary_pass(
+    *,
+    x,
+    h_out,
+    h_post,
+    h_res,
+    dh_out,
+    dh_post,
+    dh_res,
+    dh_in,
+    dx_next,
+    dh_mix,
+    parts,
+    layer_norm_weight,
+    table,
+    dx,
+):
+    """What mhc_pre_bwd of the next sublayer takes in place of pass B: its dx_next is dlink_next, its dx is dlink. Fills
+    dx, and what post's backward of the sublayer before does; returns A [slices, M, K] and, with the norm, dweight."""
+    streams, D = x.shape[-2:]
+    T, K, maps = table.shape[0], streams * D, configs.maps(streams)
+    tile, on = configs.BOUNDARY_BWD, device.of(x.device)
+    blocks = D // tile.block_d
+    slices = configs.partition_rows(T, maps, blocks, tile, on.processors)
+
+    def scratch(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    A, dots = scratch(slices, maps, K), scratch(blocks, T, streams + streams**2)
+    dweight = None if layer_norm_weight is None else scratch(slices, D)
+    launch(
+        mhc_boundary_bwd_kernel,
+        (blocks, slices),
+        x_desc=_by_streams(x),
+        h_out_desc=_by_rows(h_out, D, tile.block_d),
+        h_post_desc=_by_rows(h_post, streams, streams),
+        h_res_desc=_by_rows(h_res, streams**2, streams**2),
+        dh_in_desc=_by_rows(dh_in, D, tile.block_d),
+        dlink_next_desc=_by_streams(dx_next),
+        dh_mix_desc=_described(dh_mix, dh_mix.shape, dh_mix.stride(), [2, tile.block_t, dh_mix.shape[2]]),
+        table_desc=_by_rows(table, configs.TABLE, configs.TABLE),
+        phi_desc=_described(parts, [2 * parts.shape[1], K], [K, 1], [parts.shape[1], tile.block_d]),
+        phi_ptr=parts,
+        layer_norm_weight_ptr=layer_norm_weight,
+        dlink_desc=_by_streams(dx),
+        dh_out_desc=_by_rows(dh_out, D, tile.block_d),
+        A_ptr=A,
+        dweight_ptr=dweight,
+        dots_ptr=dots,
+        T=T,
+        D=D,
+        num_warps=tile.warps,
+        maxnreg=configs.BOUNDARY_REGISTERS,
+    )
+    sums = configs.BOUNDARY_DOTS
+    launch(
+        mhc_boundary_dots_kernel,
+        (cdiv(T * dots.shape[2], sums.block_d),),
+        dots_ptr=dots,
+        dh_post_ptr=dh_post,
+        dh_res_ptr=dh_res,
+        T=T,
+        blocks=blocks,
+        n=streams,
+        ROWS=sums.block_t,
+        COLUMNS=sums.block_d,
+        num_warps=sums.warps,
+    )
+    return A, dweight
+
+
+def _by_streams(tensor):
+    """[.., n, D], copied as blocks [n, tokens, channels]"""
+    streams, D = tensor.shape[-2:]
+    shape, strides = [streams, tensor.numel() // (streams * D), D], [D, streams * D, 1]
+    return _described(tensor, shape, strides, [streams, configs.BOUNDARY_BWD.block_t, configs.BOUNDARY_BWD.block_d])
+
+
+def _by_rows(tensor, columns, block):
+    """One row a token, copied as blocks [tokens, block]"""
+    shape = [tensor.numel() // columns, columns]
+    return _described(tensor, shape, [columns, 1], [configs.BOUNDARY_BWD.block_t, block])
+
+
+def _described(tensor, shape, strides, block):
+    return TensorDescriptor(tensor, list(shape), list(strides), block, shared(tuple(block), tensor.dtype))

@@ -310,15 +310,25 @@ def post_project(n: int, D: int, wide: bool, on: Device) -> Tile | None:
     return Tile(32, 32, 4, 2) if on.kind == "hip" else Tile(64, 64, 8, 3)
 
 
-# The kernels of a boundary on Hopper are written for 4 streams.
-BOUNDARY_STREAMS = 4
-TABLE = 32  # columns of the table of a boundary's values per token
-
-# 16 tokens × 64 channels × 4 streams, 4 warps that compute and one that copies, 3 stages, two programs a multiprocessor:
-# 298 µs at T = 8192, D = 4096, 109 at T = 4096, D = 2560, 511 at T = 8192, D = 7168, measured on a prototype of the same
-# structure (its copies alone: 264 at the first size; pass B and post's backward apart: 425, 153 and 761). 2 stages with
-# two tiles for the results 306; both parts of phi in shared memory 319 to 324, both in registers 341; two groups of
-# warps a program, with 6 stages, 301.
+BOUNDARY_STREAMS = 4  # what a boundary's kernels on Hopper are written for
+TABLE = 32  # columns of a boundary's table of tokens: h_res, h_pre, x_factor and the factors of the layer's norm
+# 16 tokens × 64 channels × 4 streams, 4 warps that compute, one that copies, 3 stages, two programs a multiprocessor:
+# 298 µs at T = 8192, D = 4096, 109 at T = 4096, D = 2560, 511 at T = 8192, D = 7168. These and the following are of a
+# prototype of the same structure without the norm (its copies alone: 264 at the first size; pass B and post's backward
+# apart: 425, 153 and 761). 2 stages with two tiles for the results 306; both parts of phi in shared memory 319 to 324,
+# both in registers 341; two groups of warps a program, with 6 stages, 301.
 BOUNDARY_BWD = Tile(16, 64, 4, 3)
-# Rows × columns of partial dots: 16.4 µs at T = 8192, D = 4096 on that prototype; 64 × 64 with 4 warps 19, 16 × 256 17.6.
+# Of a thread when a program starts: half a multiprocessor's. Those that compute then get 232, those that copy keep 24.
+BOUNDARY_REGISTERS = 128
+# Blocks of channels × dots that one program adds: 16.4 µs at T = 8192, D = 4096 (of that prototype too); 64 × 64 with
+# 4 warps 19, 16 × 256 with 4 warps 17.6.
 BOUNDARY_DOTS = Tile(64, 32, 2)
+# Fewer leave a program less than 16 blocks of them at D = 4096. Not timed: what starts once a program is 1 % there.
+BOUNDARY_TOKENS = 1024
+
+
+@cache
+def boundary_bwd(n: int, D: int, x_dtype: torch.dtype, enough_tokens: bool, on: Device) -> Tile | None:
+    """None where there is no kernel for it, or the composition is to be taken: pass B and post's backward apart."""
+    there = on.kind == "cuda" and on.capability == HOPPER and n == BOUNDARY_STREAMS and x_dtype == torch.bfloat16
+    return BOUNDARY_BWD if there and enough_tokens and D % BOUNDARY_BWD.block_d == 0 else None

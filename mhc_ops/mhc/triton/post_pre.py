@@ -11,7 +11,7 @@ import triton.language as tl
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
-from ..composed import next_bwd, next_fwd, post_pre_bwd
+from ..composed import next_fwd, post_pre_bwd
 from . import configs
 from .parts import LANE, own_sums, phi_parts, stacked_rows, sum_parts
 from .post import load_maps, mhc_post_bwd, mhc_post_fwd, mix
@@ -190,4 +190,3 @@ def post_project(*, x, h_out, h_post, h_res, phi, gamma, x_next, tile):
 
 mhc_post_pre_bwd = post_pre_bwd(mhc_pre_bwd, mhc_post_bwd)
 mhc_next_fwd = next_fwd(mhc_post_fwd, mhc_pre_fwd)
-mhc_next_bwd = next_bwd(mhc_pre_bwd, mhc_post_bwd)
