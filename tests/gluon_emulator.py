@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 PATIENCE = 20  # seconds that a wait may take before the kernel is said to hang
 
 
+@torch.no_grad()
 def run(kernel, grid, **arguments):
     """The kernel for every program of the grid, one after the other. Tensors are pointers, numbers scalars."""
     parameters = inspect.signature(kernel.fn).parameters
@@ -323,8 +324,9 @@ class Program:
 
         def partition(function, arguments):
             try:
-                function(*arguments)
-                self.finish_stores()
+                with torch.no_grad():  # which a thread has of its own
+                    function(*arguments)
+                    self.finish_stores()
             except BaseException as error:
                 failed.append(error)
 

@@ -1,7 +1,5 @@
 """The boundary's backward as one kernel, in Gluon: its source run on a CPU, compiled for Hopper, and run there."""
 
-import inspect
-
 import pytest
 import torch
 
@@ -84,7 +82,8 @@ def exact(x, h_out, h_post, h_res, dh_in, dx_next, dh_mix, parts, table, layer_n
     M = n * n + 2 * n
     x_next = stored_x_next(x, h_out, h_post, h_res).double()
     x, h_out, h_post, h_res, dh_in, dx_next, dh_mix, parts, table, stored = (
-        tensor.double() for tensor in (x, h_out, h_post, h_res, dh_in, dx_next, dh_mix.float(), parts.float(), table, dx)
+        tensor.double()
+        for tensor in (x, h_out, h_post, h_res, dh_in, dx_next, dh_mix.float(), parts.float(), table, dx)
     )
     h_res_next, h_pre, x_factor, r, c = table[:, : n * n + n + 3].split([n * n, n, 1, 1, 1], dim=1)
     dh_mix, phi = dh_mix.sum(0)[:, :M], parts.sum(0)[:M]
@@ -196,7 +195,9 @@ def boundary(T, n=4, D=4096, dtype=bf16, normed=False, on="meta"):
     M = n * n + 2 * n
 
     def tensor(*shape, dtype=fp32):
-        return torch.empty(shape, dtype=dtype, device=on) if on == "meta" else torch.zeros(shape, dtype=dtype, device=on)
+        return (
+            torch.empty(shape, dtype=dtype, device=on) if on == "meta" else torch.zeros(shape, dtype=dtype, device=on)
+        )
 
     x, x_next, dlink_next = (tensor(T, n, D, dtype=dtype) for _ in range(3))
     h_out, dh_in = (tensor(T, D, dtype=dtype) for _ in range(2))
@@ -205,7 +206,16 @@ def boundary(T, n=4, D=4096, dtype=bf16, normed=False, on="meta"):
     parameters = {"phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M), "gamma": tensor(n, D)}
     parameters["layer_norm_weight"] = tensor(D) if normed else None
     kept = {"x_next": x_next, "inv_rms": tensor(T), "h_mix": tensor(T, M), "options": PreOptions()}
-    return {"x": x, "h_out": h_out, "dh_in": dh_in, "dlink_next": dlink_next, **maps, **cotangents, **parameters, **kept}
+    return {
+        "x": x,
+        "h_out": h_out,
+        "dh_in": dh_in,
+        "dlink_next": dlink_next,
+        **maps,
+        **cotangents,
+        **parameters,
+        **kept,
+    }
 
 
 @pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
@@ -215,19 +225,20 @@ def test_compiles_for_hopper(normed, weight_dtype, monkeypatch):
     """Without spills; two programs fit a multiprocessor; no token count is compiled in."""
     keys = set()
     for T in (8192, 1025):
-        with cross_compile.compiling_for("sm_90", monkeypatch, KERNELS) as kernels:
+        with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
             given = boundary(T, normed=normed)
             if normed:
                 given["layer_norm_weight"] = given["layer_norm_weight"].to(weight_dtype)
             contracts.mhc_next_bwd.launch(backend="triton", **given)
-        assert {kernel.name for kernel in kernels} == set(KERNELS)
         cross_compile.check("sm_90", kernels)
-        large = kernels[0]
-        reserved, of_a_multiprocessor = 1024, 228 * 1024
+        by_name = {kernel.name: kernel for kernel in kernels}
+        assert by_name.keys() >= set(KERNELS)
+        assert not by_name.keys() & {"mhc_pre_dx_kernel", "mhc_post_bwd_kernel"}
+        large, reserved, of_a_multiprocessor = by_name[KERNELS[0]], 1024, 228 * 1024
         assert 2 * (large.shared + reserved) <= of_a_multiprocessor
         assert large.registers <= configs.BOUNDARY_REGISTERS
         keys |= {kernel.key for kernel in kernels}
-    assert len(keys) == len(KERNELS)
+    assert len(keys) == len(kernels)
 
 
 def test_where_it_is_taken():
@@ -313,11 +324,11 @@ def test_in_a_stack_on_a_gpu(subject, T, D, launched, poisoned):
 
 
 def differentiated(subject, T, D):
+    """The case's tensors and cotangents, and a function that runs it."""
     case = drawn(subject, T, D)
     tensors = case.inputs("cuda")
-    outputs = accuracy.run(subject, tensors, "triton")
-    cotangents = accuracy.random_cotangents(subject, outputs, case.seed, case.unused)
-    return lambda: accuracy.run(subject, tensors, "triton", cotangents)
+    cotangents = accuracy.random_cotangents(subject, accuracy.run(subject, tensors, "triton"), case.seed, case.unused)
+    return tensors, cotangents, lambda: accuracy.run(subject, tensors, "triton", cotangents)
 
 
 @on_hopper
@@ -325,26 +336,33 @@ def differentiated(subject, T, D):
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 @pytest.mark.parametrize(("T", "D"), [(2000, 4096), (4096, 2560)])
 def test_same_bits_200_times(subject, T, D, launched):
-    again = differentiated(subject, T, D)
+    *_, again = differentiated(subject, T, D)
     first = again()
     for _ in range(200):
         results = again()
         assert all(torch.equal(result, results[name]) for name, result in first.items())
-    assert len(launched) >= 201, "the kernel, each time, not a replay"
+    assert len(launched) == 201
 
 
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 @pytest.mark.parametrize(("T", "D"), LARGE)
-def test_composition_within_rounding(subject, T, D, monkeypatch):
-    """Both round dlink once; all else is within fp32 rounding of what is made of it."""
-    again = differentiated(subject, T, D)
+def test_composition_within_fp32_rounding(subject, T, D, monkeypatch):
+    """Of dlink few elements are so near the middle of two steps that fp32 decides. dh_out, dh_post and dh_res are made
+    of dlink as it is stored, which the tests against fp64 know."""
+    tensors, cotangents, again = differentiated(subject, T, D)
     fused = again()
     monkeypatch.setattr(next_bwd, "is_one_kernel", lambda **_: False)
     apart = again()
-    for name, result in fused.items():
-        assert accuracy.close(result, apart[name].double()), name
+    few = 10 * accuracy.NORM_TOLERANCE[fp32] / accuracy.ROUNDING[bf16]
+    differs = (fused["dlink"] != apart["dlink"]).float().mean()
+    assert 0 <= differs <= few
+    exact = accuracy.truth(subject, tensors, cotangents, fused)
+    for name in ("dphi", "dalpha", "dbias", "dgamma", "dlayer_norm_weight"):
+        if name in fused:
+            expected = accuracy.Exact(apart[name].double(), exact[name].terms)
+            assert accuracy.close(fused[name], expected), name
 
 
 @on_hopper
@@ -360,9 +378,3 @@ def test_x_next_is_remade_with_the_bits_of_post():
         given["dh_mix"][0, token, 3] = 1
         A, _ = boundary_bwd.boundary_pass(**given)
         assert torch.equal(A.sum(0)[3], x_next[token].flatten().float())
-
-
-def test_names_of_the_kernel_are_those_of_the_launcher():
-    """Where nothing can be launched, what is missing or unknown would show on a GPU only."""
-    source = inspect.getsource(boundary_bwd.boundary_pass)
-    assert all(f"{name}=" in source for name in boundary_bwd.mhc_boundary_bwd_kernel.arg_names)
