@@ -187,7 +187,7 @@ def compute(parameters, outputs, stages, phi_1, weights, dlink_out, dh_out_out, 
         barrier()
         tma.store_wait(0)
         barrier()  # no warp stores before that thread has waited
-        wide = gl.join(gl.join(dlink[0], dlink[2]), gl.join(dlink[1], dlink[3]))  # [.., .., i % 2, i // 2] reversed
+        wide = gl.join(gl.join(dlink[0], dlink[2]), gl.join(dlink[1], dlink[3]))  # [tokens, channels, i // 2, i % 2]
         dlink_out.store(gl.reshape(gl.permute(wide, [2, 3, 0, 1]), [n, BLOCK_T, BLOCK_D]))
         dh_out_out.store(narrow(dh_out))
         fence_async_shared()  # what a warp stored is seen by copies,
