@@ -44,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             return _run(words)
         finally:
-            report.clear()  # whatever ended it, the terminal gets its cursor back
+            report.clear()  # whatever ended it, the terminal keeps no progress
             sys.stdout.flush()  # Python would as it ends, where nothing can be done about a closed pipe
     except BrokenPipeError:
         report.discard()
@@ -165,6 +165,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="take fewer samples and leave out the least important to be done by then",
     )
     _common_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help="measure what the file of --json lacks, and add it")
     parser.add_argument("--html", metavar="FILE", type=arguments.output, help="draw the results as a page")
 
 
@@ -221,8 +222,8 @@ def run_check(options: argparse.Namespace) -> int:
         found.complete = True
     except KeyboardInterrupt:
         report.say("interrupted")
-    keeper.finish()
-    report.show(tables.accuracy_table(found.accuracy))
+    keeper.save(last=True)
+    report.show(tables.table(found.accuracy, tables.ACCURACY))
     if found.not_measured:
         print(tables.left_out(found.not_measured))
     failed = sum(not row.passed for row in found.accuracy)
@@ -264,7 +265,9 @@ def run_fuzz(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    found = results.begin("bench")
+    if options.resume and options.json is None:
+        raise Refused("--resume is of --json: it measures what that file lacks")
+    found = results.resume(options.json) if options.resume else results.begin("bench")
     request = bench.Request(
         options.device, options.providers, options.peers, options.case, options.skip, options.budget
     )
@@ -275,7 +278,7 @@ def run_bench(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
         report.say("interrupted")
-    keeper.finish()
+    keeper.save(last=True)
     report.show(*tables.of_bench(found))
     if options.html:
         files.write(options.html, page.draw(found))

@@ -6,9 +6,12 @@ A step has the name of what it computes, and its arguments have the names of wha
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import torch
 
 Values = dict[str, Any]
 Change = Callable[[Any, Values], Any]  # the right value and all values before it -> the value to take instead
@@ -21,6 +24,10 @@ class Step:
     reads: tuple[str, ...]
     compute: Callable[..., Any]
     is_sum: bool = False  # of what it reads
+
+    def names(self) -> set[str]:
+        """All by which a change reaches it."""
+        return {self.name, *self.reads, *(f"{read} for {self.name}" for read in self.reads)}
 
 
 Steps = tuple[Step, ...]
@@ -45,14 +52,26 @@ def renamed(steps: Sequence[Step], **names: str) -> Steps:
     return tuple(map(new, steps))
 
 
+def leading_to(steps: Sequence[Step], last: str) -> Steps:
+    """Those that a value is computed from, and its own."""
+    needed, found = {last}, []
+    for step in reversed(steps):
+        if step.name in needed:
+            needed |= set(step.reads)
+            found.append(step)
+    return tuple(reversed(found))
+
+
 def evaluate(
-    steps: Sequence[Step], inputs: Values, changes: Mapping[str, Change] = UNCHANGED, last: str | None = None
+    steps: Sequence[Step], inputs: Values, changes: Mapping[str, Change] = UNCHANGED, right: Values | None = None
 ) -> Values:
-    """Every value by its name, up to the step `last`.
+    """Every value by its name.
 
     changes: by the name of an input or a step ("h_mix"), or of what one step reads ("x for h_mix").
+    right: all values without changes; those that no change reaches are taken from there.
     """
     values: Values = {}
+    reached = set(changes)
 
     def taken(name: str, value: Any) -> Any:
         return changes[name](value, values) if name in changes else value
@@ -60,8 +79,96 @@ def evaluate(
     for name, value in inputs.items():
         values[name] = taken(name, value)
     for step in steps:
-        read = [taken(f"{name} for {step.name}", values[name]) for name in step.reads]
-        values[step.name] = taken(step.name, step.compute(*read))
-        if step.name == last:
-            break
+        if right is not None and reached.isdisjoint(step.names()):
+            values[step.name] = right[step.name]
+        else:
+            read = [taken(f"{name} for {step.name}", values[name]) for name in step.reads]
+            values[step.name] = taken(step.name, step.compute(*read))
+            reached.add(step.name)
     return values
+
+
+def gradients(steps: Sequence[Step], wanted: Collection[str], outputs: Collection[str]) -> Steps:
+    """From "cotangent of" each output to d<value> of all that is wanted, what is read last first. dx is the sum of
+    a term for each step that reads x, "dx via h_mix", which autograd computes.
+    """
+    depends, terms = set(wanted), {name: [f"cotangent of {name}"] for name in outputs}
+    for step in steps:
+        depends |= {step.name} if depends.intersection(step.reads) else set()
+    found: list[Step] = []
+    arriving: dict[str, str] = {}  # by the name of a step, its gradient; that of a summand is that of the sum
+    for step in reversed(steps):
+        if step.name in terms:
+            arriving[step.name] = f"d{step.name}"
+            found.append(total(f"d{step.name}", *terms[step.name]))
+        if step.is_sum:
+            arriving |= dict.fromkeys(step.reads, f"d{step.name}")
+        elif step.name in arriving:
+            for k, read in enumerate(step.reads):
+                if read in depends:
+                    term = f"d{read} via {step.name}"
+                    terms.setdefault(read, []).append(term)
+                    found.append(Step(term, (*step.reads, arriving[step.name]), partial(_backward, step.compute, k)))
+    order = dict.fromkeys(read for step in steps for read in step.reads)
+    return (*found, *(total(f"d{name}", *terms[name]) for name in reversed(order) if name in wanted))
+
+
+def _backward(compute: Callable[..., torch.Tensor], k: int, *reads: Any) -> torch.Tensor:
+    """The gradient of a step's k-th argument; the last of `reads` is that of what the step computes."""
+    *arguments, gradient = reads
+    with torch.enable_grad():
+        leaf = arguments[k] = arguments[k].detach().requires_grad_()
+        return torch.autograd.grad(compute(*arguments), leaf, gradient)[0]
+
+
+class Computation:
+    """Steps on their inputs, to be run again with changes. right: all values without."""
+
+    def __init__(self, steps: Steps, inputs: Values) -> None:
+        self.steps, self.inputs = steps, inputs
+        self.sums = {step.name: step.reads for step in steps if step.is_sum}
+        with torch.no_grad():
+            self.right = evaluate(steps, inputs)
+
+    def run(self, changes: Mapping[str, Change]) -> Values:
+        with torch.no_grad():
+            return evaluate(self.steps, self.inputs, changes, self.right)
+
+    def value(self, name: str, changes: Mapping[str, Change]) -> torch.Tensor:
+        """One alone, for which much less may be run."""
+        with torch.no_grad():
+            return evaluate(leading_to(self.steps, name), self.inputs, changes, self.right)[name]
+
+    def depends(self, step: Step, read: str) -> bool:
+        """Whether its value does: a term of a gradient is given all that its step is, whatever it needs."""
+        return not torch.equal(self.value(step.name, {f"{read} for {step.name}": zeros}), self.right[step.name])
+
+    def sum_of(self, step: str) -> str:
+        """The one that it is a term of, else itself."""
+        return next((name for name, terms in self.sums.items() if step in terms), step)
+
+
+# Changes.
+
+
+def always(value: object) -> Change:
+    return lambda right, values: value
+
+
+def ones(right: torch.Tensor, values: Values) -> torch.Tensor:
+    return torch.ones_like(right)
+
+
+def zeros(right: torch.Tensor, values: Values) -> torch.Tensor:
+    return torch.zeros_like(right)
+
+
+def at(index: Any, change: Change, shape: Sequence[int] = ()) -> Change:
+    """The change there alone. shape: that the value has for the index, if another."""
+
+    def changed(value: torch.Tensor, values: Values) -> torch.Tensor:
+        kept = value.reshape(*(shape or value.shape)).clone()
+        kept[index] = change(value, values).reshape(kept.shape)[index]
+        return kept.reshape(value.shape)
+
+    return changed

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..core.check import name_of
-from .cases import SEED, Subject, Tensors
+from .cases import SEED, Call, Subject, Tensors
 from .conv_cases import AnyCase
 
 Cotangents = list[Tensor | None]
@@ -35,7 +35,9 @@ FLUSHED = 2**-100
 OTHER_SIDE = 1.01  # values almost in the middle of two steps may be rounded to the other side
 STEEP_TOLERANCE = 3e-5
 NOT_BEHIND_SINKHORN = ("h_in", "h_post", "inv_rms", "h_mix", "h_pre", "out")
-DRAWS = 16  # of signs: the size of the terms of a single number is then known to 18 %, that of many to far less
+# Draws of signs: the size of the terms of a single number is then known to 18 %, and to 6 % where that takes no time.
+DRAWS, MORE_DRAWS = 16, 128
+LARGE = 1 << 14  # elements of the outputs
 
 
 @dataclass(frozen=True)
@@ -72,23 +74,12 @@ class Row:
 
 def run(subject: Subject, tensors: Tensors, backend: str, cotangents: Cotangents | None = None) -> Tensors:
     """Outputs by name and, where cotangents are given, gradients as d<input>, in the order of the inputs."""
-    leaves, outputs = _forward(subject, _op(subject, backend), tensors, bool(cotangents))
+    leaves, outputs = _forward(subject, partial(subject.call, backend=backend), tensors, bool(cotangents))
     return _results(subject, leaves, outputs, cotangents)
 
 
-def _op(subject: Subject, backend: str) -> Callable[[Tensors], tuple[Tensor, ...]]:
-    return lambda leaves: subject.call(**leaves, backend=backend)
-
-
-def _results(subject: Subject, leaves: Tensors, outputs: tuple[Tensor, ...], cotangents: Cotangents | None) -> Tensors:
-    results = dict(zip(subject.outputs, outputs))
-    if cotangents:
-        results |= _gradients(leaves, outputs, cotangents)
-    return {name: result.detach() for name, result in results.items()}
-
-
 def _forward(
-    subject: Subject, call: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors, differentiable: bool
+    subject: Subject, call: Call, tensors: Tensors, differentiable: bool
 ) -> tuple[Tensors, tuple[Tensor, ...]]:
     """The leaves that a gradient is wanted of, and the outputs."""
     leaves = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -96,17 +87,20 @@ def _forward(
     wanted = {name: leaf for name, leaf in leaves.items() if differentiable and leaf.is_floating_point()}
     for leaf in wanted.values():
         leaf.requires_grad_()
-    return wanted, call(leaves)
+    return wanted, call(**leaves)
+
+
+def _results(subject: Subject, leaves: Tensors, outputs: tuple[Tensor, ...], cotangents: Cotangents | None) -> Tensors:
+    results = dict(zip(subject.outputs, outputs)) | (_gradients(leaves, outputs, cotangents) if cotangents else {})
+    return {name: result.detach() for name, result in results.items()}
 
 
 def _gradients(leaves: Tensors, outputs: tuple[Tensor, ...], cotangents: Cotangents, again: bool = False) -> Tensors:
     """again: whether the same outputs will be differentiated once more."""
     used = [(o, c) for o, c in zip(outputs, cotangents) if c is not None]
-    wanted = list(leaves.values())
-    gradients = torch.autograd.grad(
-        [o for o, _ in used], wanted, [c for _, c in used], retain_graph=again, materialize_grads=True
-    )
-    return {f"d{name}": gradient for name, gradient in zip(leaves, gradients)}
+    of, given = [o for o, _ in used], [c for _, c in used]
+    found = torch.autograd.grad(of, list(leaves.values()), given, retain_graph=again, materialize_grads=True)
+    return {f"d{name}": gradient for name, gradient in zip(leaves, found)}
 
 
 def random_cotangents(subject: Subject, outputs: Tensors, seed: int = SEED, unused: Sequence[str] = ()) -> Cotangents:
@@ -136,7 +130,7 @@ class Ran:
 def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> Ran:
     """Forward, and backward with cotangents that are shaped as what came out."""
     subject, tensors = case.subject, case.inputs(device)
-    leaves, outputs = _forward(subject, _op(subject, backend), tensors, bool(subject.differentiable))
+    leaves, outputs = _forward(subject, partial(subject.call, backend=backend), tensors, bool(subject.differentiable))
     cotangents = random_cotangents(subject, dict(zip(subject.outputs, outputs)), case.seed, case.unused)
     return Ran(tensors, cotangents, _results(subject, leaves, outputs, cotangents))
 
@@ -162,23 +156,17 @@ def truth(
     """The reference in fp64 on the very same inputs; `results`: what is to be judged, where the subject asks for it."""
     wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     doubled = [None if c is None else c.double() for c in cotangents]
-    call = partial(subject.truth, results=results or {})
-    leaves, outputs = _forward(subject, call, wide, bool(doubled))
+    leaves, outputs = _forward(subject, lambda **leaves: subject.truth(leaves, results or {}), wide, bool(doubled))
     exact = {name: Exact(output.detach()) for name, output in zip(subject.outputs, outputs)}
     if doubled:
         gradients = partial(_gradients, leaves, outputs, again=True)
         terms = cache(partial(sizes_of_terms, gradients, outputs, doubled))
-        exact |= {name: Exact(gradient, _entry(terms, name)) for name, gradient in gradients(doubled).items()}
+        for name, gradient in gradients(doubled).items():
+            exact[name] = Exact(gradient, lambda name=name: terms()[name])  # type: ignore[misc]
     return exact
 
 
-def _entry(tensors: Callable[[], Tensors], name: str) -> Callable[[], Tensor]:
-    return lambda: tensors()[name]
-
-
-def sizes_of_terms(
-    gradients: Callable[[Cotangents], Tensors], outputs: Sequence[Tensor], cotangents: Cotangents
-) -> Tensors:
+def sizes_of_terms(gradients: Callable[..., Tensors], outputs: Sequence[Tensor], cotangents: Cotangents) -> Tensors:
     """(Σ terms²)^½ of every element of the gradients; a term is what one element of the gradient of an output
     contributes, where an output may be read by what makes another, as x_next is by the next layer's maps.
 
@@ -191,9 +179,10 @@ def sizes_of_terms(
     generator = torch.Generator(device).manual_seed(0)
     differentiable = [output for output in outputs if output.requires_grad]
     hooks = [output.register_hook(lambda gradient: gradient * _signs(gradient, generator)) for output in differentiable]
-    for _ in range(DRAWS):
+    draws = DRAWS if sum(output.numel() for output in differentiable) > LARGE else MORE_DRAWS
+    for _ in range(draws):
         for name, gradient in gradients(cotangents).items():
-            squares[name] = squares.get(name, 0) + gradient.square() / DRAWS
+            squares[name] = squares.get(name, 0) + gradient.square() / draws
     for hook in hooks:
         hook.remove()
     return {name: square.sqrt() for name, square in squares.items()}

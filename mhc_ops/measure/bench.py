@@ -10,21 +10,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
-from ..core import backend as backends
-from . import accuracy, peers, providers, report, selection, speed, training_step
+from . import accuracy, peers, report, selection, speed, training_step
 from .cases import Sweep
 from .conv_cases import AnyCase
-from .results import NotMeasured, Results
+from .results import Results
+from .selection import KERNELS, OF_TORCH, NotMeasured
 from .training_step import Race
 
+LATE, INTERRUPTED = "out of time", "interrupted"
 LONGEST_REASON = 300  # characters: compilers say more than anybody reads in a table
 STACK = (8192, 4, 4096)  # T, n, D for which the memory of a stack of layers is measured
-KERNELS = tuple(backend for backend in backends.BACKENDS if backend != "reference")
-PROVIDERS = (*KERNELS, *(peer.name for peer in peers.PEERS), *providers.OF_TORCH)
+PROVIDERS = (*KERNELS, *(peer.name for peer in peers.PEERS), *OF_TORCH)
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,13 @@ class Request:
     @property
     def groups(self) -> dict[speed.Group, Sequence[AnyCase]]:
         training, decode = (selection.BENCH, selection.DECODE) if self.on_gpu else (selection.BENCH_CPU, ())
-        sweep = [case for sweep in self.sweeps for case in sweep.cases]
+        sweep = [case for sweep in self.sweeps for case in sweep.cases.values()]
         return {"training": training, "decode": decode, "sweep": sweep}
+
+    @property
+    def words(self) -> dict[str, list[str]]:
+        asked = {"providers": self.providers, "case": [self.case] if self.case else [], "skip": self.skip}
+        return {name: list(words) for name, words in asked.items() if words}
 
     def asks_for(self, provider: str) -> bool:
         return provider in self.providers or not self.providers
@@ -69,30 +73,27 @@ class Unit:
 
 
 def run(request: Request, results: Results, save: Callable[[], None]) -> None:
-    """Fill the results and save after every unit. KeyboardInterrupt passes, with all that was measured kept; Refused
-    where no case has the name that was asked for."""
+    """Fill the results with what they lack and save after every unit. KeyboardInterrupt passes, with all that was
+    measured kept; Refused where no case has the name that was asked for."""
     if not training_step.named(request.case, request.device):
         selection.named(request.case, [case for group in request.groups.values() for case in group])
     deadline = time.perf_counter() + request.budget
     results.budget_seconds = request.budget if math.isfinite(request.budget) else None
-    asked = {"providers": request.providers, "case": [request.case] if request.case else [], "skip": request.skip}
-    results.selection = {name: list(words) for name, words in asked.items() if words}
+    results.selection = request.words
+    before, results.not_measured = results.not_measured, []
     present = find_providers(request, results)
-    units = plan(request, present)
-    every = plan(replace(request, skip=()), present)
-    left = [unit.split(request.skip)[1] if isinstance(unit, Race) else unit for unit in every if unit not in units]
-    results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in left]
+    units = _missing(_planned(request, present, results), before, results)
     session = Session(request.device, results)
     took: dict[str, list[float]] = {}
-    done = late = 0
+    done = 0
     try:
         with torch.cuda.device(request.device) if request.on_gpu else contextlib.nullcontext():
-            results.add_microseconds = speed.add_time(request.device)
+            if results.add_microseconds is None:
+                results.add_microseconds = speed.add_time(request.device)
             for done, unit in enumerate(report.progress(units, "bench")):
                 begin = time.perf_counter()
                 if deadline - begin <= statistics.median(took.get(unit.provider, [0])):
-                    results.not_measured.append(_unmeasured(unit, f"out of time (--budget {request.budget:g})"))
-                    late += 1
+                    results.not_measured.append(_unmeasured(unit, f"{LATE} (--budget {request.budget:g})"))
                     continue
                 session.measure(unit, begin + (deadline - begin) / (len(units) - done))
                 took.setdefault(unit.provider, []).append(time.perf_counter() - begin)
@@ -102,10 +103,31 @@ def run(request: Request, results: Results, save: Callable[[], None]) -> None:
             if request.on_gpu and "triton" in present and not request.case:
                 with failures_of("a stack of layers", "triton", results):
                     results.stack_megabytes = speed.stack_peaks(*STACK, request.device)
-        results.complete = not late
+        results.complete = not any(entry.reason.startswith((LATE, INTERRUPTED)) for entry in results.not_measured)
     finally:
-        results.not_measured += [_unmeasured(unit, "interrupted") for unit in units[done:]]
+        results.not_measured += [_unmeasured(unit, INTERRUPTED) for unit in units[done:]]
         save()
+
+
+def _planned(request: Request, present: Sequence[str], results: Results) -> list[Unit | Race]:
+    """What was left out stands in the results."""
+    every = plan(replace(request, skip=()), present)
+    planned = plan(request, present)
+    results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in every if unit not in planned]
+    return planned
+
+
+def _missing(units: Sequence[Unit | Race], unmeasured: Sequence[NotMeasured], results: Results) -> list[Unit | Race]:
+    """Those that an earlier run did not come to the end of; it may have begun with them. What it did not measure of all
+    others stays named."""
+    there = {(m.case, m.provider) for m in results.measurements}
+    there |= {(training_step.name_of(step.size, step.compiled), step.provider) for step in results.steps}
+    there -= {(entry.where, entry.provider) for entry in unmeasured}
+    missing = {(str(u.case), u.provider): u for u in units if (str(u.case), u.provider) not in there}
+    results.measurements = [m for m in results.measurements if (m.case, m.provider) not in missing]
+    named = {*missing, *((entry.where, entry.provider) for entry in results.not_measured)}
+    results.not_measured += [entry for entry in unmeasured if (entry.where, entry.provider) not in named]
+    return list(missing.values())
 
 
 def _unmeasured(unit: Unit | Race, reason: str) -> NotMeasured:
@@ -118,7 +140,7 @@ def failures_of(where: str, provider: str, results: Results) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error) if isinstance(error, providers.Wrong) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, selection.Wrong) else f"{type(error).__name__}: {error}"
         results.not_measured.append(NotMeasured(where, provider, " ".join(reason.split())[:LONGEST_REASON], True))
 
 
@@ -126,56 +148,45 @@ class Session:
     """Measures units into the results."""
 
     def __init__(self, device: torch.device, results: Results) -> None:
-        self._device = device
-        self._results = results
-        self._copies = speed.Copies(device)
+        self._device, self._results = device, results
+        self._copies, self._races = speed.Copies(device), training_step.Races(device)
         self._checked: dict[tuple[AnyCase, str], list[accuracy.Row]] = {}
 
     def measure(self, unit: Unit | Race, until: float) -> None:
-        if isinstance(unit, Race):
-            with failures_of(unit.case, unit.provider, self._results):
-                noted = partial(failures_of, results=self._results)
-                self._results.steps += training_step.measure(unit, self._device, until, noted)
-            return
-        case, provider = unit.case, unit.provider
-        with failures_of(str(case), provider, self._results):
-            prepared = providers.prepare(case, provider, case.inputs(self._device, drawn_on=self._device))
-            if prepared is None:
-                return
-            rows = self._check(case, provider)
-            providers.refuse_if_wrong(provider, rows)
-            errors = providers.worst_errors(case.subject, rows)
-            timed = speed.measure(case, provider, *prepared, self._copies, self._device, unit.group, errors, until)
-            for measurement in timed:
-                self._results.measurements.append(measurement)
+        with failures_of(str(unit.case), unit.provider, self._results):
+            if isinstance(unit, Race):
+                plain, step = self._races.measure(unit, until)
+                known = {(s.size, s.compiled) for s in self._results.steps}
+                self._results.steps += [step] if (step.size, step.compiled) in known else [plain, step]
+            else:
+                self._measure(unit, until)
 
-    def _check(self, case: AnyCase, provider: str) -> list[accuracy.Row]:
-        """Once for cases that are the same when small."""
-        key = (case.smaller(), provider)
-        if key not in self._checked:
-            self._checked[key] = providers.check(case, provider, self._device)
+    def _measure(self, unit: Unit, until: float) -> None:
+        case, provider, device = unit.case, unit.provider, self._device
+        prepared = selection.prepare(case, provider, case.inputs(device, drawn_on=device))
+        if prepared is None:
+            return
+        key = case.smaller(), provider
+        if key not in self._checked:  # once for cases that are the same when small
+            self._checked[key] = selection.check(case, provider, device)
             self._results.accuracy += self._checked[key]
-        return self._checked[key]
+        selection.refuse_if_wrong(provider, self._checked[key])
+        errors = selection.worst_errors(case.subject, self._checked[key])
+        for found in speed.measure(case, provider, *prepared, self._copies, device, unit.group, errors, until):
+            self._results.measurements.append(found)
 
 
 def find_providers(request: Request, results: Results) -> list[str]:
     """Those that were asked for and are there; the others are named in the results."""
-    found = [backend for backend in KERNELS if request.asks_for(backend)]
-    results.not_measured += selection.absent(found, request.device)
-    for peer in peers.PEERS:
-        if peer.name in request.providers or (request.peers and request.asks_for(peer.name)):
-            reason = peers.why_not(peer)
-            if reason is None:
-                found.append(peer.name)
-                results.precision[peer.name] = peer.precision
-            else:
-                results.not_measured.append(NotMeasured("", peer.name, reason))
-    reason = speed.why_no_compiler()
-    if reason is not None and request.asks_for("torch.compile"):
-        results.not_measured.append(NotMeasured("", "torch.compile", reason))
-    return found + [
-        other for other in providers.OF_TORCH if request.asks_for(other) and not (other == "torch.compile" and reason)
-    ]
+    kernels = [backend for backend in KERNELS if request.asks_for(backend)]
+    results.not_measured += selection.absent(kernels, request.device)
+    wanted = [p for p in peers.PEERS if p.name in request.providers or (request.peers and request.asks_for(p.name))]
+    reasons = {peer.name: peers.why_not(peer) for peer in wanted}
+    results.precision |= {peer.name: peer.precision for peer in wanted if reasons[peer.name] is None}
+    reasons |= {"eager": None, "torch.compile": speed.why_no_compiler()}
+    asked = {name: reason for name, reason in reasons.items() if name not in OF_TORCH or request.asks_for(name)}
+    results.not_measured += [NotMeasured("", name, reason) for name, reason in asked.items() if reason is not None]
+    return [*kernels, *(name for name, reason in asked.items() if reason is None)]
 
 
 def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
@@ -184,23 +195,19 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
     group_of = {case: group for group, cases in reversed(request.groups.items()) for case in cases}
 
     def units(cases: Sequence[AnyCase], provider: str) -> list[Unit]:
-        runs = provider not in backends.BACKENDS
-        there = [case for case in cases if runs or selection.runs(case, provider, request.device)]
-        return [Unit(case, provider, group_of[case]) for case in there]
+        kernels = provider in KERNELS
+        there = [case for case in cases if not kernels or selection.runs(case, provider, request.device)]
+        return [Unit(case, provider, group_of[case]) for case in there if request.case in str(case)]
 
-    kernels = [p for p in present if p in backends.BACKENDS]
+    kernels = [p for p in present if p in KERNELS]
     beside = [p for p in present if peers.by_name(p) is not None]
     planned = [unit for cases in (training, decode) for p in kernels for unit in units(cases, p)]
     for case in sweep:
         ours = [unit for p in kernels for unit in units([case], p)]
         planned += ours or units([case], "eager") * ("eager" in present)
     planned += [unit for case in (*training, *decode) for p in beside for unit in units([case], p)]
-    planned += [unit for p in providers.OF_TORCH if p in present for unit in units(training, p)]
-    kept = [
-        unit
-        for unit in dict.fromkeys(planned)
-        if request.case in str(unit.case) and not any(text in str(unit) for text in request.skip)
-    ]
-    races = [race.split(request.skip)[0] for race in training_step.plan(request.case, present, request.device)]
-    eager, compiled = ([race for race in races if race.providers and race.compiled == c] for c in (False, True))
-    return [*eager, *kept, *compiled]
+    planned += [unit for p in OF_TORCH if p in present for unit in units(training, p)]
+    races = training_step.plan(request.case, present, request.device)
+    eager, compiled = ([race for race in races if race.compiled == c] for c in (False, True))
+    every: list[Unit | Race] = [*eager, *dict.fromkeys(planned), *compiled]
+    return [unit for unit in every if not any(text in str(unit) for text in request.skip)]

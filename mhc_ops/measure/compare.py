@@ -1,24 +1,27 @@
 """What got slower, less exact or larger from one file of results to another, beyond noise.
 
-Times count as multiples of the copy of the same run, so the files may come from different days and machines. The noise
-of such a ratio follows from the spread of the samples of both times in both runs, and from how much all ratios scatter
-from one file to the other: what a run does to its times that its samples do not show. A change counts when it is larger
-than three standard deviations of that. An error counts when a result fails, or has lost a bit: when it is twice as far
-from fp64 (and more for few elements, whose error is a draw of few numbers; and not below the rounding of its type).
+Times count as multiples of the copy of the same run, or of the step with plain residuals, so the files may come from
+different days and machines. The noise of such a ratio follows from the spread of the samples of both times in both
+runs, and from how much all ratios scatter from one file to the other: what a run does to its times that its samples do
+not show. A change counts when it is larger than three standard deviations of that. An error counts when a result fails,
+or has lost a bit: when it is twice as far from fp64 (and more for few elements, whose error is a draw of few numbers;
+and not below the rounding of its type).
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.backend import BACKENDS
 from .accuracy import Row
 from .results import Results
-from .speed import Growth, Measurement, deviation
+from .speed import deviation
+from .training_model import PLAIN
+from .training_step import name_of
 
 SURE = 3  # standard deviations
 A_BIT = 2
@@ -26,7 +29,8 @@ DEVIATION_OF_MEDIAN = 1.4826  # standard deviation over median absolute deviatio
 MEMORY_ROUNDING = 0.01  # the allocator rounds each of a handful of tensors up, by far less than a percent of large ones
 OURS = (*BACKENDS, "eager")
 
-Key = tuple[str, str, str]
+Key = tuple[str, str, str]  # what it was measured on, by whom, and what of it
+Pairs = Mapping[Key, tuple[Any, Any]]  # the entries of both files
 
 
 @dataclass(frozen=True)
@@ -43,97 +47,118 @@ class Change:
         return f"{self.kind}: {self.what}{': ' if self.words else ''}{self.words}"
 
 
+class Timed(NamedTuple):
+    """A time as a multiple of something of its own run, and the relative standard deviation of that."""
+
+    ratio: float
+    noise: float | None
+    unit: str
+    megabytes: float | None = None
+
+
 def compare(before: Results, after: Results) -> tuple[list[Change], int]:
     """All that changed, regressions first; and how many entries were in both."""
-    failed = {(n.where, n.provider): n.reason for n in after.not_measured if n.failed}
-    scatter = _scatter(before.measurements, after.measurements)
-    common = 0
     changes: list[Change] = []
-    for field, differences in _KINDS.items():
-        old, new = (_by_key(getattr(results, field)) for results in (before, after))
-        common += len(set(old) & set(new))
-        for key in [key for key in old if key in new]:
-            changes += differences(key, old[key], new[key], scatter)
-        for key in [key for key in old if (key[0], key[1]) in failed and key not in new]:
-            changes.append(Change("fails", " ".join(key), failed[key[0], key[1]], key[1] in OURS))
-        changes += _missing([key for key in old if key not in new and (key[0], key[1]) not in failed], "first")
-        changes += _missing([key for key in new if key not in old], "second")
+    common = 0
+    kinds: list[tuple[Callable[[Results], dict[Key, Any]], Callable[[Pairs], Iterator[Change]]]]
+    kinds = [(_kernels, _time_changes), (_steps, _time_changes), (_errors, _error_changes)]
+    for entries, differences in kinds:
+        old, new = entries(before), entries(after)
+        both = {key: (old[key], new[key]) for key in old if key in new}
+        changes += [*differences(both), *_only_in_one(old, new, after)]
+        common += len(both)
     return sorted(changes, key=lambda change: not change.regression), common
 
 
-def _missing(keys: Sequence[Key], file: str) -> list[Change]:
-    """One for each case and provider, with what is missing of it."""
-    found: dict[str, list[str]] = {}
-    for case, provider, what in keys:
-        found.setdefault(f"{case} {provider}", []).append(what)
-    return [Change("missing", name, f"only in the {file} file: {', '.join(parts)}") for name, parts in found.items()]
+def _only_in_one(old: Collection[Key], new: Collection[Key], after: Results) -> Iterator[Change]:
+    """What has failed in the second file; then one for each case and provider, with what is missing of it."""
+    failed = {(n.where, n.provider): n.reason for n in after.not_measured if n.failed}
+    for key in [key for key in old if key not in new and key[:2] in failed]:
+        yield Change("fails", " ".join(key), failed[key[:2]], key[1] in OURS)
+    for file, here, there in (("first", old, new), ("second", new, old)):
+        missing: dict[str, list[str]] = {}
+        for case, provider, what in [key for key in here if key not in there]:
+            if file == "second" or (case, provider) not in failed:
+                missing.setdefault(f"{case} {provider}", []).append(what)
+        for name, parts in missing.items():
+            yield Change("missing", name, f"only in the {file} file: {', '.join(parts)}")
 
 
-def _scatter(before: Sequence[Measurement], after: Sequence[Measurement]) -> float:
+def _kernels(results: Results) -> dict[Key, Timed]:
+    found: dict[Key, Timed] = {}
+    for m in results.measurements:
+        noise = _noise((m.microseconds, m.spread), (m.copy_microseconds, m.copy_spread))
+        found[m.case, m.provider, m.direction] = Timed(1 / m.of_copy, noise, "the copy's time", m.peak_megabytes)
+    for g in results.scaling:
+        key = f"{g.subject} growing with {g.axis} at {g.at}", g.provider, g.direction
+        found[key] = Timed(g.over_copy, g.noise, "the copy's cost per byte")
+    return found
+
+
+def _steps(results: Results) -> dict[Key, Timed]:
+    plain = {(s.size, s.compiled): s for s in results.steps if s.provider == PLAIN}
+    found: dict[Key, Timed] = {}
+    for s in results.steps:
+        if s.overhead_percent is not None and (s.size, s.compiled) in plain:
+            other = plain[s.size, s.compiled]
+            noise = _noise((s.milliseconds, s.spread), (other.milliseconds, other.spread), unit=1e3)
+            key = name_of(s.size, s.compiled), s.provider, "step"
+            found[key] = Timed(1 + s.overhead_percent / 100, noise, "plain residuals", s.peak_megabytes)
+    return found
+
+
+def _noise(*times: tuple[float, float | None], unit: float = 1.0) -> float | None:
+    """Relative standard deviation of the ratio of two times with their spreads, in units of so many µs."""
+    parts = [None if spread is None else deviation(unit * spread) / (unit * time) for time, spread in times]
+    return None if None in parts else math.hypot(*parts)  # type: ignore[arg-type]
+
+
+def _scatter(pairs: Iterable[tuple[Timed, Timed]]) -> float:
     """Relative standard deviation of the change of a ratio, over all of them. From medians: what many entries have in
     common, and a few that changed a lot, do not count as scatter."""
-    old, new = _by_key(before), _by_key(after)
-    changes = [math.log(old[key].of_copy / new[key].of_copy) for key in old if key in new]
-    if not changes:
-        return 0.0
-    middle = statistics.median(changes)
-    return DEVIATION_OF_MEDIAN * statistics.median(abs(change - middle) for change in changes)
+    changes = [math.log(new.ratio / old.ratio) for old, new in pairs]
+    middle = statistics.median(changes or [0.0])
+    return DEVIATION_OF_MEDIAN * statistics.median([abs(change - middle) for change in changes] or [0.0])
 
 
-def _by_key(entries: Sequence[Any]) -> dict[Key, Any]:
-    """By what it was measured on, by whom, and what of it."""
-    keys: dict[type, Callable[[Any], Key]] = {
-        Measurement: lambda m: (m.case, m.provider, m.direction),
-        Growth: lambda g: (f"{g.subject} growing with {g.axis} at {g.at}", g.provider, g.direction),
-        Row: lambda row: (row.case, row.backend, row.output),
-    }
-    return {keys[type(entry)](entry): entry for entry in entries}
+def _time_changes(pairs: Pairs) -> Iterator[Change]:
+    scatter = _scatter(pairs.values())
+    for key, (a, b) in pairs.items():
+        yield from _changes_of_time(" ".join(key), key[1] in OURS, a, b, scatter)
 
 
-def _timing_changes(key: Key, a: Measurement, b: Measurement, scatter: float) -> Iterator[Change]:
-    noise = [_noise(a), _noise(b), scatter]
-    if None in noise:
-        yield Change("not compared", " ".join(key), "there is no spread of the samples in one of the files")
+def _changes_of_time(what: str, ours: bool, a: Timed, b: Timed, scatter: float) -> Iterator[Change]:
+    if a.noise is None or b.noise is None:
+        yield Change("not compared", what, "there is no spread of the samples in one of the files")
     else:
-        yield from _ratio_changes(key, 1 / a.of_copy, 1 / b.of_copy, noise, "the copy's time")  # type: ignore[arg-type]
-    if a.peak_megabytes and b.peak_megabytes is not None:
-        change = b.peak_megabytes / a.peak_megabytes - 1
-        words = f"{a.peak_megabytes:.0f} MB, now {b.peak_megabytes:.0f} MB"
-        if change > MEMORY_ROUNDING:
-            yield Change("more memory", " ".join(key), words, key[1] in OURS)
-        elif change < -MEMORY_ROUNDING:
-            yield Change("less memory", " ".join(key), words)
+        allowed = SURE * math.hypot(a.noise, b.noise, scatter)
+        words = f"{a.ratio:.3g} × {a.unit}, now {b.ratio:.3g} ({b.ratio / a.ratio - 1:+.1%}, noise {allowed:.1%})"
+        if b.ratio > a.ratio * (1 + allowed):
+            yield Change("slower", what, words, ours)
+        elif a.ratio > b.ratio * (1 + allowed):
+            yield Change("faster", what, words)
+    if a.megabytes and b.megabytes is not None:
+        words = f"{a.megabytes:.0f} MB, now {b.megabytes:.0f} MB"
+        if b.megabytes > a.megabytes * (1 + MEMORY_ROUNDING):
+            yield Change("more memory", what, words, ours)
+        elif b.megabytes < a.megabytes * (1 - MEMORY_ROUNDING):
+            yield Change("less memory", what, words)
 
 
-def _noise(m: Measurement) -> float | None:
-    """Relative standard deviation of time over copy time."""
-    if m.spread is None or m.copy_spread is None:
-        return None
-    parts = (deviation(m.spread) / m.microseconds, deviation(m.copy_spread) / m.copy_microseconds)
-    return sum(part**2 for part in parts) ** 0.5
+def _errors(results: Results) -> dict[Key, Row]:
+    return {(row.case, row.backend, row.output): row for row in results.accuracy}
 
 
-def _growth_changes(key: Key, a: Growth, b: Growth, scatter: float) -> Iterator[Change]:
-    return _ratio_changes(key, a.over_copy, b.over_copy, [a.noise, b.noise, scatter], "the copy's cost per byte")
-
-
-def _ratio_changes(key: Key, a: float, b: float, noise: Sequence[float], unit: str) -> Iterator[Change]:
-    allowed = SURE * sum(part**2 for part in noise) ** 0.5
-    words = f"{a:.3g} × {unit}, now {b:.3g} ({b / a - 1:+.1%}, noise {allowed:.1%})"
-    if b > a * (1 + allowed):
-        yield Change("slower", " ".join(key), words, key[1] in OURS)
-    elif a > b * (1 + allowed):
-        yield Change("faster", " ".join(key), words)
-
-
-def _row_changes(key: Key, a: Row, b: Row, scatter: float) -> Iterator[Change]:
-    words = f"off by {a.relative_error:.1e}, now {b.relative_error:.1e} (allowed {b.tolerance:.0e})"
-    if a.passed and not b.passed:
-        yield Change("fails", " ".join(key), words, key[1] in OURS)
-    elif _lost_a_bit(a, b):
-        yield Change("less exact", " ".join(key), words, key[1] in OURS)
-    elif _lost_a_bit(b, a) or (b.passed and not a.passed):
-        yield Change("more exact", " ".join(key), words)
+def _error_changes(pairs: Pairs) -> Iterator[Change]:
+    for key, (a, b) in pairs.items():
+        what, ours = " ".join(key), key[1] in OURS
+        words = f"off by {a.relative_error:.1e}, now {b.relative_error:.1e} (allowed {b.tolerance:.0e})"
+        if a.passed and not b.passed:
+            yield Change("fails", what, words, ours)
+        elif _lost_a_bit(a, b):
+            yield Change("less exact", what, words, ours)
+        elif _lost_a_bit(b, a) or (b.passed and not a.passed):
+            yield Change("more exact", what, words)
 
 
 def _lost_a_bit(a: Row, b: Row) -> bool:
@@ -141,7 +166,3 @@ def _lost_a_bit(a: Row, b: Row) -> bool:
     rounding = torch.finfo(getattr(torch, b.dtype)).eps / 2 if b.dtype else 0.0
     luck = 1 + SURE / (2 * max(1, b.elements)) ** 0.5
     return b.relative_error > A_BIT * luck * max(a.relative_error, rounding)
-
-
-_KINDS: dict[str, Callable[[Key, Any, Any, float], Iterator[Change]]]
-_KINDS = {"measurements": _timing_changes, "scaling": _growth_changes, "accuracy": _row_changes}

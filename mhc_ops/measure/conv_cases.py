@@ -1,6 +1,6 @@
 """Cases of the convolution, as data: sizes, options, types; the same case always makes the same tensors."""
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,20 +11,11 @@ from torch import Tensor
 import mhc_ops
 
 from ..core.check import name_of
-from .cases import SEED, Case, Drawn, Subject, Tensors, sweep
-
-
-def _conv(output_final_state: bool = False, **arguments: Any) -> tuple[Tensor, ...]:
-    result = mhc_ops.causal_conv1d(**arguments, output_final_state=output_final_state)
-    return result if isinstance(result, tuple) else (result,)
+from .cases import Case, Drawn, Subject, Sweep, Tensors, public
 
 
 def _update(conv_state: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
     return mhc_ops.causal_conv1d_update(conv_state=conv_state, **arguments), conv_state
-
-
-def _short_conv(**arguments: Any) -> tuple[Tensor, ...]:
-    return (mhc_ops.short_conv(**arguments),)
 
 
 @dataclass(frozen=True)
@@ -47,75 +38,65 @@ class ConvCase(Drawn):
     places: str = ""
     n: int = 0
     update: bool = False
-    scale: float = 1.0  # of x
-    parameter_dtype: torch.dtype = torch.float32
     norm_eps: float = 1e-5  # of short_conv
-    seed: int = SEED
-    unused: tuple[str, ...] = ()  # outputs without a cotangent
-    layout: str = ""  # one of cases.LAYOUTS
 
     steep = False  # nothing here grows small errors
 
     @property
     def subject(self) -> Subject:
-        options: dict[str, Any] = {"dilation": self.dilation}
         if self.n:
-            call = partial(_short_conv, **options, residual=self.residual, norm_eps=self.norm_eps)
-            return Subject("short_conv", "conv", call, (), ("y",), lambda _: (3, 5))
-        options["activation"] = "silu" if self.silu else None
-        name = " silu" if self.silu else ""
+            call = public("short_conv", dilation=self.dilation, residual=self.residual, norm_eps=self.norm_eps)
+            return Subject("short_conv", "conv", call, (), ("y",), (3, 0, 5, 0))
+        options: dict[str, Any] = {"dilation": self.dilation, "activation": "silu" if self.silu else None}
+        silu = " silu" * self.silu
         if self.update:
+            outputs, moved = ("y", "conv_state"), (2 * self.W, 0, 0, 0)  # x and y; of the state all but one row, twice
             call = partial(_update, **options)
-            state = ("conv_state",)
-            moved = (2 * self.W, 0.0)  # x and y, and all of the state but one row read and written
-            return Subject(
-                "causal_conv1d_update" + name, "conv", call, (), ("y", *state), lambda _: moved, 2, None, state
-            )
+            return Subject("causal_conv1d_update" + silu, "conv", call, (), outputs, moved, 2, None, ("conv_state",))
         states = ("final_state",) if "states" in self.places else ()
-        call = partial(_conv, **options, output_final_state=bool(states))
-        return Subject("causal_conv1d" + name, "conv", call, (), ("y", *states), lambda _: (2 + self.residual, 3))
+        call = public("causal_conv1d", **options, output_final_state=bool(states))
+        return Subject("causal_conv1d" + silu, "conv", call, (), ("y", *states), (2 + self.residual, 0, 3, 0))
 
-    def _drawn(self, generator: torch.Generator, device: torch.device | str) -> Tensors:
-        drawn_on = generator.device
+    def _drawn(self, normal: Callable[..., Tensor], generator: torch.Generator) -> Tensors:
         B, L, D, W, S = self.B, self.L, self.D, self.W, (self.W - 1) * self.dilation
 
-        def normal(*shape: int, dtype: torch.dtype = self.parameter_dtype) -> Tensor:
-            return torch.randn(shape, generator=generator, device=drawn_on).to(device, dtype)
-
         def data(*shape: int) -> Tensor:
-            return (self.scale * normal(*shape, dtype=torch.float32)).to(self.dtype)
+            return (self.scale * normal(*shape)).to(self.dtype)
+
+        def parameter(*shape: int) -> Tensor:
+            return normal(*shape).to(self.parameter_dtype)
 
         if self.n:
-            tensors = {"x": data(B, L, self.n, D), "gamma": 1 + 0.3 * normal(self.n, D)}
-            return {**tensors, "weight": normal(self.n * D, W) / W**0.5}
-        x = data(B, D) if self.update and L == 1 else data(B, L, D)
-        tensors = {"x": x, "weight": normal(D, W) / W**0.5}
+            tensors = {"x": data(*self.sizes), "gamma": 1 + 0.3 * parameter(self.n, D)}
+            return {**tensors, "weight": parameter(self.n * D, W) / W**0.5}
+        tensors = {"x": data(B, D) if self.update and L == 1 else data(B, L, D), "weight": parameter(D, W) / W**0.5}
         if self.bias:
-            tensors["bias"] = 0.5 * normal(D)
+            tensors["bias"] = 0.5 * parameter(D)
         if self.residual:
             tensors["residual"] = data(B, L, D)
         if self.update:
-            length = S + 2 if self.places else S
-            slots = torch.randperm(B + 2, generator=generator, device=drawn_on)[:B].to(torch.int32)
-            tensors["conv_state"] = data(B + 2 if self.places == "slots" else B, D, length)
-            if self.places == "ring":
-                lengths = torch.randint(0, 100, (B,), generator=generator, device=drawn_on)
-                tensors["cache_seqlens"] = lengths.to(device)
-            if self.places == "slots":
-                slots[-1] = -1
-                tensors["conv_state_indices"] = slots.to(device)
-            return tensors
+            return tensors | self._state(data, S, generator)
         bounds = torch.tensor([0, L // 5, L // 5, L // 2, L - L // 6], dtype=torch.int32)
         if "cu_seqlens" in self.places:
-            tensors["cu_seqlens"] = bounds.to(device)
+            tensors["cu_seqlens"] = bounds
         if self.places == "seq_idx":
             t = torch.arange(L)
             ids = torch.searchsorted(bounds, t, right=True).to(torch.int32)
-            tensors["seq_idx"] = torch.where(t % 11 < 2, -1, ids).expand(B, L).contiguous().to(device)
+            tensors["seq_idx"] = torch.where(t % 11 < 2, -1, ids).expand(B, L).contiguous()
         if "states" in self.places:
-            N = len(bounds) - 1 if "cu_seqlens" in self.places else B
-            tensors["initial_state"] = data(N, D, S)
+            tensors["initial_state"] = data(len(bounds) - 1 if "cu_seqlens" in self.places else B, D, S)
         return tensors
+
+    def _state(self, data: Callable[..., Tensor], S: int, generator: torch.Generator) -> Tensors:
+        """Of a decoding step, with two rows and slots that nobody reads where there are places."""
+        B, drawn_on = self.B, generator.device
+        slots = torch.randperm(B + 2, generator=generator, device=drawn_on)[:B].to(torch.int32)
+        state = data(B + 2 if self.places == "slots" else B, self.D, S + 2 if self.places else S)
+        if self.places == "ring":
+            lengths = torch.randint(0, 100, (B,), generator=generator, device=drawn_on)
+            return {"conv_state": state, "cache_seqlens": lengths}
+        slots[-1] = -1
+        return {"conv_state": state} | ({"conv_state_indices": slots} if self.places == "slots" else {})
 
     def runs_on(self, backend: str) -> bool:
         """Whether the backend's kernels have all that the case asks for."""
@@ -127,18 +108,14 @@ class ConvCase(Drawn):
         return replace(self, B=min(2, self.B), L=min(128, self.L))
 
     @property
-    def _sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:
         return (self.B, self.L, *((self.n,) if self.n else ()), self.D)
 
-    def elements(self) -> int:
-        return math.prod(self._sizes)
-
     def __str__(self) -> str:
-        words = [self.subject.name, "x".join(map(str, self._sizes)), f"W{self.W}", name_of(self.dtype)]
-        words += ["no bias"] * (not self.bias and not self.n) + [f"dilation {self.dilation}"] * (self.dilation > 1)
-        words += ["residual"] * self.residual + [self.places] * bool(self.places)
-        own = [f"norm_eps {self.norm_eps:g}"] * (self.n > 0 and self.norm_eps != ConvCase.norm_eps)
-        return f"{' '.join(words)} {self._words(*own)}".rstrip()
+        first = {f"W{self.W}": True, name_of(self.dtype): True, "no bias": not (self.bias or self.n)}
+        first |= {f"dilation {self.dilation}": self.dilation > 1, "residual": self.residual}
+        other_norm = self.n > 0 and self.norm_eps != ConvCase.norm_eps
+        return self._named(first | {self.places: bool(self.places)}, {f"norm_eps {self.norm_eps:g}": other_norm})
 
 
 AnyCase = Case | ConvCase
@@ -192,10 +169,10 @@ BENCH_CPU = (
     ConvCase(2, 64, 64, dtype=_fp32, n=4),
 )
 SCALING = (
-    sweep("L", "B = 8, D = 4096", (512, 1024, 2048, 4096, 8192), lambda L: ConvCase(8, L, 4096)),
-    sweep("D", "B = 8, L = 4096", (1024, 2048, 3072, 4096, 8192), lambda D: ConvCase(8, 4096, D)),
+    Sweep("L", "B = 8, D = 4096", {L: ConvCase(8, L, 4096) for L in (512, 1024, 2048, 4096, 8192)}),
+    Sweep("D", "B = 8, L = 4096", {D: ConvCase(8, 4096, D) for D in (1024, 2048, 3072, 4096, 8192)}),
 )
 SCALING_CPU = (
-    sweep("L", "B = 2, D = 256", (128, 256, 512, 1024), lambda L: ConvCase(2, L, 256, dtype=_fp32)),
-    sweep("D", "B = 2, L = 256", (64, 128, 256, 512), lambda D: ConvCase(2, 256, D, dtype=_fp32)),
+    Sweep("L", "B = 2, D = 256", {L: ConvCase(2, L, 256, dtype=_fp32) for L in (128, 256, 512, 1024)}),
+    Sweep("D", "B = 2, L = 256", {D: ConvCase(2, 256, D, dtype=_fp32) for D in (64, 128, 256, 512)}),
 )

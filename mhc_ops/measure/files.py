@@ -7,7 +7,6 @@ the file that this process prints to.
 
 import errno
 import os
-import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -22,14 +21,13 @@ class Unwritable(Refused):
 
 def refuse_unless_writable(path: Path) -> None:
     """OSError that says why a file could not be written; leaves nothing behind."""
-    status = _status(path)
-    if status is not None and stat.S_ISDIR(status.st_mode):
+    if (there := _exists(path)) and path.is_dir():
         raise OSError(errno.EISDIR, "is a folder")
-    if status is not None and not os.access(path, os.W_OK):
+    if there and not os.access(path, os.W_OK):
         raise OSError(errno.EACCES, "is read-only")
+    if there and path.is_socket() and _stream(path) is None:
+        raise OSError(errno.ENXIO, "is a socket")
     if not is_replaced(path):
-        if status is not None and stat.S_ISSOCK(status.st_mode) and _stream(path) is None:
-            raise OSError(errno.ENXIO, "is a socket")
         return
     folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
@@ -42,8 +40,7 @@ def refuse_unless_writable(path: Path) -> None:
 
 def is_replaced(path: Path) -> bool:
     """Whether it can be written again and again; what is written directly takes one text."""
-    status = _status(path)
-    return status is None or (stat.S_ISREG(status.st_mode) and _stream(path) is None)
+    return not _exists(path) or (path.is_file() and _stream(path) is None)
 
 
 def write(path: Path, text: str) -> None:
@@ -52,29 +49,27 @@ def write(path: Path, text: str) -> None:
         stream.write(text)
         return
     try:
-        if is_replaced(path):
-            _replace(Path(os.path.realpath(path)), text)
-        else:
+        if not is_replaced(path):
             path.write_text(text, encoding="utf-8", errors="replace")
+            return
+        final = Path(os.path.realpath(path))
+        part = final.with_name(final.name + ".part")
+        try:
+            part.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(part, final)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise Unwritable(f"{path}: {error.strerror}") from error
 
 
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
+def _exists(path: Path) -> bool:
+    """What the path leads to; OSError where that cannot be said."""
     try:
-        part.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _status(path: Path) -> os.stat_result | None:
-    """Of what the path leads to; None where nothing is there yet."""
-    try:
-        return path.stat()
+        path.stat()
     except FileNotFoundError:
-        return None
+        return False
+    return True
 
 
 def _stream(path: Path) -> TextIO | None:

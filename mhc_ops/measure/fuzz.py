@@ -3,11 +3,13 @@
 Every backend is compared with fp64, and the kernels with themselves: the same call twice gives the same bits.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as numbers
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,20 +123,11 @@ def _mhc(kernels: random.Random, draw: random.Random, small: bool) -> Case:
     D = max(_size(kernels, 80 if small else 1100), -(-SHORTEST_NORM // n))
     dtype, parameters = kernels.choice(FLOATS), kernels.choice((*FLOATS, torch.float32, torch.float64))
     T = _tokens(draw, small)
-    return Case(
-        subject.with_options(**_options(draw, subject)),
-        draw.choice([(T,), (T,), (1, T), (T, 1)]),
-        n,
-        0 if subject is cases.SINKHORN else D,
-        dtype,
-        gamma=kernels.random() < 0.5,
-        scale=_scale(draw, parameters),
-        parameter_dtype=parameters,
-        sigma=draw.choice((0.1, 1.05, 3.0)),
-        seed=draw.randrange(1 << 30),
-        unused=_unused(kernels, subject.differentiable),
-        layout=draw.choice(LAYOUTS),
-    )
+    drawn: dict[str, Any] = {"subject": subject.with_options(**_options(draw, subject))}
+    drawn |= {"outer": draw.choice([(T,), (T,), (1, T), (T, 1)]), "gamma": kernels.random() < 0.5}
+    drawn |= {"scale": _scale(draw, parameters), "sigma": draw.choice((0.1, 1.05, 3.0))}
+    drawn |= _shared(kernels, draw, subject.differentiable)
+    return Case(n=n, D=0 if subject is cases.SINKHORN else D, dtype=dtype, parameter_dtype=parameters, **drawn)
 
 
 def _options(draw: random.Random, subject: Subject) -> dict[str, float]:
@@ -155,7 +148,8 @@ def _conv(kernels: random.Random, draw: random.Random, small: bool) -> ConvCase:
     op = kernels.choice(CONV)
     D, n, places = _size(kernels, 80 if small else 1100), 0, kernels.choice(("", *PLACES))
     L, B = _tokens(draw, small), draw.choice((1, 1, 2, 3))
-    if op == "causal_conv1d_update":
+    update = op == "causal_conv1d_update"
+    if update:
         L, places = draw.randint(1, 4), kernels.choice(("", "ring", "slots"))
     if op == "short_conv":
         places, n, D = "", draw.randint(1, 2 if small else 8), min(max(D, SHORTEST_NORM), 300)
@@ -163,25 +157,17 @@ def _conv(kernels: random.Random, draw: random.Random, small: bool) -> ConvCase:
     if "cu_seqlens" in places or slow:
         B = 1
     parameters = kernels.choice((*FLOATS, torch.float32, torch.float64))
-    outputs = ("y", "final_state") if "states" in places else ()
-    return ConvCase(
-        B, L, D,
-        W=kernels.randint(1, 8),
-        dtype=kernels.choice(FLOATS),
-        silu=kernels.random() < 0.5,
-        bias=kernels.random() < 0.5,
-        dilation=draw.choice((1, 1, 2) if slow else (1, 1, 2, 3, 5)),
-        residual=kernels.random() < 0.5 and op != "causal_conv1d_update",
-        places=places,
-        n=n,
-        update=op == "causal_conv1d_update",
-        scale=_scale(draw, parameters),
-        parameter_dtype=parameters,
-        norm_eps=draw.choice(EPSILONS),
-        seed=draw.randrange(1 << 30),
-        unused=_unused(kernels, outputs),
-        layout=draw.choice(LAYOUTS),
-    )  # fmt: skip
+    drawn: dict[str, Any] = {"W": kernels.randint(1, 8), "dtype": kernels.choice(FLOATS)}
+    drawn |= {"silu": kernels.random() < 0.5, "bias": kernels.random() < 0.5}
+    drawn |= {"dilation": draw.choice((1, 1, 2) if slow else (1, 1, 2, 3, 5))}
+    drawn |= {"residual": kernels.random() < 0.5 and not update, "scale": _scale(draw, parameters)}
+    drawn |= {"norm_eps": draw.choice(EPSILONS), "parameter_dtype": parameters}
+    drawn |= _shared(kernels, draw, ("y", "final_state") if "states" in places else ())
+    return ConvCase(B, L, D, places=places, n=n, update=update, **drawn)
+
+
+def _shared(kernels: random.Random, draw: random.Random, outputs: Sequence[str]) -> dict[str, Any]:
+    return {"seed": draw.randrange(1 << 30), "unused": _unused(kernels, outputs), "layout": draw.choice(LAYOUTS)}
 
 
 def _size(draw: random.Random, largest: int) -> int:
@@ -195,8 +181,7 @@ def _tokens(draw: random.Random, small: bool) -> int:
 
 
 def _scale(draw: random.Random, parameter_dtype: torch.dtype) -> float:
-    largest = LARGEST_IN_FP16 if parameter_dtype == torch.float16 else SCALES[-1]
-    return min(largest, draw.choice(SCALES))
+    return min(LARGEST_IN_FP16 if parameter_dtype == torch.float16 else math.inf, draw.choice(SCALES))
 
 
 def _unused(draw: random.Random, outputs: Sequence[str]) -> tuple[str, ...]:

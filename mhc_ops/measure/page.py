@@ -1,22 +1,26 @@
-"""Results as one HTML page that needs nothing beside itself, and as Markdown; drawn from the JSON file alone. The
-templates say how they look, tables.py what they show."""
+"""Results as one HTML page that needs nothing beside itself, as Markdown and as a picture; drawn from the JSON file
+alone. The templates say how they look; here is what they show, each number with its origin in the file."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.backend import BACKENDS
+from .accuracy import Row
 from .peers import WITH_GRADIENTS
 from .report import Refused, Table
 from .results import DIRECTIONS, Results
-from .speed import Measurement
-from .tables import DIRECTION_WORDS, Bar, CaseBars, Shown, Value, growth_table, size_of, step_table
+from .speed import Growth, Measurement
+from .tables import GROWTH, STEPS, by_reason, figure, table
 from .training_model import PLAIN
 
 TEMPLATES = Path(__file__).parent / "templates"
+WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
 SHORT_WORDS = {"forward": "fwd", "backward": "bwd", "both": "step"}
+PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
 LONGEST_BAR = 6  # times the floor; a bar that is longer is drawn with a gap
 
 
@@ -43,19 +47,171 @@ def slug(name: str) -> str:
     return re.sub(r"\W+", "-", name)
 
 
-def as_markdown(table: Table) -> str:
-    lines = [table.header, ["---"] * len(table.header), *table.rows]
+def code(subject: str) -> str:
+    name, *options = subject.split()
+    return ", ".join([f"`{name}`", *options])
+
+
+def extent(values: Sequence[float], form: str, unit: str) -> str:
+    """1.8 to 4.1×, or one number where both are the same."""
+    ends = dict.fromkeys(f"{end:{form}}" for end in (min(values), max(values))) if values else ()
+    return " to ".join(ends) + unit if ends else "–"
+
+
+def as_markdown(shown: Table) -> str:
+    lines = [shown.header, ["---"] * len(shown.header), *shown.rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def size_of(case: str, subject: str) -> str:
+    """mhc_pre 8192x4x4096 bfloat16 no gamma -> 8192 × 4 × 4096 bfloat16 no gamma"""
+    return re.sub(r"(?<=\d)x(?=\d)", " × ", case.removeprefix(subject).strip())
+
+
+class Value(NamedTuple):
+    """A number and its origin: paths into the JSON file, joined by " * " and " / " and evaluated from left to right."""
+
+    value: float
+    origin: str
+
+    def over(self, other: "Value") -> "Value":
+        return Value(self.value / other.value, f"{self.origin} / {other.origin}")
+
+
+class Bar(NamedTuple):
+    """One measurement and its number in the file."""
+
+    number: int
+    entry: Measurement
+
+    def of(self, name: str) -> Value | None:
+        found = getattr(self.entry, name)
+        return None if found is None else Value(found, f"measurements.{self.number}.{name}")
+
+    @property
+    def copy_bandwidth(self) -> Value:
+        """GB/s of the copy."""
+        at, m = f"measurements.{self.number}", self.entry
+        origin = f"{at}.bandwidth * {at}.microseconds / {at}.copy_microseconds"
+        return Value(m.bandwidth * m.microseconds / m.copy_microseconds, origin)
+
+
+class CaseBars:
+    """All of one case: direction -> provider -> measurement, in the order of the providers."""
+
+    def __init__(self, every: Sequence[Bar], providers: Sequence[str]) -> None:
+        first = every[0].entry
+        self.every, self.subject, self.case, self.group = every, first.subject, first.case, first.group
+        self.size = size_of(self.case, self.subject)
+        self.has_memory = any(bar.entry.peak_megabytes for bar in every)
+        ordered = sorted(every, key=lambda bar: providers.index(bar.entry.provider))
+        of_direction = {d: {b.entry.provider: b for b in ordered if b.entry.direction == d} for d in DIRECTIONS}
+        self.bars = {direction: bars for direction, bars in of_direction.items() if bars}
+
+    def bar(self, direction: str, provider: str) -> Bar | None:
+        return self.bars.get(direction, {}).get(provider)
+
+    def ours(self, direction: str) -> Bar | None:
+        """The fastest of our kernels."""
+        kernels = [bar for provider, bar in self.bars.get(direction, {}).items() if provider in BACKENDS]
+        return min(kernels, key=lambda bar: bar.entry.microseconds, default=None)
+
+
+class Shown:
+    """The results of one file in the order in which they are shown."""
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.device = results.versions.get("device", "unknown device")
+        names = list(dict.fromkeys(m.provider for m in results.measurements))
+        order = [*PROVIDER_ORDER, *(name for name in names if name not in PROVIDER_ORDER)]
+        self.providers = sorted(names, key=order.index)
+        found = _grouped([Bar(*pair) for pair in enumerate(results.measurements)], lambda bar: bar.entry.case)
+        self.cases = [CaseBars(bars, self.providers) for bars in found.values()]
+        self.training, self.decode = ([c for c in self.cases if c.group == group] for group in ("training", "decode"))
+        self.subjects = list(dict.fromkeys(case.subject for case in (*self.training, *self.decode)))
+        self.reasons = by_reason(results.not_measured)
+
+    def alike(self, cases: Sequence[CaseBars]) -> list[tuple[list[str], list[CaseBars]]]:
+        """Ops that the same providers have share a table: the providers, and the cases."""
+
+        def providers(case: CaseBars) -> tuple[str, ...]:
+            of_op = [c for c in cases if c.subject == case.subject and c.group == case.group]
+            there = {bar.entry.provider for c in of_op for bar in c.every}
+            return case.group, *(provider for provider in self.providers if provider in there)
+
+        return [(names, found) for (_, *names), found in _grouped(cases, providers).items()]
+
+    def overview(self) -> Table:
+        """Over all training sizes: how near ours comes to a copy, and how long the others take."""
+        others = [provider for provider in self.providers if provider not in BACKENDS]
+        rows = []
+        for subject, direction in itertools.product(self.subjects, DIRECTIONS):
+            cases = [case for case in self.training if case.subject == subject]
+            pairs = [(case, bar.entry) for case in cases if (bar := case.ours(direction))]
+            if pairs:
+                share = extent([100 * ours.of_copy for _, ours in pairs], ".0f", "%")
+                ratios = [
+                    extent(
+                        [b.entry.microseconds / o.microseconds for c, o in pairs if (b := c.bar(direction, p))],
+                        ".1f",
+                        "×",
+                    )
+                    for p in others
+                ]
+                bandwidth = extent([ours.bandwidth for _, ours in pairs], ".0f", "")
+                rows.append([code(subject), WORDS[direction], share, bandwidth, *ratios])
+        return Table(["op", "", "of a copy", "GB/s", *others], rows)
+
+    def charts(self) -> dict[tuple[str, ...], list[tuple[int, Growth]]]:
+        """By subject, axis, what stays and direction; a training step only where there are few."""
+        every = list(enumerate(self.results.scaling))
+        found = _grouped(every, lambda pair: (pair[1].subject, pair[1].axis, pair[1].at, pair[1].direction))
+        return {key: growths for key, growths in found.items() if key[3] != "both" or len(found) < 5}
+
+    def accuracy(self) -> dict[str, dict[tuple[str, str], dict[str, tuple[int, Row]]]]:
+        """Of every op, case, provider and output the row. Some libraries run other kernels where gradients are wanted:
+        the larger error counts."""
+        found: dict[str, dict[tuple[str, str], dict[str, tuple[int, Row]]]] = {}
+        for index, row in enumerate(self.results.accuracy):
+            line = found.setdefault(_subject(row.case), {}).setdefault((row.case, row.backend), {})
+            output = row.output.removesuffix(WITH_GRADIENTS)
+            line[output] = max(filter(None, [line.get(output), (index, row)]), key=_badness)
+        return found
+
+    def errors(self) -> dict[str, dict[str, float]]:
+        """The largest of each output and provider."""
+        found: dict[str, dict[str, float]] = {}
+        for row in self.results.accuracy:
+            errors = found.setdefault(row.output.removesuffix(WITH_GRADIENTS), {})
+            known, new = errors.get(row.backend, 0.0), row.relative_error
+            errors[row.backend] = new if math.isnan(new) or new > known else known
+        return found
+
+
+def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    found: dict[Any, list[Any]] = {}
+    for entry in entries:
+        found.setdefault(key(entry), []).append(entry)
+    return found
+
+
+def _badness(entry: tuple[int, Row]) -> tuple[bool, float]:
+    return not entry[1].passed, entry[1].relative_error
+
+
+def _subject(case: str) -> str:
+    """The words before the sizes."""
+    words = case.split()
+    return " ".join(words[: next((i for i, word in enumerate(words) if word[0].isdigit()), 1)])
+
+
 def draw(results: Results) -> str:
-    shown, steps = Shown(results), step_table(results.steps)
-    return _render("page.html", shown=shown, r=results, steps=steps, LONGEST_BAR=LONGEST_BAR)
+    return _render("page.html", shown=Shown(results), r=results, LONGEST_BAR=LONGEST_BAR)
 
 
 def markdown(files: Sequence[Results]) -> str:
-    tables = (step_table, overview_table, training_tables, small_table, memory_tables, error_table, growth_table)
-    return _render("benchmarks.md", files=[Shown(results) for results in files], **{t.__name__: t for t in tables})
+    return _render("benchmarks.md", files=[Shown(results) for results in files])
 
 
 def picture(results: Results) -> str:
@@ -66,7 +222,7 @@ def picture(results: Results) -> str:
         raise Refused("--svg draws training steps, and there are none: mhc-ops bench --case training_step --json FILE")
     bars = [step for step in eager if step.size == plain.size and step.overhead_percent is not None]
     bars.sort(key=lambda step: step.overhead_percent or 0.0)
-    return _render("training_step.svg", bars=bars, plain=plain, device=Shown(results).device, OURS=BACKENDS)
+    return _render("training_step.svg", bars=bars, plain=plain, device=Shown(results).device)
 
 
 def _render(template: str, **values: Any) -> str:
@@ -79,117 +235,7 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters: list[Callable[..., Any]] = [significant, percent, grid_step, slug, as_markdown, math.isfinite, math.log10]
-    environment.filters |= {function.__name__: function for function in filters}
-    environment.globals |= {"WORDS": DIRECTION_WORDS, "SHORT": SHORT_WORDS, "Value": Value, "size_of": size_of}
-    return environment.get_template(template).render(**values).strip() + "\n"
-
-
-# The tables of Markdown.
-
-
-def overview_table(shown: Shown) -> Table:
-    """Over all training sizes: how near ours comes to a copy, and how long the others take."""
-    others = [provider for provider in shown.providers if provider not in BACKENDS]
-    rows = []
-    for subject in shown.subjects:
-        of_op = [case for case in shown.training if case.subject == subject]
-        for direction, words in DIRECTION_WORDS.items():
-            pairs = [(case, bar.entry) for case in of_op if (bar := case.ours(direction))]
-            if pairs:
-                share = _extent([100 * ours.of_copy for _, ours in pairs], ".0f", "%")
-                bandwidth = _extent([ours.bandwidth for _, ours in pairs], ".0f", "")
-                ratios = [_ratios(pairs, direction, other) for other in others]
-                rows.append([_code(subject), words, share, bandwidth, *ratios])
-    return Table(["op", "", "of a copy", "GB/s", *others], rows)
-
-
-def _ratios(pairs: Sequence[tuple[CaseBars, Measurement]], direction: str, other: str) -> str:
-    bars = [(case.bar(direction, other), ours) for case, ours in pairs]
-    return _extent([bar.entry.microseconds / ours.microseconds for bar, ours in bars if bar], ".1f", "×")
-
-
-def _extent(values: Sequence[float], form: str, unit: str) -> str:
-    """1.8 to 4.1×, or one number where both are the same."""
-    ends = dict.fromkeys(f"{end:{form}}" for end in (min(values), max(values))) if values else ()
-    return " to ".join(ends) + unit if ends else "–"
-
-
-def training_tables(shown: Shown) -> list[Table]:
-    """Ours: µs · share of a copy; others: µs (times the faster of ours). Ops that the same providers have together."""
-
-    def cell(case: CaseBars, direction: str, provider: str) -> str:
-        bar, ours = case.bar(direction, provider), case.ours(direction)
-        if bar is None:
-            return "–"
-        time, fastest = bar.entry.microseconds, min(b.entry.microseconds for b in case.bars[direction].values())
-        words = f"{time:.1f} · {bar.entry.of_copy:.0%}"
-        if ours is not None and provider not in BACKENDS:
-            words = f"{time:.1f} ({time / ours.entry.microseconds:.1f}×)"
-        return f"**{words}**" if time == fastest else words
-
-    def row(case: CaseBars, direction: str, providers: Sequence[str]) -> list[str]:
-        cells = [cell(case, direction, provider) for provider in providers]
-        return [_code(case.subject), case.size, DIRECTION_WORDS[direction], *cells]
-
-    return [
-        Table(["op", "size", "", *providers], [row(case, d, providers) for case in cases for d in case.bars])
-        for providers, cases in shown.alike(shown.training)
-    ]
-
-
-def small_table(shown: Shown) -> Table:
-    """Device and host times; host times also in multiples of torch.add where that was measured."""
-
-    def cells(case: CaseBars, provider: str) -> Iterable[str]:
-        for direction in DIRECTIONS:
-            bar = case.bar(direction, provider)
-            yield f"{bar.entry.microseconds:.1f}" if bar else "–"
-            if direction != "backward":
-                yield _host(bar, shown.results.add_microseconds)
-
-    header = ["op", "size", "provider", "forward µs", "on the host", "backward µs", "step µs", "on the host"]
-    every = [(case, p) for case in shown.decode for p in shown.providers if any(p in b for b in case.bars.values())]
-    return Table(header, [[_code(case.subject), case.size, p, *cells(case, p)] for case, p in every])
-
-
-def _host(bar: Bar | None, add_microseconds: float | None) -> str:
-    if bar is None or bar.entry.host_microseconds is None:
-        return "–"
-    adds = f" ({bar.entry.host_microseconds / add_microseconds:.1f} adds)" if add_microseconds else ""
-    return f"{bar.entry.host_microseconds:.0f} µs{adds}"
-
-
-def memory_tables(shown: Shown) -> list[Table]:
-    """Peak MB above the inputs: forward · training step."""
-
-    def cell(case: CaseBars, provider: str) -> str:
-        bars = [case.bar(direction, provider) for direction in ("forward", "both")]
-        peaks = [None if bar is None else bar.entry.peak_megabytes for bar in bars]
-        return " · ".join("–" if peak is None else f"{peak:.0f}" for peak in peaks) if any(peaks) else "–"
-
-    cases = [case for case in shown.with_memory() if case.group == "training"]
-    return [
-        Table(["op", "size", *providers], [[_code(c.subject), c.size, *(cell(c, p) for p in providers)] for c in found])
-        for providers, found in shown.alike(cases)
-    ]
-
-
-def error_table(shown: Shown) -> Table:
-    """The largest relative error of each output and gradient, over all cases of the run."""
-    providers = list(dict.fromkeys(row.backend for row in shown.results.accuracy))
-    found: dict[str, dict[str, float]] = {}
-    for row in shown.results.accuracy:
-        errors = found.setdefault(row.output.removesuffix(WITH_GRADIENTS), {})
-        errors[row.backend] = max(errors.get(row.backend, 0.0), row.relative_error, key=_nan_last)
-    rows = [[f"`{o}`", *(f"{e[p]:.1e}" if p in e else "–" for p in providers)] for o, e in found.items()]
-    return Table(["output or gradient", *providers], rows)
-
-
-def _nan_last(error: float) -> tuple[bool, float]:
-    return math.isnan(error), error
-
-
-def _code(subject: str) -> str:
-    name, *options = subject.split()
-    return ", ".join([f"`{name}`", *options])
+    filters: list[Callable[..., Any]] = [significant, percent, grid_step, slug, code, as_markdown, figure]
+    environment.filters |= {function.__name__: function for function in [*filters, math.isfinite, math.log10]}
+    values |= {"WORDS": WORDS, "SHORT": SHORT_WORDS, "Value": Value, "size_of": size_of, "tabulate": table}
+    return environment.get_template(template).render(**values, STEPS=STEPS, GROWTH=GROWTH, OURS=BACKENDS).strip() + "\n"

@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,6 @@ from . import accuracy
 from .cases import Tensors
 from .conv_cases import AnyCase
 
-CONV = ("causal_conv1d", "causal_conv1d silu")
-CONV_UPDATE = ("causal_conv1d_update", "causal_conv1d_update silu")
 WITH_GRADIENTS = " with gradients"
 
 # The same function is one that is off by no more than five roundings in a row, in norm: a projection, its sums, two
@@ -33,6 +31,7 @@ TENSOR_CORES = ROUNDINGS * TF32_ROUNDING  # what fp32 tensors are held to where 
 NO_TENSOR_CORES = accuracy.NORM_TOLERANCE[torch.float32]
 
 Outputs = tuple[Tensor, ...]
+Function = Callable[..., Outputs]
 Layer = Callable[[Tensor], Tensor]
 
 
@@ -43,12 +42,12 @@ class Prepared:
     tensors: the peer's own leaves, converted once from ours; their gradients come in the peer's layout and type.
     call: differentiable with the peer's backward, given contiguous cotangents for every output, in the order of the
           outputs; a backward may overwrite the cotangent of x_next. Of mhc_layer, h_out may be the layer itself.
-    same: the leaves that hold a tensor of ours as it is: their gradients can be compared. Their name -> our name.
+    same: the leaves that hold a tensor of ours as it is: their gradients can be compared.
     """
 
     tensors: Tensors
-    call: Callable[..., Outputs]
-    same: Mapping[str, str]
+    call: Function
+    same: Collection[str]
 
 
 def load_module(peer: "Peer") -> Any:
@@ -90,10 +89,6 @@ class Peer:
         """None where it lacks the op; RuntimeError where it is not installed or does not import."""
         return self.adapt(lambda: self.load(self), subject, {name: tensor.detach() for name, tensor in ours.items()})
 
-    def tolerance(self, dtype: torch.dtype) -> float:
-        """In norm, for an op on tensors of this type."""
-        return ROUNDINGS * accuracy.ROUNDING[dtype] if dtype in accuracy.ROUNDING else self.fp32_tolerance
-
 
 def version(peer: Peer) -> str | None:
     """Of the installed distribution, or None."""
@@ -134,17 +129,29 @@ def measure(peer: Peer, case: AnyCase, device: torch.device | str = "cpu") -> li
     if subject.differentiable:  # the truth is there before a backward may overwrite a cotangent
         trained = accuracy.run(theirs, prepared.tensors, peer.name, cotangents)
         results |= {name + WITH_GRADIENTS: trained[name] for name in subject.outputs}
-        same = {name: trained[f"d{leaf}"] for leaf, name in prepared.same.items() if f"d{leaf}" in trained}
-        results |= {f"d{name}": gradient.view_as(ours[name]) for name, gradient in same.items()}
-    tolerance = peer.tolerance(next(iter(ours.values())).dtype)
+        same = [name for name in prepared.same if f"d{name}" in trained]
+        results |= {f"d{name}": trained[f"d{name}"].view_as(ours[name]) for name in same}
+    dtype = next(iter(ours.values())).dtype
+    rounding = accuracy.ROUNDING.get(dtype)
+    tolerance = peer.fp32_tolerance if rounding is None else ROUNDINGS * rounding
     return [
         accuracy.judge(case, peer.name, name, result, exact[name.removesuffix(WITH_GRADIENTS)], tolerance)
         for name, result in results.items()
     ]
 
 
-def _output(h_out: Tensor | Layer, h_in: Tensor) -> Tensor:
-    return h_out(h_in) if callable(h_out) else h_out
+def _composed(pre: Function, post: Function) -> dict[str, Function]:
+    """All of mHC, of a pre and a post that take tensors by our names."""
+
+    def post_pre(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, **maps: Tensor) -> Outputs:
+        (x_next,) = post(x, h_out, h_post, h_res)
+        return x_next, *pre(x_next, **maps)
+
+    def layer(x: Tensor, h_out: Tensor | Layer, **maps: Tensor) -> Outputs:
+        h_in, h_post, h_res = pre(x, **maps)
+        return *post(x, h_out(h_in) if callable(h_out) else h_out, h_post, h_res), h_in
+
+    return {"mhc_pre": pre, "mhc_post": post, "mhc_post_pre": post_pre, "mhc_layer": layer}
 
 
 # Liger: phi is [nD, M] in the type of x (its tensor-core path), alpha three scalars.
@@ -160,45 +167,32 @@ def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | N
     options = {"rms_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
     options |= {"allow_fp32": True, "tmax": OURS.sinkhorn_iters, "post_mult": OURS.post_mult}
 
-    def pre(x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor) -> Outputs:
-        parameters = (phi, b, alpha_pre, alpha_post, alpha_res)
-        h_pre, h_post, h_res = ops.liger_mhc_coeffs(x, *parameters, **options)
+    def pre(x: Tensor, phi: Tensor, bias: Tensor, alpha_0: Tensor, alpha_1: Tensor, alpha_2: Tensor) -> Outputs:
+        h_pre, h_post, h_res = ops.liger_mhc_coeffs(x, phi, bias, alpha_0, alpha_1, alpha_2, **options)
         return ops.liger_mhc_pre(x, h_pre), h_post, h_res
 
-    def post(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Outputs:
-        return (ops.liger_mhc_post_res(x, f_out, h_post, h_res),)
+    def post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> Outputs:
+        return (ops.liger_mhc_post_res(x, h_out, h_post, h_res),)
 
-    def post_pre(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor, **parameters: Tensor) -> Outputs:
-        (x_next,) = post(x, f_out, h_post, h_res)
-        return x_next, *pre(x_next, **parameters)
-
-    def layer(x: Tensor, f_out: Tensor | Layer, **parameters: Tensor) -> Outputs:
-        h_in, h_post, h_res = pre(x, **parameters)
-        return *post(x, _output(f_out, h_in), h_post, h_res), h_in
-
-    calls: dict[str, Callable[..., Outputs]]
-    calls = {"mhc_pre": pre, "mhc_post": post, "mhc_post_pre": post_pre, "mhc_layer": layer}
+    calls = _composed(pre, post)
     if subject not in calls or "gamma" in ours or ours["x"].shape[-2].bit_count() != 1:
         return None
-    ops = load()
-    x, theirs = ours["x"], {"x": ours["x"]}
-    if "h_out" in ours:
-        theirs["f_out"] = ours["h_out"]
+    ops, x = load(), ours["x"]
+    theirs = {name: tensor for name, tensor in ours.items() if name in ("x", "h_out", "h_post")}
     if "h_res" in ours:
-        theirs |= {"h_post": ours["h_post"], "h_res": ours["h_res"].mT.contiguous()}
+        theirs["h_res"] = ours["h_res"].mT.contiguous()
     if "phi" in ours:
         n = x.shape[-2]
         rows = torch.arange(n * n + 2 * n, device=x.device)
         if subject == "mhc_layer":  # res row i·n + j exchanged for row j·n + i
             rows = torch.cat([rows[: 2 * n], rows[2 * n :].view(n, n).T.flatten()])
-        theirs |= {"phi": ours["phi"][rows].T.to(x.dtype).contiguous(), "b": ours["bias"][rows].float()}
-        scalars = (alpha.clone() for alpha in ours["alpha"].float().unbind())
-        theirs |= dict(zip(("alpha_pre", "alpha_post", "alpha_res"), scalars))
-    return Prepared(theirs, calls[subject], {"x": "x", "f_out": "h_out"})
+        theirs |= {"phi": ours["phi"][rows].T.to(x.dtype).contiguous(), "bias": ours["bias"][rows].float()}
+        theirs |= {f"alpha_{nth}": alpha.clone() for nth, alpha in enumerate(ours["alpha"].float().unbind())}
+    return Prepared(theirs, calls[subject], ("x", "h_out"))
 
 
-# TileKernels: [1, T, ...] tensors named residual, x (our h_out), fn, scale, base, post_mix [..., n, 1] and comb_mix.
-# The same function as ours, with the projection in tf32 (3e-4 off in norm).
+# TileKernels: [1, T, ...] tensors, and h_post [..., n, 1]. The same function as ours, with the projection in tf32 (3e-4
+# off in norm).
 #
 # Its pre adds to the gradient of the streams in place, in a buffer that the backward of the same layer's post has left
 # at the storage of the streams; so does mhc_layer here. mhc_post_pre ends before that post: a stand-in leaves the
@@ -206,23 +200,19 @@ def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | N
 # its unfused path, which clears and adds whole gradients: more than a model pays. The buffer outlives a backward of
 # post alone, so every prepared subject owns a copy of the streams.
 
-_TILE_KERNELS_NAMES = {"x": "residual", "h_out": "x", "h_post": "post_mix", "h_res": "comb_mix"}
-_TILE_KERNELS_NAMES |= {"phi": "fn", "alpha": "scale", "bias": "base", "logits": "logits"}
-
 
 class _NextPost(torch.autograd.Function):
     """The streams as they are; backward leaves their cotangent where the post of the next layer would."""
 
     @staticmethod
-    def forward(ctx: Any, residual: Tensor) -> Tensor:
-        ctx.save_for_backward(residual)
-        return residual.view_as(residual)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        (residual,) = ctx.saved_tensors
-        cotangent = cotangents[0].contiguous()
-        residual.untyped_storage().grad_from_mhc_post = cotangent
+        (x,) = ctx.saved_tensors
+        x.untyped_storage().grad_from_mhc_post = cotangent = cotangents[0].contiguous()
         return cotangent
 
 
@@ -240,43 +230,34 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
     options = {"norm_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
     options |= {"sinkhorn_repeat": OURS.sinkhorn_iters, "post_mult_value": OURS.post_mult}
 
-    def maps(h_in: Tensor, post_mix: Tensor, comb_mix: Tensor) -> Outputs:
-        """h_in, h_post, h_res"""
-        return h_in.squeeze(0), post_mix.squeeze(-1).squeeze(0), comb_mix.squeeze(0)
+    def fused_pre(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Outputs:
+        h_in, maps = ops.mhc_pre(x, phi, alpha, bias, **options)
+        return h_in, *maps
 
-    def pre(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> Outputs:
+    def pre(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Outputs:
         if not torch.is_grad_enabled():
-            h_in, mixes = ops.mhc_pre(residual, fn, scale, base, **options)
-            return maps(h_in, *mixes)
-        mixes = ops.mhc_pre_norm_fn(residual, fn, None, OURS.norm_eps, fuse_grad_acc=False)
-        pre_mix, post_mix, logits = ops.mhc_pre_split_mixes(
-            mixes, scale, base, residual.shape[-2], OURS.post_mult, OURS.hc_eps
-        )
-        (comb_mix,) = sinkhorn(logits)
-        return maps(ops.mhc_pre_apply_mix(residual, pre_mix), post_mix, comb_mix)
+            return fused_pre(x, phi, alpha, bias)
+        mixes = ops.mhc_pre_norm_fn(x, phi, None, OURS.norm_eps, fuse_grad_acc=False)
+        mixes = ops.mhc_pre_split_mixes(mixes, alpha, bias, x.shape[-2], OURS.post_mult, OURS.hc_eps)
+        h_pre, h_post, logits = mixes
+        return ops.mhc_pre_apply_mix(x, h_pre), h_post, *sinkhorn(logits)
 
-    def post(residual: Tensor, x: Tensor, post_mix: Tensor, comb_mix: Tensor) -> Outputs:
-        return (ops.mhc_post(x, residual, post_mix, comb_mix).squeeze(0),)
+    def post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> Outputs:
+        return (ops.mhc_post(h_out, x, h_post, h_res),)
 
-    def post_pre(residual: Tensor, x: Tensor, post_mix: Tensor, comb_mix: Tensor, **parameters: Tensor) -> Outputs:
-        x_next = ops.mhc_post(x, residual, post_mix, comb_mix)
-        h_in, mixes = ops.mhc_pre(x_next, **parameters, **options)
-        outputs = maps(h_in, *mixes)
-        return _NextPost.apply(x_next).squeeze(0), *outputs  # last, so that its backward runs before that of pre
+    def post_pre(**tensors: Tensor) -> Outputs:
+        x_next, *maps = composed["mhc_post_pre"](**tensors)
+        return _NextPost.apply(x_next), *maps  # last, so that its backward runs before that of pre
 
-    def layer(residual: Tensor, x: Tensor | Layer, **parameters: Tensor) -> Outputs:
-        h_in, mixes = ops.mhc_pre(residual, **parameters, **options)
-        return ops.mhc_post(_output(x, h_in), residual, *mixes).squeeze(0), h_in.squeeze(0)
-
-    def head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> Outputs:
+    def head(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Outputs:
         # The parts of its mhc_head, which itself neither takes more than one token (a strided slice goes to a kernel
         # for dense tensors) nor has a backward (it asks for the gradient that a post leaves; none follows the last
         # layer).
-        n = residual.shape[-2]
-        padded = F.pad(fn, (0, 0, 0, n * n + 2 * n - fn.shape[0]))
-        mixes = ops.mhc_pre_norm_fn(residual, padded, None, OURS.norm_eps, fuse_grad_acc=False)
-        mix = ops.mhc_head_compute_mix(mixes[..., :n].contiguous(), scale, base, OURS.hc_eps)
-        return (ops.mhc_pre_apply_mix(residual, mix.unsqueeze(-1)).squeeze(0),)
+        n = x.shape[-2]
+        padded = F.pad(phi, (0, 0, 0, n * n + 2 * n - phi.shape[0]))
+        mixes = ops.mhc_pre_norm_fn(x, padded, None, OURS.norm_eps, fuse_grad_acc=False)
+        mix = ops.mhc_head_compute_mix(mixes[..., :n].contiguous(), alpha, bias, OURS.hc_eps)
+        return (ops.mhc_pre_apply_mix(x, mix.unsqueeze(-1)),)
 
     def sinkhorn(logits: Tensor) -> Outputs:
         return (ops.sinkhorn_normalize(logits, repeat=OURS.sinkhorn_iters, eps=OURS.sinkhorn_eps),)
@@ -284,31 +265,36 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
     def layout(name: str, tensor: Tensor) -> Tensor:
         if name in ("phi", "alpha", "bias"):
             return torch.atleast_1d(tensor).float()
-        return {"logits": tensor, "h_post": tensor[None, ..., None]}.get(name, tensor[None])
+        return tensor[None, ..., None] if name == "h_post" else tensor[None]
 
-    calls: dict[str, Callable[..., Outputs]]
-    calls = {"mhc_pre": pre, "mhc_post": post, "mhc_post_pre": post_pre, "mhc_layer": layer, "mhc_head": head}
-    calls["sinkhorn"] = sinkhorn
+    def call(**tensors: Any) -> Outputs:
+        outputs = (output.squeeze(0) for output in calls[subject](**tensors))
+        return tuple(output.squeeze(-1) if output.shape[-1] == 1 else output for output in outputs)  # h_post alone
+
+    composed = _composed(fused_pre, post)
+    calls: dict[str, Function] = {
+        **composed,
+        "mhc_pre": pre,
+        "mhc_post_pre": post_pre,
+        "mhc_head": head,
+        "sinkhorn": sinkhorn,
+    }
     if subject not in calls or "gamma" in ours or not _tile_kernels_fit(ours):
         return None
     ops = load()
-    theirs = {_TILE_KERNELS_NAMES[name]: layout(name, tensor).contiguous().clone() for name, tensor in ours.items()}
-    same = {"logits": "logits"} if subject == "sinkhorn" else {"residual": "x", "x": "h_out"}
-    return Prepared(theirs, calls[subject], same)
+    theirs = {name: layout(name, tensor).contiguous().clone() for name, tensor in ours.items()}
+    return Prepared(theirs, call, ("x", "h_out", "logits"))
 
 
 # flash-linear-attention: causal_conv1d on the same tensors; weights of any type.
 
 
 def _fla(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
-    if subject not in CONV or not {"x", "weight", "bias"} >= set(ours):
+    op, *silu = subject.split()
+    if op != "causal_conv1d" or not {"x", "weight", "bias"} >= set(ours):
         return None
-    conv, activation = load().causal_conv1d, "silu" if subject.endswith("silu") else None
-
-    def call(**tensors: Tensor) -> Outputs:
-        return (conv(**tensors, activation=activation)[0],)
-
-    return Prepared(ours, call, {name: name for name in ours})
+    conv, activation = load().causal_conv1d, silu[0] if silu else None
+    return Prepared(ours, lambda **tensors: (conv(**tensors, activation=activation)[0],), ours)
 
 
 # causal-conv1d, the CUDA package: x is [B, D, L] there; ours transposed is its channel-last layout, without a copy. It
@@ -316,14 +302,6 @@ def _fla(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | Non
 
 
 def _causal_conv1d(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
-    known = {"x", "weight", "bias"} | ({"conv_state"} if subject in CONV_UPDATE else set())
-    if subject not in (*CONV, *CONV_UPDATE) or not known >= set(ours):
-        return None
-    D, W = ours["weight"].shape
-    if not 2 <= W <= 4 or D % 8 or ("bias" in ours and ours["bias"].dtype != ours["weight"].dtype):
-        return None
-    ops, activation = load(), "silu" if subject.endswith("silu") else None
-
     def train(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Outputs:
         return (ops.causal_conv1d_fn(x.mT, weight, bias, activation=activation).mT,)
 
@@ -332,7 +310,16 @@ def _causal_conv1d(load: Callable[[], Any], subject: str, ours: Tensors) -> Prep
         y = ops.causal_conv1d_update(steps, conv_state, weight, bias, activation)
         return y if x.dim() == 2 else y.mT, conv_state
 
-    return Prepared(ours, update if subject in CONV_UPDATE else train, {name: name for name in ours})
+    op, *silu = subject.split()
+    calls: dict[str, Function] = {"causal_conv1d": train, "causal_conv1d_update": update}
+    call = calls.get(op)
+    if call is None or set(ours) - {"x", "weight", "bias", "conv_state"}:
+        return None
+    D, W = ours["weight"].shape
+    if not 2 <= W <= 4 or D % 8 or ("bias" in ours and ours["bias"].dtype != ours["weight"].dtype):
+        return None
+    ops, activation = load(), silu[0] if silu else None
+    return Prepared(ours, call, ours)
 
 
 _liger_precision = "phi and the projection in the type of x (bf16, else tf32)"

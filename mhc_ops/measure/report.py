@@ -1,6 +1,7 @@
-"""What a command says: tables, progress, why it was refused. In colour where stdout or stderr is a terminal and rich is
-installed, in plain lines elsewhere."""
+"""What a command says: tables (in colour where stdout is a terminal and rich is installed), progress, why it was
+refused."""
 
+import importlib
 import importlib.util
 import math
 import os
@@ -19,10 +20,11 @@ Item = TypeVar("Item")
 
 VERSION = mhc_ops.__version__
 WIDEST_BAR = 30
-NARROWEST_WITH_BAR = 40  # columns of a terminal
+NARROWEST_WITH_BAR = 39  # columns
 BETWEEN_LINES = 10.0  # seconds, of a status where there is no terminal
 COLOURS = {"PASS": "green", "FAIL": "bold red"}
-_display: Any = None  # rich's, while there is progress to see
+ERASE = "\x1b[K"  # a terminal, from the cursor to the end of the line
+_line_is_there = False  # whether a terminal shows progress
 
 
 class Refused(Exception):
@@ -31,7 +33,7 @@ class Refused(Exception):
 
 class Table(NamedTuple):
     header: Sequence[str]
-    rows: Iterable[Sequence[str]]
+    rows: Sequence[Sequence[str]]
 
 
 def refuse_without(package: str, purpose: str) -> None:
@@ -49,8 +51,7 @@ def open_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):
+        if hasattr(stream := getattr(sys, name), "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
@@ -65,76 +66,82 @@ def discard() -> None:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns as wide as their widest entry; the first column left, the others right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * width for width in widths])
     aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
 def show(*parts: Table | str) -> None:
-    """On stdout, with an empty line in between."""
-    console = _console(sys.stdout)
+    """On stdout, with an empty line in between; tables in colour, and wrapped, by rich where there is a terminal."""
+    columns = _columns(sys.stdout) if _installed("rich") else 0
     for nth, part in enumerate(parts):
         print(end="\n" * (nth > 0))
-        if isinstance(part, str):
-            print(part)
-        elif console is None:
-            print(table(*part))
+        if isinstance(part, Table) and columns:
+            _show_coloured(part, columns)
         else:
-            console.print(_coloured(part, console))
+            print(part if isinstance(part, str) else table(*part))
 
 
-def _coloured(part: Table, console: Any) -> Any:
+def _show_coloured(part: Table, columns: int) -> None:
     """The first column is wrapped where the terminal is narrow; the others, too, where that is not enough."""
-    from rich import box, text
+    from rich import box, console, text
     from rich import table as rich_table
 
+    _, *others = (3 + max(map(len, column)) for column in zip(part.header, *part.rows))
     drawn = rich_table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column, name in enumerate(part.header):
-        drawn.add_column(name, justify="right" if column else "left", overflow="fold", no_wrap=column > 0)
+        whole = column > 0 and sum(others) < columns
+        drawn.add_column(name, justify="right" if column else "left", overflow="fold", no_wrap=whole)
     for row in part.rows:
         drawn.add_row(*(text.Text(cell, COLOURS.get(cell, "")) for cell in row))
-    unlimited = console.options.update(max_width=sys.maxsize)
-    if console.measure(drawn, options=unlimited).minimum > console.width:
-        for narrow in drawn.columns:
-            narrow.no_wrap = False
-    return drawn
+    console.Console(file=sys.stdout, width=columns).print(drawn)
 
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
-    """Yield the items and say on stderr how far it is."""
-    update = _start_display(label, len(items))
+    """Yield the items and say on stderr how far it is: in one line of a terminal, written anew for each item."""
+    columns = _columns(sys.stderr)
+    width = min(WIDEST_BAR, columns * 3 // 8) if columns >= NARROWEST_WITH_BAR else 0  # of the bar
     for done, item in enumerate(items):
         words = " ".join(map(str, item)) if isinstance(item, tuple) else str(item)
-        if update is None:
-            print(f"{label} {done + 1}/{len(items)}: {words}", file=sys.stderr, flush=True)
+        if columns:
+            bar = ("━" * (width * done // len(items)) + "╸").ljust(width + 1) if width else ""
+            _write_line(f"{label} {done}/{len(items)} {bar} {words}")
         else:
-            update(done, words)
+            print(f"{label} {done + 1}/{len(items)}: {words}", file=sys.stderr, flush=True)
         yield item
     clear()
 
 
 def status(label: str) -> Callable[[object], None]:
     """For work of unknown length: call it with where it is. Without a terminal it speaks now and then."""
-    update = _start_display(label, None)
-    last = time.monotonic()
+    last = [time.monotonic()]
 
     def show(where: object) -> None:
-        nonlocal last
-        if update is not None:
-            update(0, str(where))
-        elif time.monotonic() - last >= BETWEEN_LINES:
-            last = time.monotonic()
+        if _columns(sys.stderr):
+            _write_line(f"{label} {where}")
+        elif time.monotonic() - last[0] >= BETWEEN_LINES:
+            last[0] = time.monotonic()
             print(f"{label} {where}", file=sys.stderr, flush=True)
 
     return show
 
 
+def _write_line(text: str) -> None:
+    global _line_is_there
+    sys.stderr.write(f"\r{text[: _columns(sys.stderr)]}{ERASE}")
+    sys.stderr.flush()
+    _line_is_there = True
+
+
 def clear() -> None:
     """Take the progress off the terminal, to print something in its place."""
-    if _display is not None:
-        _display.stop()
+    global _line_is_there
+    if _line_is_there:
+        sys.stderr.write(f"\r{ERASE}")
+        sys.stderr.flush()
+    _line_is_there = False
 
 
 def say(text: object) -> None:
@@ -144,58 +151,15 @@ def say(text: object) -> None:
     print(text, file=sys.stderr)
 
 
-def _console(stream: Any) -> Any:
-    """rich's for a terminal whose cursor moves; None elsewhere."""
-    if not stream.isatty() or not _installed("rich"):
-        return None
-    from rich.console import Console
-
-    # Not in the last column: there some terminals wrap. rich asks stdin and stdout for a size, which may be files.
+def _columns(stream: Any) -> int:
+    """Of a terminal whose cursor moves, without the last one, where some wrap; 0 elsewhere."""
+    if not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return 0
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # a terminal that is no file, as in a notebook
         columns = 0
-    width = shutil.get_terminal_size((columns or 80, 24)).columns - 1
-    console = Console(file=stream, width=max(1, width), highlight=False, emoji=False)
-    return console if console.is_interactive else None
-
-
-def _start_display(label: str, total: int | None) -> Callable[[int, str], None] | None:
-    """A line that is written anew by update(done, words); None where there is no terminal, or no rich."""
-    global _display
-    console = _console(sys.stderr)
-    if console is None:
-        return None
-    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
-    from rich.table import Column
-
-    def text(field: str, ratio: int | None = None) -> TextColumn:
-        column = Column(no_wrap=True, overflow="crop", ratio=ratio)
-        return TextColumn(f"{{task.{field}}}", markup=False, table_column=column)
-
-    columns: list[ProgressColumn | str] = [text("description"), text("fields[words]", ratio=1)]
-    if total is not None and console.width + 1 >= NARROWEST_WITH_BAR:
-        width = min(WIDEST_BAR, console.width * 3 // 8)
-        columns.insert(1, BarColumn(bar_width=width, table_column=Column(width=width)))
-    # Drawn only when it is told to: a thread that draws would disturb what is being timed.
-    line = _display = Progress(
-        *columns,
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        expand=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    task = line.add_task(label, total=total, words="")
-
-    def update(done: int, words: str) -> None:
-        count = label if total is None else f"{label} {done}/{total}"
-        line.update(task, completed=done, description=count, words=words)
-        line.start()
-        line.refresh()
-
-    return update
+    return max(1, shutil.get_terminal_size((columns or 80, 24)).columns - 1)
 
 
 def finite(value: Any) -> Any:
@@ -212,12 +176,10 @@ def versions() -> dict[str, str]:
     found = {"mhc_ops": VERSION, "python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "tilelang"):
         try:
-            found[name] = __import__(name).__version__
+            found[name] = importlib.import_module(name).__version__
         except ImportError:
             found[name] = "not installed"
     if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
-        found["driver"] = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    else:
-        found["device"] = f"CPU ({platform.machine()})"
-    return found
+        driver = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        return {**found, "device": torch.cuda.get_device_name(), "driver": driver}
+    return {**found, "device": f"CPU ({platform.machine()})"}

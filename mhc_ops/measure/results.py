@@ -7,49 +7,31 @@ import json
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..core.check import listed
 from . import files, peers, report
 from .accuracy import Row
-from .speed import LARGEST, Direction, Group, Growth, Measurement
+from .selection import NotMeasured
+from .speed import Direction, Group, Growth, Measurement
 from .training_step import Step
 
 FORMAT = 2  # 1 had neither accuracy, spread nor scaling
 DIRECTIONS: tuple[str, ...] = typing.get_args(Direction)
 GROUPS: tuple[str, ...] = typing.get_args(Group)
 LONGEST_VALUE = 40  # characters of a wrong value in a message
-_NUMBERS = {float: "a number", int: "a whole number"}
-_WORDS = _NUMBERS | {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
+LARGEST = 1e100  # of a number: far above anything measured, and its square is still one
+KINDS: dict[Any, str] = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
+KINDS |= {list: "a list", dict: "an object"}
 
 
 class Unreadable(report.Refused):
     """Not a file of results."""
-
-
-@dataclass(frozen=True)
-class NotMeasured:
-    """where: a case, a family of ops, or "" for all; failed: wrong or crashed, not just absent or out of time."""
-
-    where: str
-    provider: str
-    reason: str
-    failed: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.where + ': ' if self.where else ''}{self.provider} did not run: {self.reason}"
-
-
-def by_reason(entries: Sequence[NotMeasured]) -> dict[tuple[str, str, bool], list[str]]:
-    """Each provider, reason and whether it failed once, with where that was."""
-    found: dict[tuple[str, str, bool], list[str]] = {}
-    for entry in entries:
-        found.setdefault((entry.provider, entry.reason, entry.failed), []).append(entry.where)
-    return found
 
 
 @dataclass
@@ -81,6 +63,18 @@ def begin(command: str) -> Results:
     return Results(command, datetime.date.today().isoformat(), versions=versions)
 
 
+def resume(path: Path) -> Results:
+    """What an earlier run has written, to be added to; Refused where that was another machine or other versions."""
+    now = begin("bench")
+    found = read(path) if path.exists() else now
+    for name in report.versions():
+        if found.versions.get(name) != now.versions[name]:
+            there = found.versions.get(name)
+            raise report.Refused(f"{path}: measured with {name} {there}, this is {now.versions[name]}")
+    found.versions |= now.versions
+    return found
+
+
 def write(results: Results, path: Path) -> None:
     """An entry a line: easy to compare, and quick to write as often as a run does (json.dumps(indent=1) is not)."""
     fields = []
@@ -102,18 +96,12 @@ class Keeper:
     what was measured is still printed."""
 
     def __init__(self, found: Results, path: Path | None) -> None:
-        self._found = found
-        self._path = path
-        self._again = path is not None and files.is_replaced(path)
+        self._found, self._path = found, path
         self._error: files.Unwritable | None = None
 
-    def save(self) -> None:
-        if self._again:
-            self.finish()
-
-    def finish(self) -> None:
-        self._error = None
-        if self._path is not None:
+    def save(self, last: bool = False) -> None:
+        if self._path is not None and (last or files.is_replaced(self._path)):
+            self._error = None
             try:
                 write(self._found, self._path)
             except files.Unwritable as error:
@@ -128,20 +116,15 @@ def read(path: Path) -> Results:
     """Also of older files, which have less in them."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not {"measurements", "accuracy"} & set(content):
+            raise Unreadable("not written by mhc-ops check or bench")
+        if typed(int, content.get("format", 1), "format") > FORMAT:
+            raise Unreadable(f"written by a newer mhc-ops (format {content['format']}, this reads up to {FORMAT})")
+        return typed(Results, {"command": "bench", **content}, "")
     except OSError as error:
         raise Unreadable(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict) or not {"measurements", "accuracy"} & set(content):
-        raise Unreadable(f"{path}: not written by mhc-ops check or bench")
-    try:
-        written = typed(int, content.get("format", 1), "format")
-        if written > FORMAT:
-            raise Unreadable(f"written by a newer mhc-ops (format {written}, this reads up to {FORMAT})")
-        found = typed(Results, {"command": "bench", **content}, "")
-        for nth, row in enumerate(found.accuracy):
-            _refuse_unless(_is_floating_type(row.dtype), f"accuracy.{nth}.dtype", "a floating type of torch", row.dtype)
-        return found
     except Unreadable as error:
         raise Unreadable(f"{path}: {error}") from error
 
@@ -149,34 +132,21 @@ def read(path: Path) -> Results:
 def typed(kind: Any, value: Any, where: str) -> Any:
     """The value as the type that a field has. JSON has no NaN: null stands for it where a number must be."""
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin is typing.Annotated:
-        found, check = typed(inner[0], value, where), inner[1]
-        _refuse_unless(check.holds(found), where, check.words, value)
-        return found
     if origin is typing.Literal:
-        _refuse_unless(value in inner, where, " or ".join([", ".join(inner[:-1]), inner[-1]]), value)
-        return value
+        return _checked(value in inner, value, where, listed(inner))
     if origin in (typing.Union, types.UnionType):  # only ever with None
         return None if value is None else typed(inner[0], value, where)
     if dataclasses.is_dataclass(kind):
         return _entry(kind, typed(dict, value, where), where)
     if kind is float and value is None:
         return math.nan
-    fits = isinstance(value, (int, float) if kind is float else origin)
-    fits = fits and (kind is bool or not isinstance(value, bool))
-    _refuse_unless(fits and not (kind in _NUMBERS and abs(value) > LARGEST), where, _WORDS[origin], value)
+    fits = isinstance(value, (int, float) if kind is float else origin) and isinstance(value, bool) == (kind is bool)
+    _checked(fits and not (kind in (float, int) and abs(value) > LARGEST), value, where, KINDS[origin])
     if origin is list and inner:
         return [typed(inner[0], entry, f"{where}.{nth}") for nth, entry in enumerate(value)]
     if origin is dict and inner:
         return {name: typed(inner[1], entry, f"{where}.{name}") for name, entry in value.items()}
     return value
-
-
-def _refuse_unless(holds: bool, where: str, words: str, value: Any) -> None:
-    if not holds:
-        text = json.dumps(value)
-        text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
-        raise Unreadable(f"{where} must be {words}, not {text}")
 
 
 def _entry(kind: Any, content: dict[str, Any], where: str) -> Any:
@@ -186,6 +156,8 @@ def _entry(kind: Any, content: dict[str, Any], where: str) -> Any:
         path = f"{where}.{name}".lstrip(".")
         if name in content:
             found[name] = typed(of, content[name], path)
+            holds, words = RULES.get(name, (lambda value: True, ""))
+            _checked(holds(found[name]), content[name], path, words)
         elif required:
             raise Unreadable(f"{path} is missing")
     return kind(**found)
@@ -194,13 +166,33 @@ def _entry(kind: Any, content: dict[str, Any], where: str) -> Any:
 @functools.cache
 def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
     """Of each field its type, and whether it must be there."""
-    kinds, missing = typing.get_type_hints(kind, include_extras=True), dataclasses.MISSING
-    return {
-        f.name: (kinds[f.name], f.default is missing and f.default_factory is missing) for f in dataclasses.fields(kind)
-    }
+    kinds, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    fields = dataclasses.fields(kind)
+    return {f.name: (kinds[f.name], f.default is missing and f.default_factory is missing) for f in fields}
+
+
+def _checked(holds: bool, value: Any, where: str, words: str) -> Any:
+    if not holds:
+        text = json.dumps(value)
+        text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
+        raise Unreadable(f"{where} must be {words}, not {text}")
+    return value
+
+
+def _above_0(value: Any) -> bool:
+    numbers = value if isinstance(value, list) else [value]
+    return bool(numbers) and all(number > 1 / LARGEST for number in numbers)
 
 
 def _is_floating_type(name: str) -> bool:
     """Or none, as in older files."""
     dtype = getattr(torch, name, None) if name else torch.float32
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+# Beyond their types, for tables, pages and comparisons to be made of them.
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("sizes", "microseconds", "copy_microseconds", "milliseconds"), (_above_0, "above 0")),
+    **dict.fromkeys(("per_megabyte", "copy_per_megabyte"), (bool, "other than 0")),
+    "dtype": (_is_floating_type, "a floating type of torch"),
+}

@@ -1,16 +1,19 @@
-"""Which cases there are, and which backends can run them here."""
+"""Which cases there are, which backends can run them here, and how whoever is timed on one is called and checked: a
+backend's kernels, "eager" or "torch.compile" (the reference, as it is and compiled), or a peer."""
 
 import difflib
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from ..core import backend as backends
-from . import cases, conv_cases
-from .cases import Sweep
+from . import accuracy, cases, conv_cases, peers
+from .cases import Call, Subject, Sweep, Tensors
 from .conv_cases import AnyCase
 from .report import Refused
-from .results import NotMeasured
 
 CHECK: tuple[AnyCase, ...] = (*cases.CHECK, *conv_cases.CHECK)
 BENCH: tuple[AnyCase, ...] = (*cases.BENCH, *conv_cases.BENCH)
@@ -18,9 +21,26 @@ DECODE: tuple[AnyCase, ...] = (*cases.DECODE, *conv_cases.DECODE)
 SCALING: tuple[Sweep, ...] = (*cases.SCALING, *conv_cases.SCALING)
 BENCH_CPU: tuple[AnyCase, ...] = (*cases.BENCH_CPU, *conv_cases.BENCH_CPU)
 SCALING_CPU: tuple[Sweep, ...] = (*cases.SCALING_CPU, *conv_cases.SCALING_CPU)
-
-
+KERNELS = tuple(backend for backend in backends.BACKENDS if backend != "reference")
+OF_TORCH = ("eager", "torch.compile")
 ALIKE = 0.6  # of difflib's 0 to 1, below which a name is not what somebody meant
+
+
+@dataclass(frozen=True)
+class NotMeasured:
+    """where: a case, a family of ops, or "" for all; failed: wrong or crashed, not just absent or out of time."""
+
+    where: str
+    provider: str
+    reason: str
+    failed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where + ': ' if self.where else ''}{self.provider} did not run: {self.reason}"
+
+
+class Wrong(Exception):
+    """A provider that does not compute the function is not timed."""
 
 
 def refuse_wrong_environment() -> None:
@@ -31,20 +51,17 @@ def refuse_wrong_environment() -> None:
 
 
 def named(text: str, cases: Sequence[AnyCase]) -> list[AnyCase]:
-    """Those with the text in their name; Refused where there is none, with the names nearest to it."""
+    """Those with the text in their name; Refused where there is none, with the ops, names and words nearest to it."""
     found = [case for case in cases if text in str(case)]
     if not found:
-        raise Refused(f"no case matches {text!r}: {_nearest(text, cases)}")
+        ops, names = list(dict.fromkeys(case.subject.name for case in cases)), [str(case) for case in cases]
+        words = [word for name in names for word in name.split()]
+        nearest = difflib.get_close_matches(text, dict.fromkeys([*ops, *names, *words]), cutoff=ALIKE)
+        meant = (
+            f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"there are cases of {', '.join(ops)}"
+        )
+        raise Refused(f"no case matches {text!r}: {meant}")
     return found
-
-
-def _nearest(text: str, cases: Sequence[AnyCase]) -> str:
-    """Ops, whole names and their words: any of them may be asked for."""
-    ops = list(dict.fromkeys(case.subject.name for case in cases))
-    names = [str(case) for case in cases]
-    words = [word for name in names for word in name.split()]
-    nearest = difflib.get_close_matches(text, dict.fromkeys([*ops, *names, *words]), cutoff=ALIKE)
-    return f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"there are cases of {', '.join(ops)}"
 
 
 def runs(case: AnyCase, backend: str, device: torch.device) -> bool:
@@ -53,9 +70,47 @@ def runs(case: AnyCase, backend: str, device: torch.device) -> bool:
 
 def absent(wanted: Sequence[str], device: torch.device) -> list[NotMeasured]:
     """Backends that cannot run here, and why."""
-    reasons = [
-        (family, backend, backends.why_not(family, backend, device))
-        for family in backends.families()
-        for backend in wanted
-    ]
-    return [NotMeasured(family, backend, reason) for family, backend, reason in reasons if reason is not None]
+    found = [(f, b, backends.why_not(f, b, device)) for f in backends.families() for b in wanted]
+    return [NotMeasured(family, backend, reason) for family, backend, reason in found if reason is not None]
+
+
+def check(case: AnyCase, provider: str, device: torch.device) -> list[accuracy.Row]:
+    """Outputs and gradients against fp64 on few tokens, each provider held to its own precision."""
+    if provider == "torch.compile":
+        return []  # eager's formula; a compilation more for every case would cost more than all the rest
+    peer = peers.by_name(provider)
+    if peer is not None:
+        return peers.measure(peer, case.smaller(), device) or []
+    rows = accuracy.measure(case.smaller(), "reference" if provider == "eager" else provider, device)
+    return [replace(row, backend=provider) for row in rows]
+
+
+def refuse_if_wrong(provider: str, rows: list[accuracy.Row]) -> None:
+    """But for eager, which is the formula itself in fewer bits: its errors are shown, and it is timed."""
+    failed = [row for row in rows if not row.passed]
+    if failed and provider != "eager":
+        worst = max(failed, key=lambda row: (math.isnan(row.relative_error), row.relative_error))
+        raise Wrong(
+            f"{provider} is wrong, so it is not timed: {worst.output} of {worst.case} is off by "
+            f"{worst.relative_error:.1e} (allowed {worst.tolerance:.0e}); wrong in {len(failed)} of {len(rows)} results"
+        )
+
+
+def worst_errors(subject: Subject, rows: list[accuracy.Row]) -> dict[str, float]:
+    """By direction, the largest relative error: of the outputs, of the gradients, of all."""
+    outputs = [r.relative_error for r in rows if r.output.removesuffix(peers.WITH_GRADIENTS) in subject.outputs]
+    gradients = [r.relative_error for r in rows if r.output.removesuffix(peers.WITH_GRADIENTS) not in subject.outputs]
+    found = {"forward": outputs, "backward": gradients, "both": outputs + gradients}
+    return {direction: max(errors) for direction, errors in found.items() if errors}
+
+
+def prepare(case: AnyCase, provider: str, tensors: Tensors) -> tuple[Tensors, Call] | None:
+    """The provider's own tensors, and `call(**tensors)`; None where it lacks the op."""
+    call, peer = case.subject.call, peers.by_name(provider)
+    if peer is not None:
+        prepared = peer.prepare(case.subject.name, tensors)
+        return None if prepared is None else (prepared.tensors, prepared.call)
+    if provider == "torch.compile":
+        torch.compiler.reset()
+        call = torch.compile(call, dynamic=False, fullgraph=True)
+    return tensors, partial(call, backend="reference" if provider in OF_TORCH else provider)

@@ -9,20 +9,22 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from mhc_ops import HyperConnection
 
-from .cases import Sweep, Tensors
+from .cases import Call, Sweep, Tensors
 from .conv_cases import AnyCase
 
 SAMPLES = 20
 FEWEST_SAMPLES = 5  # when time is short: the fewest that have quartiles of their own
+STACKED_LAYERS = 8
 FEWEST_POINTS = 3  # of a line: two make any line fit
 FLUSHED_BYTES = 256 << 20
 # The device waits while the host enqueues: three times as long as that took once, in cycles of about 2 GHz, and at
@@ -31,27 +33,10 @@ CYCLES_PER_SECOND = 2e9
 SHORTEST_WAIT, LONGEST_WAIT = 1e-3, 5e-3
 QUARTILES_OF_NORMAL = 1.349  # interquartile range over standard deviation
 RESOLUTION = 0.5 / 12**0.5  # µs: the standard deviation that an event's steps of 0.5 µs alone cause
-LARGEST = 1e100  # of a number in a file: far above anything measured, and its square is still one
 
 Direction = Literal["forward", "backward", "both"]  # without gradients; the gradients alone; a training step
 Group = Literal["training", "decode", "sweep"]  # decode: small sizes; sweep: only there to see how time grows
-Call = Callable[..., tuple[Tensor, ...]]
-
-
-class Check(NamedTuple):
-    """What a value read from a file must be, beyond its type, for tables, pages and comparisons to be made of it."""
-
-    holds: Callable[[Any], bool]
-    words: str
-
-
-def _positive(value: float) -> bool:
-    return value > 1 / LARGEST
-
-
-Positive = Annotated[float, Check(_positive, "above 0")]
-NotZero = Annotated[float, Check(bool, "other than 0")]
-_points = Check(lambda values: bool(values) and all(map(_positive, values)), "numbers above 0")
+Sample = TypeVar("Sample")
 
 
 @dataclass(frozen=True)
@@ -71,9 +56,9 @@ class Measurement:
     case: str
     provider: str
     direction: Direction
-    microseconds: Positive
+    microseconds: float
     bandwidth: float
-    copy_microseconds: Positive  # a copy that moves the same bytes, read and written: the floor
+    copy_microseconds: float  # a copy that moves the same bytes, read and written: the floor
     host_microseconds: float | None = None  # what the call takes on the host; of "forward" and "both"
     peak_megabytes: float | None = None  # above the inputs; of "forward" (inference) and "both"
     group: Group = "training"
@@ -99,15 +84,19 @@ class Growth:
     at: str
     provider: str
     direction: Direction
-    sizes: Annotated[list[int], _points]
+    sizes: list[int]
     cases: list[str]
     megabytes: list[float]
-    microseconds: Annotated[list[float], _points]
-    copy_microseconds: Annotated[list[float], _points]
+    microseconds: list[float]
+    copy_microseconds: list[float]
     overhead: float  # µs
-    per_megabyte: NotZero  # µs
-    copy_per_megabyte: NotZero
+    per_megabyte: float  # µs
+    copy_per_megabyte: float
     noise: float  # standard deviation of per_megabyte over copy_per_megabyte, relative
+
+    @property
+    def along(self) -> str:
+        return f"{self.axis} at {self.at}"
 
     @property
     def over_copy(self) -> float:
@@ -120,21 +109,16 @@ def deviation(spread: float) -> float:
     return max(spread / QUARTILES_OF_NORMAL, RESOLUTION)
 
 
-class Copies:
-    """Times of copies, each size measured once in a run."""
+class Copies(dict[int, Timing]):
+    """Times of copies that read and write so many bytes in all, each measured once in a run."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._times: dict[int, Timing] = {}
+        self.device = device
 
-    def __call__(self, size: float) -> Timing:
-        """A copy that reads and writes `size` bytes in all."""
-        half = max(1, int(size) // 2)
-        if half not in self._times:
-            source = torch.randint(0, 255, (half,), dtype=torch.uint8, device=self._device)
-            target = torch.empty_like(source)
-            self._times[half] = device_time(lambda: target.copy_(source), self._device)
-        return self._times[half]
+    def __missing__(self, size: int) -> Timing:
+        source = torch.randint(0, 255, (max(1, size // 2),), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return self.setdefault(size, device_time(lambda: target.copy_(source), self.device))
 
 
 def why_no_compiler() -> str | None:
@@ -150,19 +134,18 @@ def measure(
     copies: Copies,
     device: torch.device,
     group: Group = "training",
-    errors: dict[str, float] | None = None,
+    errors: Mapping[str, float] = MappingProxyType({}),
     until: float = math.inf,
 ) -> Iterator[Measurement]:
     """`call(**tensors)` forward, backward and both. errors: by direction; until: from then on few samples do."""
-    plain = {name: tensor.detach() for name, tensor in tensors.items()}
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     wanted = [tensor for tensor in leaves.values() if tensor.requires_grad]
     differentiable = len(case.subject.differentiable)
-    moved = case.bytes_moved()
 
     def row(direction: Direction, timing: Timing, whole_call: Callable[[], Any] | None = None) -> Measurement:
         """whole_call: where host time and memory are asked for, too."""
-        size, copy = moved[direction], copies(moved[direction])
+        size = case.bytes_moved()[direction]
+        copy = copies[int(size)]
         return Measurement(
             subject=case.subject.name,
             case=str(case),
@@ -176,26 +159,27 @@ def measure(
             group=group,
             bytes=size,
             copy_spread=copy.spread,
-            error=(errors or {}).get(direction),
+            error=errors.get(direction),
         )
 
     def forward() -> tuple[Tensor, ...]:
         with torch.no_grad():
             return call(**plain)
 
-    def graph() -> list[Tensor]:
-        return list(call(**leaves))[:differentiable]
+    def graph() -> Sequence[Tensor]:
+        return call(**leaves)[:differentiable]
 
-    def backward(outputs: list[Tensor]) -> tuple[Tensor, ...]:
+    def backward(*outputs: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(outputs, wanted, cotangents)
 
     def both() -> tuple[Tensor, ...]:
-        return backward(graph())
+        return backward(*graph())
 
+    plain = {name: tensor.detach() for name, tensor in tensors.items()}
     yield row("forward", device_time(forward, device, until=until), forward)
     if differentiable:
         cotangents = [torch.randn_like(output) for output in graph()]
-        yield row("backward", device_time(backward, device, lambda: (graph(),), until))
+        yield row("backward", device_time(backward, device, graph, until))
         yield row("both", device_time(both, device, until=until), both)
 
 
@@ -203,18 +187,10 @@ def device_time(
     call: Callable[..., Any], device: torch.device, prepare: Callable[[], Any] = tuple, until: float = math.inf
 ) -> Timing:
     """Of call(*prepare()) on the device, without what prepare takes; on a CPU, of the call itself."""
+    enqueued = [_host_sample(call, device, prepare) / 1e6 for _ in range(3)][-1]
     if device.type != "cuda":
-        for _ in range(3):
-            call(*prepare())
-        return _timing(lambda: _host_sample(call, prepare), until)
+        return summary(samples(lambda: _host_sample(call, device, prepare), until))
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
-
-    def settled() -> Any:
-        prepared = prepare()
-        torch.cuda.synchronize()
-        return prepared
-
-    enqueued = [_host_sample(call, settled) / 1e6 for _ in range(3)][-1]
     ahead = int(min(max(3 * enqueued, SHORTEST_WAIT), LONGEST_WAIT) * CYCLES_PER_SECOND)
 
     def sample() -> float:
@@ -228,7 +204,7 @@ def device_time(
         torch.cuda.synchronize()
         return begin.elapsed_time(end) * 1e3
 
-    return _timing(sample, until)
+    return summary(samples(sample, until))
 
 
 def host_time(call: Callable[[], Any], device: torch.device, until: float = math.inf) -> float | None:
@@ -237,12 +213,17 @@ def host_time(call: Callable[[], Any], device: torch.device, until: float = math
         return None
     for _ in range(3):
         call()
+    return summary(samples(lambda: _host_sample(call, device), until)).microseconds
 
-    def idle() -> tuple[()]:
+
+def _host_sample(call: Callable[..., Any], device: torch.device, prepare: Callable[[], Any] = tuple) -> float:
+    """The device is idle when it begins."""
+    prepared = prepare()
+    if device.type == "cuda":
         torch.cuda.synchronize()
-        return ()
-
-    return _timing(lambda: _host_sample(call, idle), until).microseconds
+    begin = time.perf_counter()
+    call(*prepared)
+    return (time.perf_counter() - begin) * 1e6
 
 
 def add_time(device: torch.device) -> float | None:
@@ -251,19 +232,17 @@ def add_time(device: torch.device) -> float | None:
     return host_time(lambda: torch.add(one, one), device)
 
 
-def _timing(sample: Callable[[], float], until: float) -> Timing:
-    samples: list[float] = []
-    while len(samples) < (SAMPLES if time.perf_counter() < until else FEWEST_SAMPLES):
-        samples.append(sample())
+def samples(sample: Callable[[], Sample], until: float) -> list[Sample]:
+    """Few of them from `until` on."""
+    found: list[Sample] = []
+    while len(found) < (SAMPLES if time.perf_counter() < until else FEWEST_SAMPLES):
+        found.append(sample())
+    return found
+
+
+def summary(samples: Sequence[float]) -> Timing:
     lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
     return Timing(median, upper - lower, len(samples))
-
-
-def _host_sample(call: Callable[..., Any], prepare: Callable[[], Any]) -> float:
-    prepared = prepare()
-    begin = time.perf_counter()
-    call(*prepared)
-    return (time.perf_counter() - begin) * 1e6
 
 
 def peak_memory(call: Callable[[], Any], device: torch.device) -> float | None:
@@ -279,41 +258,35 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-STACKED_LAYERS = 8
-
-
 def stack_peaks(T: int, n: int, D: int, device: torch.device) -> dict[str, float | None]:
     """Peak megabytes of a training step of eight HyperConnections in bf16 around one linear layer each, above weights
     and input: as they are, and with checkpoint=True."""
-    peaks = {}
     x = torch.randn(T, n, D, device=device, dtype=torch.bfloat16, requires_grad=True)
-    for checkpoint in (False, True):
+
+    def peak(checkpoint: bool) -> float | None:
         layers = [torch.nn.Linear(D, D, bias=False, device=device, dtype=x.dtype) for _ in range(STACKED_LAYERS)]
         wrapped = (HyperConnection(layer, n, D, checkpoint=checkpoint, device=device) for layer in layers)
         stack = torch.nn.Sequential(*wrapped)
+        return peak_memory(lambda: torch.autograd.grad(stack(x).sum(), [x, *stack.parameters()]), device)
 
-        def step(stack: torch.nn.Sequential = stack) -> None:
-            torch.autograd.grad(stack(x).sum(), [x, *stack.parameters()])
-
-        peaks["with checkpoint" if checkpoint else "without checkpoint"] = peak_memory(step, device)
-    return peaks
+    return {"without checkpoint": peak(False), "with checkpoint": peak(True)}
 
 
 def fit(sweeps: Sequence[Sweep], measurements: Sequence[Measurement]) -> list[Growth]:
     """Of what was measured of the sweeps: a line for each provider and direction that has enough points."""
-    found = {(m.case, m.provider, m.direction): m for m in measurements}
-    kinds = dict.fromkeys((m.provider, m.direction) for m in measurements)
-    growths = []
-    for sweep in sweeps:
-        for kind in kinds:
-            points = {size: found.get((str(case), *kind)) for size, case in zip(sweep.sizes, sweep.cases)}
-            there = {size: point for size, point in points.items() if point is not None}
-            if len(there) >= FEWEST_POINTS:
-                growths.append(_growth(sweep, list(there), list(there.values())))
-    return growths
+    found: dict[tuple[str, Direction], dict[str, Measurement]] = {}
+    for m in measurements:
+        found.setdefault((m.provider, m.direction), {})[m.case] = m
+    lines = [
+        (sweep, {size: there[str(case)] for size, case in sweep.cases.items() if str(case) in there})
+        for sweep in sweeps
+        for there in found.values()
+    ]
+    return [_growth(sweep, points) for sweep, points in lines if len(points) >= FEWEST_POINTS]
 
 
-def _growth(sweep: Sweep, sizes: list[int], points: list[Measurement]) -> Growth:
+def _growth(sweep: Sweep, found: dict[int, Measurement]) -> Growth:
+    points = list(found.values())
     megabytes = [(point.bytes or 0) / 1e6 for point in points]
     times, copies = [p.microseconds for p in points], [p.copy_microseconds for p in points]
     overhead, slope, noise = fit_line(megabytes, times, [deviation(p.spread or 0) for p in points])
@@ -324,7 +297,7 @@ def _growth(sweep: Sweep, sizes: list[int], points: list[Measurement]) -> Growth
         at=sweep.at,
         provider=points[0].provider,
         direction=points[0].direction,
-        sizes=sizes,
+        sizes=list(found),
         cases=[p.case for p in points],
         megabytes=megabytes,
         microseconds=times,

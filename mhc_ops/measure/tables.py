@@ -1,221 +1,67 @@
-"""Results in the order in which they are shown, each number with its origin in the JSON file; and as the
-tables that a command prints."""
+"""Results as the tables that commands print: which columns there are, and how a figure is written."""
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from ..core.backend import BACKENDS
-from .accuracy import Row
-from .peers import WITH_GRADIENTS
 from .report import Table
-from .results import DIRECTIONS, GROUPS, NotMeasured, Results, by_reason
-from .speed import STACKED_LAYERS, Growth, Measurement
-from .training_step import Step
+from .results import DIRECTIONS, GROUPS, NotMeasured, Results
+from .speed import STACKED_LAYERS, Measurement
 
-DIRECTION_WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
-PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
-
-
-class Value(NamedTuple):
-    """A number and its origin: paths into the JSON file, joined by " * " and " / " and evaluated from left to right."""
-
-    value: float
-    origin: str
-
-    def over(self, other: "Value") -> "Value":
-        return Value(self.value / other.value, f"{self.origin} / {other.origin}")
+# Columns: "header = field format", or the field alone where it is the header.
+ACCURACY = """op and case = case, backend, output, max error = max_error .2e, relative = relative_error .2e,
+    tolerance = tolerance .0e, verdict"""
+SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± = spread .1f, GB/s = bandwidth .0f,
+    of copy = of_copy .0%, × eager = eager .2f, × compile = torch.compile .2f, host µs = host_microseconds .0f,
+    host adds = adds .1f, peak MB = peak_megabytes .0f, error = error .1e"""
+STEPS = """training step = size, provider, mode, ms = milliseconds .2f, ± = spread .2f,
+    % over plain = overhead_percent +.1f, peak MB = peak_megabytes .0f, difference = difference .1e"""
+GROWTH = """op = subject, grows with = along, provider, direction, overhead µs = overhead .1f,
+    µs per MB = per_megabyte .3f, × copy = over_copy .2f, ± = noise .1%"""
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One measurement and its number in the file."""
-
-    index: int
-    entry: Measurement
-
-    def of(self, name: str) -> Value | None:
-        found = getattr(self.entry, name)
-        return None if found is None else Value(found, f"measurements.{self.index}.{name}")
-
-    @property
-    def time(self) -> Value:
-        return Value(self.entry.microseconds, f"measurements.{self.index}.microseconds")
-
-    @property
-    def copy_bandwidth(self) -> Value:
-        """GB/s of the copy."""
-        at, m = f"measurements.{self.index}", self.entry
-        origin = f"{at}.bandwidth * {at}.microseconds / {at}.copy_microseconds"
-        return Value(m.bandwidth * m.microseconds / m.copy_microseconds, origin)
+def table(entries: Iterable[Any], columns: str) -> Table:
+    """entries: with the fields of the columns, or mappings of them."""
+    found = {}
+    for column in columns.split(","):
+        header, _, field = column.strip().partition(" = ")
+        name, _, form = (field or header).partition(" ")
+        found[header] = (name, form)
+    rows = [[figure(_field(entry, name), form) for name, form in found.values()] for entry in entries]
+    return Table(list(found), rows)
 
 
-@dataclass(frozen=True)
-class CaseBars:
-    """All of one case: direction -> provider -> measurement."""
-
-    subject: str
-    case: str
-    group: str
-    bars: dict[str, dict[str, Bar]]
-
-    @property
-    def size(self) -> str:
-        return size_of(self.case, self.subject)
-
-    @property
-    def every(self) -> list[Bar]:
-        return [bar for found in self.bars.values() for bar in found.values()]
-
-    def bar(self, direction: str, provider: str) -> Bar | None:
-        return self.bars.get(direction, {}).get(provider)
-
-    def ours(self, direction: str) -> Bar | None:
-        """The fastest of our kernels."""
-        kernels = [bar for provider, bar in self.bars.get(direction, {}).items() if provider in BACKENDS]
-        return min(kernels, key=lambda bar: bar.entry.microseconds, default=None)
+def _field(entry: Any, name: str) -> Any:
+    return entry.get(name) if isinstance(entry, Mapping) else getattr(entry, name)
 
 
-class Shown:
-    """The results of one file in the order in which they are shown."""
-
-    def __init__(self, results: Results) -> None:
-        self.results = results
-        self.device = results.versions.get("device", "unknown device")
-        names = list(dict.fromkeys(m.provider for m in results.measurements))
-        order = [*PROVIDER_ORDER, *(name for name in names if name not in PROVIDER_ORDER)]
-        self.providers = sorted(names, key=order.index)
-        found: dict[str, list[Bar]] = {}
-        for index, entry in enumerate(results.measurements):
-            found.setdefault(entry.case, []).append(Bar(index, entry))
-        self.cases = [self._case(bars) for bars in found.values()]
-        self.training, self.decode = ([c for c in self.cases if c.group == group] for group in ("training", "decode"))
-        self.subjects = list(dict.fromkeys(case.subject for case in (*self.training, *self.decode)))
-        self.reasons = by_reason(results.not_measured)
-
-    def _case(self, bars: list[Bar]) -> CaseBars:
-        first = bars[0].entry
-        ordered = sorted(bars, key=lambda bar: self.providers.index(bar.entry.provider))
-        by_direction = {d: {b.entry.provider: b for b in ordered if b.entry.direction == d} for d in DIRECTIONS}
-        return CaseBars(first.subject, first.case, first.group, {d: b for d, b in by_direction.items() if b})
-
-    def alike(self, cases: Sequence[CaseBars]) -> list[tuple[list[str], list[CaseBars]]]:
-        """Ops that the same providers have share a table: the providers, and the cases."""
-        tables: dict[tuple[str, ...], list[CaseBars]] = {}
-        for case in cases:
-            of_op = [c for c in cases if c.subject == case.subject and c.group == case.group]
-            there = {provider for c in of_op for bars in c.bars.values() for provider in bars}
-            tables.setdefault((case.group, *(p for p in self.providers if p in there)), []).append(case)
-        return [(providers, found) for (_, *providers), found in tables.items()]
-
-    def with_memory(self) -> list[CaseBars]:
-        return [c for c in (*self.training, *self.decode) if any(bar.entry.peak_megabytes for bar in c.every)]
-
-    @staticmethod
-    def directions(cases: Sequence[CaseBars]) -> list[str]:
-        return [direction for direction in DIRECTIONS if any(direction in case.bars for case in cases)]
-
-    def charts(self) -> dict[tuple[str, str, str, str], list[tuple[int, Growth]]]:
-        """By subject, axis, what stays and direction; a training step only where there are few."""
-        found: dict[tuple[str, str, str, str], list[tuple[int, Growth]]] = {}
-        for index, g in enumerate(self.results.scaling):
-            found.setdefault((g.subject, g.axis, g.at, g.direction), []).append((index, g))
-        return {key: growths for key, growths in found.items() if key[3] != "both" or len(found) < 5}
-
-    def accuracy(self) -> dict[str, dict[tuple[str, str], dict[str, tuple[int, Row]]]]:
-        """Of every op, case, provider and output the row. Some libraries run other kernels where gradients are wanted:
-        the larger error counts."""
-        found: dict[str, dict[tuple[str, str], dict[str, tuple[int, Row]]]] = {}
-        for index, row in enumerate(self.results.accuracy):
-            line = found.setdefault(_subject(row.case), {}).setdefault((row.case, row.backend), {})
-            output = row.output.removesuffix(WITH_GRADIENTS)
-            line[output] = max(filter(None, [line.get(output), (index, row)]), key=_badness)
-        return found
-
-    def environment(self) -> dict[str, str]:
-        r = self.results
-        budget = {} if r.budget_seconds is None else {"budget": f"{r.budget_seconds:g} s"}
-        return {"date": r.date, **r.versions, "complete": "yes" if r.complete else "no", **budget}
-
-
-def _badness(entry: tuple[int, Row]) -> tuple[bool, float]:
-    return not entry[1].passed, entry[1].relative_error
-
-
-def _subject(case: str) -> str:
-    """The words before the sizes."""
-    words = case.split()
-    return " ".join(words[: next((i for i, word in enumerate(words) if word[0].isdigit()), 1)])
-
-
-def size_of(case: str, subject: str) -> str:
-    """mhc_pre 8192x4x4096 bfloat16 no gamma -> 8192 × 4 × 4096 bfloat16 no gamma"""
-    return re.sub(r"(?<=\d)x(?=\d)", " × ", case.removeprefix(subject).strip())
-
-
-def accuracy_table(rows: Sequence[Row]) -> Table:
-    header = ("op and case", "backend", "output", "max error", "relative", "tolerance", "verdict")
-    errors = [(f"{r.max_error:.2e}", f"{r.relative_error:.2e}", f"{r.tolerance:.0e}", r.verdict) for r in rows]
-    return Table(header, [(r.case, r.backend, r.output, *numbers) for r, numbers in zip(rows, errors)])
+def figure(value: Any, form: str, missing: str = "") -> str:
+    return missing if value is None else format(value, form)
 
 
 def speed_table(measurements: Sequence[Measurement], add_microseconds: float | None) -> Table:
-    """In the order of the cases, not of the time they were measured at; a direction's providers beside each other."""
-    header = "op and case,direction,provider,µs,±,GB/s,of copy,× eager,× compile,host µs,host adds,peak MB,error"
-    order = {case: i for i, case in enumerate(dict.fromkeys(m.case for m in measurements))}
+    """In the order of the cases, not of the time they were measured at; a direction's providers beside each other, and
+    how many times faster than the formula in torch each of them is."""
+    order = {case: nth for nth, case in enumerate(dict.fromkeys(m.case for m in measurements))}
     times = {(m.case, m.direction, m.provider): m.microseconds for m in measurements}
-
-    def faster(m: Measurement, other: str) -> float | None:
-        """How many times faster than another provider of the same run."""
-        time = times.get((m.case, m.direction, other))
-        return None if time is None or m.provider == other else time / m.microseconds
-
-    def shown(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    def line(m: Measurement) -> tuple[str, ...]:
+    rows = []
+    for m in sorted(measurements, key=lambda m: (GROUPS.index(m.group), order[m.case], DIRECTIONS.index(m.direction))):
+        others = {name: times.get((m.case, m.direction, name)) for name in ("eager", "torch.compile")}
+        faster = {name: time / m.microseconds for name, time in others.items() if time and name != m.provider}
         host = m.host_microseconds
-        numbers = (
-            (m.microseconds, ".1f"),
-            (m.spread, ".1f"),
-            (m.bandwidth, ".0f"),
-            (m.of_copy, ".0%"),
-            (faster(m, "eager"), ".2f"),
-            (faster(m, "torch.compile"), ".2f"),
-            (host, ".0f"),
-            (host / add_microseconds if host and add_microseconds else None, ".1f"),
-            (m.peak_megabytes, ".0f"),
-            (m.error, ".1e"),
-        )
-        return m.case, m.direction, m.provider, *(shown(value, form) for value, form in numbers)
-
-    def key(m: Measurement) -> tuple[int, ...]:
-        return GROUPS.index(m.group), order[m.case], DIRECTIONS.index(m.direction)
-
-    return Table(header.split(","), map(line, sorted(measurements, key=key)))
+        adds = host / add_microseconds if host and add_microseconds else None
+        rows.append({**vars(m), "of_copy": m.of_copy, **faster, "adds": adds})
+    return table(rows, SPEED)
 
 
-def step_table(steps: Sequence[Step]) -> Table:
-    forms = {"milliseconds": ".2f", "spread": ".2f", "overhead_percent": "+.1f", "peak_megabytes": ".0f"}
-    forms["difference"] = ".1e"
-
-    def row(step: Step) -> tuple[str, ...]:
-        numbers = (("" if (v := getattr(step, name)) is None else format(v, form)) for name, form in forms.items())
-        return (step.size, step.provider, "torch.compile" if step.compiled else "eager", *numbers)
-
-    header = ("training step", "provider", "mode", "ms", "±", "% over plain", "peak MB", "difference")
-    return Table(header, map(row, steps))
+def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str, bool], list[str]]:
+    """Each provider, reason and whether it failed once, with where that was."""
+    found: dict[tuple[str, str, bool], list[str]] = {}
+    for entry in entries:
+        found.setdefault((entry.provider, entry.reason, entry.failed), []).append(entry.where)
+    return found
 
 
-def growth_table(growths: Sequence[Growth]) -> Table:
-    header = ("op", "grows with", "provider", "direction", "overhead µs", "µs per MB", "× copy", "±")
-    numbers = [(f"{g.overhead:.1f}", f"{g.per_megabyte:.3f}", f"{g.over_copy:.2f}", f"{g.noise:.1%}") for g in growths]
-    lines = [(g.subject, f"{g.axis} at {g.at}", g.provider, g.direction, *n) for g, n in zip(growths, numbers)]
-    return Table(header, lines)
-
-
-def left_out(entries: Sequence[NotMeasured]) -> str:
+def left_out(entries: Iterable[NotMeasured]) -> str:
     """Each reason once, with the cases that it has."""
     lines = []
     for (provider, reason, _), where in by_reason(entries).items():
@@ -225,17 +71,21 @@ def left_out(entries: Sequence[NotMeasured]) -> str:
 
 
 def of_bench(results: Results) -> list[Table | str]:
-    parts: list[Table | str] = [step_table(results.steps)] * bool(results.steps)
-    if results.measurements or not results.steps:
-        parts.append(speed_table(results.measurements, results.add_microseconds))
-    parts += [growth_table(results.scaling)] * bool(results.scaling)
-    parts += [
-        f"stack of {STACKED_LAYERS} HyperConnections, {name}: peak {megabytes:.0f} MB"
-        for name, megabytes in results.stack_megabytes.items()
-        if megabytes is not None
-    ]
-    parts += [f"{name} computes with: {words}" for name, words in results.precision.items()]
     failed = [row for row in results.accuracy if not row.passed]
-    parts.append(f"{len(results.accuracy) - len(failed)} results within their tolerance of fp64, {len(failed)} not")
-    parts += [accuracy_table(failed)] * bool(failed)
-    return parts + [left_out(results.not_measured)] * bool(results.not_measured)
+    parts = [
+        table(results.steps, STEPS) if results.steps else None,
+        speed_table(results.measurements, results.add_microseconds)
+        if results.measurements or not results.steps
+        else None,
+        table(results.scaling, GROWTH) if results.scaling else None,
+        *(
+            f"stack of {STACKED_LAYERS} HyperConnections, {name}: peak {megabytes:.0f} MB"
+            for name, megabytes in results.stack_megabytes.items()
+            if megabytes is not None
+        ),
+        *(f"{name} computes with: {words}" for name, words in results.precision.items()),
+        f"{len(results.accuracy) - len(failed)} results within their tolerance of fp64, {len(failed)} not",
+        table(failed, ACCURACY) if failed else None,
+        left_out(results.not_measured) or None,
+    ]
+    return [part for part in parts if part is not None]

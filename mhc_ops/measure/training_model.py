@@ -7,6 +7,8 @@ hyper-connections hold the same numbers.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,15 +83,13 @@ class PeerConnection(nn.Module):
         super().__init__()
         prepared = peer.prepare("mhc_layer", ours)
         assert prepared is not None, f"{peer.name} has no mhc_layer, but was planned"
-        names = {our_name: name for name, our_name in prepared.same.items()}
-        self.layer, self.call, self.x, self.h_out = layer, prepared.call, names["x"], names["h_out"]
-        self.outer = (1,) * (prepared.tensors[self.x].dim() - ours["x"].dim())  # what it wants before the tokens
-        maps = {name: nn.Parameter(t) for name, t in prepared.tensors.items() if name not in prepared.same}
+        self.layer, self.call = layer, prepared.call
+        self.outer = (1,) * (prepared.tensors["x"].dim() - ours["x"].dim())  # what it wants before the tokens
+        maps = {name: nn.Parameter(t) for name, t in prepared.tensors.items() if name not in ("x", "h_out")}
         self.maps = nn.ParameterDict(maps)
 
     def forward(self, x: Tensor) -> Tensor:
-        tensors = {self.x: x.view(*self.outer, *x.shape), self.h_out: self.layer}
-        return self.call(**tensors, **self.maps)[0]
+        return self.call(x=x.view(*self.outer, *x.shape), h_out=self.layer, **self.maps)[0]
 
 
 def _connection(provider: str, layer: Layer, case: cases.Case, device: torch.device) -> nn.Module:
@@ -136,12 +136,11 @@ class Training:
             self.x = torch.randn(size.tokens, size.D).to(DTYPE).requires_grad_()
 
     def step(self, provider: str, compiled: bool = False) -> TakeStep:
-        whole = compiled and provider not in UNTRACED
-        apart = compiled and not whole
-        layers = [torch.compile(layer, dynamic=False) if apart else layer for layer in self.layers]
+        compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if compiled else lambda module: module
+        layers = [compiles(layer) for layer in self.layers] if provider in UNTRACED else self.layers
         connected = [_connection(provider, layer, self.size.case(i), self.device) for i, layer in enumerate(layers)]
         model = Model(connected, provider != PLAIN)
-        loss_of, wanted = torch.compile(model, dynamic=False) if whole else model, [self.x, *model.parameters()]
+        loss_of, wanted = model if provider in UNTRACED else compiles(model), [self.x, *model.parameters()]
 
         def step() -> tuple[Tensor, Tensor]:
             loss = loss_of(self.x)
@@ -149,13 +148,13 @@ class Training:
 
         return step
 
-    def milliseconds(self, step: TakeStep) -> float:
-        self._wait()
+    def microseconds(self, step: TakeStep) -> float:
+        """From an idle device to an idle device, after a step of the same kind: the clocks of a GPU depend on the
+        power that the work before it took."""
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        step()
+        wait()
         begin = time.perf_counter()
         step()
-        self._wait()
-        return (time.perf_counter() - begin) * 1e3
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait()
+        return (time.perf_counter() - begin) * 1e6

@@ -2,13 +2,10 @@
 
 Every provider connects the same layers with the same weights. A step is a forward and a backward with all gradients; an
 optimiser, which would add the same to each, is left out. Its time is the wall clock's, host included, with the device
-idle before and after: the median over rounds in which the providers take turns.
+idle before and after: the median over rounds in which it and plain residuals take turns.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..core import backend as backends
-from . import peers, providers
-from .speed import FEWEST_SAMPLES, SAMPLES, Positive, peak_memory
-from .training_model import PLAIN, Size, TakeStep, Training
+from . import peers, selection
+from .speed import Timing, peak_memory, samples, summary
+from .training_model import PLAIN, Size, Training
 
 ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 of it, a wrong term far more
 SIZES = (Size(8192, 4096, 6, 11008), Size(4096, 2560, 8, 6912))
@@ -32,39 +29,36 @@ class Step:
     size: str
     provider: str
     compiled: bool
-    milliseconds: Positive
+    milliseconds: float
     spread: float | None = None  # interquartile range of the samples, ms
     samples: int | None = None
     overhead_percent: float | None = None  # over plain residuals, in the same rounds
     peak_megabytes: float | None = None  # above weights and input
     difference: float | None = None  # relative, to the reference: of the loss or of dx, whichever is larger
 
+    @property
+    def mode(self) -> str:
+        return "torch.compile" if self.compiled else "eager"
+
 
 @dataclass(frozen=True)
 class Race:
-    """Providers that take turns at one size."""
+    """One provider and plain residuals that take turns at one size: a unit of `bench`, kept as soon as it is over."""
 
     size: Size
     compiled: bool
-    providers: tuple[str, ...]
+    provider: str
 
     @property
     def case(self) -> str:
-        return f"{'torch.compile ' * self.compiled}{self.size}"
-
-    @property
-    def provider(self) -> str:
-        return ", ".join(self.providers)
+        return name_of(self.size, self.compiled)
 
     def __str__(self) -> str:
-        return f"{self.provider} {self.case}"
+        return name_of(f"{self.provider} {self.size}", self.compiled)
 
-    def split(self, skip: Sequence[str]) -> tuple["Race", "Race"]:
-        """Those that run, and those whose name has one of these texts in it."""
-        mode = "torch.compile " * self.compiled
-        left = [p for p in self.providers if any(text in f"{mode}{p} {self.size}" for text in skip)]
-        kept = [p for p in self.providers if p not in left]
-        return replace(self, providers=tuple(kept)), replace(self, providers=tuple(left))
+
+def name_of(what: object, compiled: bool) -> str:
+    return f"{'torch.compile ' * compiled}{what}"
 
 
 def named(case: str, device: torch.device) -> list[Size]:
@@ -72,64 +66,71 @@ def named(case: str, device: torch.device) -> list[Size]:
 
 
 def plan(case: str, present: Sequence[str], device: torch.device) -> list[Race]:
-    """present: of bench's providers. The formula in torch is "eager" or, where the model is compiled, "torch.compile",
+    """present: of bench's selection. The formula in torch is "eager" or, where the model is compiled, "torch.compile",
     which stands for the mode too: without it nothing is compiled."""
-    races = []
-    for size in named(case, device):
-        for formula in ("eager", "torch.compile"):
-            found = [p for p in present if p == formula or _connects(p, size, device)]
-            if found and (formula == "eager" or formula in present):
-                races.append(Race(size, formula != "eager", (PLAIN, *found)))
-    return races
+    return [
+        Race(size, formula != "eager", provider)
+        for formula in ("eager", "torch.compile")
+        if formula == "eager" or formula in present
+        for size in named(case, device)
+        for provider in present
+        if provider == formula or _connects(provider, size, device)
+    ]
 
 
 def _connects(provider: str, size: Size, device: torch.device) -> bool:
     peer = peers.by_name(provider)
     if peer is not None:
         return peer.prepare("mhc_layer", size.case().inputs()) is not None
-    return provider in backends.BACKENDS and backends.why_not("mhc", provider, device) is None
+    return provider in selection.KERNELS and backends.why_not("mhc", provider, device) is None
 
 
-def measure(
-    race: Race, device: torch.device, until: float, failures_of: Callable[[str, str], AbstractContextManager[None]]
-) -> Iterator[Step]:
-    """failures_of(case, provider): notes what a provider raises. until: from then on few rounds do."""
-    torch.compiler.reset()
-    training = Training(race.size, device)
-    expected = training.step("eager")()
-    steps: dict[str, TakeStep] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for provider in race.providers:
-        with failures_of(race.case, provider):
-            step = training.step(provider, race.compiled)
-            difference = _checked(provider, race.size, step(), expected, device)
-            found[provider] = {"peak_megabytes": peak_memory(step, device), "difference": difference}
-            steps[provider] = step
-    times: dict[str, list[float]] = {provider: [] for provider in steps}
-    for nth in range(SAMPLES):
-        if nth < FEWEST_SAMPLES or time.perf_counter() < until:
-            for provider, step in steps.items():
-                times[provider].append(training.milliseconds(step))
-    plain = statistics.median(times[PLAIN]) if PLAIN in times else None
-    for provider, samples in times.items():
-        lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
-        if plain is not None and provider != PLAIN:
-            found[provider]["overhead_percent"] = 100 * (median / plain - 1)
-        fields = {"milliseconds": median, "spread": upper - lower, "samples": len(samples), **found[provider]}
-        yield Step(str(race.size), provider, race.compiled, **fields)
+class Races:
+    """Runs them. Those of a size and mode share the layers, what the reference makes of them and the plain model."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of: tuple[Size, bool] | None = None
+
+    def _begin(self, size: Size, compiled: bool) -> None:
+        self._of = None
+        torch.compiler.reset()
+        self._training = Training(size, self._device)
+        self._expected = self._training.step("eager")()
+        self._plain = self._training.step(PLAIN, compiled)
+        self._plain()
+        self._plain_peak = peak_memory(self._plain, self._device)
+        self._of = size, compiled
+
+    def measure(self, race: Race, until: float) -> list[Step]:
+        """Of plain residuals and of the provider. until: from then on few rounds do."""
+        if self._of != (race.size, race.compiled):
+            self._begin(race.size, race.compiled)
+        step, time = self._training.step(race.provider, race.compiled), self._training.microseconds
+        difference = _checked(race, step(), self._expected, self._device)
+        peak = peak_memory(step, self._device)
+        turns = samples(lambda: (time(self._plain), time(step)), until)
+        plain, own = (summary(times) for times in zip(*turns))
+        overhead = 100 * (own.microseconds / plain.microseconds - 1)
+        return [
+            _step(race, PLAIN, plain, peak_megabytes=self._plain_peak),
+            _step(race, race.provider, own, peak_megabytes=peak, overhead_percent=overhead, difference=difference),
+        ]
 
 
-def _checked(
-    provider: str, size: Size, found: tuple[Tensor, ...], expected: tuple[Tensor, ...], device: torch.device
-) -> float | None:
+def _step(race: Race, provider: str, timing: Timing, **more: Any) -> Step:
+    times = timing.microseconds / 1e3, timing.spread / 1e3, timing.samples
+    return replace(Step(str(race.size), provider, race.compiled, *times), **more)
+
+
+def _checked(race: Race, found: Sequence[Tensor], expected: Sequence[Tensor], device: torch.device) -> float:
     """The relative difference of the loss or of dx, whichever is larger; Wrong where it is another function, and where
-    one layer is, against fp64. Plain residuals are another one and are not compared."""
-    if provider == PLAIN:
-        return None
-    providers.refuse_if_wrong(provider, providers.check(size.case(tokens=size.tokens), provider, device))
+    one layer is, against fp64."""
+    layer = race.size.case(tokens=race.size.tokens)
+    selection.refuse_if_wrong(race.provider, selection.check(layer, race.provider, device))
     pairs = [(a.double(), b.double()) for a, b in zip(found, expected)]
     worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
     if not worst <= ALLOWED:
         words = f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})"
-        raise providers.Wrong(f"{provider} is wrong, so it is not timed: {words}")
+        raise selection.Wrong(f"{race.provider} is wrong, so it is not timed: {words}")
     return worst

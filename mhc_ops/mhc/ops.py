@@ -282,10 +282,10 @@ def mhc_enter(
 ) -> tuple[Tensor, Carry]:
     """The start of a stack of sublayers: `mhc_pre` of the first. For models that own their loop; see `HyperStack`.
 
-    h_in, carry = mhc_enter(x, *parameters[0])
-    for own in parameters[1:]:
-        h_in, carry = mhc_next(carry, layer(h_in), *own)
-    x = mhc_leave(carry, layer(h_in))
+    >>> h_in, carry = mhc_enter(x, *parameters[0])
+    >>> for own in parameters[1:]:
+    ...     h_in, carry = mhc_next(carry, layer(h_in), *own)
+    >>> x = mhc_leave(carry, layer(h_in))
 
     Arguments as in mhc_pre. Returns h_in and what `mhc_next` or `mhc_leave` write the sublayer's output back with. The
     values are those of mhc_pre and mhc_post. A carry may be used more than once. It belongs to the backend that made

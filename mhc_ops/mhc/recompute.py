@@ -141,6 +141,7 @@ class _Kept:
     def __exit__(self, *error: Any) -> None:
         if self.may_leave_out:
             self.hooks.__exit__(*error)
+            del self.hooks  # a cycle with it would keep all slots until Python looks for cycles
 
     def leave_out(self, x: Tensor, source: Tensor | Remade, last: bool) -> None:
         """Keep how x is made again, where it is, in the place of x."""

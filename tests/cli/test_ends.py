@@ -142,7 +142,6 @@ def terminal(monkeypatch):
 @pytest.mark.parametrize("label", ["check", "diagnose"])
 def test_progress_fits_the_terminal(columns, label, terminal):
     """Its size is that of stderr: stdout may be a file."""
-    pytest.importorskip("rich")
     lines = terminal("stderr", columns)
     items = [f"mhc_forward_pre 2x128x4x256 bfloat16 no gamma {i}" for i in range(120)]
     shown = [lines()[-1] for _ in report.progress(items, label)]
@@ -163,13 +162,19 @@ def test_a_table_fits_the_terminal(columns, terminal):
     pytest.importorskip("rich")
     lines = terminal("stdout", columns)
     row = accuracy.Row("mhc_forward_pre 2x128x4x256 bfloat16 no gamma", "reference", "inv_rms", 1e-3, 2e-3, 1e-3, False)
-    table = tables.accuracy_table([row])
+    table = tables.table([row], tables.ACCURACY)
     report.show(table, "and words")
     shown = lines()
     assert max(map(len, shown)) < columns
     assert shown[-2:] == ["and words", ""]
     letters = Counter("".join("".join(shown[:-2]).split()).replace("─", ""))
     assert letters == Counter("".join(cell for cells in (table.header, *table.rows) for cell in cells).replace(" ", ""))
+
+
+def test_no_letters_for_a_terminal_that_cannot_move_its_cursor(terminal, monkeypatch):
+    lines = terminal("stderr", 80)
+    monkeypatch.setenv("TERM", "dumb")
+    assert [lines()[0] for _ in report.progress(["one", "two"], "work")] == ["work 1/2: one", "work 2/2: two"]
 
 
 def test_status_speaks_now_and_then(monkeypatch, capsys):
@@ -184,7 +189,6 @@ def test_status_speaks_now_and_then(monkeypatch, capsys):
 
 def test_status_on_a_terminal(terminal):
     """It gives way to what is printed, and comes back."""
-    pytest.importorskip("rich")
     lines = terminal("stderr", 14)
     show = report.status("fuzz: case")
     show(3)

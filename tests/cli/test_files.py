@@ -204,24 +204,10 @@ def test_a_page_is_of_one_file_and_tables_of_several(tmp_path, capsys, monkeypat
     assert (tmp_path / "page").read_text(encoding="utf-8").count("\n## ") == 2
 
 
-TIMED = {
-    "subject": "op",
-    "case": "op 8x8",
-    "provider": "triton",
-    "direction": "both",
-    "microseconds": 2.0,
-    "bandwidth": 3.0,
-    "copy_microseconds": 1.0,
-}
-ROW = {
-    "case": "op 8x8",
-    "backend": "triton",
-    "output": "y",
-    "max_error": 1.0,
-    "relative_error": 0.1,
-    "tolerance": 1.0,
-    "passed": True,
-}
+TIMED = {"subject": "op", "case": "op 8x8", "provider": "triton", "direction": "both"}
+TIMED |= {"microseconds": 2.0, "bandwidth": 3.0, "copy_microseconds": 1.0}
+ROW = {"case": "op 8x8", "backend": "triton", "output": "y", "passed": True}
+ROW |= {"max_error": 1.0, "relative_error": 0.1, "tolerance": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -160,12 +160,13 @@ def test_second_step_of_training_is_direct(kernel, scaled):
     assert (kernel.bound, len(kernel.checks), len(kernel.started)) == (2, 1, 6)
 
 
-def test_with_and_without_gradients_are_the_same_call(kernel, scaled):
-    scaled(torch.zeros(64))
-    scaled(torch.zeros(64, requires_grad=True))
-    assert len(kernel.checks) == 1
-    with torch.no_grad():
-        assert not scaled(torch.zeros(64, requires_grad=True)).requires_grad
+def test_with_and_without_gradients(kernel, scaled):
+    for _ in range(2):
+        assert not scaled(torch.zeros(64)).requires_grad
+        assert scaled(torch.zeros(64, requires_grad=True)).requires_grad
+        with torch.no_grad():
+            assert not scaled(torch.zeros(64, requires_grad=True)).requires_grad
+    assert len(kernel.checks) == 2, "nothing is differentiated under no_grad: as without gradients"
 
 
 @pytest.mark.parametrize(
@@ -242,13 +243,13 @@ def test_a_tensor_that_is_given_twice(kernel):
     run(prepare, x=x, other=other, backend=None)
     assert kernel.started[-1][1] == x.data_ptr()
     run(prepare, x=x, other=x, backend=None)
-    assert (kernel.started[-1][1], len(kernel.checks)) == (x.data_ptr(), 2)
+    assert (kernel.started[-1][1], len(kernel.checks)) == (x.data_ptr(), 3), "prepared each time"
 
 
 def test_a_plan_allocates_with_plain_tuples(kernel, scaled):
     """A torch.Size is none to the function that allocates on CUDA."""
     scaled(torch.zeros(2, 3))
-    (kept,) = call._calls.values()
+    (kept,) = call.kept_calls()
     (plan,) = kept.call.forward.plans.values()
     assert [[type(part) for part in layout] for layout in plan.made] == [[tuple, tuple, torch.dtype]]
 
@@ -267,10 +268,12 @@ def test_two_inputs_in_one_tensor_are_not_a_rule(kernel):
 
 
 def test_what_is_kept_is_bounded(kernel, scaled, monkeypatch):
-    monkeypatch.setattr(call, "MOST_CALLS", 3)
+    monkeypatch.setattr(call, "MOST_KEYS", 3)
+    monkeypatch.setattr(call, "MOST_CALLS", 2)
     for amount in range(10):
-        scaled(torch.zeros(64), float(amount))
-    assert len(call._calls) <= 3
+        for shape in [(64,), (2, 32), (4, 16), (8, 8)]:  # as many elements: one key
+            scaled(torch.zeros(shape), float(amount))
+    assert len(call._calls) <= 3 and len(call.kept_calls()) <= 6
 
 
 def test_the_interpreter_records_nothing(kernel, scaled, monkeypatch):

@@ -5,10 +5,8 @@ Without a fault these are the ops.
 
 import torch
 
-from mhc_ops.core.steps import evaluate
-from mhc_ops.measure.cases import Case
-from mhc_ops.measure.diagnose import conv, mhc
-from mhc_ops.mhc import reference
+from mhc_ops.core.steps import at, ones, zeros
+from mhc_ops.measure.diagnose.ops import model_of
 
 BLOCK = 32  # of the faults that have one
 N = 4  # streams
@@ -41,13 +39,7 @@ class Faulty(torch.autograd.Function):
 
 
 def steps(case, tensors, cotangents, changes):
-    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    cotangents = {name: c.float() for name, c in zip(case.subject.differentiable, cotangents)}
-    model = (
-        mhc.model(case, tensors, cotangents, {}) if isinstance(case, Case) else conv.model(case, tensors, cotangents)
-    )
-    with torch.no_grad():
-        return evaluate(model.steps, model.inputs, changes)
+    return model_of(case, tensors, cotangents, {}, torch.float32).run(changes)
 
 
 def call(case, fault):
@@ -56,42 +48,13 @@ def call(case, fault):
     return lambda backend, **tensors: Faulty.apply(case, changes, tuple(tensors), *tensors.values())
 
 
-def zeros_at(index):
-    """Not read there."""
-
-    def change(value, values):
-        value = value.clone()
-        value[index] = 0
-        return value
-
-    return change
+def times(factor):
+    return lambda value, values: factor * value
 
 
-def times(factor, index):
-    def change(value, values):
-        value = value.clone()
-        value[index] *= factor
-        return value
-
-    return change
-
-
-def unwritten(index):
+def unwritten(value, values):
     """As a kernel leaves it that does not get there: fresh memory."""
-
-    def change(value, values):
-        mask = torch.zeros_like(value, dtype=torch.bool)
-        mask[index] = True
-        return torch.where(mask, torch.empty_like(value), value)
-
-    return change
-
-
-def side_by_side(value, values):
-    """Of the streams as one row, only its first block."""
-    row = value.flatten(-2).clone()
-    row[..., 4 * BLOCK :] = 0
-    return row.view_as(value)
+    return torch.empty_like(value)
 
 
 def without_last_tokens(value, values):
@@ -107,16 +70,6 @@ def wrong_variable(value, values):
     parts = [(dm * h_mix)[..., rows].sum(-1) for rows in (PRE, POST)]
     dinv_rms = parts[0] + parts[1] + N * N * parts[0]
     return -(dinv_rms * values["inv_rms"] ** 3 / x[0, 0].numel())[..., None, None] * x
-
-
-def section(rows, change):
-    def changed(value, values):
-        wrong = change(value, values)
-        value = value.clone()
-        value[..., rows] = wrong[..., rows]
-        return value
-
-    return changed
 
 
 def no_halo(rows, values):
@@ -135,52 +88,32 @@ def leak(rows, values):
     return torch.where(t < 0, rows, tokens)
 
 
-def sinkhorn(iters=20, eps=1e-6):
-    return lambda logits: reference.sinkhorn(logits, iters, eps)
-
-
-def instead(value):
-    return lambda right, values: value
-
-
 FAULTS = {
     # the four that the original found by hand
-    "block shorter than a row": {"x for h_mix": zeros_at((..., slice(BLOCK, None)))},
-    "wrong variable accumulated n*n times": {"through_norm": wrong_variable},
-    "inv_rms missing in res, backward": {"dh_mix": section(RES, lambda dh_mix, values: values["dm"])},
-    "grid covers the first stream only, backward": {"dx": unwritten((..., slice(1, None), slice(None)))},
+    "block shorter than a row": {"x for h_mix": at((..., slice(BLOCK, None)), zeros)},
+    "wrong variable accumulated n*n times": {"dx via inv_rms": wrong_variable},
+    "inv_rms missing in res, backward": {"dh_mix": at((..., RES), lambda _, values: values["dm"])},
+    "grid covers the first stream only, backward": {"dx": at((..., slice(1, None), slice(None)), unwritten)},
+    # what the original's forward did beside its backward
+    "gamma left out of h_mix": {"gamma for h_mix": ones},
     # and more of their kind
-    "block shorter than the streams in a row": {"x for h_mix": side_by_side},
-    "norm_eps left out": {"norm_eps": instead(0.0)},
-    "gamma left out of h_mix": {"gamma for h_mix": lambda gamma, values: torch.ones_like(gamma)},
-    "inv_rms missing in post, forward": {"m for z": section(POST, lambda m, values: values["h_mix"])},
-    "last partial block of h_in not written": {"h_in": unwritten((..., slice(2 * BLOCK, None)))},
-    "derivative of sigma missing in pre": {
-        "dz": section(PRE, lambda dz, values: torch.cat([values["dh_pre"], dz], -1))
-    },
-    "dbias of res accumulated n*n times": {"dbias": times(N * N, RES)},
-    "dphi without the last tokens": {"dh_mix for dprojection": without_last_tokens},
-    "norm term left out": {"through_norm": lambda term, values: torch.zeros_like(term)},
-    "grid covers the first stream only, forward": {"x_next": unwritten((..., slice(1, None), slice(None)))},
-    "h_res read transposed": {
-        name: lambda h_res, values: h_res.mT for name in ("h_res for mixed", "h_res for through_mix", "dh_res")
-    },
-    "stream 2 left out of the mix": {"x for mixed": zeros_at((..., 2, slice(None)))},
-    "sinkhorn stops one iteration early": {"squash": instead(sinkhorn(iters=19))},
-    "sinkhorn without eps": {"squash": instead(sinkhorn(eps=0.0))},
-    "sinkhorn with rows and columns swapped": {"squash": instead(lambda logits: sinkhorn()(logits.mT).mT)},
-    "h_res transposed": {"squash": instead(lambda logits: sinkhorn()(logits).mT)},
-    "sinkhorn gradient of the softmax alone": {"squash for dlogits": instead(lambda logits: torch.softmax(logits, -1))},
+    "inv_rms missing in post, forward": {"m for z": at((..., POST), lambda _, values: values["h_mix"])},
+    "last partial block of h_in not written": {"h_in": at((..., slice(2 * BLOCK, None)), unwritten)},
+    "dbias of res accumulated n*n times": {"dbias": at(RES, times(N * N))},
+    "dphi without the last tokens": {"dh_mix for dphi via h_mix": without_last_tokens},
+    "norm term left out": {"dx via inv_rms": zeros},
+    "grid covers the first stream only, forward": {"x_next": at((..., slice(1, None), slice(None)), unwritten)},
+    "stream 2 left out of the mix": {"x for mixed": at((..., 2, slice(None)), zeros)},
     # of the convolution
     "taps reversed": {"weight for z": lambda weight, values: weight.flip(-1)},
-    "bias left out": {"bias for z": lambda bias, values: torch.zeros_like(bias)},
+    "bias left out": {"bias for z": zeros},
     "activation left out": {"convolved": lambda y, values: values["z"]},
-    "residual left out": {"added": lambda residual, values: torch.zeros_like(residual)},
+    "residual left out": {"added": zeros},
     "halo missing": {"rows for z": no_halo},
     "leak between sequences": {"rows for z": leak},
-    "derivative of SiLU missing": {"g": lambda g, values: values["dy"]},
-    "dweight without its last strip": {"g for dweight": zeros_at((slice(None), slice(2 * BLOCK, None)))},
+    "derivative of SiLU missing": {"dz": lambda dz, values: values["dy"]},
+    "dweight without its last strip": {"dz for dweight via z": at((slice(None), slice(2 * BLOCK, None)), zeros)},
     "taps of dweight reversed": {"dweight": lambda dweight, values: dweight.flip(-1)},
-    "dbias counted per tap": {"dbias": times(4, ...)},
-    "halo missing in dx": {"rows for back_taps": no_halo},
+    "dbias counted per tap": {"dbias": times(4)},
+    "halo missing in dx": {"rows for deverything via z": no_halo},
 }

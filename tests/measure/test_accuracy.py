@@ -167,7 +167,7 @@ def all_terms_of_post_pre(tensors, results, cotangents):
 @pytest.mark.parametrize("case", TINY, ids=str)
 def test_the_sizes_of_terms_are_what_each_element_contributes(case, monkeypatch):
     """Against all terms one by one."""
-    monkeypatch.setattr(accuracy, "DRAWS", 400)  # a norm is then known to 4 %
+    monkeypatch.setattr(accuracy, "MORE_DRAWS", 400)  # a norm is then known to 4 %
     ran = accuracy.run_case(case, "reference")
     wide = {name: t.double() if t.is_floating_point() else t for name, t in ran.tensors.items()}
     if case.subject is cases.MHC_POST_PRE:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mhc_ops.measure import bench, cases, peers, providers, results, selection, speed
+from mhc_ops.measure import bench, cases, peers, results, selection, speed
 
 CPU = torch.device("cpu")
 POST = cases.Case(cases.MHC_POST, (16,), 2, 8)
@@ -40,7 +40,7 @@ def peer(name, change, lacks=()):
         def call(**tensors):
             return tuple(change(output) for output in subjects[subject].call(**tensors, backend="reference"))
 
-        return peers.Prepared({name: t.detach() for name, t in ours.items()}, call, {"x": "x"})
+        return peers.Prepared({name: t.detach() for name, t in ours.items()}, call, ("x",))
 
     return peers.Peer(name, name, name, "as the reference", 1e-5, adapt, load=lambda peer: None)
 
@@ -97,7 +97,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 def test_order_of_importance(monkeypatch):
     monkeypatch.setattr(selection, "runs", lambda case, backend, device: True)
-    sweep = cases.sweep("T", "", (1, 2), lambda T: replace(POST, outer=(T,)))
+    sweep = cases.Sweep("T", "", {T: replace(POST, outer=(T,)) for T in (1, 2)})
     monkeypatch.setattr(selection, "SCALING_CPU", (sweep,))
     request = bench.Request(CPU, skip=(f"Liger {PRE}",))
     units = bench.plan(request, ["triton", "Liger", "eager", "torch.compile"])
@@ -114,7 +114,7 @@ def test_what_was_skipped_is_named():
 
 def test_a_sweep_measures_no_case_twice(monkeypatch):
     monkeypatch.setattr(
-        selection, "SCALING_CPU", (cases.sweep("T", "", (16, 32), lambda T: replace(POST, outer=(T,))),)
+        selection, "SCALING_CPU", (cases.Sweep("T", "", {T: replace(POST, outer=(T,)) for T in (16, 32)}),)
     )
     units = bench.plan(bench.Request(CPU), ["eager"])
     assert sorted(map(str, units)) == sorted({str(unit) for unit in units})
@@ -132,7 +132,7 @@ def test_a_budget_leaves_out_the_rest(monkeypatch):
         time.sleep(0.2)
         return []
 
-    monkeypatch.setattr(providers, "check", slow)
+    monkeypatch.setattr(selection, "check", slow)
     found, _ = run(budget=0.2)
     assert found.budget_seconds == 0.2
     assert not found.complete
@@ -145,7 +145,7 @@ def test_a_budget_leaves_out_the_rest(monkeypatch):
 
 def test_small_cases_are_checked_once(monkeypatch):
     checked = []
-    monkeypatch.setattr(providers, "check", lambda *arguments: checked.append(arguments) or [])
+    monkeypatch.setattr(selection, "check", lambda *arguments: checked.append(arguments) or [])
     large = [replace(POST, outer=(T,)) for T in (300, 600)]
     monkeypatch.setattr(selection, "BENCH_CPU", large)
     found, _ = run()

@@ -8,6 +8,7 @@ from mhc_ops.measure import compare
 from mhc_ops.measure.accuracy import Row
 from mhc_ops.measure.results import NotMeasured, Results
 from mhc_ops.measure.speed import Growth, Measurement
+from mhc_ops.measure.training_step import Step
 
 TIMED = Measurement(
     "op", "op 8x8", "triton", "both", 200.0, 1.0, 100.0, peak_megabytes=50.0, spread=2.0, copy_spread=1.0, samples=20
@@ -125,3 +126,40 @@ def test_a_kernel_that_no_longer_runs():
     (change,), _ = compare.compare(Results("bench", measurements=[TIMED]), after)
     assert change.regression
     assert str(change) == "fails: op 8x8 triton both: RuntimeError: no"
+
+
+PLAIN = Step("training_step 8x4x8", "plain", False, 50.0, 0.5, 20)
+STEP = Step("training_step 8x4x8", "triton", False, 60.0, 0.6, 20, overhead_percent=20.0, peak_megabytes=900.0)
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (STEP, []),
+        (replace(STEP, overhead_percent=24.0, milliseconds=62.0), []),  # 3.3 %, the noise is 4.4 %
+        (replace(STEP, overhead_percent=28.0, milliseconds=64.0), ["slower"]),
+        (replace(STEP, milliseconds=600.0, spread=6.0), []),  # another machine, plain residuals as slow
+        (replace(STEP, overhead_percent=10.0, milliseconds=55.0), ["faster"]),
+        (replace(STEP, spread=None), ["not compared"]),
+        (replace(STEP, peak_megabytes=950.0), ["more memory"]),
+    ],
+)
+def test_training_steps_are_ratios_to_plain_residuals(after, expected):
+    files = [Results("bench", steps=[PLAIN, step]) for step in (STEP, after)]
+    found, common = compare.compare(*files)
+    assert common == 1
+    assert [change.kind for change in found] == expected
+    assert [change.what for change in found] == ["training_step 8x4x8 triton step"] * len(expected)
+    assert all(change.regression for change in found if change.kind in ("slower", "more memory"))
+
+
+def test_a_training_step_that_no_longer_runs():
+    compiled = replace(STEP, compiled=True)
+    failed = NotMeasured("torch.compile training_step 8x4x8", "triton", "RuntimeError: no", failed=True)
+    before, after = (
+        Results("bench", steps=[replace(PLAIN, compiled=True), compiled]),
+        Results("bench", not_measured=[failed]),
+    )
+    (change,), _ = compare.compare(before, after)
+    assert change.regression
+    assert str(change) == "fails: torch.compile training_step 8x4x8 triton step: RuntimeError: no"

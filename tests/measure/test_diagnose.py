@@ -15,15 +15,13 @@ fp32, bf16 = torch.float32, torch.bfloat16
 
 
 def sinkhorn(fault, dtype=fp32):
-    """Logits of σ = 3: with less, the last iterations and eps change nothing that could be seen."""
     case = Case(cases.SINKHORN, (40,), 4, 0, dtype, sigma=3)
     return diagnose(case, call=faults.call(case, fault))
 
 
 def pre(fault, dtype=fp32):
     """72 channels and 38 tokens: more than a block of 32 each, and a multiple of none."""
-    scale = 1e-3 if fault == "norm_eps left out" else 1.0  # mean square ≈ norm_eps
-    case = Case(cases.MHC_FORWARD_PRE, (2, 19), 4, 72, dtype, scale=scale)
+    case = Case(cases.MHC_FORWARD_PRE, (2, 19), 4, 72, dtype)
     return diagnose(case, call=faults.call(case, fault))
 
 
@@ -44,44 +42,30 @@ VERDICTS = {
     # the four that the original found by hand
     (pre, "block shorter than a row"): "h_mix: channels 32 and up of x are read as zero for h_mix",
     (pre, "wrong variable accumulated n*n times"): (
-        "dx: the norm's term of pre counts 17 (n² + 1) times and the norm's term of res is left out"
+        "dx: the norm's term of pre is counted 17 (n² + 1) times and the norm's term of res is left out"
     ),
     (pre, "inv_rms missing in res, backward"): "dphi: the res section lacks the factor inv_rms in dh_mix",
     (pre, "grid covers the first stream only, backward"): "dx: streams 1 to 3 are never written",
-    # and more of their kind
-    (pre, "block shorter than the streams in a row"): (
-        "h_mix: channels 128 and up of x as one row of n·D are read as zero for h_mix"
-    ),
-    (pre, "norm_eps left out"): "inv_rms: norm_eps is left out of inv_rms",
+    # what the original's forward did beside its backward
     (pre, "gamma left out of h_mix"): "h_mix: gamma is left out of h_mix",
+    # and more of their kind
     (pre, "inv_rms missing in post, forward"): "h_post: the post section lacks the factor inv_rms in z",
     (pre, "last partial block of h_in not written"): "h_in: channels 64 and up are never written",
-    (pre, "derivative of sigma missing in pre"): "dphi: the pre section lacks the derivative of σ in dz",
-    (pre, "dbias of res accumulated n*n times"): (
-        "dbias: the res section is 16 (n²) times what it should be: accumulated too often"
-    ),
+    (pre, "dbias of res accumulated n*n times"): "dbias: the res section is counted 16 (n²) times",
     (pre, "dphi without the last tokens"): "dphi: tokens 32 and up of dh_mix are read as zero for dphi",
     (pre, "norm term left out"): "dx: the norm's term is left out",
     (post, "grid covers the first stream only, forward"): "x_next: streams 1 to 3 are never written",
-    (post, "h_res read transposed"): ("x_next: h_res is read transposed for x_next, and so are its gradient and dx"),
     (post, "stream 2 left out of the mix"): "x_next: h_resᵀ x of stream 2 is left out",
-    (sinkhorn, "sinkhorn stops one iteration early"): "h_res: Sinkhorn stops after 19 of 20 iterations",
-    (sinkhorn, "sinkhorn without eps"): "h_res: Sinkhorn lacks its eps",
-    (sinkhorn, "sinkhorn with rows and columns swapped"): "h_res: Sinkhorn has rows and columns swapped",
-    (sinkhorn, "h_res transposed"): "h_res: Sinkhorn returns h_res transposed",
-    (sinkhorn, "sinkhorn gradient of the softmax alone"): (
-        "dlogits: the gradient of Sinkhorn is that of its softmax alone"
-    ),
     (conv, "taps reversed"): "y: the taps are reversed in y",
     (conv, "bias left out"): "y: the bias is left out in y",
     (conv, "activation left out"): "y: the activation is left out in y",
     (conv, "residual left out"): "y: the residual is left out",
     (conv, "halo missing"): "y: the halo is missing in y: tokens before each block of 32 are read as zero",
     (conv, "leak between sequences"): "y: taps in y reach over the boundary into the sequence before",
-    (conv, "derivative of SiLU missing"): "dweight: the derivative of SiLU is left out",
-    (conv, "dweight without its last strip"): "dweight: tokens 64 and up of g are read as zero for dweight",
+    (conv, "derivative of SiLU missing"): "dbias: the derivative of SiLU is left out",
+    (conv, "dweight without its last strip"): "dweight: tokens 64 and up of dz are read as zero for dweight",
     (conv, "taps of dweight reversed"): "dweight: the taps are reversed in dweight",
-    (conv, "dbias counted per tap"): "dbias: everything is 4 (W) times what it should be: accumulated too often",
+    (conv, "dbias counted per tap"): "dbias: everything is counted 4 (W) times",
     (conv, "halo missing in dx"): "dx: the halo is missing in dx: tokens before each block of 32 are read as zero",
 }
 
@@ -98,13 +82,12 @@ def test_verdict(op, fault):
     assert sorted(named) == sorted(row.output for row in diagnosis.rows if not row.passed)
 
 
-# A rounding to bf16 covers the small ones (eps, one iteration); these are larger.
 IN_BF16 = [
     (pre, "block shorter than a row"),
     (pre, "wrong variable accumulated n*n times"),
     (pre, "inv_rms missing in res, backward"),
     (pre, "grid covers the first stream only, backward"),
-    (post, "h_res read transposed"),
+    (pre, "gamma left out of h_mix"),
     (conv, "taps reversed"),
     (conv, "halo missing"),
     (conv, "leak between sequences"),
@@ -134,7 +117,7 @@ def test_every_planted_fault_has_its_verdict():
 
 def test_one_cause_takes_all_that_follows_from_it():
     (finding,) = pre("block shorter than a row").findings
-    assert finding.outputs == ("h_mix", "h_pre", "h_post", "h_res", "h_in", "dphi", "dalpha", "dbias", "dgamma", "dx")
+    assert finding.outputs == ("h_mix", "h_pre", "h_post", "h_res", "h_in", "dbias", "dalpha", "dphi", "dgamma", "dx")
 
 
 def test_what_cannot_be_explained_is_said_and_what_follows_from_it():
@@ -207,5 +190,17 @@ def test_a_decoding_step_is_placed_without_a_model():
 
     found = diagnose(case, call=call).findings
     assert [finding.outputs for finding in found] == [("y",), ("conv_state",)]
-    assert found[0].sentence == "sequence 1 is 2 times what it should be: accumulated too often"
+    assert found[0].sentence == "sequence 1 is counted 2 times"
     assert found[1].sentence == "channels 8 and up are zero: masked, or never added to"
+
+
+def test_a_state_without_elements():
+    """One tap needs no tokens before."""
+    case = ConvCase(2, 9, 5, 1, dtype=fp32, places="states")
+
+    def call(backend, **tensors):
+        y, final_state = case.subject.call(**tensors, backend="reference")
+        return 2 * y, final_state
+
+    lead = diagnose(case, call=call).findings[0]
+    assert (lead.outputs, lead.sentence) == (("y",), "the convolution is counted 2 times")

@@ -42,10 +42,10 @@ def test_something_is_off(only_the_first_stream, capsys, monkeypatch):
     assert lines[0] == "mhc_post 12x4x24 float32, reference: 5 of 5 outputs are off"
     assert lines[1].startswith("  1. x_next: streams 1 to 3 are zero: masked, or never added to")
     assert lines[2].startswith(
-        "  2. dh_out, dh_post, dh_res, dx: streams 1 to 3 of dx_next are read as zero for dh_out"
+        "  2. dx, dh_res, dh_out, dh_post: streams 1 to 3 of dx_next are read as zero for dh_res"
     )
-    heat_map = next(line for line in lines if line.startswith("  token 0–11"))
-    cells = heat_map.split()[-1].split("│")
+    drawn = next(line for line in lines if line.startswith("  tokens 0 and up "))
+    cells = drawn.split()[-1].split("│")
     assert set(cells[0]) == {"·"}
     assert set("".join(cells[1:])) == {"█"}
     assert lines[-1] == "0 of 6 cases right, 1 off, 5 not run"
@@ -58,13 +58,32 @@ def test_colours_on_a_terminal_only(only_the_first_stream, capsys, monkeypatch):
     assert "\033[1;31m  1. x_next" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("factors", "words"), [((2, 2, 2, 2), "constant: mean 2,"), ((2, -1, 2, -1), "varying, signs flipped: mean 0.")]
+)
+def test_a_constant_ratio_is_told_from_a_varying_one(factors, words, capsys, monkeypatch):
+    right = reference.mhc_post
+
+    def wrong(x, *arguments):
+        x_next = right(x, *arguments)
+        return x_next if x.dtype == torch.float64 else x_next * torch.tensor(factors)[:, None]
+
+    monkeypatch.setattr(reference, "mhc_post", wrong)
+    assert cli.main(["diagnose", "mhc_post", *SMALL, "--dtype", "fp32"]) == 1
+    ratio = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  result / truth"))
+    assert f" {words}" in ratio
+
+
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
-def test_no_heat_map_is_wider_than_the_terminal(columns, only_the_first_stream, capsys, monkeypatch):
+def test_nothing_but_the_table_and_the_legend_is_wider_than_the_terminal(
+    columns, only_the_first_stream, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", columns)
     cli.main(["diagnose", "mhc_post", "--device", "cpu", "--shape", "12x4x264"])
-    drawn = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
-    assert drawn
-    assert max(map(len, drawn)) <= int(columns)
+    _, _, *details = capsys.readouterr().out.split("\n\n")
+    lines = [line for part in details[:-2] for line in part.splitlines()]
+    assert any("│" in line for line in lines)
+    assert max(map(len, lines)) <= int(columns)
 
 
 def test_json(only_the_first_stream, tmp_path):
@@ -108,6 +127,7 @@ def test_html_is_one_page(code, request, tmp_path):
         assert outside not in page
     assert ("streams 1 to 3 are zero" in page) is bool(code)
     assert ("nothing found" in page) is not bool(code)
+    assert ("<dt>tokens 0 and up</dt>" in page) is bool(code)
 
 
 def test_unknown_op(capsys):
@@ -208,12 +228,28 @@ def test_without_jinja_a_page_is_refused(monkeypatch, capsys, tmp_path):
     assert "pip install mhc-ops[bench]" in capsys.readouterr().err
 
 
+def test_without_jinja_what_is_off_is_not_shown(monkeypatch, capsys, only_the_first_stream):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert cli.main(["diagnose", "mhc_post", *SMALL]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1] == (
+        "mhc-ops diagnose: showing what was found needs jinja2, which is not installed: pip install mhc-ops[bench]"
+    )
+
+
+def test_without_jinja_a_right_op_is_diagnosed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert cli.main(["diagnose", "mhc_post", *SMALL]) == 0
+    assert "nothing found" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"x": torch.ones(3, 2, 4)}, "h_out, h_post, h_res missing. mhc_post takes x, h_out, h_post, h_res"),
-        ({"X": torch.ones(1)}, "x, h_out, h_post, h_res missing; no such X."),
-        ({**cases.Case(cases.MHC_POST, (3,), 2, 4).inputs(), "gamma": torch.ones(2, 4)}, "no such gamma."),
+        ({"X": torch.ones(1)}, "x, h_out, h_post, h_res missing; X unknown."),
+        ({**cases.Case(cases.MHC_POST, (3,), 2, 4).inputs(), "gamma": torch.ones(2, 4)}, "gamma unknown."),
         ([torch.ones(1)], "must hold a dict of tensors by argument name"),
         ({"x": 3}, "must hold a dict of tensors by argument name"),
         (
@@ -244,8 +280,8 @@ def test_the_kernels_in_the_interpreter(capsys):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"x": torch.ones(3, 2, 4).to_sparse()}, "x must be dense"),
-        ({"x": torch.ones(3, 2, 4, device="meta")}, "x must be dense"),
+        ({"x": torch.ones(3, 2, 4).to_sparse()}, "x not dense."),
+        ({"x": torch.ones(3, 2, 4, device="meta")}, "x not dense."),
     ],
 )
 def test_own_inputs_without_data(changed, message, tmp_path, capsys):

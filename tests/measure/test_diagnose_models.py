@@ -6,7 +6,8 @@ import torch
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.measure.cases import Case
 from mhc_ops.measure.conv_cases import ConvCase
-from mhc_ops.measure.diagnose import diagnose, hypotheses_of, model_of, threads_that_pay
+from mhc_ops.measure.diagnose import diagnose
+from mhc_ops.measure.diagnose.ops import hypotheses, model_of, terms_of
 
 fp32, bf16 = torch.float32, torch.bfloat16
 OPS = [
@@ -29,13 +30,11 @@ def model_and_truth(case):
 @pytest.mark.parametrize("case", OPS, ids=str)
 def test_a_model_is_its_op(case):
     model, truth = model_and_truth(case)
-    right = model.run()
     for name, exact in truth.items():
-        value = right[name].reshape(exact.value.shape)
-        assert accuracy.close(value, exact), name
-        terms = model.terms(name, right)
-        if terms:
-            assert accuracy.close(sum(terms.values()).reshape(exact.value.shape), exact), name
+        assert accuracy.close(model.right[name].reshape(exact.value.shape), exact), name
+        summands = terms_of(case, model, name)
+        if summands:
+            assert accuracy.close(sum(summands.values()).reshape(exact.value.shape), exact), name
 
 
 # Where there is the most to get wrong.
@@ -56,16 +55,13 @@ def test_every_hypothesis_says_something_else():
     said, seen = set(), set()
     for case in RICH:
         model, truth = model_and_truth(case)
-        with threads_that_pay(case.inputs()):  # with other threads, other bits
-            right = model.run()
-            hypotheses = hypotheses_of(case, model, right)
-            sentences = [hypothesis.sentence for hypothesis in hypotheses]
-            assert len(set(sentences)) == len(sentences)
-            for hypothesis in hypotheses:
-                values = model.run(hypothesis)
-                if not all(torch.equal(values[name], right[name]) for name in truth):
-                    seen.add(hypothesis.sentence)
-        said.update(sentences)
+        every = list(hypotheses(case, model))
+        assert len(dict(every)) == len(every)
+        for sentence, changes in every:
+            values = model.run(changes)
+            if not all(torch.equal(values[name], model.right[name]) for name in truth):
+                seen.add(sentence)
+        said.update(dict(every))
     assert said - seen == set()
 
 

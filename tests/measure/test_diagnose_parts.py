@@ -1,14 +1,15 @@
-"""The parts of a diagnosis: places as words, terms by least squares, distributions, maps."""
+"""The parts of a diagnosis: places as words, terms by least squares, distributions, maps; and what steps can do."""
 
 import math
 
 import pytest
 import torch
 
+from mhc_ops.core import steps
 from mhc_ops.measure import cases
-from mhc_ops.measure.accuracy import Exact, judge
+from mhc_ops.measure.accuracy import NORM_TOLERANCE, Exact, judge
 from mhc_ops.measure.cases import Case
-from mhc_ops.measure.diagnose import explain, outputs, show
+from mhc_ops.measure.diagnose import findings, outputs
 
 SECTIONS = {"pre": range(2), "post": range(2, 4), "res": range(4, 8)}
 
@@ -24,15 +25,17 @@ SECTIONS = {"pre": range(2), "post": range(2, 4), "res": range(4, 8)}
         (list(range(5, 9)), 72, "channel", "channels 5 to 8"),
         ([16, 17, 18, 32, 33, 34, 48, 49], 50, "token", "3 tokens in every 16, from token 16 on,"),
         ([16, 32, 48], 60, "token", "one token in every 16, from token 16 on,"),
+        ([16, 17, 18, 32, 33, 48, 49, 50], 60, "token", "8 of 60 tokens (16, 17, 18, …)"),
         ([1, 5, 6, 20, 21, 30, 41], 60, "token", "7 of 60 tokens (1, 5, 6, …)"),
         ([4, 5, 6, 7], 8, "row", "the res section"),
         ([0, 1, 4, 5, 6, 7], 8, "row", "the pre and res sections"),
         ([4, 5], 8, "row", "rows 4 to 5"),
         ([2], 3, "section", "section res"),
+        ([0, 2], 3, "section", "section pre and section res"),
     ],
 )
 def test_indices_as_words(indices, size, axis, words):
-    assert outputs.index_words(indices, size, axis, SECTIONS) == words
+    assert outputs.words_of(indices, size, axis, SECTIONS) == words
 
 
 def test_a_place_is_the_smallest_box():
@@ -60,47 +63,58 @@ def test_wrong_elements_go_by_the_type():
 
 def three_terms():
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(3, 10, 8, dtype=torch.float64, generator=generator)
+    drawn = torch.randn(3, 10, 4, 8, dtype=torch.float64, generator=generator)
     return {"a of p": drawn[0], "a of q": drawn[1], "b": drawn[2]}
+
+
+def found_in(result, exact, terms):
+    """As x_next of 10 tokens, of which nothing is known but these terms."""
+    case, truth = Case(cases.MHC_POST, (10,), 4, 8), Exact(exact)
+    row = judge(case, "reference", "x_next", result, truth)
+    (finding,) = findings([outputs.Output(case, row, result, result, truth, terms)], steps.Computation((), {}), [])
+    return finding
 
 
 @pytest.mark.parametrize(
     ("times", "words"),
     [
         ({"b": 0.0}, "b is left out"),
-        ({"b": -1.0}, "b has the wrong sign"),
-        ({"a of q": 2.5}, "a of q counts 2.5 times"),
-        ({"a of q": 16.0}, "a of q counts 16 (n²) times"),
+        ({"b": -1.0}, "b is of the wrong sign"),
+        ({"a of q": 2.5}, "a of q is counted 2.5 times"),
+        ({"a of q": 16.0}, "a of q is counted 16 (n²) times"),
         ({"a of p": 0.0, "a of q": 0.0}, "a is left out"),
-        ({"a of p": 3.0, "b": 0.0}, "a of p counts 3 times and b is left out"),
+        ({"a of p": 3.0, "b": 0.0}, "a of p is counted 3 times and b is left out"),
     ],
 )
 def test_terms(times, words):
     own = three_terms()
     exact = sum(own.values())
     result = sum(times.get(name, 1.0) * term for name, term in own.items())
-    everywhere = torch.ones_like(exact, dtype=torch.bool)
-    fits = explain.fits(result - exact, exact, own, everywhere)
-    first = next(found for found, candidate in fits if torch.allclose(candidate, result))
-    assert explain.term_words(first, outputs.everywhere(everywhere), {"n²": 16}) == words
+    finding = found_in(result, exact, own)
+    assert (finding.sentence, finding.share) == (words, pytest.approx(1))
     fitted = outputs.coefficients(result - exact, own)
     assert fitted == pytest.approx({name: times.get(name, 1.0) - 1 for name in own}, abs=1e-9)
 
 
+def test_three_terms_are_no_explanation():
+    own = three_terms()
+    exact, result = sum(own.values()), sum(factor * term for factor, term in zip((3, 0, 5), own.values()))
+    assert found_in(result, exact, own).sentence == "no simple explanation"
+
+
 def test_a_factor_in_a_place():
     exact = three_terms()["b"]
-    box = torch.zeros_like(exact, dtype=torch.bool)
-    box[:, :4] = True
-    ((times, candidate),) = explain.fits(torch.where(box, 3 * exact, 0), exact, {explain.ALL: exact}, box)
-    assert times == {explain.ALL: 4}
-    assert torch.equal(candidate[:, 4:], exact[:, 4:])
+    result = exact.clone()
+    result[..., 2:5] *= 2.5
+    finding = found_in(result, exact, {})
+    assert (finding.sentence, finding.share) == ("channels 2 to 4 are counted 2.5 times", pytest.approx(1))
 
 
 def output(result, exact):
     """As inv_rms of so many tokens."""
     case, truth = Case(cases.MHC_FORWARD_PRE, (len(exact),), 1, 1), Exact(exact)
     row = judge(case, "reference", "inv_rms", result, truth)
-    return outputs.Output(case, row, result, result, truth)
+    return outputs.Output(case, row, result, result, truth, {})
 
 
 def test_distribution():
@@ -110,43 +124,75 @@ def test_distribution():
     result[10:12] = -2
     result[12] = math.nan
     result[13] = 0
-    found = output(result, exact).statistics
-    assert found["decades"] == {"below 1e-8": 0.86, "1e-3": 0.10, "1e0": 0.03}
+    found = output(result, exact).statistics()
+    assert found["decades"] == {"1e-9": 0.86, "1e-3": 0.10, "1e0": 0.03}
     assert (found["nan"], found["zero"]) == (1, 1)
-    assert found["max"] == pytest.approx(3)
-    assert (found["ratio_min"], found["ratio_max"]) == (-2, pytest.approx(1.0015))
-    assert found["ratio"] == "varying, sign flipped in 15%"
+    assert found["error"]["min"] == pytest.approx(-3)
+    assert (found["ratio"]["min"], found["ratio"]["max"]) == (-2, pytest.approx(1.0015))
 
 
-def test_a_constant_ratio():
-    exact = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert output(2 * exact, exact).statistics["ratio"] == "constant"
+def test_errors_by_block():
+    exact = torch.ones(80, dtype=torch.float64)
+    result = exact.clone()
+    result[40] += 50 * NORM_TOLERANCE[torch.float64]
+    result[79] = math.nan
+    blocks = output(result, exact).details()["largest error by block, of what is allowed"]["token"]
+    assert list(blocks) == [str(first) for first in range(0, 80, 4)]
+    assert (blocks["0"], blocks["40"], blocks["76"]) == (0, pytest.approx(50, rel=0.1), math.inf)
 
 
-def test_a_map_joins_rows_that_look_the_same():
-    error = torch.zeros(64, 2, 40)
-    error[:, 1] = 50
-    error[40:, 0, 32:] = math.nan
-    assert list(show.map_of(error, {"token": 64, "stream": 2, "channel": 40}, columns=12)) == [
-        ("", "  0  │  1"),
-        ("token 0–39", "·····│▒▒▒▒▒"),
-        ("token 40–63", "····N│▒▒▒▒▒"),
+def test_a_map_joins_lines_that_look_the_same():
+    excess = torch.zeros(64, 2, 40)
+    excess[:, 1] = 50
+    excess[40:, 0, 32:] = math.inf
+    assert list(outputs.map_of(excess, {"token": 64, "stream": 2, "channel": 40}, columns=12)) == [
+        ("stream", "  0  │  1"),
+        ("tokens 0 to 39", "·····│▒▒▒▒▒"),
+        ("tokens 40 and up", "····N│▒▒▒▒▒"),
         ("", "channels 0 to 39 of each stream, 8 per character"),
     ]
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("axes", "labels"),
     [
-        {"section": 3},
-        {"row": 24},
-        {"stream": 4, "channel": 70},
-        {"sequence": 2, "token": 40, "stream": 3, "channel": 9},
+        ({"section": 3}, [""]),
+        ({"token": 12, "stream": 4}, ["tokens 0 and up"]),
+        ({"stream": 4, "channel": 70}, ["streams 0 to 3"]),
+        ({"token": 12, "old stream": 4, "new stream": 4}, ["old stream", "tokens 0 and up"]),
+        (
+            {"sequence": 2, "token": 40, "stream": 3, "channel": 9},
+            ["stream", "sequence 0", "tokens 0 and up", "sequence 1", "tokens 0 and up"],
+        ),
     ],
 )
-def test_a_map_takes_every_layout(layout):
-    error = torch.full(tuple(layout.values()), 5.0)
-    *_, (_, line), (_, unit) = show.map_of(error, layout)
-    assert set(line) - {"│"} == {"░"}
-    assert unit.startswith(list(layout)[-1])
-    assert set(show.profile(error, layout)) == set(layout)
+def test_a_map_takes_every_layout(axes, labels):
+    *lines, (_, unit) = outputs.map_of(torch.full(tuple(axes.values()), 5.0), axes, columns=64)
+    assert [label for label, _ in lines] == labels
+    assert set(lines[-1][1]) - {"│"} == {"░"}
+    assert unit.startswith(list(axes)[-1])
+
+
+def test_gradients_of_steps():
+    """Of each step that reads x a term; of a sum, what arrives at it is what its terms get."""
+    forward = (
+        *steps.steps_of(square=lambda x: x**2, half=lambda x: x / 2, product=lambda square, w: square * w),
+        steps.total("y", "product", "half"),
+    )
+    backward = steps.gradients(forward, wanted=["x", "w"], outputs=["y"])
+    assert [step.name for step in backward if step.is_sum] == ["dy", "dsquare", "dw", "dx"]
+    x, w, dy = (torch.tensor(value, dtype=torch.float64) for value in (3.0, 5.0, 7.0))
+    run = steps.Computation((*forward, *backward), {"x": x, "w": w, "cotangent of y": dy})
+    assert (run.right["dx"], run.right["dw"]) == (7 * (2 * 3 * 5 + 0.5), 7 * 9)
+    changed = run.run({"dx via half": steps.zeros})
+    assert (changed["dx"], changed["y"] is run.right["y"]) == (7 * 2 * 3 * 5, True)
+
+
+def test_of_one_value_no_other_is_computed():
+    """Not even where a change reaches it."""
+    computed = []
+    both = steps.steps_of(y=lambda x: x + 1, aside=lambda x: computed.append(x), z=lambda y: 2 * y)
+    run = steps.Computation(both, {"x": torch.tensor(1.0)})
+    computed.clear()
+    assert (run.value("z", {"x": steps.zeros}), computed) == (2, [])
+    assert run.value("z", {"x for aside": steps.zeros}) is run.right["z"]

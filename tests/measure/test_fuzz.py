@@ -7,7 +7,7 @@ import mhc_ops
 from mhc_ops.core.backend import BACKENDS
 from mhc_ops.measure import cases, fuzz
 from mhc_ops.measure.cases import LAYOUTS, Case
-from mhc_ops.measure.conv_cases import ConvCase
+from mhc_ops.measure.conv_cases import PLACES, ConvCase
 
 CPU = torch.device("cpu")
 
@@ -57,15 +57,7 @@ def test_everything_is_drawn(small):
     assert {case.parameter_dtype for case in drawn} == {*fuzz.FLOATS, torch.float64}
     assert {case.n for case in mhc} == {case.W for case in conv} == set(range(1, 9))
     assert {case.dilation for case in conv} == {1, 2, 3, 5}
-    assert {case.places for case in conv} == {
-        "",
-        "states",
-        "seq_idx",
-        "cu_seqlens",
-        "cu_seqlens states",
-        "ring",
-        "slots",
-    }
+    assert {case.places for case in conv} == {"", *PLACES, "ring", "slots"}
     options = {name for case in mhc for name, _ in case.subject.options}
     assert options == {"iters", "eps", "norm_eps", "hc_eps", "post_mult", "sinkhorn_iters", "sinkhorn_eps"}
     assert any(not all(case.outer) for case in mhc) and any(case.L == 0 for case in conv)

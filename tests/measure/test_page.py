@@ -98,7 +98,7 @@ def bench(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "BENCH_CPU", (post, step))
         patch.setattr(
-            selection, "SCALING_CPU", (cases.sweep("T", "D = 8", (8, 16, 32), lambda T: replace(post, outer=(T,))),)
+            selection, "SCALING_CPU", (cases.Sweep("T", "D = 8", {T: replace(post, outer=(T,)) for T in (8, 16, 32)}),)
         )
         options = ["--skip", "torch.compile", "--json", f"{folder}/bench.json", "--html", f"{folder}/bench.html"]
         assert cli.main(["bench", "--device", "cpu", *options]) == 0

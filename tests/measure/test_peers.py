@@ -2,10 +2,12 @@
 
 import importlib.metadata
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+import mhc_ops
 import mhc_ops.compat.causal_conv1d
 from mhc_ops.measure import cases, peers
 from mhc_ops.measure.conv_cases import ConvCase
@@ -83,6 +85,58 @@ def test_adapter_of_causal_conv1d(step, bias, silu, monkeypatch):
     assert all(row.passed and row.tolerance == 1e-5 for row in rows), rows
 
 
+class TileKernels:
+    """Functions of the names, arguments and layouts of the library, in plain torch."""
+
+    @staticmethod
+    def mhc_pre(x, fn, scale, base, **options):
+        names = {"norm_eps": "norm_eps", "pre_eps": "hc_eps", "sinkhorn_eps": "sinkhorn_eps"}
+        names |= {"sinkhorn_repeat": "sinkhorn_iters", "post_mult_value": "post_mult"}
+        ours = {names[name]: value for name, value in options.items()}
+        h_in, h_post, h_res = mhc_ops.mhc_pre(x, fn, scale, base, **ours, backend="reference")
+        return h_in, (h_post[..., None], h_res)
+
+    @staticmethod
+    def mhc_post(h_out, x, post_mix, comb_mix):
+        return mhc_ops.mhc_post(x, h_out, post_mix[..., 0], comb_mix, backend="reference")
+
+    @staticmethod
+    def mhc_pre_norm_fn(x, fn, gamma, eps, fuse_grad_acc):
+        assert gamma is None and not fuse_grad_acc
+        v = x.flatten(-2).float()
+        return v @ fn.T * (v.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+    @staticmethod
+    def mhc_pre_split_mixes(mixes, scale, base, n, post_mult, eps):
+        z = mixes * torch.repeat_interleave(scale, torch.tensor([n, n, n * n])) + base
+        pre, post, logits = z.split([n, n, n * n], -1)
+        return pre.sigmoid()[..., None] + eps, post_mult * post.sigmoid()[..., None], logits.unflatten(-1, (n, n))
+
+    @staticmethod
+    def mhc_pre_apply_mix(x, mix):
+        return (mix * x.float()).sum(-2).to(x.dtype)
+
+    @staticmethod
+    def mhc_head_compute_mix(mixes, scale, base, eps):
+        return (mixes * scale + base).sigmoid() + eps
+
+    @staticmethod
+    def sinkhorn_normalize(logits, repeat, eps):
+        return mhc_ops.sinkhorn(logits, iters=repeat, eps=eps, backend="reference")
+
+
+@by_subject
+def test_adapter_of_tile_kernels(subject):
+    """Every output and gradient comes back in our layout."""
+    dtype = torch.float32 if subject is cases.SINKHORN else torch.bfloat16
+    rows = peers.measure(replace(peers.TILE_KERNELS, load=lambda peer: TileKernels), small_case(subject, dtype=dtype))
+    if subject is cases.MHC_FORWARD_PRE:
+        assert rows is None
+    else:
+        assert all(row.passed for row in rows), rows
+        assert any(row.output in ("dx", "dlogits") for row in rows)
+
+
 @pytest.mark.interpreted
 @by_subject
 def test_liger_interpreted(subject):
@@ -125,9 +179,7 @@ def test_a_wrong_peer_is_found():
             (y,) = cases.MHC_POST.call(x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend="reference")
             return ((y + (gradient_factor - 1) * (y - y.detach())) * (factor if y.requires_grad else 1),)
 
-        return peers.Peer(
-            "fake", "fake", "fake", "", 1e-5, lambda load, *ours: peers.Prepared(ours[1], call, {"x": "x"})
-        )
+        return peers.Peer("fake", "fake", "fake", "", 1e-5, lambda load, *ours: peers.Prepared(ours[1], call, ("x",)))
 
     def failed(peer):
         return {row.output for row in peers.measure(peer, small_case(cases.MHC_POST)) if not row.passed}

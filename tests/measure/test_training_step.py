@@ -1,6 +1,5 @@
 """Training steps: every provider's model computes the same, what is wrong is not timed, rows are kept and drawn."""
 
-import importlib
 import json
 import types
 import xml.etree.ElementTree as ElementTree
@@ -43,7 +42,7 @@ def run(**options):
 def difference(provider, compiled=False, device=CPU):
     training = Training(SMALL, device)
     step, expected = training.step(provider, compiled), training.step("eager")()
-    return training_step._checked(provider, SMALL, step(), expected, device)
+    return training_step._checked(Race(SMALL, compiled, provider), step(), expected, device)
 
 
 def a_peer(name, in_model=lambda h_in: h_in, alone=1.0):
@@ -58,7 +57,7 @@ def a_peer(name, in_model=lambda h_in: h_in, alone=1.0):
 
     def prepare(subject, ours):
         tensors = {name: tensor.detach() for name, tensor in ours.items()}
-        return peers.Prepared(tensors, call, {"x": "x", "h_out": "h_out"}) if subject == "mhc_layer" else None
+        return peers.Prepared(tensors, call, ("x", "h_out")) if subject == "mhc_layer" else None
 
     return stand_in(name, prepare)
 
@@ -74,8 +73,8 @@ def crash(h_in):
 
 def test_plain_and_eager_take_turns(monkeypatch):
     turns = []
-    timed = Training.milliseconds
-    monkeypatch.setattr(Training, "milliseconds", lambda self, step: turns.append(step) or timed(self, step))
+    timed = Training.microseconds
+    monkeypatch.setattr(Training, "microseconds", lambda self, step: turns.append(step) or timed(self, step))
     found, saved = run()
     assert [(step.provider, step.compiled, step.size) for step in found.steps] == [
         (PLAIN, False, str(SMALL)),
@@ -89,6 +88,60 @@ def test_plain_and_eager_take_turns(monkeypatch):
     assert turns[0] is not turns[1]
     assert saved == [2, 2]
     assert found.complete
+
+
+def stopped_once(name):
+    """A library whose first step is interrupted: it takes too long to compile."""
+    calls = []
+
+    def interrupt(h_in):
+        calls.append(h_in)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return h_in
+
+    return a_peer(name, in_model=interrupt)
+
+
+def test_every_provider_is_kept_as_soon_as_it_is_measured(monkeypatch, tmp_path):
+    """And a rerun with --resume measures the others alone."""
+    monkeypatch.setattr(peers, "PEERS", (a_peer("quick"), stopped_once("slow")))
+    file = tmp_path / "bench.json"
+    command = ["bench", "--device", "cpu", "--case", "training_step", "--peers", "--skip", "torch.compile", "--json"]
+    assert cli.main([*command, str(file)]) == 130
+    first = results.read(file)
+    assert [step.provider for step in first.steps] == [PLAIN, "quick"]
+    assert [(e.provider, e.reason) for e in first.not_measured[-2:]] == [
+        ("slow", "interrupted"),
+        ("eager", "interrupted"),
+    ]
+    assert not first.complete
+    assert cli.main([*command, str(file), "--resume"]) == 0
+    second = results.read(file)
+    assert second.steps[:2] == first.steps
+    assert [step.provider for step in second.steps[2:]] == ["slow", "eager"]
+    assert second.complete
+    assert "interrupted" not in {entry.reason for entry in second.not_measured}
+
+
+def test_providers_are_added_to_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", (a_peer("quick"),))
+    file = tmp_path / "bench.json"
+    command = ["bench", "--device", "cpu", "--case", "training_step", "--json", str(file), "--resume", "--providers"]
+    assert cli.main([*command, "eager", "hip"]) == 0
+    assert cli.main([*command, "torch.compile"]) == 2 * bool(speed.why_no_compiler())
+    found = results.read(file)
+    assert {step.provider for step in found.steps} >= {PLAIN, "eager"}
+    assert "hip" in {entry.provider for entry in found.not_measured}
+
+
+def test_what_cannot_be_resumed(tmp_path, capsys):
+    assert cli.main(["bench", "--device", "cpu", "--resume"]) == 2
+    assert "--resume is of --json" in capsys.readouterr().err
+    other = replace(results.begin("bench"), versions={**results.begin("bench").versions, "torch": "1.0"})
+    results.write(other, tmp_path / "file")
+    assert cli.main(["bench", "--device", "cpu", "--resume", "--json", str(tmp_path / "file")]) == 2
+    assert "file: measured with torch 1.0, this is " in capsys.readouterr().err
 
 
 def test_peers_are_checked_in_a_layer_and_in_the_model(monkeypatch):
@@ -112,62 +165,51 @@ def test_peers_are_checked_in_a_layer_and_in_the_model(monkeypatch):
     assert reasons["crashing"] == "ValueError: no such size"
 
 
-def test_a_peer_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    found, _ = run(providers=["Liger", "eager"])
-    assert [(e.provider, e.reason) for e in found.not_measured] == [
-        ("Liger", "Liger is not installed: pip install liger-kernel")
-    ]
-    assert {step.provider for step in found.steps} == {PLAIN, "eager"}
-
-
-def missing(name):
-    raise importlib.metadata.PackageNotFoundError(name)
-
-
 def test_what_is_planned(monkeypatch):
     monkeypatch.setattr(peers, "PEERS", (a_peer("right"), peers.FLA))
-    present = ["triton", "right", "fla", "eager", "torch.compile"]
-    eager, compiled = training_step.plan("", present, torch.device("cuda"))[:2]
-    assert (eager.compiled, eager.providers) == (False, (PLAIN, "triton", "right", "eager"))
-    assert (compiled.compiled, compiled.providers) == (True, (PLAIN, "triton", "right", "torch.compile"))
-    assert {race.size for race in training_step.plan("", present, torch.device("cuda"))} == set(training_step.SIZES)
+    present, cuda = ["triton", "right", "fla", "eager", "torch.compile"], torch.device("cuda")
+    planned = training_step.plan("", present, cuda)
+    first = [(race.compiled, race.provider) for race in planned if race.size == training_step.SIZES[0]]
+    eager, compiled = ("triton", "right", "eager"), ("triton", "right", "torch.compile")
+    assert first == [*((False, provider) for provider in eager), *((True, provider) for provider in compiled)]
+    assert {race.size for race in planned} == set(training_step.SIZES)
     assert [race.compiled for race in training_step.plan("", ["eager"], CPU)] == [False]
     assert training_step.plan("", ["fla"], CPU) == []
     assert training_step.plan("mhc_post", present, CPU) == []
-    kept, left = compiled.split(("right training_step", "torch.compile plain"))
-    assert (kept.providers, left.providers) == (("triton", "torch.compile"), (PLAIN, "right"))
+    request = bench.Request(cuda, case="training_step", skip=("right training_step", "torch.compile triton"))
+    assert {(unit.compiled, unit.provider) for unit in bench.plan(request, present)} == {
+        (False, "triton"),
+        (False, "eager"),
+        (True, "torch.compile"),
+    }
 
 
 def test_what_was_skipped_is_named():
     found, _ = run(skip=("torch.compile", "eager training_step"))
     named = [(entry.where, entry.provider) for entry in found.not_measured if entry.reason == "left out (--skip)"]
-    assert named == [(str(SMALL), "eager"), (f"torch.compile {SMALL}", f"{PLAIN}, torch.compile")]
-    assert [step.provider for step in found.steps] == [PLAIN]
+    assert named == [(str(SMALL), "eager"), (f"torch.compile {SMALL}", "torch.compile")]
+    assert found.steps == []
 
 
-def test_short_of_time(monkeypatch):
+def test_short_of_time():
     """Few rounds where there is little, none where there is no more."""
     found, _ = run(budget=1e-9)
     late = [entry for entry in found.not_measured if entry.reason == "out of time (--budget 1e-09)"]
-    assert [(entry.where, entry.provider) for entry in late] == [(str(SMALL), f"{PLAIN}, eager")]
+    assert [(entry.where, entry.provider) for entry in late] == [(str(SMALL), "eager")]
     assert not found.complete
-    race = Race(SMALL, False, (PLAIN,))
-    (step,) = training_step.measure(race, CPU, 0.0, lambda case, provider: bench.failures_of(case, provider, found))
-    assert step.samples == speed.FEWEST_SAMPLES
+    steps = training_step.Races(CPU).measure(Race(SMALL, False, "eager"), until=0.0)
+    assert [step.samples for step in steps] == [speed.FEWEST_SAMPLES] * 2
 
 
 def test_interrupted(monkeypatch):
     def interrupt(self, step):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Training, "milliseconds", interrupt)
+    monkeypatch.setattr(Training, "microseconds", interrupt)
     found = results.begin("bench")
     with pytest.raises(KeyboardInterrupt):
         bench.run(bench.Request(CPU, providers=["eager"], case="training_step"), found, lambda: None)
-    assert [(e.where, e.provider, e.reason) for e in found.not_measured] == [
-        (str(SMALL), f"{PLAIN}, eager", "interrupted")
-    ]
+    assert [(e.where, e.provider, e.reason) for e in found.not_measured] == [(str(SMALL), "eager", "interrupted")]
 
 
 def test_streams_make_another_model():
@@ -183,7 +225,7 @@ def test_compiled_it_is_the_same_model(cxx, monkeypatch):
         return ((1 + bias.mean()) * x + (phi.sum() + alpha.sum()) * h_out(x.mean(-2)).unsqueeze(-2),)
 
     def prepare(subject, ours):
-        return peers.Prepared(ours, call, {"x": "x", "h_out": "h_out"})
+        return peers.Prepared(ours, call, ("x", "h_out"))
 
     monkeypatch.setattr(peers, "PEERS", (stand_in("quick", prepare),))
     torch._dynamo.utils.counters.clear()
@@ -278,12 +320,9 @@ def test_a_step_on_a_gpu(provider, compiled):
     reason = peers.why_not(peers.by_name(provider)) if peers.by_name(provider) else None
     if reason is not None or not training_step._connects(provider, SMALL, device):
         pytest.skip(reason or f"{provider} does not run here")
-    found = results.begin("bench")
-    race = Race(replace(SMALL, tokens=256), compiled, (PLAIN, provider))
-    steps = list(training_step.measure(race, device, 0.0, lambda case, p: bench.failures_of(case, p, found)))
-    assert found.not_measured == []
-    assert [step.provider for step in steps] == [PLAIN, provider]
-    assert steps[1].peak_megabytes > steps[0].peak_megabytes > 0
+    race = Race(replace(SMALL, tokens=256), compiled, provider)
+    plain, own = training_step.Races(device).measure(race, until=0.0)
+    assert own.peak_megabytes > plain.peak_megabytes > 0
 
 
 def test_the_command(tmp_path, capsys):
@@ -291,8 +330,7 @@ def test_the_command(tmp_path, capsys):
     arguments = ["bench", "--device", "cpu", "--providers", "eager", "--json", str(file)]
     assert cli.main([*arguments, "--case", "training_step"]) == 0
     assert f"{SMALL}     plain  eager" in capsys.readouterr().out
-    written = json.loads(file.read_text())["steps"]
-    assert [(entry["provider"], entry["peak_megabytes"]) for entry in written] == [(PLAIN, None), ("eager", None)]
+    assert [step.provider for step in results.read(file).steps] == [PLAIN, "eager"]
     assert cli.main([*arguments, "--case", "training_stop"]) == 2
 
 
@@ -314,8 +352,8 @@ def test_the_table():
     table, *_ = tables.of_bench(replace(results.begin("bench"), steps=STEPS))
     assert " ".join(table.header) == "training step provider mode ms ± % over plain peak MB difference"
     shown = [row for row in table.rows if row[0].startswith(LARGE)]
-    assert shown[0][1:] == ("plain", "eager", "55.60", "0.10", "", "9000", "")
-    assert shown[3][1:] == ("triton", "torch.compile", "60.00", "0.10", "+12.5", "12000", "3.0e-03")
+    assert shown[0][1:] == ["plain", "eager", "55.60", "0.10", "", "9000", ""]
+    assert shown[3][1:] == ["triton", "torch.compile", "60.00", "0.10", "+12.5", "12000", "3.0e-03"]
 
 
 def test_the_picture():

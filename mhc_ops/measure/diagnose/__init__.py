@@ -1,25 +1,41 @@
-"""Where an error comes from: run an op, compare it with fp64, and explain what is off."""
+"""Where an error comes from: run an op, compare it with fp64, and explain what is off.
+
+An output is explained by the first of these that leaves an error within its tolerance: a fact (never written, NaN,
+zero); an output before it that is wrong; a hypothesis; the terms that it is a sum of; a factor.
+"""
 
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...core.steps import Computation, always
 from .. import accuracy
 from ..accuracy import Cotangents, Row
 from ..cases import Case, Tensors
 from ..conv_cases import AnyCase
-from . import conv, mhc
-from .explain import Finding, Hypothesis, Model, findings
-from .outputs import Output
+from .ops import Hypothesis, hypotheses, model_of, terms_of
+from .outputs import Output, coefficients
 
 ENOUGH_FOR_THREADS = 1 << 20  # elements
 SPARE = 4  # freed pieces of memory of each size
+SMALL = 0.02  # of the error, that a term may add to it by rounding
+WHOLE = 2e-3  # a factor this close to a whole number is taken as it
+MOST_TERMS = 2  # that an explanation may name
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause and the outputs that it explains, the earliest in the dataflow first."""
+
+    sentence: str
+    outputs: tuple[str, ...]
+    share: float  # of the error of the first output
+    explained: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,44 +78,27 @@ def diagnose(
     rows = {name: accuracy.judge(case, backend, name, results[name], exact[name]) for name in exact}
     if all(row.passed for row in rows.values()):
         return Diagnosis(case, backend, list(rows.values()), [], [])
-
-    with threads_that_pay(tensors):
+    with _threads_that_pay(tensors):
         model = model_of(case, tensors, cotangents, results)
-        right = model.run()
-        names = [name for name in right if name in rows] or list(rows)
-        judged = [
-            Output(case, rows[name], results[name], first[name], exact[name], model.terms(name, right))
-            for name in names
-        ]
-        found = findings(judged, model, hypotheses_of(case, model, right), sizes_of(case))
-    wrong = [output for output in judged if not output.passed]
-    return Diagnosis(case, backend, [output.row for output in judged], found, wrong)
+        names = [name for name in model.right if name in rows] or list(rows)
+        terms = {name: {} if rows[name].passed else terms_of(case, model, name) for name in names}
+        judged = [Output(case, rows[name], results[name], first[name], exact[name], terms[name]) for name in names]
+        found = findings(judged, model, list(hypotheses(case, model)))
+    return Diagnosis(case, backend, [rows[name] for name in names], found, [o for o in judged if not o.passed])
 
 
-def model_of(case: AnyCase, tensors: Tensors, cotangents: Cotangents, results: Tensors) -> Model:
-    """In fp64; without a cotangent, that is zero."""
-
-    def wide(tensors: Tensors) -> Tensors:
-        return {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
-
-    pairs = zip(case.subject.differentiable, cotangents)
-    given = {name: torch.zeros_like(results[name]) if c is None else c for name, c in pairs}
-    if isinstance(case, Case):
-        return mhc.model(case, wide(tensors), wide(given), wide(results))
-    return conv.model(case, wide(tensors), wide(given))
-
-
-def hypotheses_of(case: AnyCase, model: Model, right: dict[str, Any]) -> list[Hypothesis]:
-    every = mhc.hypotheses(case, model, right) if isinstance(case, Case) else conv.hypotheses(case, model, right)
-    names = model.names()
-    return [hypothesis for hypothesis in every if names.issuperset(hypothesis.changes)]
-
-
-def sizes_of(case: AnyCase) -> dict[str, int]:
-    """Numbers that a wrong count may be."""
-    if isinstance(case, Case):
-        return {"n²": case.n**2, "n": case.n, "n² + 2n": case.n**2 + 2 * case.n, "T": math.prod(case.outer)}
-    return {"W": case.W, "B": case.B, **({"n": case.n} if case.n else {}), "L": case.L}
+@contextlib.contextmanager
+def _threads_that_pay(tensors: Tensors) -> Iterator[None]:
+    """One for small tensors: hundreds of models are run, and on a busy CPU threads that wait for each other take six
+    times as long.
+    """
+    before = torch.get_num_threads()
+    if max(tensor.numel() for tensor in tensors.values()) < ENOUGH_FOR_THREADS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _leave_zeros(*like: Tensor) -> None:
@@ -121,15 +120,101 @@ def _fresh_memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-@contextlib.contextmanager
-def threads_that_pay(tensors: Tensors) -> Iterator[None]:
-    """One for small tensors: hundreds of models are run, and on a busy CPU threads that wait for each other take six
-    times as long.
-    """
-    before = torch.get_num_threads()
-    if max(tensor.numel() for tensor in tensors.values()) < ENOUGH_FOR_THREADS:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypothesis]) -> list[Finding]:
+    """Outputs come in the order of the dataflow; a finding takes the first that has none, and all it explains."""
+    wrong = [output for output in outputs if not output.passed]
+    found: list[Finding] = []
+    while wrong:
+        lead = wrong[0]
+        finding = (
+            _fact(wrong)
+            or _hypothesis(wrong, outputs, _followed(lead, outputs, model), model)
+            or _hypothesis(wrong, outputs, every, model)
+            or _fit(lead)
+            or _unexplained(lead)
+        )
+        found.append(finding)
+        wrong = [output for output in wrong if output.name not in finding.outputs]
+    return found
+
+
+def _fact(wrong: Sequence[Output]) -> Finding | None:
+    """What needs no explanation. Other outputs of the same pass of which the same is true are the same fact."""
+    sentence = _fact_words(wrong[0])
+    alike = [o.name for o in wrong if o.is_gradient == wrong[0].is_gradient and _fact_words(o) == sentence]
+    return Finding(sentence, tuple(alike), 1.0) if sentence else None
+
+
+def _fact_words(output: Output) -> str:
+    if not bool(output.exact.isfinite().all()):
+        return "cannot be judged: the truth is not finite, as an input or an output stored before it is not"
+    lost = ~output.result.isfinite()
+    if bool(lost.any()):
+        what = "NaN" if bool(output.result[lost].isnan().all()) else "NaN or infinite"
+        only_now = int((lost & output.first.isfinite()).sum())
+        unwritten = 2 * only_now > int(lost.sum())  # not all: old memory may hold NaN by chance
+        return output.locate(lost).are("never written" if unwritten else what)
+    return "" if bool(output.result[output.off].any()) else output.place.are("zero: masked, or never added to")
+
+
+def _followed(lead: Output, outputs: Sequence[Output], model: Computation) -> list[Hypothesis]:
+    """The lead is right, given what an earlier output was."""
+    before = [o for o in outputs[: outputs.index(lead)] if o.name in model.right and not (o.passed or o.is_gradient)]
+    return [(f"follows from {o.name}", {o.name: always(o.result.reshape(model.right[o.name].shape))}) for o in before]
+
+
+def _hypothesis(
+    wrong: Sequence[Output], outputs: Sequence[Output], every: Sequence[Hypothesis], model: Computation
+) -> Finding | None:
+    """The one that explains most of what is wrong and contradicts least of what is right; the first of equals."""
+    lead, best, most = wrong[0], None, -math.inf
+    for sentence, changes in every:
+        candidate = model.value(lead.name, changes)
+        if candidate is not model.right[lead.name] and lead.explained_by(candidate):
+            values = model.run(changes)
+            names = [output.name for output in wrong if output.explained_by(values[output.name])]
+            score = len(names) - sum(not o.close(values[o.name]) for o in outputs if o.passed)
+            if score > most:
+                best, most = Finding(sentence, tuple(names), lead.share(values[lead.name])), score
+    return best
+
+
+def _fit(lead: Output) -> Finding | None:
+    """Terms that are left out or count more than once; the last resort is all of the place that is wrong."""
+    whole: Tensors = {}
+    for name, term in lead.terms.items():  # "a of p" and "a of q" as a
+        group = name.split(" of ")[0]
+        whole[group] = term + whole.get(group, 0)
+    for terms in (whole, lead.terms, {"": lead.exact * lead.place.box}):
+        solved = coefficients(lead.error, terms)
+        involved = [name for name in terms if abs(solved[name]) * terms[name].norm() > SMALL * lead.error.norm()]
+        times = {name: _rounded(1 + solved[name]) for name in involved}
+        candidate = lead.exact + sum((factor - 1) * terms[name] for name, factor in times.items())
+        if 0 < len(times) <= MOST_TERMS and lead.explained_by(candidate):
+            words = {name: _counted(factor, lead.case) for name, factor in times.items()}
+            sentences = [f"{name} is {counted}" if name else lead.place.are(counted) for name, counted in words.items()]
+            return Finding(" and ".join(sentences), (lead.name,), lead.share(candidate))
+    return None
+
+
+def _rounded(factor: float) -> float:
+    """Not to 1: that would be no fault."""
+    whole = round(factor)
+    return float(whole) if whole != 1 and abs(factor - whole) <= WHOLE * max(1.0, abs(factor)) else factor
+
+
+def _counted(factor: float, case: AnyCase) -> str:
+    """16 -> "counted 16 (n²) times" where n is 4"""
+    n = case.n
+    sizes = {"n²": n * n, "n² + 1": n * n + 1, "n": n, "n² + 2n": n * n + 2 * n}
+    sizes |= {"T": math.prod(case.outer)} if isinstance(case, Case) else {"W": case.W, "B": case.B, "L": case.L}
+    known = [f" ({name})" for name, size in sizes.items() if size == factor > 2]
+    words = {0.0: "left out", -1.0: "of the wrong sign"}
+    return words.get(factor, f"counted {factor:.4g}{known[0] if known else ''} times")
+
+
+def _unexplained(lead: Output) -> Finding:
+    race = "; different in each run: a race, or memory read before it is written"
+    where = f"; wrong: {lead.place.words}" if lead.place.words else ""
+    sentence = f"no simple explanation{'' if lead.close(lead.first.double()) else race}{where}"
+    return Finding(sentence, (lead.name,), 0.0, explained=False)

@@ -5,7 +5,8 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,22 @@ from torch import Tensor
 import mhc_ops
 
 from ...core import backend as backends
-from .. import arguments, cases, files, report
+from .. import arguments, cases, files, report, selection
 from ..cases import Case, Tensors
 from ..conv_cases import AnyCase, ConvCase
 from ..report import Refused
-from ..selection import CHECK
-from . import Diagnosis, diagnose, show
+from . import Diagnosis, diagnose
+from .outputs import map_of
 
+# The formulas of the stack are not written out in steps.
+CHECK = tuple(case for case in selection.CHECK if case.subject not in cases.OF_THE_STACK)
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in CHECK))
 SUBJECTS = {subject.name: subject for subject in cases.SUBJECTS}
-# What a file may hold for an op: the arguments that must be there, and those that may.
-TAKES = {
-    **{
-        name: (tuple(i for i in s.inputs if i != "gamma"), ("gamma",) * ("gamma" in s.inputs))
-        for name, s in SUBJECTS.items()
-    },
-    "causal_conv1d": (("x", "weight"), ("bias", "residual", "seq_idx", "cu_seqlens", "initial_state")),
-    "causal_conv1d_update": (("x", "conv_state", "weight"), ("bias", "cache_seqlens", "conv_state_indices")),
-    "short_conv": (("x", "gamma", "weight"), ()),
+# The tensors that an op takes; with a question mark those that a file may lack.
+TAKES = {name: " ".join(subject.inputs).replace("gamma", "gamma?") for name, subject in SUBJECTS.items()} | {
+    "causal_conv1d": "x weight bias? residual? seq_idx? cu_seqlens? initial_state?",
+    "causal_conv1d_update": "x conv_state weight bias? cache_seqlens? conv_state_indices?",
+    "short_conv": "x gamma weight",
 }
 LAYOUTS = {"sinkhorn": "TxNxN", "causal_conv1d": "BxLxD", "causal_conv1d_update": "BxLxD", "short_conv": "BxLxNxD"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -55,8 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_diagnose(options: argparse.Namespace) -> int:
     """0: nothing found; 1: something is off."""
-    if options.html:
-        show.template()  # where there is none, that is said before the work
     try:
         work, tensors, backend = _work(options)
     except (RuntimeError, TypeError, ValueError) as error:  # a backend that cannot run, tensors that misfit
@@ -65,64 +62,93 @@ def run_diagnose(options: argparse.Namespace) -> int:
     for case in report.progress(work, "diagnose"):
         try:
             done.append(diagnose(case, backend, options.device, tensors))
-        except Exception as error:
-            if not str(error).startswith(options.op) and not _out_of_memory(error):
+        except Exception as error:  # an op that refuses its input says its name first; a CPU's memory has no type
+            full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+            if not full and not str(error).startswith(options.op):
                 raise
-            raise Refused(str(error)) from error  # with the op's name begins what an op says where it refuses its input
+            raise Refused(str(error)) from error
         if not done[-1].passed:  # one cause is enough for one command
             break
     report.clear()
+    found = _data(done[-1])
+    maps = {output.name: partial(map_of, output.excess, output.axes) for output in done[-1].wrong}  # by columns
+    if not done[-1].passed:
+        width = shutil.get_terminal_size((100, 24)).columns
+        print(_drawn("txt", found, maps=maps, table=report.table, width=width, colour=sys.stdout.isatty()))
+    print(_summary(done, len(work)))
+    if options.html:
+        files.write(options.html, _drawn("html", found, maps=maps))
+    if options.json:
+        content = {"op": options.op, "device": str(options.device), "versions": report.versions(), **found}
+        files.write(options.json, json.dumps(report.finite(content), indent=1, allow_nan=False) + "\n")
+    return 0 if done[-1].passed else 1
+
+
+def _data(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What JSON, text and page say."""
+    return {
+        "case": str(diagnosis.case),
+        "backend": diagnosis.backend,
+        "passed": diagnosis.passed,
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "outputs": [{**asdict(row), "verdict": row.verdict} for row in diagnosis.rows],
+        "details": [output.details() for output in diagnosis.wrong],
+    }
+
+
+def _drawn(kind: str, found: dict[str, Any], **options: Any) -> str:
+    """As txt or html."""
+    report.refuse_without("jinja2", "showing what was found")
+    import jinja2
+
+    loader = jinja2.PackageLoader("mhc_ops.measure", "templates")
+    environment = jinja2.Environment(loader=loader, autoescape=kind == "html", trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(f"diagnose.{kind}.jinja").render(found, **options)
+
+
+def _summary(done: Sequence[Diagnosis], asked: int) -> str:
+    """What ran, in a line."""
     last = done[-1]
     if not last.passed:
-        print(show.text(last, shutil.get_terminal_size((100, 24)).columns, sys.stdout.isatty()), end="\n\n")
-    print(show.summary(done, len(work)))
-    if options.html:
-        files.write(options.html, show.page(last))
-    if options.json:
-        content = {"op": options.op, "device": str(options.device), "versions": report.versions(), **show.data(last)}
-        files.write(options.json, json.dumps(report.finite(content), indent=1, allow_nan=False) + "\n")
-    return 0 if last.passed else 1
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """The CPU's has no type of its own."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+        rest = f", {asked - len(done)} not run" if asked > len(done) else ""
+        return f"{len(done) - 1} of {asked} cases right, 1 off{rest}"
+    # Few elements of 16 bits are judged one by one, and may be further off in norm.
+    shares = [(row.relative_error / row.tolerance, row.output) for d in done for row in d.rows]
+    share, output = max(pair for pair in shares if pair[0] <= 1)
+    largest = f"the largest error is {share:.0%} of what is allowed, in {output}"
+    return f"{last.case.subject.name.split()[0]}, {last.backend}: nothing found in {asked} cases; {largest}"
 
 
 def _work(options: argparse.Namespace) -> tuple[list[AnyCase], Tensors | None, str]:
     """The cases, the user's tensors in place of theirs where there are any, and the backend."""
-    tensors: Tensors | None = None
-    if options.inputs:
-        given = [name for name in ("shape", "width", "dtype") if getattr(options, name) is not None]
-        if given:
-            raise Refused(f"--{given[0]} and --inputs exclude each other")
-        tensors = _load(options.op, options.inputs, options.device)
-        work = _cases_of(options.op, tensors, options.seed or 0)
-    else:
-        work = _from_check(options.op, options.shape, options.width, DTYPES.get(options.dtype), options.seed)
-    backend = backends.choose(options.op, work[0].subject.family, options.backend, options.device)
+    op, given = options.op, {name: getattr(options, name) for name in ("shape", "width", "dtype")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.inputs and given:
+        raise Refused(f"--{next(iter(given))} and --inputs exclude each other")
+    tensors = _load(op, options.inputs, options.device) if options.inputs else None
+    work = _from_check(op, given) if tensors is None else _cases_of(op, tensors)
+    if options.seed is not None:
+        work = [replace(case, seed=options.seed) for case in work]
+    backend = backends.choose(op, work[0].subject.family, options.backend, options.device)
     runnable = [case for case in work if case.runs_on(backend)]
     if not runnable:
         raise Refused(f"{backend} cannot run {work[0]}")
     return runnable, tensors, backend
 
 
-def _from_check(
-    op: str, shape: Sequence[int] | None, width: int | None, dtype: torch.dtype | None, seed: int | None
-) -> list[AnyCase]:
+def _from_check(op: str, given: dict[str, Any]) -> list[AnyCase]:
     """The cases of `check`, with what was given in place of what they have. fp32 first: where rounding is least, an
     explanation is clearest.
     """
-    if width is not None and op in SUBJECTS:
+    if "width" in given and op in SUBJECTS:
         raise Refused(f"{op} has no --width")
-    given: dict[str, Any] = {"W": width, "dtype": dtype, "seed": seed, **(_sizes(op, shape) if shape else {})}
-    given = {name: value for name, value in given.items() if value is not None}
-    found: dict[str, AnyCase] = {}
-    for case in (case for case in CHECK if case.subject.name.split()[0] == op):
-        changed: AnyCase = replace(case, **given)
-        if not (isinstance(changed, ConvCase) and "cu_seqlens" in changed.places and changed.B > 1):  # that is one row
-            found.setdefault(str(changed), changed)
-    return sorted(found.values(), key=lambda case: case.dtype != torch.float32)
+    changes = _sizes(op, given["shape"]) if "shape" in given else {}
+    changes |= {"dtype": DTYPES[given["dtype"]]} if "dtype" in given else {}
+    changes |= {"W": given["width"]} if "width" in given else {}
+    changed: list[AnyCase] = [replace(case, **changes) for case in CHECK if case.subject.name.split()[0] == op]
+    packed_rows = [c for c in changed if isinstance(c, ConvCase) and "cu_seqlens" in c.places and c.B > 1]  # it has one
+    possible = {str(case): case for case in changed if case not in packed_rows}
+    return sorted(possible.values(), key=lambda case: case.dtype != torch.float32)
 
 
 def _sizes(op: str, shape: Sequence[int]) -> dict[str, Any]:
@@ -147,51 +173,44 @@ def _load(op: str, path: Path, device: torch.device) -> Tensors:
         raise Refused(f"--inputs {path}: torch.load cannot read it ({type(error).__name__} {reason})") from error
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise Refused(f"--inputs {path}: must hold a dict of tensors by argument name")
-    without = [str(name) for name, value in loaded.items() if value.is_meta or value.layout is not torch.strided]
-    if without:
-        raise Refused(f"--inputs {path}: {', '.join(without)} must be dense, with data (neither sparse nor meta)")
-    required, optional = TAKES[op]
-    missing = [name for name in required if name not in loaded]
-    unknown = [str(name) for name in loaded if name not in (*required, *optional)]
-    if missing or unknown:
-        takes = ", ".join(required) + (f" and optionally {', '.join(optional)}" if optional else "")
-        wrong = [f"{', '.join(missing)} missing"] * bool(missing) + [f"no such {', '.join(unknown)}"] * bool(unknown)
-        raise Refused(f"--inputs {path}: {'; '.join(wrong)}. {op} takes {takes}")
+    names = TAKES[op].split()
+    wrong = {
+        "missing": [name for name in names if name not in loaded and not name.endswith("?")],
+        "unknown": [str(name) for name in loaded if name not in names and f"{name}?" not in names],
+        "not dense": [str(name) for name, t in loaded.items() if t.is_meta or t.layout is not torch.strided],
+    }
+    said = [f"{', '.join(which)} {what}" for what, which in wrong.items() if which]
+    if said:
+        raise Refused(f"--inputs {path}: {'; '.join(said)}. {op} takes {', '.join(names)}")
     return loaded
 
 
-def _cases_of(op: str, tensors: Tensors, seed: int) -> list[AnyCase]:
+def _cases_of(op: str, tensors: Tensors) -> list[AnyCase]:
     """The cases that these tensors may be: activation and residual are not in a file, so both."""
-    x = tensors[TAKES[op][0][0]]
+    x = tensors["logits" if op == "sinkhorn" else "x"]
     shape = [x.shape[0], 1, *x.shape[1:]] if op == "causal_conv1d_update" and x.dim() == 2 else x.shape
     try:
-        sizes = _sizes(op, shape)
+        sizes = _sizes(op, shape) | {"dtype": x.dtype}
         W = tensors["weight"].shape[1] if "weight" in tensors else 1
         dilation = tensors["initial_state"].shape[-1] // max(1, W - 1) if "initial_state" in tensors else 1
     except (Refused, IndexError) as error:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise Refused(f"--inputs: {op} cannot have these shapes: {shapes}") from error
     if op in SUBJECTS:
-        return [
-            Case(SUBJECTS[op], dtype=x.dtype, gamma="gamma" in tensors, sigma=_sigma(op, tensors), seed=seed, **sizes)
-        ]
-    places = " ".join(name for name in ("seq_idx", "cu_seqlens") if name in tensors)
-    places = f"{places} {'states' * ('initial_state' in tensors)}".strip()
-    case = ConvCase(W=W, dtype=x.dtype, bias="bias" in tensors, places=places, dilation=dilation, seed=seed, **sizes)
-    if op == "short_conv":
-        return [replace(case, residual=residual) for residual in (True, False)]
-    case = replace(case, residual="residual" in tensors, update=op == "causal_conv1d_update")
-    return [replace(case, silu=silu) for silu in (True, False)]
+        return [Case(SUBJECTS[op], gamma="gamma" in tensors, sigma=_sigma(op, tensors), seed=0, **sizes)]
+    places = [name for name in ("seq_idx", "cu_seqlens") if name in tensors] + ["states"] * ("initial_state" in tensors)
+    sizes |= {"W": W, "dilation": dilation, "places": " ".join(places), "update": op == "causal_conv1d_update"}
+    case = ConvCase(bias="bias" in tensors, residual="residual" in tensors, seed=0, **sizes)
+    return [replace(case, residual=yes) if case.n else replace(case, silu=yes) for yes in (True, False)]
 
 
 def _sigma(op: str, tensors: Tensors) -> float:
     """The spread of the logits that Sinkhorn gets; the tolerance behind it depends on it."""
-    if op == "sinkhorn":
-        return round(float(tensors["logits"].double().std()), 3)
-    if op not in (subject.name for subject in cases.MIXED):
+    if op != "sinkhorn" and SUBJECTS[op] not in cases.MIXED:
         return Case.sigma
-    x = tensors["x"]
+    of_pre: dict[str, Any] = {name: tensors[name] for name in cases.MHC_PRE.inputs if name in tensors}
     if op == cases.MHC_POST_PRE.name:
-        x = mhc_ops.mhc_post(**{name: tensors[name] for name in cases.MHC_POST.inputs}, backend="reference")
-    parameters: dict[str, Any] = {name: tensors[name] for name in cases.MHC_PRE.inputs[1:] if name in tensors}
-    return round(float(mhc_ops.mhc_forward_pre(x, **parameters, backend="reference")[2].double().std()), 3)
+        of_post = {name: tensors[name] for name in cases.MHC_POST.inputs}
+        of_pre["x"] = mhc_ops.mhc_post(**of_post, backend="reference")
+    logits = tensors["logits"] if op == "sinkhorn" else mhc_ops.mhc_forward_pre(**of_pre, backend="reference")[2]
+    return round(float(logits.double().std()), 3)

@@ -1,11 +1,11 @@
 """One output beside its truth: which elements are wrong, where they lie, how the error is distributed."""
 
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,15 @@ from ..accuracy import NORM_TOLERANCE, ROUNDING, Exact, Row
 from ..cases import Case, Tensors
 from ..conv_cases import AnyCase
 
-Layout = dict[str, int]  # axis -> size; their product is the size of the tensor
-
 FILLED = 0.5  # of the elements in a place must be wrong for the place to say anything
-BLOCKED = ("channel", "token", "step")  # axes that kernels go through in blocks
+BLOCKED = ("channel", "token")  # axes that kernels go through in blocks
+MOST_BLOCKS = 32  # that the errors by axis are given for
+MOST_GROUPS, MOST_ROWS = 4, 16  # of a map
 FEW = 6  # indices that are listed one by one
 WORTH_A_RATIO = 1e-3  # of the root mean square; below it a ratio says nothing
-CONSTANT = 1e-2  # a spread of the ratio below this is rounding
-DECADES = -9, 1  # the smallest stands for all below it
 NEARLY_ALL = 0.75  # of the error must be gone, beside what is left being within the tolerance
+
+NO_SECTIONS: Mapping[str, range] = {}
 
 # The axes of a tensor; where a name is not here, it is d and one that is.
 MHC = {
@@ -32,35 +32,27 @@ MHC = {
     **dict.fromkeys(("h_pre", "h_post"), "token stream"),
     **dict.fromkeys(("h_res", "logits"), "token old_stream new_stream"),
     **dict.fromkeys(("h_mix", "z"), "token row"),
-    "inv_rms": "token",
-    "phi": "row stream channel",
-    "alpha": "section",
-    "bias": "row",
-    "gamma": "stream channel",
 }
+MHC |= {"phi": "row stream channel", "gamma": "stream channel", "inv_rms": "token", "alpha": "section", "bias": "row"}
 CONV = {
-    **dict.fromkeys(("x", "y", "g"), "sequence token stream channel"),
+    **dict.fromkeys(("x", "y", "z", "residual"), "sequence token stream channel"),
     **dict.fromkeys(("initial_state", "final_state"), "sequence channel step"),
     "conv_state": "slot channel step",
-    "residual": "sequence token channel",
     "everything": "row stream channel",
-    "weight": "stream channel tap",
-    "bias": "channel",
-    "gamma": "stream channel",
 }
+CONV |= {"weight": "stream channel tap", "gamma": "stream channel", "bias": "channel"}
 
 
-def layout(case: AnyCase, name: str, shape: tuple[int, ...]) -> Layout:
+def layout(case: AnyCase, name: str, shape: Sequence[int]) -> dict[str, int]:
+    """The axes of a tensor and their sizes: all tokens are one axis, streams and channels are two."""
     table = MHC if isinstance(case, Case) else CONV
     axes = (table[name] if name in table else table[name.removeprefix("d")]).split()
-    sizes = {"stream": case.n, "old_stream": case.n, "new_stream": case.n, "channel": case.D}
-    if isinstance(case, Case):
-        rows = sections(case)
-        sizes |= {"token": math.prod(case.outer), "row": sum(map(len, rows.values())), "section": len(rows)}
-    else:
-        sizes |= {"token": case.L, "tap": case.W, "step": (1, *shape)[-1]}
-        sizes |= dict.fromkeys(("sequence", "slot", "row"), (*shape, 1)[0])
-    return {axis.replace("_", " "): sizes[axis] for axis in axes if axis != "stream" or case.n}
+    first, *others = [axis.replace("_", " ") for axis in axes if axis != "stream" or case.n]
+    sizes = {"old stream": case.n, "new stream": case.n, "stream": case.n, "channel": case.D, "step": (1, *shape)[-1]}
+    rows = sum(map(len, sections(case).values()))
+    sizes |= {"row": rows} if isinstance(case, Case) else {"token": case.L, "tap": case.W}
+    known = {axis: sizes[axis] for axis in others}
+    return {first: math.prod(shape) // max(1, math.prod(known.values())), **known}
 
 
 def sections(case: AnyCase) -> dict[str, range]:
@@ -71,8 +63,7 @@ def sections(case: AnyCase) -> dict[str, range]:
     return {name: every[name] for name in wanted}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """words: "" where the error is everywhere or scattered. box: the elements meant, shaped as the output."""
 
     words: str
@@ -84,49 +75,44 @@ class Place:
         return f"{self.words or 'everything'} {'are' if self.several else 'is'} {what}"
 
 
-def everywhere(off: Tensor) -> Place:
-    return Place("", False, torch.ones_like(off), float(off.double().mean()))
-
-
-def place_of(off: Tensor, layout: Layout, sections: Mapping[str, range]) -> Place:
+def place_of(off: Tensor, axes: dict[str, int], sections: Mapping[str, range]) -> Place:
     """The smallest product of index sets that holds every wrong element."""
-    view = off.reshape(tuple(layout.values()))
-    box, words = torch.ones_like(view), []
-    for axis, (name, size) in enumerate(layout.items()):
+    view = off.reshape(tuple(axes.values()))
+    box, several = torch.ones_like(view), False
+    words: list[str] = []
+    for axis, (name, size) in enumerate(axes.items()):
         others = [other for other in range(view.dim()) if other != axis]
         hit = view.amax(others, keepdim=True) if others else view
         if not bool(hit.all()):
             box &= hit
-            words.append(index_words(hit.flatten().nonzero().flatten().tolist(), size, name, sections))
+            indices = hit.flatten().nonzero().flatten().tolist()
+            words.insert(0, words_of(indices, size, name, sections))  # channels of streams of tokens
+            several = len(indices) > 1 and not words[0].endswith(" section")
     filled = float(view.sum() / box.sum().clamp(min=1))
     if filled < FILLED:
-        return everywhere(off)
-    words.reverse()  # the innermost axis first: channels of streams of tokens
-    plural = bool(words) and not re.match(r"the \w+ section\b|\w+ ?\w* \d+$", words[0])
-    return Place(" of ".join(words), plural, box.reshape(off.shape), filled)
+        return Place("", False, torch.ones_like(off), float(off.double().mean()))
+    return Place(" of ".join(words), several, box.reshape(off.shape), filled)
 
 
-def index_words(indices: list[int], size: int, name: str, sections: Mapping[str, range]) -> str:
+def words_of(indices: Sequence[int], size: int, axis: str, sections: Mapping[str, range] = NO_SECTIONS) -> str:
     """[1, 2, 3] of 4 streams -> "streams 1 to 3\""""
-    every, first, last = set(indices), indices[0], indices[-1]
-    whole = [section for section, rows in sections.items() if name == "row" and every.issuperset(rows)]
-    if whole and sum(len(sections[section]) for section in whole) == len(indices):
+    first, last, many = indices[0], indices[-1], len(indices)
+    whole = [section for section, rows in sections.items() if axis == "row" and set(indices).issuperset(rows)]
+    if whole and sum(len(sections[section]) for section in whole) == many:
         return f"the {' and '.join(whole)} section{'s' * (len(whole) > 1)}"
-    if name == "section":
-        return " and ".join(f"section {section}" for k, section in enumerate(sections) if k in every)
-    if len(indices) == 1:
-        return f"{name} {first}"
-    if last - first + 1 == len(indices):
-        return f"{name}s {first} {'and up' if last == size - 1 and name in BLOCKED else f'to {last}'}"
-    begins, ends = [i for i in indices if i - 1 not in every], [i for i in indices if i + 1 not in every]
-    lengths = [end - begin + 1 for begin, end in zip(begins, ends)]
-    distances = {after - before for before, after in pairwise(begins)}
-    if len(begins) > 2 and len(distances) == 1 and len(set(lengths[:-1])) == 1 and lengths[-1] <= lengths[0]:
-        many = f"{lengths[0]} {name}s" if lengths[0] > 1 else f"one {name}"
-        return f"{many} in every {distances.pop()}, from {name} {first} on,"
-    if len(indices) <= FEW:
-        return f"{name}s {', '.join(map(str, indices[:-1]))} and {last}"
-    return f"{len(indices)} of {size} {name}s ({', '.join(map(str, indices[:3]))}, …)"
+    if axis == "section":
+        return " and ".join(f"section {section}" for k, section in enumerate(sections) if k in indices)
+    if many == 1:
+        return f"{axis} {first}"
+    if last - first + 1 == many:
+        return f"{axis}s {first} {'and up' if last == size - 1 and axis in BLOCKED else f'to {last}'}"
+    begins = [i for i in indices if i - 1 not in indices]
+    period, run = begins[1] - first, indices.index(begins[1])
+    if len(begins) > 2 and indices == [i for i in range(first, last + 1) if (i - first) % period < run]:
+        return f"{f'{run} {axis}s' if run > 1 else f'one {axis}'} in every {period}, from {axis} {first} on,"
+    if many <= FEW:
+        return f"{axis}s {', '.join(map(str, indices[:-1]))} and {last}"
+    return f"{many} of {size} {axis}s ({', '.join(map(str, indices[:3]))}, …)"
 
 
 def wrong_elements(result: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,16 +121,16 @@ def wrong_elements(result: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
     Where the norm fails, some element is further off than the second, so that the mask is never empty.
     """
     error = (result - exact).abs()
-    if dtype in ROUNDING:
-        largest = exact.abs() if exact.dim() == 0 else exact.abs().amax(-1, keepdim=True)
-        beyond = ~(error <= ROUNDING[dtype] * largest)
-        if bool(beyond.any()):
-            return beyond
-    return ~(error <= NORM_TOLERANCE[dtype] * exact.square().mean().sqrt())
+    largest = exact.abs() if exact.dim() == 0 or not exact.numel() else exact.abs().amax(-1, keepdim=True)
+    by_rounding = ~(error <= ROUNDING.get(dtype, 0.0) * largest)
+    in_norm = ~(error <= NORM_TOLERANCE[dtype] * exact.square().mean().sqrt())
+    return by_rounding if dtype in ROUNDING and bool(by_rounding.any()) else in_norm
 
 
 def coefficients(error: Tensor, terms: Tensors) -> dict[str, float]:
     """c of error ≈ Σ c · term by least squares; what is not finite has no say."""
+    if not terms:
+        return {}
     columns = torch.stack([tensor.flatten() for tensor in (error, *terms.values())], -1).nan_to_num(0.0, 0.0, 0.0).cpu()
     solved = torch.linalg.lstsq(columns[:, 1:], columns[:, :1], driver="gelsd")
     return dict(zip(terms, solved.solution.flatten().tolist()))
@@ -153,69 +139,112 @@ def coefficients(error: Tensor, terms: Tensors) -> dict[str, float]:
 class Output:
     """An output or a gradient of a run (stored) and of the run before (first), its truth and the terms of that."""
 
-    def __init__(
-        self, case: AnyCase, row: Row, stored: Tensor, first: Tensor, truth: Exact, terms: Tensors | None = None
-    ) -> None:
+    def __init__(self, case: AnyCase, row: Row, stored: Tensor, first: Tensor, truth: Exact, terms: Tensors) -> None:
         self.case, self.row, self.stored, self.first, self.truth = case, row, stored, first, truth
         self.name, self.passed, self.is_gradient = row.output, row.passed, row.output not in case.subject.outputs
         self.result, self.exact = stored.double(), truth.value
-        self.error = self.result - self.exact
-        self.terms = {name: term.reshape(self.exact.shape) for name, term in (terms or {}).items()}
-        self.layout = layout(case, self.name, tuple(self.exact.shape))
+        self.error, self.rms = self.result - self.exact, float(self.exact.square().mean().sqrt())
+        self.terms = {name: term.reshape(self.exact.shape) for name, term in terms.items()}
+        self.axes = layout(case, self.name, self.exact.shape)
+        excess = (self.error / (NORM_TOLERANCE[stored.dtype] * self.rms or 1.0)).abs().nan_to_num(torch.inf, torch.inf)
+        self.excess = excess.reshape(tuple(self.axes.values()))  # as a multiple of what is allowed
         self.off = wrong_elements(self.result, self.exact, stored.dtype)
-        self.place = everywhere(self.off) if self.passed else self.locate(self.off)
+
+    @cached_property
+    def place(self) -> Place:
+        return self.locate(self.off)
 
     def locate(self, off: Tensor) -> Place:
-        return place_of(off, self.layout, sections(self.case))
+        return place_of(off, self.axes, sections(self.case))
 
     def close(self, candidate: Tensor) -> bool:
         """Whether the result would pass if this were the truth."""
-        truth = Exact(candidate, self.truth.terms)
+        truth = Exact(candidate.reshape(self.exact.shape), self.truth.terms)
         return accuracy.judge(self.case, self.row.backend, self.name, self.stored, truth).passed
 
     def share(self, candidate: Tensor) -> float:
         """How much of the error a candidate removes."""
-        left = (self.result - candidate).norm()
+        left = (self.result - candidate.reshape(self.exact.shape)).norm()
         return float(1 - left / self.error.norm()) if bool(left.isfinite()) else 0.0
 
     def explained_by(self, candidate: Tensor) -> bool:
         return self.share(candidate) >= NEARLY_ALL and self.close(candidate)
 
-    @property
-    def excess(self) -> Tensor:
-        """|error| as a multiple of what is allowed, shaped by the layout; NaN stays."""
-        allowed = NORM_TOLERANCE[self.stored.dtype] * float(self.exact.square().mean().sqrt())
-        return (self.error.abs() / (allowed or 1.0)).reshape(tuple(self.layout.values())).cpu()
-
-    @property
-    def coefficients(self) -> dict[str, float]:
-        """c of error ≈ Σ c · term, in the place that is wrong."""
+    def details(self) -> dict[str, Any]:
+        """All that is shown of it."""
         inside = {name: term[self.place.box] for name, term in self.terms.items()}
-        return coefficients(self.error[self.place.box], inside) if inside else {}
+        return {
+            "output": self.name,
+            "axes": self.axes,
+            "statistics": self.statistics(),
+            "place": self.place.words or "everywhere",
+            "filled": self.place.filled,
+            "coefficients of terms": coefficients(self.error[self.place.box], inside),
+            "largest error by block, of what is allowed": self.by_block(),
+        }
 
-    @property
     def statistics(self) -> dict[str, Any]:
         """Errors relative to the root mean square of the truth, and result / truth where an element is wrong and its
         truth not tiny. decades: share of all elements by the power of ten of their error.
         """
-        result, exact = self.result, self.exact
-        scale = float(exact.square().mean().sqrt()) or 1.0
-        error = self.error / scale
-        finite = error[error.isfinite()]
-        powers, counts = finite.abs().log10().floor().clamp(*DECADES).unique(return_counts=True)
-        names = [f"1e{int(power)}" if power > DECADES[0] else f"below 1e{DECADES[0] + 1}" for power in powers]
-        finite = finite if finite.numel() else error.new_zeros(1)
-        worth = self.off & result.isfinite() & (exact.abs() > WORTH_A_RATIO * scale)
-        ratio = result[worth] / exact[worth] if bool(worth.any()) else exact.new_ones(1)
-        spread, flipped = float(ratio.std(correction=0)), float((ratio < 0).double().mean())
-        varying = f"varying, sign flipped in {flipped:.0%}" if flipped > 0.01 else "varying"
-        words = "constant" if spread <= CONSTANT * abs(float(ratio.mean())) else varying
-        found: dict[str, Any] = {"max": finite.abs().max(), "mean": finite.mean(), "std": finite.std(correction=0)}
-        found |= {"ratio_mean": ratio.mean(), "ratio_std": spread, "ratio_min": ratio.min(), "ratio_max": ratio.max()}
+        relative = self.error / (self.rms or 1.0)
+        finite = relative[relative.isfinite()]
+        powers, counts = finite.abs().log10().floor().clamp(-9, 1).unique(return_counts=True)
+        worth = self.off & self.result.isfinite() & (self.exact.abs() > WORTH_A_RATIO * self.rms)
         return {
-            **{name: float(value) for name, value in found.items()},
-            "decades": {name: int(count) / error.numel() for name, count in zip(names, counts)},
-            "ratio": words if bool(worth.any()) else "",
-            "nan": int((~result.isfinite()).sum()),
-            "zero": int(((result == 0) & (exact != 0)).sum()),
+            "error": _spread(finite),
+            "ratio": _spread(self.result[worth] / self.exact[worth]),
+            "decades": {f"1e{int(power)}": int(count) / relative.numel() for power, count in zip(powers, counts)},
+            "nan": int((~self.result.isfinite()).sum()),
+            "zero": int(((self.result == 0) & (self.exact != 0)).sum()),
         }
+
+    def by_block(self) -> dict[str, dict[str, float]]:
+        """The largest error in each block of each axis."""
+        found: dict[str, dict[str, float]] = {}
+        for k, axis in enumerate(self.axes):
+            largest, blocks = in_blocks(self.excess, k, MOST_BLOCKS)
+            found[axis] = {str(block[0]): float(part.max()) for block, part in zip(blocks, largest.unbind(k))}
+        return found
+
+
+def in_blocks(values: Tensor, axis: int, most: int) -> tuple[Tensor, list[range]]:
+    """The largest of each block of an axis, and these blocks; a power of two long, as kernels have them."""
+    size = values.shape[axis]
+    length = 1 << max(0, math.ceil(math.log2(size / most)))
+    largest = torch.stack([block.amax(axis) for block in values.split(length, axis)], axis)
+    return largest, [range(size)[first : first + length] for first in range(0, size, length)]
+
+
+def map_of(excess: Tensor, axes: dict[str, int], columns: int) -> Iterator[tuple[str, str]]:
+    """Labels, and what stands right of them: a shade per block; streams side by side, lines that look alike joined."""
+    *above, last = axes
+    beside = above.pop() if len(above) > 1 and above[-1].endswith("stream") else ""
+    outer, inner = ["", "", *above][-2:]
+    streams = axes.get(beside, 1)
+    largest = excess.reshape([axes.get(axis, 1) for axis in (outer, inner, beside, last)])
+    largest, groups = in_blocks(largest, 0, MOST_GROUPS)
+    largest, rows = in_blocks(largest, 1, MOST_ROWS)
+    largest, cells = in_blocks(largest, 3, max(1, columns // streams - 1))
+    if beside:
+        yield beside, "│".join(str(k).center(len(cells)) for k in range(streams)).rstrip()
+    for group, lines in zip(groups, largest.tolist()):
+        if outer:
+            yield words_of(group, axes[outer], outer), ""
+        drawn = ["│".join("".join(map(shade, part)) for part in line) for line in lines]
+        for line, alike in groupby(zip(drawn, rows), key=lambda pair: pair[0]):
+            yield words_of([k for _, row in alike for k in row], axes[inner], inner) if inner else "", line
+    yield "", f"{last}s 0 to {axes[last] - 1}{f' of each {beside}' if beside else ''}, {len(cells[0])} per character"
+
+
+def shade(excess: float) -> str:
+    """· what is allowed, then a decade beyond it each, N not finite"""
+    return "N" if math.isinf(excess) else "·░▒▓█"[bisect_left((1, 10, 100, 1000), excess)]
+
+
+def _spread(values: Tensor) -> dict[str, float]:
+    """Nothing of no values."""
+    if not values.numel():
+        return {}
+    found = {"min": values.min(), "max": values.max(), "mean": values.mean(), "std": values.std(correction=0)}
+    return {name: float(value) for name, value in found.items()}

@@ -84,6 +84,7 @@ def launch_all(T, n, D, dtype, gamma=True, normed=False):
         cotangents = {"dh_in": h_out, "dh_post": h_post, "dh_res": h_res, "dx_next": dx_next}
         launch("mhc_pre_bwd", x=x, **pre, **kept, **cotangents)
     for streams in (x, tensor(FEW, n, D, dtype=dtype)):
+        launch("mhc_maps_fwd", x=streams, **maps)
         launch("mhc_pre_fwd", x=streams, **pre)
         launch("mhc_head_fwd", x=streams, **head, norm_eps=1e-6)
     launch("mhc_layer_pre", x=x, **pre)
@@ -93,7 +94,6 @@ def launch_all(T, n, D, dtype, gamma=True, normed=False):
     launch("mhc_post_pre_fwd", **post, **pre)
     cotangents = {"dx_next": x, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res}
     launch("mhc_post_pre_bwd", **post, **pre, x_next=x, **kept, **cotangents)
-    launch("mhc_maps_fwd", x=x, **maps)
     launch("mhc_maps_bwd", x=x, **maps, **kept, dh_pre=h_post, dh_post=h_post, dh_res=h_res)
     launch("mhc_read_fwd", x=x, h_pre=h_post)
     launch("mhc_read_bwd", x=x, h_pre=h_post, dh_in=h_out)

@@ -12,6 +12,7 @@ from mhc_ops.core import call, device
 from mhc_ops.core.sizes import cdiv
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.contracts import mhc_pre_bwd
+from mhc_ops.mhc.options import PreOptions
 from mhc_ops.mhc.triton import configs
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -128,17 +129,16 @@ def test_more_than_2_to_the_31_elements():
     def run(rows):
         outputs = mhc_ops.mhc_forward_pre(**{**parameters, "x": x[rows]}, outflag=True)
         gradients = mhc_pre_bwd(
-            x[rows],
-            *list(parameters.values())[1:],
-            None,
-            *outputs[3:5],
-            *[c[rows] for c in cotangents],
-            None,
-            1e-6,
-            2.0,
-            0,
-            0.0,
-            "triton",
+            **{**parameters, "x": x[rows]},
+            gamma=None,
+            options=PreOptions(sinkhorn_iters=0),
+            inv_rms=outputs[3],
+            h_mix=outputs[4],
+            dh_in=cotangents[0][rows],
+            dh_post=cotangents[1][rows],
+            dh_res=cotangents[2][rows],
+            dx_next=None,
+            backend="triton",
         )
         return outputs, gradients
 

@@ -1,0 +1,264 @@
+"""The ops as named steps, and what may be wrong in them.
+
+Only the forward is written down; the terms of a gradient follow from it (core/steps.py): "dx via h_mix" is what dx gets
+from the step h_mix. A hypothesis is a sentence and the values that are then others, by their names: "h_mix", "dh_mix",
+"dx via h_mix", or what one step reads: "gamma for h_mix".
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding  # as indexing, with a faster backward
+
+from ...conv import reference as conv
+from ...core import steps
+from ...core.steps import Change, Computation, Step, Steps, Values, renamed, steps_of, total
+from ...mhc import manual
+from ...mhc import reference as mhc
+from ...mhc.options import DEFAULTS
+from ..accuracy import Cotangents
+from ..cases import Case, Tensors
+from ..conv_cases import AnyCase, ConvCase
+from .outputs import BLOCKED, layout, sections, words_of
+
+Hypothesis = tuple[str, Mapping[str, Change]]  # a sentence, and what is then instead of which values
+SMALLEST_BLOCK = 8
+
+# mHC, with the maps of mhc/manual.py.
+PROJECT = (
+    *steps_of(
+        inv_rms=lambda x, norm_eps: torch.rsqrt(x.square().mean((-2, -1)) + norm_eps),
+        h_mix=lambda x, gamma, phi: (x.flatten(-2) * gamma.flatten()) @ phi.T,
+        alphas=lambda alpha, section_of_row: alpha[section_of_row],
+    ),
+    *manual.PRE_MAPS,
+)
+MAPS = steps_of(
+    h_post=lambda z, n, post_mult: post_mult * torch.sigmoid(z[..., n : 2 * n]),
+    logits=lambda z, n: z[..., 2 * n :].unflatten(-1, (n, n)),
+)
+SINKHORN = steps_of(
+    h_res=lambda logits, sinkhorn_iters, sinkhorn_eps: mhc.sinkhorn(logits, sinkhorn_iters, sinkhorn_eps)
+)
+READ = steps_of(h_in=lambda h_pre, x: (h_pre[..., None] * x).sum(-2))
+WRITE = steps_of(
+    written=lambda h_post, h_out: h_post[..., None] * h_out[..., None, :], mixed=lambda h_res, x: h_res.mT @ x
+)
+PRE, POST = (*PROJECT, *MAPS, *SINKHORN, *READ), (*WRITE, total("x_next", "written", "mixed"))
+# mhc_post_pre has two of some names: "h_post before" is the post's. Its pre reads x_next as it was stored.
+BEFORE = {"h_post": "h_post before", "h_res": "h_res before"}
+GRADIENTS = {f"d{new}": f"d{name}" for name, new in BEFORE.items()} | {f"d{name}": f"d{name} given" for name in BEFORE}
+STORE = steps_of(stored=lambda x_next, as_stored: x_next + (as_stored - x_next).detach())
+MHC: dict[str, Steps] = {
+    "sinkhorn": SINKHORN,
+    "mhc_post": POST,
+    "mhc_pre": PRE,
+    "mhc_forward_pre": renamed((*PROJECT, *MAPS, *READ), logits="h_res"),
+    "mhc_head": renamed((*PROJECT, *READ), h_in="out"),
+    "mhc_layer": (*PRE, *POST),
+    "mhc_post_pre": (*renamed(POST, **BEFORE), *STORE, *renamed(PRE, x="stored")),
+}
+
+# The convolution. What lies under the taps is a table: rows[k, b, t] is the row of `everything` (nothing, the states,
+# the tokens) that tap k of token t reads. A missing halo or a leak between sequences is another table.
+EVERYTHING = steps_of(
+    state=lambda initial_state: initial_state.transpose(1, 2),
+    everything=lambda state, x: torch.cat([x.new_zeros(1, x.shape[-1]), state.flatten(0, 1), x.flatten(0, 1)]),
+)
+Z = steps_of(
+    z=lambda everything, rows, weight, bias: sum((embedding(r, everything) * w for r, w in zip(rows, weight.T)), bias)
+)
+Y = steps_of(
+    final_state=lambda everything, final_rows: embedding(final_rows, everything).transpose(1, 2),
+    convolved=lambda z, silu, real: torch.where(real, conv.silu_of(z) if silu else z, 0),
+    added=lambda residual, real: torch.where(real, residual, 0),
+)
+CONV = (*EVERYTHING, *Z, *Y, total("y", "convolved", "added"))
+NORM = steps_of(
+    inv_rms=lambda x, norm_eps: torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps),
+    normed=lambda x, inv_rms, gamma: (x * inv_rms * gamma).flatten(-2),
+)
+RESIDUAL = steps_of(residual=lambda x: x.flatten(-2))
+Z_AGAIN = {"z": "z again"}  # the backward computes it by itself
+
+WORDS = {
+    "written": "h_post ⊗ h_out",
+    "mixed": "h_resᵀ x",
+    "dx via h_mix": "gamma ⊙ phiᵀ dh_mix",
+    "dx via inv_rms": "the norm's term",
+    "dx via h_in": "h_pre ⊗ dh_in",
+    "dx via mixed": "h_res dx_next",
+    "convolved": "the convolution",
+    "added": "the residual",
+    "dx via residual": "the residual",
+}
+WORDS |= {"everything": "x", "deverything": "dx", "stored": "x_next", "z again": "dz"}
+# Terms that are sums themselves.
+BY_STREAM = ("h_in", "out", "mixed", "dh_out via written", "dx via mixed")
+BY_SECTION = ("dx via h_mix", "dx via inv_rms", "dgamma via h_mix")
+READ_IN_BLOCKS = ("dh_mix", "dz", "x", "stored", "dx_next", "dh_in", "dout", "phi", "gamma", "h_out")
+CONV_READ_IN_BLOCKS = ("everything", "dz", "dy", "weight")
+
+
+def model_of(
+    case: AnyCase, tensors: Tensors, cotangents: Cotangents, results: Tensors, dtype: torch.dtype = torch.float64
+) -> Computation:
+    """results: those that are judged. A decoding step has no steps: where it is wrong has to do."""
+    if isinstance(case, ConvCase) and case.update:
+        return Computation((), {})
+    pairs = zip(case.subject.differentiable, cotangents)
+    inputs: Values = {f"cotangent of {name}": torch.zeros_like(results[name]) if c is None else c for name, c in pairs}
+    inputs |= tensors
+    every, more = _mhc(case, tensors, results) if isinstance(case, Case) else _conv(case, tensors, inputs)
+    inputs = more | inputs
+    wide = {name: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in inputs.items()}
+    return Computation(every, wide)
+
+
+def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]:
+    """And what the steps read beside what the op is given."""
+    op, device = case.subject.name, next(iter(tensors.values())).device
+    section_of_row = [k for k, rows in enumerate(sections(case).values()) for _ in rows]
+    inputs: Values = {**DEFAULTS._asdict(), "n": case.n, "section_of_row": torch.tensor(section_of_row, device=device)}
+    inputs |= {"gamma": torch.ones(case.n, case.D, device=device)}
+    wanted, names = set(tensors), {}
+    if op == "mhc_post_pre":
+        inputs |= {BEFORE[name]: tensors[name] for name in BEFORE} | {"as_stored": results["x_next"]}
+        wanted, names = {BEFORE.get(name, name) for name in tensors}, GRADIENTS
+    return (*MHC[op], *renamed(steps.gradients(MHC[op], wanted, case.subject.differentiable), **names)), inputs
+
+
+def _conv(case: ConvCase, tensors: Tensors, given: Values) -> tuple[Steps, Values]:
+    """Without an argument, it is zero."""
+    forward, x = CONV, tensors["x"].flatten(2)
+    given["cotangent of y"] = given["cotangent of y"].flatten(2)
+    if case.n:
+        forward = (*NORM, *(RESIDUAL if case.residual else ()), *renamed(CONV, x="normed"))
+    forward = tuple(step for step in forward if step.name != "final_state" or step.name in case.subject.outputs)
+    inputs = rows_read(case, tensors) | {"norm_eps": case.norm_eps, "silu": case.silu or case.n > 0}
+    state = x.new_zeros(*inputs["final_rows"].shape, x.shape[-1]).transpose(1, 2)
+    inputs |= {"bias": x.new_zeros(x.shape[-1]), "residual": torch.zeros_like(x), "initial_state": state}
+    wanted = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
+    backward = renamed(steps.gradients(forward, wanted, case.subject.differentiable), **Z_AGAIN)
+    return (*forward, *renamed(Z, **Z_AGAIN), *backward), inputs
+
+
+def rows_read(case: ConvCase, tensors: Tensors) -> Values:
+    """rows [W, B, L], those of the final state [N, S], and which tokens are no padding: what the reference reads where
+    every row holds its own number.
+    """
+    x, bounds, S = tensors["x"], tensors.get("cu_seqlens"), (case.W - 1) * case.dilation
+    B, L = x.shape[:2]
+    N = B if bounds is None else len(bounds) - 1
+    numbers = torch.arange(1 + N * S + B * L, dtype=torch.float64, device=x.device)
+    state, tokens = numbers[1 : 1 + N * S].view(N, S, 1), numbers[1 + N * S :].view(B, L, 1)
+    if bounds is None:
+        taps, last, real = conv.dense(tokens, state, tensors.get("seq_idx"), case.W, case.dilation)
+    else:
+        taps, last, real = conv.packed(tokens, state, bounds, case.W, case.dilation)
+    real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+    return {"rows": torch.stack(taps)[..., 0].long(), "final_rows": last[..., 0].long(), "real": real}
+
+
+def terms_of(case: AnyCase, model: Computation, output: str) -> Tensors:
+    """What adds up to an output, by its words: its terms, in parts where they are sums; none where it is one."""
+    found: Tensors = {}
+    for step in model.steps:
+        if step.name in model.sums.get(output, (output,)):
+            words, right, parts = WORDS.get(step.name, output), model.right[step.name], _parts(case, step)
+            found |= {f"{words} of {part}": right - model.value(step.name, parts[part]) for part in parts}
+            found |= {} if parts else {words: right}
+    return found if len(found) > 1 else {}
+
+
+def _parts(case: AnyCase, step: Step) -> dict[str, dict[str, Change]]:
+    """Of a term that is a sum itself, what leaves out each summand."""
+    summed = "dm for dinv_rms via m" if step.name == "dx via inv_rms" else f"{step.reads[-1]} for {step.name}"
+    indices: dict[str, Any] = {f"stream {i}": (..., i, slice(None)) for i in range(case.n) if step.name in BY_STREAM}
+    indices |= {name: (..., rows) for name, rows in sections(case).items() if step.name in BY_SECTION}
+    return {part: {summed: steps.at(index, steps.zeros)} for part, index in indices.items()}
+
+
+# What may be wrong.
+
+
+def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
+    """The order is the order of preference where two explain an output equally well."""
+    if model.steps:
+        yield from _in_maps(sections(case)) if isinstance(case, Case) else _in_taps(case, model.right)
+    for name in READ_IN_BLOCKS if isinstance(case, Case) else CONV_READ_IN_BLOCKS:
+        if name in model.right:
+            yield from _partial_reads(case, model, name)
+
+
+def _in_maps(sections: Mapping[str, range]) -> Iterator[Hypothesis]:
+    missing: dict[str, tuple[str, Change]] = {
+        "inv_rms in z": ("m for z", lambda _, values: values["h_mix"]),
+        "inv_rms in dh_mix": ("dh_mix", lambda _, values: values["dm"]),
+    }
+    for words, (name, change) in missing.items():
+        for section, rows in sections.items():
+            yield f"the {section} section lacks the factor {words}", {name: steps.at((..., rows), change)}
+        yield f"every section lacks the factor {words}", {name: change}
+    yield "gamma is left out of h_mix", {"gamma for h_mix": steps.ones}
+    yield "gamma is left out everywhere", {"gamma": steps.ones}
+
+
+def _in_taps(case: ConvCase, right: Values) -> Iterator[Hypothesis]:
+    states = right["state"][..., 0].numel()
+    for sentence, table in _tables(case, right["rows"], states):
+        if not torch.equal(table, right["rows"]):
+            for where, reader in {"y": "z", "dweight": "dweight via z", "dx": "deverything via z"}.items():
+                yield sentence.format(f" in {where}"), {f"rows for {reader}": steps.always(table)}
+            yield sentence.format(""), {"rows": steps.always(table)}
+    fresh = torch.where(right["final_rows"] <= states, 0, right["final_rows"])
+    yield "final_state does not take over the initial state", {"final_rows": steps.always(fresh)}
+    yield "the activation is left out", {"silu": steps.always(False)}
+    yield "the activation is left out in y", {"silu for convolved": steps.always(False)}
+    yield "the derivative of SiLU is left out", {"silu for dz via convolved": steps.always(False)}
+    yield "the bias is left out", {"bias": steps.zeros}
+    yield "the bias is left out in y", {"bias for z": steps.zeros}
+    yield "gamma is left out", {"gamma": steps.ones}
+
+
+def _tables(case: ConvCase, rows: Tensor, states: int) -> Iterator[tuple[str, Tensor]]:
+    """Sentences, with a gap for where, and the rows that each tap then reads."""
+    W, _, L = rows.shape
+    k, b, t = torch.meshgrid(*(torch.arange(size, device=rows.device) for size in rows.shape), indexing="ij")
+    read = t - (W - 1 - k) * case.dilation
+    leak = torch.where(read < 0, rows, 1 + states + b * L + read)
+    yield "the taps are reversed{}", rows.flip(0)
+    yield "the initial state is not read{}", torch.where(rows <= states, 0, rows)
+    yield "taps{} reach over the boundary into the sequence before", leak
+    for block in block_ends(L, smallest=2):
+        before = (rows > states) & (read // block != t // block)
+        sentence = f"the halo is missing{{}}: tokens before each block of {block} are read as zero"
+        yield sentence, torch.where(before, 0, rows)
+
+
+def block_ends(size: int, smallest: int = SMALLEST_BLOCK) -> list[int]:
+    """Where a kernel may stop: after its first block, or before a last one that is not full. Blocks: powers of two."""
+    blocks = [1 << k for k in range(smallest.bit_length() - 1, size.bit_length()) if 1 << k < size]
+    return sorted({end for block in blocks for end in (block, size // block * block) if end < size})
+
+
+def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
+    """The tensor is read up to some index only, for one of the values that it is read for or for all of them."""
+    axes = layout(case, tensor, model.right[tensor].shape)
+    readers: dict[str, list[str]] = {}
+    for step in model.steps:
+        if tensor in step.reads and not step.is_sum and model.depends(step, tensor):
+            into = model.sum_of(step.name)
+            readers.setdefault(WORDS.get(into, into), []).append(f"{tensor} for {step.name}")
+    everything = " and ".join(", ".join(readers).rsplit(", ", 1))
+    readers |= {everything: [name for names in readers.values() for name in names]} if readers else {}
+    for axis, (word, size) in enumerate(axes.items()):
+        ends = block_ends(size) if word in BLOCKED else range(1, size) if word in ("stream", "sequence") else ()
+        for end in ends:
+            index = (*[slice(None)] * axis, slice(end, None))
+            missing = f"{words_of(list(range(end, size)), size, word)} of {WORDS.get(tensor, tensor)}"
+            for into, names in readers.items():
+                sentence = f"{missing} {'is' if end == size - 1 else 'are'} read as zero for {into}"
+                yield sentence, dict.fromkeys(names, steps.at(index, steps.zeros, tuple(axes.values())))
