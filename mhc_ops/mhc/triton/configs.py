@@ -323,7 +323,7 @@ BOUNDARY_REGISTERS = 128
 # Blocks of channels × dots that one program adds: 16.4 µs at T = 8192, D = 4096 (of that prototype too); 64 × 64 with
 # 4 warps 19, 16 × 256 with 4 warps 17.6.
 BOUNDARY_DOTS = Tile(64, 32, 2)
-# Fewer leave a program less than 16 blocks of them at D = 4096. Not timed: what starts once a program is 1 % there.
+# With fewer a program has less than 16 blocks of them at D = 4096, to spread what it does once over. Not timed.
 BOUNDARY_TOKENS = 1024
 
 

@@ -229,6 +229,28 @@ def test_compiles_for_hopper(normed, weight_dtype, monkeypatch):
     assert len(keys) == len(kernels)
 
 
+EVENTS = {
+    "bar.sync": "barrier",
+    "cp.async.bulk.wait_group.read": "wait",
+    "fence.proxy.async": "fence",
+    "global.shared::cta.bulk_group": "copy",
+    "mbarrier.arrive.shared": "arrive",
+}
+
+
+@pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
+@by_norm
+def test_warps_meet_where_they_must(normed, monkeypatch):
+    """What no emulation shows: no warp stores before the last copies have read, all have stored and fenced before the
+    next copies, and all have read a stage before it is handed back."""
+    with cross_compile.compiling_for("sm_90", monkeypatch, KERNELS[:1]) as kernels:
+        contracts.mhc_next_bwd.launch(backend="triton", **boundary(8192, normed=normed))
+    lines = kernels[0].assembly.splitlines()
+    events = [event for line in lines for text, event in EVENTS.items() if text in line]
+    loop = events[events.index("wait") - 1 : events.index("arrive") + 1]
+    assert loop == ["barrier", "wait", "barrier", "fence", "barrier", "copy", "copy", "barrier", "arrive"]
+
+
 def test_where_it_is_taken():
     def tile(n=4, D=4096, dtype=bf16, enough=True, on=HOPPER):
         return configs.boundary_bwd(n, D, dtype, enough, on)
