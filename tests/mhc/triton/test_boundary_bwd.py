@@ -1,5 +1,9 @@
 """The boundary's backward as one kernel, in Gluon: its source run on a CPU, compiled for Hopper, and run there."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -300,7 +304,16 @@ def test_unaligned_tensors_take_the_composition(monkeypatch):
     assert not next_bwd.is_one_kernel(**given)
 
 
+WITHOUT_GLUON = """
+import sys
+sys.modules["triton.experimental.gluon"] = None
+from mhc_ops.mhc.triton import next_bwd
+assert next_bwd.boundary_pass() is None
+"""
+
+
 def test_without_gluon_the_composition(monkeypatch):
+    subprocess.run([sys.executable, "-c", WITHOUT_GLUON], check=True, cwd=Path(mhc_ops.__file__).parents[1])
     monkeypatch.setattr(device, "of", lambda _: HOPPER)
     monkeypatch.setattr(next_bwd, "boundary_pass", lambda: None)
     assert not next_bwd.is_one_kernel(**boundary(4096))
@@ -387,3 +400,21 @@ def test_x_next_is_remade_with_the_bits_of_post():
         given["dh_mix"][0, token, 3] = 1
         A, _ = boundary_bwd.boundary_pass(**given)
         assert torch.equal(A.sum(0)[3], x_next[token].flatten().float())
+
+
+@on_hopper
+@pytest.mark.gpu
+@by_norm
+@pytest.mark.parametrize("copies", [3, 129], ids=["few", "above 2^31 elements"])
+def test_a_token_has_the_same_bits_in_any_batch(copies, normed):
+    T, D = 1021, 4096  # the copies of a token are at all places in a block
+    alone = {name: None if tensor is None else tensor.cuda() for name, tensor in inputs(T, D, normed).items()}
+    many = {
+        name: tensor if name in ("parts", "layer_norm_weight") else torch.cat([tensor] * copies, name == "dh_mix")
+        for name, tensor in alone.items()
+    }
+    assert (many["x"].numel() > 2**31) == (copies == 129)
+    for given in (alone, many):
+        boundary_bwd.boundary_pass(**given)
+    for name in ("dx", "dh_out", "dh_post", "dh_res"):
+        assert all(torch.equal(part, alone[name]) for part in many[name].split(T)), name
