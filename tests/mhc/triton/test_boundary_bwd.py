@@ -402,19 +402,29 @@ def test_x_next_is_remade_with_the_bits_of_post():
         assert torch.equal(A.sum(0)[3], x_next[token].flatten().float())
 
 
+def assert_same_bits_in_any_batch(alone, copies):
+    """The copies of a token are at all places in a block where the token count is odd."""
+    of_channels = ("parts", "layer_norm_weight")
+    many = {
+        name: tensor if name in of_channels else torch.cat([tensor] * copies, 1 if name == "dh_mix" else 0)
+        for name, tensor in alone.items()
+    }
+    for given in (alone, many):
+        boundary_bwd.boundary_pass(**given)
+    for name in ("dx", "dh_out", "dh_post", "dh_res"):
+        assert all(torch.equal(part, alone[name]) for part in many[name].split(alone["x"].shape[0])), name
+
+
+@by_norm
+def test_emulated_in_any_batch(normed, emulated):
+    assert_same_bits_in_any_batch(inputs(21, 64, normed), 3)
+
+
 @on_hopper
 @pytest.mark.gpu
 @by_norm
 @pytest.mark.parametrize("copies", [3, 129], ids=["few", "above 2^31 elements"])
-def test_a_token_has_the_same_bits_in_any_batch(copies, normed):
-    T, D = 1021, 4096  # the copies of a token are at all places in a block
-    alone = {name: None if tensor is None else tensor.cuda() for name, tensor in inputs(T, D, normed).items()}
-    many = {
-        name: tensor if name in ("parts", "layer_norm_weight") else torch.cat([tensor] * copies, name == "dh_mix")
-        for name, tensor in alone.items()
-    }
-    assert (many["x"].numel() > 2**31) == (copies == 129)
-    for given in (alone, many):
-        boundary_bwd.boundary_pass(**given)
-    for name in ("dx", "dh_out", "dh_post", "dh_res"):
-        assert all(torch.equal(part, alone[name]) for part in many[name].split(T)), name
+def test_in_any_batch_on_a_gpu(copies, normed):
+    alone = {name: None if tensor is None else tensor.cuda() for name, tensor in inputs(1021, 4096, normed).items()}
+    assert (copies * alone["x"].numel() > 2**31) == (copies == 129)
+    assert_same_bits_in_any_batch(alone, copies)
