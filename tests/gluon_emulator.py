@@ -2,10 +2,11 @@
 
 Every partition of gl.warp_specialize is a thread. What it shows: shapes, orders, offsets, masks, and whether the
 barriers' phases and byte counts fit together. Copies are as late as they may be: one into shared memory, which is NaN
-from its start, happens when somebody waits for its barrier; one out of it when its thread waits for stores. So a tile
-that is read too early, or overwritten too early, shows. So does a store to shared memory without a fence before the
-copy that reads it. What it does not show: layouts, the warps of a partition (barriers between them), what a GPU's
-memory model allows, and the roundings of matrix units.
+from its start, happens when somebody waits for its barrier; one out of it when its thread waits for stores. So is an
+asynchronous product: it is taken when it is waited for. So a tile that is read too early, or overwritten too early,
+shows. So does a store to shared memory without a fence before the copy or product that reads it. What it does not show:
+layouts, the warps of a partition (barriers between them), what a GPU's memory model allows, and the roundings of matrix
+units.
 """
 
 import inspect
@@ -117,8 +118,10 @@ class Memory:
         return Memory(self.tensor.permute(order), self.unfenced)
 
     def _reinterpret(self, dtype, shape, _layout):
-        assert dtype == self.dtype
-        return Memory(self.tensor.view(shape), self.unfenced)
+        """It may be larger than what it is of: what follows in the same allocation comes with it."""
+        assert dtype == self.dtype and self.tensor.is_contiguous()
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return Memory(self.tensor.as_strided(shape, strides), self.unfenced)
 
     def load(self, _layout):
         return self.tensor.clone()
@@ -301,7 +304,7 @@ class Program:
             hopper.fence_async_shared: self.unfenced.clear,
             hopper.mma_v2: lambda a, b, c: c + a.float() @ b.float(),
             hopper.warpgroup_mma: _warpgroup_mma,
-            hopper.warpgroup_mma_wait: lambda _left, deps: deps[0] if len(deps) == 1 else tuple(deps),
+            hopper.warpgroup_mma_wait: _warpgroup_mma_wait,
         }
 
     def allocate(self, dtype, shape, _layout):
@@ -371,10 +374,28 @@ def _check(condition, message=""):
     assert condition, message
 
 
+class Product:
+    """An asynchronous product: it reads shared memory when it is waited for."""
+
+    def __init__(self, left, right, before):
+        self.left, self.right, self.before = left, right, before
+
+    def value(self):
+        before = self.before.value() if isinstance(self.before, Product) else self.before
+        left = self.left.tensor if isinstance(self.left, Memory) else self.left
+        product = left.float() @ self.right.tensor.float()
+        return product if before is None else before + product
+
+
 def _warpgroup_mma(a, b, c, use_acc=True, is_async=False):
-    left = a.tensor if isinstance(a, Memory) else a
-    product = left.float() @ b.tensor.float()
-    return c + product if use_acc else product
+    assert not b.unfenced, "a product of shared memory without a fence behind the stores to it"
+    product = Product(a, b, c if use_acc else None)
+    return product if is_async else product.value()
+
+
+def _warpgroup_mma_wait(_left, deps):
+    values = tuple(dep.value() if isinstance(dep, Product) else dep for dep in deps)
+    return values[0] if len(values) == 1 else values
 
 
 def _load(pointer, mask=True, other=0.0):
