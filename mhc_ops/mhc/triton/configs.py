@@ -365,3 +365,26 @@ def split_k_in_bundles(n: int, D: int) -> SplitK:
     """What the boundary's kernel sums."""
     block_d = BOUNDARY_FWD.block_d
     return split_k_in(n, D, block_d, levels_of_k(n, D, block_d)[1])
+
+
+TABLE = 32  # columns of a boundary's table of tokens: h_res, h_pre, x_factor and the factors of the layer's norm
+# 16 tokens × 64 channels × 4 streams, 4 warps that compute, one that copies, 3 stages, two programs a multiprocessor:
+# 298 µs at T = 8192, D = 4096, 109 at T = 4096, D = 2560, 511 at T = 8192, D = 7168. These and the following are of a
+# prototype of the same structure without the norm (its copies alone: 264 at the first size; pass B and post's backward
+# apart: 425, 153 and 761). 2 stages with two tiles for the results 306; both parts of phi in shared memory 319 to 324,
+# both in registers 341; two groups of warps a program, with 6 stages, 301.
+BOUNDARY_BWD = Tile(16, 64, 4, 3)
+# Of a thread when a program starts: half a multiprocessor's. Those that compute then get 232, those that copy keep 24.
+BOUNDARY_REGISTERS = 128
+# Blocks of channels × dots that one program adds: 16.4 µs at T = 8192, D = 4096 (of that prototype too); 64 × 64 with
+# 4 warps 19, 16 × 256 with 4 warps 17.6.
+BOUNDARY_DOTS = Tile(64, 32, 2)
+# With fewer a program has less than 16 blocks of them at D = 4096, to spread what it does once over. Not timed.
+BOUNDARY_TOKENS = 1024
+
+
+@cache
+def boundary_bwd(n: int, D: int, x_dtype: torch.dtype, enough_tokens: bool, on: Device) -> Tile | None:
+    """None where there is no kernel for it, or the composition is to be taken: pass B and post's backward apart."""
+    there = on.kind == "cuda" and on.capability == HOPPER and n == BOUNDARY_STREAMS and x_dtype == torch.bfloat16
+    return BOUNDARY_BWD if there and enough_tokens and D % BOUNDARY_BWD.block_d == 0 else None

@@ -6,7 +6,7 @@ Backward: one after the other.
 """
 
 from ...core import device
-from ..composed import next_bwd, post_pre_bwd
+from ..composed import post_pre_bwd
 from . import configs
 from .post import mhc_post_bwd, mhc_post_fwd
 from .pre_bwd import mhc_pre_bwd
@@ -45,4 +45,3 @@ def mhc_next_fwd(*, link, linked, link_next, **arguments):
 
 
 mhc_post_pre_bwd = post_pre_bwd(mhc_pre_bwd, mhc_post_bwd)
-mhc_next_bwd = next_bwd(mhc_pre_bwd, mhc_post_bwd)

@@ -205,11 +205,13 @@ def mhc_pre_bwd(
     dlayer_norm_weight=None,
     dh_pre=None,
     dx_added=None,
+    boundary=None,
 ):
-    """dx_next reaches dx through h_res, dx_added as it is. dh_pre: where it is given, and no dh_in"""
+    """dx_next reaches dx through h_res, dx_added as it is. dh_pre: where it is given, and no dh_in. boundary: what
+    makes dx in pass B's place, and more; it takes what there is of a token as one table"""
     n, D = x.shape[-2:]
-    M, K = phi.shape
-    T, padded = inv_rms.numel(), configs.padded_maps(M)
+    M, T = phi.shape[0], inv_rms.numel()
+    padded = configs.padded_maps(M)
     if T == 0:
         for gradient in (dphi, dalpha, dbias, dgamma, dlayer_norm_weight):
             if gradient is not None:
@@ -222,10 +224,14 @@ def mhc_pre_bwd(
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
-    h_pre, x_factor = scratch(T, n), scratch(T)
     iters = options.sinkhorn_iters
     assert dx_next is None or iters > 0
-    h_res = None if dx_next is None else scratch(T, n, n)
+    table = None if boundary is None else scratch(T, configs.TABLE)
+    if table is None:
+        h_pre, x_factor = scratch(T, n), scratch(T)
+        h_res = None if dx_next is None else scratch(T, n, n)
+    else:
+        h_pre = x_factor = h_res = table
     factors = None
     if dh_in is not None and layer_norm_weight is not None:
         dh_pre, factors = normed_dh_pre(
@@ -238,6 +244,7 @@ def mhc_pre_bwd(
             bias=bias,
             options=options,
             wide=exact.parts == 1,
+            table=table,
         )
     elif dh_in is not None:
         dh_pre = scratch(T, n)
@@ -288,50 +295,20 @@ def mhc_pre_bwd(
         N=next_power_of_2(n),
         M=M,
         PARTS=exact.parts,
+        TABLE=0 if table is None else configs.TABLE,
         BLOCK_T=dmaps.block_t,
         BLOCK_G=next_power_of_2(padded - (n * n if M > n else 0)),
         BLOCK_M=padded,
         num_warps=dmaps.warps,
     )
 
-    wide, residual = exact.parts == 1, not (dx_next is None and dx_added is None)
-    pass_b = configs.dx(n, D, wide, residual, on) if factors is None else configs.normed_dx(n, D, wide, on)
-    blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
-    slices = configs.partition_rows(T, M, blocks, pass_b, on.processors)
-    A = scratch(slices, M, K)
-    dweight = None if factors is None else scratch(slices, D)
-    launch(
-        mhc_pre_dx_kernel,
-        (blocks, slices),
-        x_ptr=x,
-        dh_in_ptr=dh_in,
-        dx_next_ptr=dx_next,
-        dx_added_ptr=dx_added,
-        dh_mix_ptr=dh_mix,
-        phi_ptr=parts,
-        x_factor_ptr=x_factor,
-        h_pre_ptr=h_pre,
-        h_res_ptr=h_res,
-        layer_norm_weight_ptr=None if factors is None else layer_norm_weight,
-        factors_ptr=factors,
-        dx_ptr=dx,
-        A_ptr=A,
-        dweight_ptr=dweight,
-        T=T,
-        D=D,
-        K_padded=parts.shape[2],
-        n=n,
-        M=M,
-        PARTS=exact.parts,
-        PRECISION=exact.precision,
-        EVEN_D=D % pass_b.block_d == 0,
-        STREAMS=pass_b.streams,
-        BLOCK_T=pass_b.block_t,
-        BLOCK_M=padded,
-        BLOCK_D=pass_b.block_d,
-        STAGES=pass_b.stages,
-        num_warps=pass_b.warps,
-    )
+    of_pass_b = {"dh_in": dh_in, "dx_next": dx_next, "dh_mix": dh_mix, "parts": parts, "dx": dx}
+    of_pass_b["layer_norm_weight"] = None if factors is None else layer_norm_weight
+    if boundary is not None:
+        A, dweight = boundary(**of_pass_b, table=table)
+    else:
+        of_token = {"x_factor": x_factor, "h_pre": h_pre, "h_res": h_res, "factors": factors}
+        A, dweight = launch_dx(**of_pass_b, **of_token, x=x, dx_added=dx_added, M=M, exact=exact)
 
     sum_gradients(
         A=A,
@@ -348,6 +325,53 @@ def mhc_pre_bwd(
         dweight=dweight,
         dlayer_norm_weight=None if layer_norm_weight is None else dlayer_norm_weight,
     )
+
+
+def launch_dx(
+    *, x, dh_in, dx_next, dx_added, dh_mix, parts, x_factor, h_pre, h_res, layer_norm_weight, factors, dx, M, exact
+):
+    """Pass B: fills dx; returns A [slices, M, K] and, with the layer's norm, dweight [slices, D]."""
+    n, D = x.shape[-2:]
+    T, on = x_factor.numel(), device.of(x.device)
+    wide, residual = exact.parts == 1, not (dx_next is None and dx_added is None)
+    pass_b = configs.dx(n, D, wide, residual, on) if factors is None else configs.normed_dx(n, D, wide, on)
+    blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
+    slices = configs.partition_rows(T, M, blocks, pass_b, on.processors)
+    A = torch.empty((slices, M, n * D), dtype=torch.float32, device=x.device)
+    dweight = None if factors is None else torch.empty((slices, D), dtype=torch.float32, device=x.device)
+    launch(
+        mhc_pre_dx_kernel,
+        (blocks, slices),
+        x_ptr=x,
+        dh_in_ptr=dh_in,
+        dx_next_ptr=dx_next,
+        dx_added_ptr=dx_added,
+        dh_mix_ptr=dh_mix,
+        phi_ptr=parts,
+        x_factor_ptr=x_factor,
+        h_pre_ptr=h_pre,
+        h_res_ptr=h_res,
+        layer_norm_weight_ptr=layer_norm_weight,
+        factors_ptr=factors,
+        dx_ptr=dx,
+        A_ptr=A,
+        dweight_ptr=dweight,
+        T=T,
+        D=D,
+        K_padded=parts.shape[2],
+        n=n,
+        M=M,
+        PARTS=exact.parts,
+        PRECISION=exact.precision,
+        EVEN_D=D % pass_b.block_d == 0,
+        STREAMS=pass_b.streams,
+        BLOCK_T=pass_b.block_t,
+        BLOCK_M=configs.padded_maps(M),
+        BLOCK_D=pass_b.block_d,
+        STAGES=pass_b.stages,
+        num_warps=pass_b.warps,
+    )
+    return A, dweight
 
 
 def mhc_maps_bwd(**arguments):

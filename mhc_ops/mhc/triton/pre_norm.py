@@ -33,6 +33,7 @@ def mhc_pre_normed_dh_pre_kernel(
     layer_norm_eps,
     n: tl.constexpr,
     M: tl.constexpr,
+    TABLE: tl.constexpr,  # columns of a table with r and c of a token in a row, behind its maps; 0: they are apart
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -66,15 +67,17 @@ def mhc_pre_normed_dh_pre_kernel(
     r = tl.rsqrt(tl.sum(squares, axis=1) / D + layer_norm_eps)
     c = r * r * r / D * tl.sum(h_pre * of_dy, axis=1)
     tl.store(dh_pre_ptr + t[:, None] * n + i[None, :], r[:, None] * of_dy - c[:, None] * of_h_in, mask=is_map)
-    tl.store(factors_ptr + t, r, mask=in_batch)
-    tl.store(factors_ptr + T + t, c, mask=in_batch)
+    r_at = factors_ptr + (t if TABLE == 0 else t * TABLE + (n * n + n + 1))
+    tl.store(r_at, r, mask=in_batch)
+    tl.store(r_at + (T if TABLE == 0 else 1), c, mask=in_batch)
 
 
-def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, options, wide):
-    """dh_pre [T, n], and the factors [2, T] that pass B makes dh_in with."""
+def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, options, wide, table=None):
+    """dh_pre [T, n], and the factors [2, T] that pass B makes dh_in with, or the table that they are written to."""
     n, D = x.shape[-2:]
     T, M, on = inv_rms.numel(), h_mix.shape[-1], device.of(x.device)
-    dh_pre, factors = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in ((T, n), (2, T)))
+    dh_pre = torch.empty((T, n), dtype=torch.float32, device=x.device)
+    factors = torch.empty((2, T), dtype=torch.float32, device=x.device) if table is None else table
     tile = configs.normed_dh_pre(n, D, wide, on)
     launch(
         mhc_pre_normed_dh_pre_kernel,
@@ -94,6 +97,7 @@ def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, opti
         layer_norm_eps=options.layer_norm_eps,
         n=n,
         M=M,
+        TABLE=0 if table is None else configs.TABLE,
         BLOCK_T=tile.block_t,
         BLOCK_N=next_power_of_2(n),
         BLOCK_D=tile.block_d,
