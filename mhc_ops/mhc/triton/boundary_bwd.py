@@ -16,18 +16,20 @@ matrix units (boundary_tiles.py):
 The dots of dh_res and dh_post are of the program's channels only: mhc_boundary_dots_kernel adds them up.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
+from .boundary_common import barrier, by_rows, by_streams, columns4, columns16, described, n, narrow, widen
 from .boundary_tiles import (
     BLOCK_D,
     BLOCK_T,
@@ -41,24 +43,16 @@ from .boundary_tiles import (
     SHARED_MAPS,
     TILE,
     as_left,
-    columns4,
-    columns16,
     dlink_as_right,
     h_out_as_left,
     load_streams,
     mixed,
-    n,
-    narrow,
     own_sums,
-    shared,
     store_A,
     store_dots,
-    widen,
     with_tokens,
     x_as_left,
 )
-
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name up to triton 3.6
 
 MAPS = gl.constexpr(configs.padded_maps(configs.maps(configs.BOUNDARY_STREAMS)))  # with zeros
 TABLE = gl.constexpr(configs.TABLE)
@@ -146,8 +140,8 @@ def compute(parameters, outputs, stages, phi_1, weights, dlink_out, dh_out_out, 
     for done in range(gl.program_id(1), blocks, gl.num_programs(1)):
         t = (blocks - 1 - done) * BLOCK_T
         mbarrier.wait(full.index(stage), phase)
-        h_post = columns4(h_posts.index(stage).load(COLUMNS_4))
-        h_res = columns16(h_ress.index(stage).load(COLUMNS_16))
+        h_post = columns4(h_posts.index(stage).load(COLUMNS_4), TILE)
+        h_res = columns16(h_ress.index(stage).load(COLUMNS_16), TILE)
         x_next = mixed(load_streams(xs.index(stage)), widen(h_outs.index(stage).load(TILE)), h_post, h_res)
 
         dh_mix = dh_mixes.index(stage)._reinterpret(gl.bfloat16, [2, BLOCK_T, MAPS], SHARED_MAPS)
@@ -155,8 +149,8 @@ def compute(parameters, outputs, stages, phi_1, weights, dlink_out, dh_out_out, 
 
         table = tables.index(stage).load(COLUMNS_32)
         h_res_next, others = gl.split(gl.permute(gl.reshape(table, [BLOCK_T, 2, 16]), [0, 2, 1]))
-        h_res_next = columns16(h_res_next)
-        others = columns16(others)  # h_pre, x_factor, r, c
+        h_res_next = columns16(h_res_next, TILE)
+        others = columns16(others, TILE)  # h_pre, x_factor, r, c
         dh_in = widen(dh_ins.index(stage).load(TILE))
         if NORM:  # until here it was dy
             h_in = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, TILE)
@@ -327,6 +321,8 @@ def boundary_pass(
     T, K, maps = table.shape[0], streams * D, configs.maps(streams)
     tile, on = configs.BOUNDARY_BWD, device.of(x.device)
     blocks = D // tile.block_d
+    streams_of = partial(by_streams, block_t=tile.block_t, block_d=tile.block_d)
+    rows_of = partial(by_rows, block_t=tile.block_t)
     slices = configs.partition_rows(T, maps, blocks, tile, on.processors)
 
     def scratch(*shape: int) -> torch.Tensor:
@@ -337,19 +333,19 @@ def boundary_pass(
     launch(
         mhc_boundary_bwd_kernel,
         (blocks, slices),
-        x_desc=_by_streams(x),
-        h_out_desc=_by_rows(h_out, D, tile.block_d),
-        h_post_desc=_by_rows(h_post, streams, streams),
-        h_res_desc=_by_rows(h_res, streams**2, streams**2),
-        dh_in_desc=_by_rows(dh_in, D, tile.block_d),
-        dlink_next_desc=_by_streams(dx_next),
-        dh_mix_desc=_described(dh_mix, dh_mix.shape, dh_mix.stride(), [2, tile.block_t, dh_mix.shape[2]]),
-        table_desc=_by_rows(table, configs.TABLE, configs.TABLE),
-        phi_desc=_described(parts, [2 * parts.shape[1], K], [K, 1], [parts.shape[1], tile.block_d]),
+        x_desc=streams_of(x),
+        h_out_desc=rows_of(h_out, D, block=tile.block_d),
+        h_post_desc=rows_of(h_post, streams, block=streams),
+        h_res_desc=rows_of(h_res, streams**2, block=streams**2),
+        dh_in_desc=rows_of(dh_in, D, block=tile.block_d),
+        dlink_next_desc=streams_of(dx_next),
+        dh_mix_desc=described(dh_mix, dh_mix.shape, dh_mix.stride(), [2, tile.block_t, dh_mix.shape[2]]),
+        table_desc=rows_of(table, configs.TABLE, block=configs.TABLE),
+        phi_desc=described(parts, [2 * parts.shape[1], K], [K, 1], [parts.shape[1], tile.block_d]),
         phi_ptr=parts,
         layer_norm_weight_ptr=layer_norm_weight,
-        dlink_desc=_by_streams(dx),
-        dh_out_desc=_by_rows(dh_out, D, tile.block_d),
+        dlink_desc=streams_of(dx),
+        dh_out_desc=rows_of(dh_out, D, block=tile.block_d),
         A_ptr=A,
         dweight_ptr=dweight,
         dots_ptr=dots,
@@ -373,20 +369,3 @@ def boundary_pass(
         num_warps=sums.warps,
     )
     return A, dweight
-
-
-def _by_streams(tensor):
-    """[.., n, D], copied as blocks [n, tokens, channels]"""
-    streams, D = tensor.shape[-2:]
-    shape, strides = [streams, tensor.numel() // (streams * D), D], [D, streams * D, 1]
-    return _described(tensor, shape, strides, [streams, configs.BOUNDARY_BWD.block_t, configs.BOUNDARY_BWD.block_d])
-
-
-def _by_rows(tensor, columns, block):
-    """One row a token, copied as blocks [tokens, block]"""
-    shape = [tensor.numel() // columns, columns]
-    return _described(tensor, shape, [columns, 1], [configs.BOUNDARY_BWD.block_t, block])
-
-
-def _described(tensor, shape, strides, block):
-    return TensorDescriptor(tensor, list(shape), list(strides), block, shared(tuple(block), tensor.dtype))

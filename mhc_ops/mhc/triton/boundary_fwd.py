@@ -26,14 +26,10 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .described import Described
+from .boundary_common import M, barrier, by_rows, by_streams, columns4, columns16, described, n, narrow, shared, widen
 from .parts import LANE as COLUMNS_OF_LANE
 from .parts import phi_parts
 
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name up to triton 3.6
-
-n = gl.constexpr(configs.BOUNDARY_STREAMS)
-M = gl.constexpr(configs.maps(configs.BOUNDARY_STREAMS))
 BLOCK_T = gl.constexpr(configs.BOUNDARY_FWD.block_t)
 BLOCK_D = gl.constexpr(configs.BOUNDARY_FWD.block_d)  # of a stage
 STAGES = gl.constexpr(configs.BOUNDARY_FWD.stages)
@@ -68,53 +64,11 @@ def _columns(count):
 
 
 COLUMNS_4, COLUMNS_16 = _columns(4), _columns(16)
-SHARED_TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([32, 64], gl.bfloat16))
-SHARED_PHI = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
+SHARED_TILE = gl.constexpr(shared((32, 64), torch.bfloat16))
+SHARED_PHI = gl.constexpr(shared((64, 64), torch.bfloat16))
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
-
-
-# fp32 to bf16 and back, two at a time: one at a time each takes an instruction at a quarter of the rate.
-@gluon.jit
-def narrow(tile):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@gluon.jit
-def widen(tile):
-    return gl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [tile], dtype=gl.float32, is_pure=True, pack=2
-    )
-
-
-# One column of a table as [tokens, 1], beside a tile
-@gluon.jit
-def beside_tile(column):
-    return gl.expand_dims(gl.convert_layout(column, gl.SliceLayout(1, TILE), assert_trivial=True), 1)
-
-
-# The columns of a table, of which a thread holds all
-@gluon.jit
-def columns4(table):
-    even, odd = gl.split(gl.reshape(table, [BLOCK_T, 2, 2]))
-    c0, c2 = gl.split(even)
-    c1, c3 = gl.split(odd)
-    return beside_tile(c0), beside_tile(c1), beside_tile(c2), beside_tile(c3)
-
-
-@gluon.jit
-def columns16(table):
-    even, odd = gl.split(gl.reshape(table, [BLOCK_T, 8, 2]))
-    by4_0, by4_2 = gl.split(gl.reshape(even, [BLOCK_T, 4, 2]))
-    by4_1, by4_3 = gl.split(gl.reshape(odd, [BLOCK_T, 4, 2]))
-    c0, c4, c8, c12 = columns4(by4_0)
-    c1, c5, c9, c13 = columns4(by4_1)
-    c2, c6, c10, c14 = columns4(by4_2)
-    c3, c7, c11, c15 = columns4(by4_3)
-    return c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15
 
 
 # As sum_neighbours in parts.py
@@ -283,8 +237,8 @@ def compute(x_next_desc, partials_ptr, memory, full, empty, T, D):
         is_last = (item + 1) % blocks == 0
         phi_phase = (bundle - begin // blocks) & 1
         mbarrier.wait(maps_full.index(slot), slot_phase)
-        h_post = columns4(posts.index(slot).load(COLUMNS_4))
-        h_res = columns16(ress.index(slot).load(COLUMNS_16))
+        h_post = columns4(posts.index(slot).load(COLUMNS_4), TILE)
+        h_res = columns16(ress.index(slot).load(COLUMNS_16), TILE)
         for slice in gl.static_range(SLICES):
             mbarrier.wait(stage_full.index(stage), phase)
             squares = ()
@@ -381,20 +335,6 @@ def mhc_boundary_fwd_kernel(
     )
 
 
-_STREAMS, _TABLE = [n.value, BLOCK_T.value, TILE_D.value], [BLOCK_T.value]
-KERNEL = Described(
-    mhc_boundary_fwd_kernel,
-    {
-        "x_desc": _STREAMS,
-        "h_out_desc": _STREAMS[1:],
-        "h_post_desc": [*_TABLE, n.value],
-        "h_res_desc": [*_TABLE, n.value**2],
-        "parts_desc": [2, MAPS.value, TILE_D.value],
-        "x_next_desc": _STREAMS,
-    },
-)
-
-
 def post_project(*, x, h_out, h_post, h_res, phi, gamma, x_next):
     """Fills x_next; returns the partial sums [bundles, T, M + 1], and how K was split."""
     tile, on = configs.BOUNDARY_FWD, device.of(x.device)
@@ -404,14 +344,14 @@ def post_project(*, x, h_out, h_post, h_res, phi, gamma, x_next):
     parts = phi_parts(phi, gamma, None, streams, configs.arithmetic(x.dtype, on), tile.block_d)
     partials = torch.empty((bundles, T, phi.shape[0] + 1), dtype=torch.float32, device=x.device)
     launch(
-        KERNEL,
+        mhc_boundary_fwd_kernel,
         (min(on.processors, bundles * token_blocks),),
-        x_desc=x.view(T, streams, D).transpose(0, 1),
-        h_out_desc=h_out.view(T, D),
-        h_post_desc=h_post.view(T, streams),
-        h_res_desc=h_res.view(T, streams * streams),
-        parts_desc=parts,
-        x_next_desc=x_next.view(T, streams, D).transpose(0, 1),
+        x_desc=by_streams(x, tile.block_t, TILE_D.value),
+        h_out_desc=by_rows(h_out, D, tile.block_t, TILE_D.value),
+        h_post_desc=by_rows(h_post, streams, tile.block_t, streams),
+        h_res_desc=by_rows(h_res, streams**2, tile.block_t, streams**2),
+        parts_desc=described(parts, parts.shape, parts.stride(), [2, MAPS.value, TILE_D.value]),
+        x_next_desc=by_streams(x_next, tile.block_t, TILE_D.value),
         partials_ptr=partials,
         T=T,
         D=D,

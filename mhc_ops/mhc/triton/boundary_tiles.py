@@ -4,17 +4,14 @@ Four warps hold a tile of 16 tokens × 64 channels of each of 4 streams. A layou
 register's, a lane's and a warp's number adds a vector to its place in the tensor.
 """
 
-import functools
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from . import configs
+from .boundary_common import M, n, narrow, shared, widen
 
-n = gl.constexpr(configs.BOUNDARY_STREAMS)
-M = gl.constexpr(configs.maps(configs.BOUNDARY_STREAMS))
 DOTS = gl.constexpr(configs.BOUNDARY_STREAMS * (configs.BOUNDARY_STREAMS + 1))  # of a token: dh_post, then dh_res
 BLOCK_T = gl.constexpr(configs.BOUNDARY_BWD.block_t)
 BLOCK_D = gl.constexpr(configs.BOUNDARY_BWD.block_d)
@@ -74,59 +71,8 @@ HALF_PRODUCTS = gl.constexpr(  # [batch, 16, 8]
 )
 
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-
-
-@functools.cache
-def shared(shape, dtype):
-    """The layout in shared memory of blocks that are copied."""
-    return gl.NVMMASharedLayout.get_default_for(list(shape), _DTYPES[dtype])
-
-
 SHARED_TILE = gl.constexpr(shared((16, 64), torch.bfloat16))
 SHARED_MAPS = gl.constexpr(shared((16, 32), torch.bfloat16))
-
-
-# fp32 to bf16 and back, two at a time: one at a time each takes an instruction at a quarter of the rate.
-@gluon.jit
-def narrow(tile):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@gluon.jit
-def widen(tile):
-    return gl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [tile], dtype=gl.float32, is_pure=True, pack=2
-    )
-
-
-# One column of a table as [tokens, 1], beside a tile
-@gluon.jit
-def beside_tile(column):
-    return gl.expand_dims(gl.convert_layout(column, gl.SliceLayout(1, TILE), assert_trivial=True), 1)
-
-
-# The columns of a table, of which a thread holds all
-@gluon.jit
-def columns4(table):
-    even, odd = gl.split(gl.reshape(table, [BLOCK_T, 2, 2]))
-    c0, c2 = gl.split(even)
-    c1, c3 = gl.split(odd)
-    return beside_tile(c0), beside_tile(c1), beside_tile(c2), beside_tile(c3)
-
-
-@gluon.jit
-def columns16(table):
-    even, odd = gl.split(gl.reshape(table, [BLOCK_T, 8, 2]))
-    by4_0, by4_2 = gl.split(gl.reshape(even, [BLOCK_T, 4, 2]))
-    by4_1, by4_3 = gl.split(gl.reshape(odd, [BLOCK_T, 4, 2]))
-    c0, c4, c8, c12 = columns4(by4_0)
-    c1, c5, c9, c13 = columns4(by4_1)
-    c2, c6, c10, c14 = columns4(by4_2)
-    c3, c7, c11, c15 = columns4(by4_3)
-    return c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15
 
 
 # Σ over the tokens t and t + 8, which one thread holds: [tokens / 2, channels]

@@ -6,7 +6,6 @@ compiled in. The interpreter (kind "cpu") wants few, large programs. What is cho
 compiled for them (docs/gpus.md), without spills and within their shared memory, but was not timed there.
 """
 
-import importlib.util
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
@@ -349,15 +348,8 @@ def boundary_fwd(n: int, D: int, T: int, on: Device) -> BoundaryFwd | None:
     tile = BOUNDARY_FWD
     fits = n == BOUNDARY_STREAMS and D % BUNDLE == 0 and cdiv(D, tile.block_d) <= MOST_SLICES
     items = cdiv(T, tile.block_t) * (D // BUNDLE)
-    there = on.kind == "cuda" and on.capability == HOPPER and has_gluon()
+    there = on.kind == "cuda" and on.capability == HOPPER
     return tile if fits and items >= FEWEST_ITEMS * on.processors and there else None
-
-
-@cache
-def has_gluon() -> bool:
-    return importlib.util.find_spec("triton.experimental") is not None and (
-        importlib.util.find_spec("triton.experimental.gluon") is not None
-    )
 
 
 @cache

@@ -6,7 +6,6 @@ from functools import cache, partial
 import torch
 
 from ...core import device
-from ...core.launch import record
 from ..composed import next_bwd
 from . import configs
 from .post import mhc_post_bwd
@@ -58,20 +57,16 @@ def as_one_kernel(
     """of_pre: what else pre's backward takes and fills, of the next sublayer"""
     of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
     of_post |= {"dh_out": dh_out, "dh_post": dh_post, "dh_res": dh_res}
-    before = record(None)  # a descriptor holds an address: these launches cannot be repeated on other tensors
-    try:
-        mhc_pre_bwd(
-            x=x_next,
-            dh_in=dh_in,
-            dh_post=dh_post_next,
-            dh_res=dh_res_next,
-            dx_next=dlink_next,
-            dx=dlink,
-            boundary=partial(boundary_pass(), **of_post),
-            **of_pre,
-        )
-    finally:
-        record(before)
+    mhc_pre_bwd(
+        x=x_next,
+        dh_in=dh_in,
+        dh_post=dh_post_next,
+        dh_res=dh_res_next,
+        dx_next=dlink_next,
+        dx=dlink,
+        boundary=partial(boundary_pass(), **of_post),
+        **of_pre,
+    )
 
 
 @cache

@@ -5,6 +5,8 @@ Elsewhere, and for few tokens: post, then pre. The bits are the same, so it is n
 Backward: one after the other.
 """
 
+from functools import cache
+
 from ...core import device
 from ..composed import post_pre_bwd
 from . import configs
@@ -19,9 +21,7 @@ def mhc_post_pre_fwd(*, x, h_out, h_post, h_res, phi, gamma, x_next, h_post_next
     of_finish |= {"x": x_next, "h_post": h_post_next, "h_res": h_res_next}
     of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "x_next": x_next}
     if is_fused(**of_post):
-        from .boundary_fwd import post_project  # where there is no Gluon, nobody comes here
-
-        partials, split = post_project(**of_post, phi=phi, gamma=gamma)
+        partials, split = post_project()(**of_post, phi=phi, gamma=gamma)
         finish(**of_finish, partials=partials, split=split)
     else:
         mhc_post_fwd(**of_post)
@@ -33,10 +33,21 @@ def is_fused(*, x, h_out, h_post, h_res, x_next):
     n, D = x.shape[-2:]
     return (
         configs.boundary_fwd(n, D, h_out.numel() // D, device.of(x.device)) is not None
+        and post_project() is not None
         and all(tensor.dtype == configs.BOUNDARY_DTYPE for tensor in (x, h_out))
         and all(tensor.dtype == configs.MAPS_DTYPE for tensor in (h_post, h_res))
         and not any(tensor.data_ptr() % 16 for tensor in (x, h_out, h_post, h_res))
     )
+
+
+@cache
+def post_project():
+    """The launcher in boundary_fwd.py; None where Triton does not have the Gluon that it is written for."""
+    try:
+        from .boundary_fwd import post_project
+    except ImportError:
+        return None
+    return post_project
 
 
 def mhc_next_fwd(*, link, linked, link_next, **arguments):

@@ -9,24 +9,22 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 import cross_compile
 import gluon_emulator
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import mhc_ops
 from mhc_ops.core import device
 from mhc_ops.core.backend import _INTERPRETED, load
-from mhc_ops.core.launch import collected, launch
-from mhc_ops.core.replay import Replay
+from mhc_ops.core.launch import collected
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import warmup
 from mhc_ops.mhc.options import PreOptions
-from mhc_ops.mhc.triton import configs
-from mhc_ops.mhc.triton.boundary_fwd import KERNEL, post_project
-from mhc_ops.mhc.triton.described import Described, described
+from mhc_ops.mhc.triton import boundary_fwd, configs
+from mhc_ops.mhc.triton.boundary_fwd import post_project
 from mhc_ops.mhc.triton.post import mhc_post_fwd
 from mhc_ops.mhc.triton.pre_fwd import project
 
 bf16, fp32 = torch.bfloat16, torch.float32
 n, M = 4, 24
+KERNEL = "mhc_boundary_fwd_kernel"
 SLICE, LANE = 128, 8  # channels
 compiled_only = pytest.mark.skipif(_INTERPRETED, reason="the interpreter has no Gluon")
 
@@ -62,21 +60,18 @@ def parts_of(phi):
     return torch.stack([high, (phi - high.float()).to(bf16)])
 
 
-def emulated(programs, *, x, h_out, h_post, h_res, parts):
+def emulated(monkeypatch, programs, *, x, h_out, h_post, h_res, parts):
     """x_next and partial sums, of memory that was NaN."""
-    T, _, D = x.shape
+
+    def emulating(kernel, grid, *, partials_ptr, num_warps, maxnreg, **arguments):
+        gluon_emulator.run(kernel, (programs,), partials_ptr=partials_ptr.fill_(torch.nan), **arguments)
+
+    monkeypatch.setattr(boundary_fwd, "launch", emulating)
+    monkeypatch.setattr(boundary_fwd, "phi_parts", lambda *_: parts)
     x_next = torch.full_like(x, torch.nan)
-    partials = torch.full((D // configs.BUNDLE, T, M + 1), torch.nan)
-    tensors = {
-        "x_desc": x.transpose(0, 1),
-        "h_out_desc": h_out,
-        "h_post_desc": h_post,
-        "h_res_desc": h_res.view(T, n * n),
-        "parts_desc": parts,
-        "x_next_desc": x_next.transpose(0, 1),
-    }
-    descriptors = {name: described(tensor, KERNEL.blocks[name]) for name, tensor in tensors.items()}
-    gluon_emulator.run(KERNEL.kernel, (programs,), **descriptors, partials_ptr=partials, T=T, D=D)
+    phi = torch.empty(M, x[0].numel())
+    of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "x_next": x_next}
+    partials, _ = post_project(**of_post, phi=phi, gamma=None)
     return x_next, partials
 
 
@@ -119,9 +114,9 @@ def sums_in_order(x_next, parts):
 @pytest.mark.parametrize(
     ("T", "D", "programs"), [(100, 512, 3), (64, 256, 1), (130, 512, 1), (33, 768, 5), (1, 256, 2)]
 )
-def test_emulated(T, D, programs):
+def test_emulated(T, D, programs, monkeypatch):
     given = inputs(T, D)
-    x_next, partials = emulated(programs, **given)
+    x_next, partials = emulated(monkeypatch, programs, **given)
     parts = given.pop("parts")
     assert torch.equal(x_next, mixed(**given))
     phi = parts.double().sum(0)[:M]
@@ -147,11 +142,11 @@ def sensitive_to_order(T, D):
 
 
 @compiled_only
-def test_order_of_k_emulated():
+def test_order_of_k_emulated(monkeypatch):
     T, D = 40, 768
     x, phi = sensitive_to_order(T, D)
     maps = {"h_out": torch.zeros(T, D, dtype=bf16), "h_post": torch.zeros(T, n), "h_res": torch.eye(n).repeat(T, 1, 1)}
-    x_next, partials = emulated(2, x=x, **maps, parts=parts_of(phi))
+    x_next, partials = emulated(monkeypatch, 2, x=x, **maps, parts=parts_of(phi))
     assert torch.equal(x_next, x)
     expected = sums_in_order(x, parts_of(phi))
     assert torch.equal(partials, expected)
@@ -174,50 +169,15 @@ def test_order_of_k_of_the_projection(T, kernel_device, monkeypatch):
     assert torch.equal(partials.cpu(), sums_in_order(x, parts_of(phi)))
 
 
-class Pretended:
-    """In place of a Gluon kernel and of what is compiled of it: sees what it is started with."""
-
-    __name__, arg_names = "pretended", ["x_desc", "scale"]
-
-    def __init__(self):
-        self.seen = []
-
-    def __getitem__(self, grid):
-        def start(x, scale, stream=None):
-            assert isinstance(x, TensorDescriptor)
-            self.seen.append((x.base.data_ptr(), tuple(x.shape), scale))
-            return self
-
-        return start
-
-
-@compiled_only
-def test_a_replayed_call_describes_its_own_tensors():
-    kernel = Pretended()
-    wrapped = Described(kernel, {"x_desc": [16, 64]})
-
-    def call(tensors):
-        (x,) = tensors
-        launch(wrapped, (1,), x_desc=x.view(32, 128), scale=2)
-        return [torch.empty(1)]
-
-    replayed = Replay(call, any_strides=False)
-    given = [torch.zeros(4096, dtype=bf16) for _ in range(3)]
-    for x in given:
-        replayed([x])
-    assert all(plan is not None for plan in replayed.plans.values())
-    assert kernel.seen == [(x.data_ptr(), (32, 128), 2) for x in given]
-
-
 @compiled_only
 def test_warmup_compiles_it(monkeypatch):
-    with cross_compile.compiling_for("sm_90", monkeypatch, {KERNEL.__name__}) as kernels:
+    with cross_compile.compiling_for("sm_90", monkeypatch, {KERNEL}) as kernels:
         with collected() as compilations:
             x = torch.empty(8192, n, 4096, dtype=bf16, device="meta")
             warmup._step(x, False, True, fp32, backend="triton", options=PreOptions())
         for compilation in compilations:
             compilation()
-    assert [kernel.name for kernel in kernels] == [KERNEL.__name__]
+    assert [kernel.name for kernel in kernels] == [KERNEL]
 
 
 # On a GPU
