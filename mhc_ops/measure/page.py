@@ -14,8 +14,8 @@ from .peers import WITH_GRADIENTS
 from .report import Refused, Table
 from .results import DIRECTIONS, Results
 from .speed import Growth, Measurement
+from .stacks import PLAIN, backend_of
 from .tables import GROWTH, STEPS, by_reason, figure, table
-from .training_model import PLAIN
 
 TEMPLATES = Path(__file__).parent / "templates"
 WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
@@ -235,7 +235,7 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters: list[Callable[..., Any]] = [significant, percent, grid_step, slug, code, as_markdown, figure]
+    filters: list[Callable[..., Any]] = [significant, percent, grid_step, slug, code, as_markdown, figure, backend_of]
     environment.filters |= {function.__name__: function for function in [*filters, math.isfinite, math.log10]}
     values |= {"WORDS": WORDS, "SHORT": SHORT_WORDS, "Value": Value, "size_of": size_of, "tabulate": table}
     return environment.get_template(template).render(**values, STEPS=STEPS, GROWTH=GROWTH, OURS=BACKENDS).strip() + "\n"
