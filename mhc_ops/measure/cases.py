@@ -79,12 +79,29 @@ def public(name: str, **options: Any) -> Call:
     return call
 
 
+def _pre_normed(
+    x: Tensor, layer_norm_weight: Tensor | None = None, layer_norm_eps: Any = 1e-6, **parameters: Any
+) -> tuple[Tensor, ...]:
+    """mhc_pre and, last, h_in as a norm scales it: the gradient that comes there and the one that comes through the
+    norm's factor cancel (all of dh_pre where n is 1), so the terms of both are to be known apart."""
+    h_in, h_post, h_res = mhc_ops.mhc_pre(x, **parameters, backend="reference")
+    if layer_norm_weight is None:
+        return h_in, h_post, h_res
+    scaled = h_in.clone()
+    factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
+    return layer_norm_weight * scaled * factor, h_post, h_res, scaled
+
+
+def _stored(value: Tensor, result: Tensor) -> Tensor:
+    """value, rounded as the result was stored, but not in the backward"""
+    return value + (result.double() - value).detach()
+
+
 def _post_pre_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     """The next layer reads x_next as it was stored."""
-    (x_next,) = MHC_POST.call(**{name: tensors[name] for name in MHC_POST.inputs}, backend="reference")
-    of_pre = {name: tensor for name, tensor in tensors.items() if name in _PARAMETERS}
-    stored = x_next + (results["x_next"].double() - x_next).detach()
-    return x_next, *MHC_PRE.call(x=stored, **of_pre, **options, backend="reference")
+    x_next = mhc_ops.mhc_post(**{name: tensors[name] for name in _POST}, backend="reference")
+    of_pre = {name: tensor for name, tensor in tensors.items() if name not in _POST}
+    return x_next, *_pre_normed(_stored(x_next, results["x_next"]), **of_pre, **options)
 
 
 def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[Tensor, ...]:
@@ -306,24 +323,6 @@ SCALING_CPU = (
 
 
 # The stack: the layer's norm, the boundary with its carry, the maps and the read alone.
-def _pre_normed(
-    x: Tensor, layer_norm_weight: Tensor | None = None, layer_norm_eps: Any = 1e-6, **parameters: Any
-) -> tuple[Tensor, ...]:
-    """mhc_pre and, last, h_in as a norm scales it: the gradient that comes there and the one that comes through the
-    norm's factor cancel (all of dh_pre where n is 1), so the terms of both are to be known apart."""
-    h_in, h_post, h_res = mhc_ops.mhc_pre(x, **parameters, backend="reference")
-    if layer_norm_weight is None:
-        return h_in, h_post, h_res
-    scaled = h_in.clone()
-    factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
-    return layer_norm_weight * scaled * factor, h_post, h_res, scaled
-
-
-def _stored(value: Tensor, result: Tensor) -> Tensor:
-    """value, rounded as the result was stored, but not in the backward"""
-    return value + (result.double() - value).detach()
-
-
 def _pre_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     return _pre_normed(**tensors, **options)
 
@@ -333,12 +332,6 @@ def _layer_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> t
     h_in, h_post, h_res, *more = _pre_normed(**of_pre, **options)
     x_next = mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, backend="reference")
     return x_next, h_in, *more
-
-
-def _post_pre_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    x_next = mhc_ops.mhc_post(**{name: tensors[name] for name in _POST}, backend="reference")
-    of_pre = {name: tensor for name, tensor in tensors.items() if name not in _POST}
-    return x_next, *_pre_normed(_stored(x_next, results["x_next"]), **of_pre, **options)
 
 
 class _StoredGradient(torch.autograd.Function):
@@ -387,19 +380,9 @@ MHC_PRE_NORMED = replace(MHC_PRE, name="mhc_pre normed", inputs=(*_PRE, *_NORM),
 MHC_LAYER_NORMED = replace(
     MHC_LAYER, name="mhc_layer normed", inputs=(*MHC_LAYER.inputs, *_NORM), exact=_layer_normed_exact
 )
-MHC_POST_PRE_NORMED = replace(
-    MHC_POST_PRE, name="mhc_post_pre normed", inputs=(*MHC_POST_PRE.inputs, *_NORM), exact=_post_pre_normed_exact
-)
-MHC_NEXT = Subject(
-    "mhc_next",
-    "mhc",
-    _next,
-    _OF_NEXT,
-    ("h_in", "x_after", "x_next"),
-    (3, 2, 4, 4),
-    intermediates=1,
-    exact=_next_exact,
-)
+MHC_POST_PRE_NORMED = replace(MHC_POST_PRE, name="mhc_post_pre normed", inputs=(*MHC_POST_PRE.inputs, *_NORM))
+_after = ("h_in", "x_after", "x_next")
+MHC_NEXT = Subject("mhc_next", "mhc", _next, _OF_NEXT, _after, (3, 2, 4, 4), intermediates=1, exact=_next_exact)
 MHC_NEXT_NORMED = replace(MHC_NEXT, name="mhc_next normed", inputs=(*_OF_NEXT, *_NORM))
 NORMED = (MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED)
 OF_THE_STACK = (MHC_MAPS, MHC_READ, MHC_NEXT, *NORMED)
@@ -422,8 +405,8 @@ class Stack(Case):
         return Case(self.subject, self.outer, self.n, self.D, self.dtype, self.gamma).smaller()
 
     def layer(self) -> Case:
-        """What the stack of a library is made of that has no boundaries."""
-        return replace(self.smaller(), subject=MHC_LAYER)
+        """What a stack is made of where a library has no boundaries."""
+        return replace(self.smaller(), subject=MHC_LAYER if self.subject == MHC_NEXT else MHC_LAYER_NORMED)
 
     def __str__(self) -> str:
         return super().__str__() + f" recompute {self.recompute}" * bool(self.recompute)

@@ -21,7 +21,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
 SHORT_WORDS = {"forward": "fwd", "backward": "bwd", "both": "step"}
 PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
-# Said where it applies, in every format.
 BOUNDARY = "mhc_next is a boundary of a HyperStack: what 12 connections take beyond 4, by 8; so is its memory."
 FORMS = "A backend alone is a HyperStack, in Triton with the norms inside; others have them in front of their layers."
 LONGEST_BAR = 6  # times the floor; a bar that is longer is drawn with a gap

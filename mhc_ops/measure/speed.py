@@ -11,14 +11,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from mhc_ops import HyperConnection, HyperStack
+from mhc_ops import HyperConnection
 
 from .cases import Call, Sweep, Tensors
 from .conv_cases import AnyCase
@@ -27,6 +26,7 @@ SAMPLES = 20
 FEWEST_SAMPLES = 5  # when time is short: the fewest that have quartiles of their own
 STACKED_LAYERS = 8
 DEPTHS = 12, 4  # connections of the two stacks that a boundary is the difference of
+OF_A_BOUNDARY = ("microseconds", "host_microseconds", "peak_megabytes")
 FEWEST_POINTS = 3  # of a line: two make any line fit
 FLUSHED_BYTES = 256 << 20
 # The device waits while the host enqueues: three times as long as that took once, in cycles of about 2 GHz, and at
@@ -138,11 +138,12 @@ def measure(
     group: Group = "training",
     errors: Mapping[str, float] = MappingProxyType({}),
     until: float = math.inf,
+    *,
+    parameters: Sequence[Tensor] = (),
 ) -> Iterator[Measurement]:
-    """`call(**tensors)` forward, backward and both. errors: by direction; until: from then on few samples do."""
+    """`call(**tensors)` forward, backward and both. errors: by direction; until: then few samples; parameters: its own."""
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
-    wanted = [tensor for tensor in leaves.values() if tensor.requires_grad]
-    wanted += call.parameters() if isinstance(call, torch.nn.Module) else []
+    wanted = [*(tensor for tensor in leaves.values() if tensor.requires_grad), *parameters]
     differentiable = len(case.subject.differentiable)
 
     def row(direction: Direction, timing: Timing, whole_call: Callable[[], Any] | None = None) -> Measurement:
@@ -190,27 +191,21 @@ def measure_stack(
     case: AnyCase, provider: str, tensors: Tensors, build: Callable[..., Any], *more: Any
 ) -> Iterator[Measurement]:
     """As `measure`, of one boundary: what a stack takes beyond a shorter one, by the boundaries that it has more."""
-    long, short = (list(measure(case, provider, tensors, build(depth), *more)) for depth in DEPTHS)
-    for many, few in zip(long, short):
-        yield _per_boundary(many, few, DEPTHS[0] - DEPTHS[1])
 
+    def rows(depth: int) -> list[Measurement]:
+        stack = build(depth)
+        call = lambda x: (stack(x),)  # noqa: E731
+        return list(measure(case, provider, tensors, call, *more, parameters=list(stack.parameters())))
 
-def _per_boundary(many: Measurement, few: Measurement, count: int) -> Measurement:
-    def difference(name: str) -> Any:
-        pair = getattr(many, name), getattr(few, name)
-        return None if None in pair else (pair[0] - pair[1]) / count
-
-    time = difference("microseconds")
-    if time <= 0:
-        raise RuntimeError(f"{DEPTHS} connections took {many.microseconds} and {few.microseconds} µs, which is noise")
-    return replace(
-        many,
-        microseconds=time,
-        spread=math.hypot(many.spread or 0, few.spread or 0) / count,
-        bandwidth=(many.bytes or 0) / time / 1e3,
-        host_microseconds=difference("host_microseconds"),
-        peak_megabytes=difference("peak_megabytes"),
-    )
+    count = DEPTHS[0] - DEPTHS[1]
+    for many, few in zip(*map(rows, DEPTHS)):
+        pairs = {name: (getattr(many, name), getattr(few, name)) for name in OF_A_BOUNDARY}
+        shares = {name: None if None in pair else (pair[0] - pair[1]) / count for name, pair in pairs.items()}
+        if (shares["microseconds"] or 0) <= 0:
+            raise RuntimeError(f"{DEPTHS} connections took {many.microseconds}, {few.microseconds} µs, which is noise")
+        spread = math.hypot(many.spread or 0, few.spread or 0) / count
+        bandwidth = many.bandwidth * many.microseconds / shares["microseconds"]
+        yield replace(many, **shares, spread=spread, bandwidth=bandwidth)
 
 
 def device_time(
@@ -290,21 +285,16 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> float | None:
 
 def stack_peaks(T: int, n: int, D: int, device: torch.device) -> dict[str, float | None]:
     """Peak megabytes of a training step of eight HyperConnections in bf16 around one linear layer each, above weights
-    and input: as they are, with checkpoint=True, and as a HyperStack."""
+    and input: as they are, and with checkpoint=True."""
     x = torch.randn(T, n, D, device=device, dtype=torch.bfloat16, requires_grad=True)
 
-    def peak(stacked: Callable[..., torch.nn.Module], checkpoint: bool = False) -> float | None:
+    def peak(checkpoint: bool) -> float | None:
         layers = [torch.nn.Linear(D, D, bias=False, device=device, dtype=x.dtype) for _ in range(STACKED_LAYERS)]
         wrapped = (HyperConnection(layer, n, D, checkpoint=checkpoint, device=device) for layer in layers)
-        stack = stacked(*wrapped)
+        stack = torch.nn.Sequential(*wrapped)
         return peak_memory(lambda: torch.autograd.grad(stack(x).sum(), [x, *stack.parameters()]), device)
 
-    return {
-        "without checkpoint": peak(torch.nn.Sequential),
-        "with checkpoint": peak(torch.nn.Sequential, checkpoint=True),
-        "as a HyperStack": peak(HyperStack),
-        "as a HyperStack with recompute=4": peak(partial(HyperStack, recompute=4)),
-    }
+    return {"without checkpoint": peak(False), "with checkpoint": peak(True)}
 
 
 def fit(sweeps: Sequence[Sweep], measurements: Sequence[Measurement]) -> list[Growth]:

@@ -62,41 +62,24 @@ def connect(
     drawn = [replace(case, outer=(1,), seed=case.seed + i).inputs(device) for i in range(len(layers))]
     peer = peers.by_name(provider)
     if peer is not None:
-        ours = [{name: of[name] for name in cases.MHC_LAYER.inputs if name in of} for of in drawn]
-        return nn.Sequential(*(PeerConnection(peer, layer, of) for layer, of in zip(layers, ours)))
+        return nn.Sequential(*(PeerConnection(peer, layer, of) for layer, of in zip(layers, drawn)))
     for of, norm in zip(drawn, norms):
         of["layer_norm_weight"] = norm
     backend = provider if provider in backends.BACKENDS else "reference"
-    connections = [_connection(backend, layer, of, device) for layer, of in zip(layers, drawn)]
+
+    def connection(layer: Layer, of: cases.Tensors) -> HyperConnection:
+        norm = "layer_norm_weight" in of
+        found = HyperConnection(layer, case.n, case.D, layer_norm=norm, backend=backend, device=device)
+        found.load_state_dict(of, strict=False)  # x and h_out are not its
+        return found
+
+    connections = map(connection, layers, drawn)
     return nn.Sequential(*connections) if apart else HyperStack(*connections, recompute=recompute)
 
 
-def _connection(backend: str, layer: Layer, tensors: cases.Tensors, device: torch.device) -> HyperConnection:
-    n, D = tensors["x"].shape[-2:]
-    norm = "layer_norm_weight" in tensors
-    connection = HyperConnection(layer, n, D, layer_norm=norm, backend=backend, device=device)
-    with torch.no_grad():
-        for name, parameter in connection.named_parameters(recurse=False):
-            parameter.copy_(tensors[name])
-    return connection
-
-
-class Alone(nn.Module):
-    """A stack as a case is called: by name, with a tuple of outputs."""
-
-    def __init__(self, connected: nn.Module):
-        super().__init__()
-        self.connected = connected
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (self.connected(x),)
-
-
-def build(case: cases.Stack, provider: str, depth: int, device: torch.device) -> Alone | None:
+def build(case: cases.Stack, provider: str, depth: int, device: torch.device) -> nn.Module | None:
     """A stack around layers that cost nothing; None where a peer lacks it: its norm would be torch's."""
-    peer = peers.by_name(provider)
-    if peer is not None:
-        plain = case.subject == cases.MHC_NEXT and not case.recompute
-        if not plain or peer.prepare("mhc_layer", case.layer().inputs(device)) is None:
-            return None
-    return Alone(connect(provider, [nn.Identity()] * depth, case, device, recompute=case.recompute))
+    layer, peer = case.layer(), peers.by_name(provider)
+    if peer is not None and (case.recompute or peer.prepare(layer.subject.name, layer.inputs(device)) is None):
+        return None
+    return connect(provider, [nn.Identity()] * depth, layer, device, recompute=case.recompute)

@@ -108,15 +108,10 @@ class Training:
         subject = subject_of(provider)
         inside = subject is cases.MHC_NEXT_NORMED
         layers = self.layers if inside else [nn.Sequential(*pair) for pair in zip(self.norms, self.layers)]
-        connected = stacks.connect(
-            backend_of(provider),
-            [compiles(layer) for layer in layers] if provider in UNTRACED else layers,
-            self.size.case(),
-            self.device,
-            norms=[norm.weight for norm in self.norms] if inside else (),
-            recompute=4 * provider.endswith(RECOMPUTE),
-            apart=subject is cases.MHC_LAYER,
-        )
+        layers = [compiles(layer) for layer in layers] if provider in UNTRACED else layers
+        form: Any = {"recompute": 4 * provider.endswith(RECOMPUTE), "apart": subject is cases.MHC_LAYER}
+        form["norms"] = [norm.weight for norm in self.norms] if inside else ()
+        connected = stacks.connect(backend_of(provider), layers, self.size.case(), self.device, **form)
         model = Model(connected, provider != PLAIN)
         loss_of, wanted = model if provider in UNTRACED else compiles(model), [self.x, *model.parameters()]
 
