@@ -141,8 +141,8 @@ def measure(
     *,
     parameters: Sequence[Tensor] = (),
 ) -> Iterator[Measurement]:
-    """`call(**tensors)` forward, backward and both. errors: by direction; until: then few samples do; parameters: further
-    leaves."""
+    """`call(**tensors)` forward, backward and both. errors: by direction; until: from then on few samples do;
+    parameters: further leaves."""
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     wanted = [*(tensor for tensor in leaves.values() if tensor.requires_grad), *parameters]
     differentiable = len(case.subject.differentiable)
