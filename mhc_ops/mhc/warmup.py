@@ -1,5 +1,5 @@
-"""Compile the kernels of a layer ahead, side by side, so that the first training step does not wait for one after the
-other."""
+"""Compile the kernels of a stack of layers ahead, side by side, so that the first training step does not wait for one
+after the other."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -56,13 +56,26 @@ def warmup(
         with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():  # threads have a current device each
             compilation()
 
+    distinct = {_signature(compilation): compilation for compilation in compilations}  # ops share kernels
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(compile_one, compilations))
-    return len(compilations)
+        list(threads.map(compile_one, distinct.values()))
+    return len(distinct)
+
+
+def _signature(compilation: Any) -> tuple[Any, ...]:
+    """Alike where Triton would compile the same."""
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.dtype, value.data_ptr() % 16
+        return value if isinstance(value, int | float | str | None) else id(value)
+
+    options = [value for name, value in compilation.keywords.items() if name != "grid"]
+    return compilation.func, *((type(value), kind(value)) for value in (*compilation.args, *options))
 
 
 def _step(x: Tensor, gamma: bool, layer_norm: bool, dtype: torch.dtype, backend: str, options: Any) -> None:
-    """The ops of a training step and of a forward without gradients, on zeros."""
+    """The ops of a training step of a stack and of a forward without gradients, on zeros."""
     n, D = x.shape[-2:]
     M = n * n + 2 * n
 
@@ -81,3 +94,10 @@ def _step(x: Tensor, gamma: bool, layer_norm: bool, dtype: torch.dtype, backend:
     cotangents = {"dh_in": pre.h_in, "dh_post": post.dh_post, "dh_res": post.dh_res, "dx_next": x}
     contracts.mhc_pre_bwd.launch(**of_pre, **kept, **cotangents)
     contracts.mhc_pre_fwd.launch(**of_pre)
+
+    of_next = {**of_pre, **of_post}
+    between = contracts.mhc_next_fwd.launch(**of_next, link=pre.link, linked=True)
+    contracts.mhc_next_fwd.launch(**of_next, link=None, linked=False)
+    kept = {"x_next": x, "inv_rms": between.inv_rms, "h_mix": between.h_mix, "dx_next": None, "dlink_next": x}
+    cotangents = {"dh_in": pre.h_in, "dh_post_next": post.dh_post, "dh_res_next": post.dh_res}
+    contracts.mhc_next_bwd.launch(**of_next, **kept, **cotangents)
