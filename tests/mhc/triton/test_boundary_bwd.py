@@ -361,7 +361,7 @@ def test_same_bits_200_times(subject, T, D, launched):
     for _ in range(200):
         results = again()
         assert all(torch.equal(result, results[name]) for name, result in first.items())
-    assert len(launched) == 1, "the others start the same kernels, on their own tensors"
+    assert len(launched) <= 1, "calls are replayed: the same kernels, on their own tensors"
 
 
 @on_hopper

@@ -131,6 +131,7 @@ def test_more_than_2_to_the_31_elements():
         gradients = mhc_pre_bwd(
             **{**parameters, "x": x[rows]},
             gamma=None,
+            layer_norm_weight=None,
             options=PreOptions(sinkhorn_iters=0),
             inv_rms=outputs[3],
             h_mix=outputs[4],
