@@ -318,6 +318,40 @@ def post_bwd(n: int, D: int, wide: bool, on: Device) -> Tile:
     return Tile(1, max(8, min(256, next_power_of_2(D))), 1, 3)
 
 
+FEW_TOKENS, FEW_STREAMS, FEW_DTYPE = 64, 4, torch.bfloat16
+FEW_MAPS = (
+    32  # rows of phi in a product: in two parts the 64 that Hopper's matrix units take, also where there are fewer
+)
+
+
+@dataclass(frozen=True)
+class Few(Tile):
+    """block_t: tokens of a product; block_d: channels of h_in at a time"""
+
+    block_k: int = 0  # channels of a product
+    tokens: int = 1  # of a program
+    split: SplitK | None = None
+
+
+@lru_cache(maxsize=4096)
+def few(n: int, D: int, T: int, on: Device) -> Few | None:
+    """How one launch takes T tokens; None where several take them: more tokens; n > 4, where another tile adds up the
+    sums of Sinkhorn in another order; more channels than the finishing kernel norms at once, as it then adds otherwise.
+
+    A program reads 48 KB of phi at n = 4, which takes a multiprocessor about as long as memory takes to answer, so
+    each has one or two programs: groups have the fewest tokens with which that is so, up to 4. 8 warps, so that 32
+    channels of h_in are in each thread, at most 128 registers; then two programs fit. Not timed."""
+    if T > FEW_TOKENS or n > FEW_STREAMS or normed_finish(n, D, on).block_d < D:
+        return None
+    width, block_k = next_power_of_2(D), project(maps(n), D, False, on).block_d
+    split = split_k_in(n, D, block_k, levels_of_k(n, D, block_k)[0])
+    tokens = next((t for t in (1, 2) if cdiv(T, t) * split.pieces <= 2 * on.processors), 4)
+    # As many as make the product one of the projection's instructions, on AMD's 32 × 32; any number on a CPU
+    block_t = {"cuda": 16, "hip": 32, "cpu": 64}[on.kind]
+    stages = 3 if compact(on) else 5
+    return Few(block_t, min(width, 8192 // tokens), 8, stages, block_k=block_k, tokens=tokens, split=split)
+
+
 BOUNDARY_STREAMS = 4  # of the boundary's kernels
 BOUNDARY_DTYPE, MAPS_DTYPE = torch.bfloat16, torch.float32
 
