@@ -319,9 +319,7 @@ def post_bwd(n: int, D: int, wide: bool, on: Device) -> Tile:
 
 
 FEW_TOKENS, FEW_STREAMS, FEW_DTYPE = 64, 4, torch.bfloat16
-FEW_MAPS = (
-    32  # rows of phi in a product: in two parts the 64 that Hopper's matrix units take, also where there are fewer
-)
+FEW_MAPS = 32  # rows of phi in a product: in two parts the 64 that Hopper's matrix units take, also if there are fewer
 
 
 @dataclass(frozen=True)
@@ -330,7 +328,11 @@ class Few(Tile):
 
     block_k: int = 0  # channels of a product
     tokens: int = 1  # of a program
-    split: SplitK | None = None
+    registers: int | None = None  # of a thread, at most
+
+    @property
+    def limit(self) -> dict[str, int]:
+        return {} if self.registers is None else {"maxnreg": self.registers}
 
 
 @lru_cache(maxsize=4096)
@@ -338,18 +340,35 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
     """How one launch takes T tokens; None where several take them: more tokens; n > 4, where another tile adds up the
     sums of Sinkhorn in another order; more channels than the finishing kernel norms at once, as it then adds otherwise.
 
-    A program reads 48 KB of phi at n = 4, which takes a multiprocessor about as long as memory takes to answer, so
-    each has one or two programs: groups have the fewest tokens with which that is so, up to 4. 8 warps, so that 32
-    channels of h_in are in each thread, at most 128 registers; then two programs fit. Not timed."""
-    if T > FEW_TOKENS or n > FEW_STREAMS or normed_finish(n, D, on).block_d < D:
+    A program reads 48 KB of phi at n = 4, about what a multiprocessor gets while memory takes to answer, and all of it
+    is asked for at once (5 stages). So groups have the fewest tokens with which every multiprocessor has at most two
+    programs, up to 4: 128 programs for 4 tokens and 256 for 16 at D = 4096, 56 for one and 224 for 16 at D = 7168. With
+    8 warps a thread has 32 channels of h_in, and with at most 128 registers two programs fit. Not timed.
+
+    A product has 8 tokens, the least that matrix units take. On AMD GPUs a barrier of triton's does not wait for stores
+    to memory, so that a ticket would say nothing about those of other warps."""
+    if T > FEW_TOKENS or n > FEW_STREAMS or on.kind == "hip" or normed_finish(n, D, on).block_d < D:
         return None
-    width, block_k = next_power_of_2(D), project(maps(n), D, False, on).block_d
-    split = split_k_in(n, D, block_k, levels_of_k(n, D, block_k)[0])
-    tokens = next((t for t in (1, 2) if cdiv(T, t) * split.pieces <= 2 * on.processors), 4)
-    # As many as make the product one of the projection's instructions, on AMD's 32 × 32; any number on a CPU
-    block_t = {"cuda": 16, "hip": 32, "cpu": 64}[on.kind]
-    stages = 3 if compact(on) else 5
-    return Few(block_t, min(width, 8192 // tokens), 8, stages, block_k=block_k, tokens=tokens, split=split)
+    block_k, pieces = project(maps(n), D, False, on).block_d, split_k_few(n, D, on).pieces
+    if on.kind == "cpu":
+        return Few(128, min(256, next_power_of_2(D)), 8, 1, block_k=block_k, tokens=32)
+    tokens = next((t for t in (1, 2) if cdiv(T, t) * pieces <= 2 * on.processors), 4)
+    return Few(
+        block_t=8,
+        block_d=min(next_power_of_2(D), 8192 // tokens),
+        warps=8,
+        stages=3 if compact(on) else 5,
+        block_k=block_k,
+        tokens=tokens,
+        registers=None if compact(on) else 128,
+    )
+
+
+@cache
+def split_k_few(n: int, D: int, on: Device) -> SplitK:
+    """Pieces are slices."""
+    block_d = project(maps(n), D, False, on).block_d
+    return split_k_in(n, D, block_d, levels_of_k(n, D, block_d)[0])
 
 
 BOUNDARY_STREAMS = 4  # of the boundary's kernels

@@ -8,7 +8,7 @@ multiprocessors as there are slices; what other groups read again comes from the
 Slices are those of mhc_pre_project_kernel and summed as there, and what comes behind is the code of
 mhc_pre_finish_kernel: same bits as with many tokens. The product has phi on the side where the projection has x,
 because the matrix units of Hopper take 64 rows on one side and as few as 8 on the other: here 64 rows of phi in parts,
-and 16 tokens.
+and 8 tokens.
 """
 
 import torch
@@ -121,13 +121,13 @@ def mhc_few_fwd_kernel(
         for i in tl.static_range(n):
             streams = streams + (tl.load(x_ptr + (row * n + i) * D + d, mask=in_tile, other=0.0),)
         if h_out_ptr is not None:
-            h_out = tl.load(h_out_ptr + row * D + d, mask=in_tile, other=0.0).to(tl.float32)
+            h_out = tl.load(h_out_ptr + row * D + d, mask=in_tile, other=0.0)
         for j in tl.range(n, num_stages=STAGES):
             phi = load_phi(phi_ptr, gamma_ptr, m, j * D + d, d < D, n * D, M)
             if h_out_ptr is None:
                 x = chosen_of(streams, j, 0, n)
             else:
-                mixed = chosen_of(h_post, j, 0, n) * h_out
+                mixed = chosen_of(h_post, j, 0, n) * h_out.to(tl.float32)
                 for i in tl.static_range(n):
                     weight = tl.broadcast_to(chosen_of(h_res, j, i * n, n), mixed.shape)
                     mixed = tl.fma(weight, streams[i].to(tl.float32), mixed)
@@ -262,7 +262,7 @@ def few_fwd(
     """tile: as chosen. Without h_out, h_post, h_res and x_next a pre of x; the others as in `finish`."""
     n, D = x.shape[-2:]
     M, K = phi.shape
-    T, width, split = x.numel() // K, next_power_of_2(D), tile.split
+    T, width, split = x.numel() // K, next_power_of_2(D), configs.split_k_few(n, D, device.of(x.device))
     partials = torch.empty((split.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     normed = layer_norm_weight is not None
     launch(
@@ -309,4 +309,5 @@ def few_fwd(
         BLOCKS=width // tile.block_d,
         STAGES=tile.stages,
         num_warps=tile.warps,
+        **tile.limit,
     )

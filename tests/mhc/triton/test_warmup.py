@@ -6,9 +6,9 @@ from torch import nn
 
 import mhc_ops
 from mhc_ops.core import launch as launching
-from mhc_ops.mhc.triton import parts, post, pre_bwd, pre_fwd, pre_sums
+from mhc_ops.mhc.triton import few, parts, post, pre_bwd, pre_finish, pre_fwd, pre_sums
 
-MODULES = (parts, post, pre_bwd, pre_fwd, pre_sums)
+MODULES = (few, parts, post, pre_bwd, pre_finish, pre_fwd, pre_sums)
 CONSTANTS = ("PARTS", "PIECES", "SLICE_STEPS", "n", "M", "BLOCK_T", "BLOCK_D", "BLOCK_K", "STAGES", "num_warps")
 
 
@@ -36,11 +36,13 @@ def test_what_is_compiled_is_what_a_step_launches(tokens, gamma, launched, kerne
     assert mhc_ops.warmup(4, 24, **sizes, backend="triton") == len(compiled) > 5
     ahead = set(launched)
     launched.clear()
-    layer = mhc_ops.HyperConnection(nn.Identity(), 4, 24, gamma=gamma, backend="triton", device=kernel_device)
+    of_layer = {"gamma": gamma, "backend": "triton", "device": kernel_device}
+    layer, other = (mhc_ops.HyperConnection(nn.Identity(), 4, 24, **of_layer) for _ in range(2))
     x = torch.randn(tokens, 4, 24, dtype=torch.bfloat16, device=kernel_device, requires_grad=True)
     layer(x).sum().backward()
     with torch.no_grad():
         layer(x)
+        mhc_ops.HyperStack(layer, other)(x)
     assert set(launched) == ahead
 
 
