@@ -328,11 +328,6 @@ class Few(Tile):
 
     block_k: int = 0  # channels of a product
     tokens: int = 1  # of a program
-    registers: int | None = None  # of a thread, at most
-
-    @property
-    def limit(self) -> dict[str, int]:
-        return {} if self.registers is None else {"maxnreg": self.registers}
 
 
 @lru_cache(maxsize=4096)
@@ -341,26 +336,26 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
     sums of Sinkhorn in another order; more channels than the finishing kernel norms at once, as it then adds otherwise.
 
     A program reads 48 KB of phi at n = 4, about what a multiprocessor gets while memory takes to answer, and all of it
-    is asked for at once (5 stages). So groups have the fewest tokens with which every multiprocessor has at most two
-    programs, up to 4: 128 programs for 4 tokens and 256 for 16 at D = 4096, 56 for one and 224 for 16 at D = 7168. With
-    8 warps a thread has 32 channels of h_in, and with at most 128 registers two programs fit. Not timed.
+    is asked for at once (5 stages). So groups have the fewest tokens with which no multiprocessor has two programs, up
+    to 4: 32 programs for one token and 128 for 16 at D = 4096, 56 and 224 at D = 7168. With 8 warps a thread has 32
+    channels of h_in at most. Not timed.
 
-    A product has 8 tokens, the least that matrix units take. On AMD GPUs a barrier of triton's does not wait for stores
+    A product has 16 tokens: with 8, the least that Hopper's matrix units take, triton compiles for those of its
+    predecessors, and the projection's bits would be others. On AMD GPUs a barrier of triton's does not wait for stores
     to memory, so that a ticket would say nothing about those of other warps."""
     if T > FEW_TOKENS or n > FEW_STREAMS or on.kind == "hip" or normed_finish(n, D, on).block_d < D:
         return None
     block_k, pieces = project(maps(n), D, False, on).block_d, split_k_few(n, D, on).pieces
     if on.kind == "cpu":
         return Few(128, min(256, next_power_of_2(D)), 8, 1, block_k=block_k, tokens=32)
-    tokens = next((t for t in (1, 2) if cdiv(T, t) * pieces <= 2 * on.processors), 4)
+    tokens = next((t for t in (1, 2) if cdiv(T, t) * pieces <= on.processors), 4)
     return Few(
-        block_t=8,
+        block_t=16,
         block_d=min(next_power_of_2(D), 8192 // tokens),
         warps=8,
         stages=3 if compact(on) else 5,
         block_k=block_k,
         tokens=tokens,
-        registers=None if compact(on) else 128,
     )
 
 

@@ -8,7 +8,7 @@ multiprocessors as there are slices; what other groups read again comes from the
 Slices are those of mhc_pre_project_kernel and summed as there, and what comes behind is the code of
 mhc_pre_finish_kernel: same bits as with many tokens. The product has phi on the side where the projection has x,
 because the matrix units of Hopper take 64 rows on one side and as few as 8 on the other: here 64 rows of phi in parts,
-and 8 tokens.
+and 16 tokens.
 """
 
 import torch
@@ -309,5 +309,4 @@ def few_fwd(
         BLOCKS=width // tile.block_d,
         STAGES=tile.stages,
         num_warps=tile.warps,
-        **tile.limit,
     )

