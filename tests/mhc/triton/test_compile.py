@@ -168,5 +168,5 @@ def test_nothing_is_compiled_per_token_count(monkeypatch):
         once = once or set(binaries)
     assert {name for name, _ in binaries} == KERNELS | {ONE_LAUNCH}
     extra = sorted(name for name, _ in binaries - once)
-    # of the layer and the boundary, which add slices (some tokens) or groups; of the boundary and the maps of few tokens
+    # of the layer and the boundary, which add slices (some tokens) or groups; of few tokens' boundary and maps
     assert extra == 2 * [ONE_LAUNCH] + 2 * ["mhc_pre_finish_kernel"]
