@@ -322,6 +322,54 @@ def post_bwd(n: int, D: int, wide: bool, on: Device) -> Tile:
     return Tile(1, max(8, min(256, next_power_of_2(D))), 1, 3)
 
 
+FEW_TOKENS, FEW_STREAMS, FEW_DTYPE = 64, 4, torch.bfloat16
+FEW_MAPS = 32  # rows of phi in a product: in two parts the 64 that Hopper's matrix units take, also if there are fewer
+
+
+@dataclass(frozen=True)
+class Few(Tile):
+    """block_t: tokens of a product; block_d: channels of h_in at a time"""
+
+    block_k: int = 0  # channels of a product
+    tokens: int = 1  # of a program
+
+
+@lru_cache(maxsize=4096)
+def few(n: int, D: int, T: int, on: Device) -> Few | None:
+    """How one launch takes T tokens; None where several take them: more tokens; n > 4, where another tile adds up the
+    sums of Sinkhorn in another order; more channels than the finishing kernel norms at once, as it then adds otherwise.
+
+    A program reads 48 KB of phi at n = 4, about what a multiprocessor gets while memory takes to answer, and all of it
+    is asked for at once (5 stages). So groups have the fewest tokens with which no multiprocessor has two programs, up
+    to 4: 32 programs for one token and 128 for 16 at D = 4096, 56 and 224 at D = 7168. With 8 warps a thread has 32
+    channels of h_in at most. Not timed.
+
+    A product has 16 tokens: with 8, the least that Hopper's matrix units take, triton compiles for those of its
+    predecessors, and the projection's bits would be others. On AMD GPUs a barrier of triton's does not wait for stores
+    to memory, so that a ticket would say nothing about those of other warps."""
+    if T > FEW_TOKENS or n > FEW_STREAMS or on.kind == "hip" or normed_finish(n, D, on).block_d < D:
+        return None
+    block_k, pieces = project(maps(n), D, False, on).block_d, split_k_few(n, D, on).pieces
+    if on.kind == "cpu":
+        return Few(128, min(256, next_power_of_2(D)), 8, 1, block_k=block_k, tokens=32)
+    tokens = next((t for t in (1, 2) if cdiv(T, t) * pieces <= on.processors), 4)
+    return Few(
+        block_t=16,
+        block_d=min(next_power_of_2(D), 8192 // tokens),
+        warps=8,
+        stages=3 if compact(on) else 5,
+        block_k=block_k,
+        tokens=tokens,
+    )
+
+
+@cache
+def split_k_few(n: int, D: int, on: Device) -> SplitK:
+    """Pieces are slices."""
+    block_d = project(maps(n), D, False, on).block_d
+    return split_k_in(n, D, block_d, levels_of_k(n, D, block_d)[0])
+
+
 BOUNDARY_STREAMS = 4  # of the boundary's kernels
 BOUNDARY_DTYPE, MAPS_DTYPE = torch.bfloat16, torch.float32
 

@@ -9,7 +9,7 @@ from ...core.sizes import cdiv
 from . import configs
 
 LANE = tl.constexpr(8)  # columns that a thread loads at once
-MOST_LEVELS = tl.constexpr(8)  # of sum_neighbours: a tile has at most 2^8 columns
+MOST_LEVELS = tl.constexpr(13)  # of sum_neighbours: a row has at most 2^13 columns
 
 
 # Σ over the columns that one thread holds: [rows, columns] to [rows, columns / LANE]

@@ -9,7 +9,7 @@ from functools import cache
 
 from ...core import device
 from ..composed import post_pre_bwd
-from . import configs
+from . import configs, few
 from .post import mhc_post_bwd, mhc_post_fwd
 from .pre_bwd import mhc_pre_bwd
 from .pre_finish import finish
@@ -18,8 +18,14 @@ from .pre_fwd import mhc_pre_fwd
 
 def mhc_post_pre_fwd(*, x, h_out, h_post, h_res, phi, gamma, x_next, h_post_next, h_res_next, **of_finish):
     """of_finish: what else pre's finishing kernel takes and fills, of the next layer"""
-    of_finish |= {"x": x_next, "h_post": h_post_next, "h_res": h_res_next}
     of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "x_next": x_next}
+    T = x.numel() // phi.shape[1]
+    tile = few.chosen(x, T)
+    if tile is not None and T:
+        maps = {"h_post_next": h_post_next, "h_res_next": h_res_next}
+        few.few_fwd(tile=tile, **of_post, phi=phi, gamma=gamma, **maps, **of_finish)
+        return
+    of_finish |= {"x": x_next, "h_post": h_post_next, "h_res": h_res_next}
     if is_fused(**of_post):
         partials, split = post_project()(**of_post, phi=phi, gamma=gamma)
         finish(**of_finish, partials=partials, split=split)

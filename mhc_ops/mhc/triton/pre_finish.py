@@ -7,7 +7,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
 from . import configs
-from .parts import alpha_of_row
+from .parts import alpha_of_row, sum_neighbours
 from .sinkhorn import matrices, sinkhorn
 
 
@@ -38,36 +38,132 @@ def sum_pieces(
     return total
 
 
-# Σ_i h_pre[i]·x[i] of these channels; h_pre as [BLOCK_T, BLOCK_G]
+# h_mix of the rows that a sigmoid follows, inv_rms, and that sigmoid, of the tokens t
 @triton.jit
-def read(
-    x_ptr,
-    rows,
-    d,
+def gates_of(
+    partials_ptr,
+    alpha_ptr,
+    bias_ptr,
+    t,
     in_batch,
-    h_pre,
+    T,
     D,
+    norm_eps,
     n: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    M: tl.constexpr,
+    PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
+    GROUP_PIECES: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
+    GATES: tl.constexpr = n if M == n else 2 * n
     g = tl.arange(0, BLOCK_G)[None, :]
-    in_tile = in_batch[:, None] & (d < D)
-    h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    column = tl.where(g < GATES, g, M)  # and behind them Σ x²
+    present = in_batch[:, None] & (g <= GATES)
+    mix = sum_pieces(partials_ptr, t[:, None], column, present, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
+    squares = tl.sum(tl.where(g == GATES, mix, 0.0), axis=1)
+    inv_rms = tl.rsqrt(squares / (n * D) + norm_eps)
+    bias = tl.load(bias_ptr + g, mask=g < GATES, other=0.0).to(tl.float32)
+    return mix, inv_rms, tl.sigmoid(mix * inv_rms[:, None] * alpha_of_row(alpha_ptr, g, GATES, n) + bias)
+
+
+# All maps of the tokens t, Sinkhorn included, and what the gradient reads
+@triton.jit
+def store_maps(
+    mix,
+    inv_rms,
+    gate,
+    partials_ptr,
+    alpha_ptr,
+    bias_ptr,
+    h_post_ptr,
+    h_res_ptr,
+    inv_rms_ptr,
+    h_mix_ptr,
+    h_pre_ptr,
+    t,
+    in_batch,
+    T,
+    hc_eps,
+    post_mult,
+    iters,
+    sinkhorn_eps,
+    n: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
+    GROUP_PIECES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    GATES: tl.constexpr = n if M == n else 2 * n
+    rows = t[:, None]
+    g = tl.arange(0, BLOCK_G)[None, :]
+    is_gate = in_batch[:, None] & (g < GATES)
+    tl.store(inv_rms_ptr + t, inv_rms, mask=in_batch)
+    tl.store(h_mix_ptr + rows * M + g, mix, mask=is_gate)
+    if h_pre_ptr is not None:
+        tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=is_gate & (g < n))
+    if M > n:
+        tl.store(h_post_ptr + rows * n + (g - n), post_mult * gate, mask=is_gate & (g >= n))
+        at, is_res = matrices(t, T, n, N)
+        token = t[:, None, None]
+        m = 2 * n + at - token * (n * n)
+        res_mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
+        tl.store(h_mix_ptr + token * M + m, res_mix, mask=is_res)
+        res_bias = tl.load(bias_ptr + m, mask=is_res, other=0.0).to(tl.float32)
+        h_res = res_mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + res_bias
+        if iters > 0:
+            h_res = sinkhorn(h_res, iters, sinkhorn_eps, n, N)
+        tl.store(h_res_ptr + at, h_res, mask=is_res)
+
+
+# x[i] of these channels, for each stream
+@triton.jit
+def load_streams(x_ptr, rows, d, in_batch, D, n: tl.constexpr):
+    x = ()
     for i in tl.static_range(n):
-        weight = tl.sum(tl.where(g == i, h_pre, 0.0), axis=1)
-        x = tl.load(x_ptr + (rows * n + i) * D + d, mask=in_tile, other=0.0)
-        h_in += weight[:, None] * x.to(tl.float32)
+        x = x + (tl.load(x_ptr + (rows * n + i) * D + d, mask=in_batch[:, None] & (d < D), other=0.0),)
+    return x
+
+
+# Σ_i h_pre[i]·x[i], of columns [tokens, 1] and tiles [tokens, channels]
+@triton.jit
+def weigh(x, h_pre, n: tl.constexpr):
+    h_in = tl.zeros(x[0].shape, tl.float32)
+    for i in tl.static_range(n):
+        h_in += h_pre[i] * x[i].to(tl.float32)
     return h_in
 
 
-# weight ⊙ h_in · factor of these channels
+# h_in of these channels; h_pre as [tokens, BLOCK_G]
 @triton.jit
-def store_normed(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D):
-    weight = tl.load(layer_norm_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    normed = weight * (h_in * factor[:, None])
-    tl.store(h_in_ptr + rows * D + d, normed.to(h_in_ptr.dtype.element_ty), mask=in_batch[:, None] & (d < D))
+def read(x_ptr, rows, d, in_batch, h_pre, D, n: tl.constexpr, BLOCK_G: tl.constexpr):
+    g = tl.arange(0, BLOCK_G)[None, :]
+    weights = ()
+    for i in tl.static_range(n):
+        weights = weights + (tl.sum(tl.where(g == i, h_pre, 0.0), axis=1, keep_dims=True),)
+    return weigh(load_streams(x_ptr, rows, d, in_batch, D, n), weights, n)
+
+
+# Σ h_in² of each row, in an order that neither layouts nor fused multiplications change
+@triton.jit
+def sum_squares(h_in, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    if COLUMNS == 1:
+        squares = h_in * h_in
+    else:
+        even, odd = tl.split(tl.reshape(h_in, [ROWS, COLUMNS // 2, 2]))
+        squares = sum_neighbours(tl.fma(even, even, odd * odd), ROWS, COLUMNS // 2, 1)
+    return tl.reshape(squares, [ROWS])
+
+
+# h_in of these channels or, with a weight, weight ⊙ h_in · factor
+@triton.jit
+def store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D):
+    if layer_norm_weight_ptr is not None:
+        weight = tl.load(layer_norm_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        h_in = weight * (h_in * factor[:, None])
+    tl.store(h_in_ptr + rows * D + d, h_in.to(h_in_ptr.dtype.element_ty), mask=in_batch[:, None] & (d < D))
 
 
 # h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
@@ -111,16 +207,22 @@ def mhc_pre_finish_kernel(
     in_batch = t < T
     rows = t[:, None]
 
-    GATES: tl.constexpr = n if M == n else 2 * n  # rows of phi that a sigmoid follows
-    g = tl.arange(0, BLOCK_G)[None, :]
-    is_gate = in_batch[:, None] & (g < GATES)
-    column = tl.where(g < GATES, g, M)  # and behind them Σ x²
-    present = in_batch[:, None] & (g <= GATES)
-    mix = sum_pieces(partials_ptr, rows, column, present, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
-    squares = tl.sum(tl.where(g == GATES, mix, 0.0), axis=1)
-    inv_rms = tl.rsqrt(squares / (n * D) + norm_eps)
-    bias = tl.load(bias_ptr + g, mask=g < GATES, other=0.0).to(tl.float32)
-    gate = tl.sigmoid(mix * inv_rms[:, None] * alpha_of_row(alpha_ptr, g, GATES, n) + bias)
+    mix, inv_rms, gate = gates_of(
+        partials_ptr,
+        alpha_ptr,
+        bias_ptr,
+        t,
+        in_batch,
+        T,
+        D,
+        norm_eps,
+        n,
+        M,
+        PIECES,
+        BUNDLE_PIECES,
+        GROUP_PIECES,
+        BLOCK_G,
+    )
     h_pre = gate + hc_eps
 
     if h_in_ptr is not None:
@@ -128,43 +230,53 @@ def mhc_pre_finish_kernel(
             begin = tl.program_id(1) * blocks_each
             for block in range(begin, tl.minimum(begin + blocks_each, tl.cdiv(D, BLOCK_D))):
                 d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-                h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_T, BLOCK_G, BLOCK_D)
-                in_tile = in_batch[:, None] & (d < D)
-                tl.store(h_in_ptr + rows * D + d, h_in.to(h_in_ptr.dtype.element_ty), mask=in_tile)
+                h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_G)
+                store_h_in(h_in_ptr, None, h_in, None, rows, d, in_batch, D)
         elif WHOLE_ROWS:
             d = tl.arange(0, BLOCK_D)[None, :]
-            h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_T, BLOCK_G, BLOCK_D)
-            factor = tl.rsqrt(tl.sum(h_in * h_in, axis=1) / D + layer_norm_eps)
-            store_normed(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+            h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_G)
+            factor = tl.rsqrt(sum_squares(h_in, BLOCK_T, BLOCK_D) / D + layer_norm_eps)
+            store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
         else:
             squares_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
             for start in range(0, D, BLOCK_D):
                 d = start + tl.arange(0, BLOCK_D)[None, :]
-                h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_T, BLOCK_G, BLOCK_D)
+                h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_G)
                 squares_in += h_in * h_in
             factor = tl.rsqrt(tl.sum(squares_in, axis=1) / D + layer_norm_eps)
             for start in range(0, D, BLOCK_D):
                 d = start + tl.arange(0, BLOCK_D)[None, :]
-                h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_T, BLOCK_G, BLOCK_D)
-                store_normed(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+                h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_G)
+                store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
 
     if tl.program_id(1) == 0:
-        tl.store(inv_rms_ptr + t, inv_rms, mask=in_batch)
-        tl.store(h_mix_ptr + rows * M + g, mix, mask=is_gate)
-        if h_pre_ptr is not None:
-            tl.store(h_pre_ptr + rows * n + g, h_pre, mask=is_gate & (g < n))
-        if M > n:
-            tl.store(h_post_ptr + rows * n + (g - n), post_mult * gate, mask=is_gate & (g >= n))
-            at, is_res = matrices(t, T, n, N)
-            token = t[:, None, None]
-            m = 2 * n + at - token * (n * n)
-            res_mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
-            tl.store(h_mix_ptr + token * M + m, res_mix, mask=is_res)
-            res_bias = tl.load(bias_ptr + m, mask=is_res, other=0.0).to(tl.float32)
-            h_res = res_mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + res_bias
-            if iters > 0:
-                h_res = sinkhorn(h_res, iters, sinkhorn_eps, n, N)
-            tl.store(h_res_ptr + at, h_res, mask=is_res)
+        store_maps(
+            mix,
+            inv_rms,
+            gate,
+            partials_ptr,
+            alpha_ptr,
+            bias_ptr,
+            h_post_ptr,
+            h_res_ptr,
+            inv_rms_ptr,
+            h_mix_ptr,
+            h_pre_ptr,
+            t,
+            in_batch,
+            T,
+            hc_eps,
+            post_mult,
+            iters,
+            sinkhorn_eps,
+            n,
+            N,
+            M,
+            PIECES,
+            BUNDLE_PIECES,
+            GROUP_PIECES,
+            BLOCK_G,
+        )
 
 
 def finish(

@@ -23,7 +23,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from ..options import PreOptions
-from . import configs
+from . import configs, few
 from .parts import LANE, load_phi, phi_parts, rest_of, stacked_rows, sum_neighbours, sum_parts
 from .pre_finish import finish
 
@@ -168,11 +168,17 @@ def project(x, phi, gamma):
     return partials, split
 
 
-def mhc_pre_fwd(*, x, phi, gamma, **arguments):
+def mhc_pre_fwd(*, x, phi, gamma, h_post=None, h_res=None, **arguments):
     """arguments: of `finish`"""
-    if x.numel():
-        partials, split = project(x, phi, gamma)
-        finish(x=x, partials=partials, split=split, **arguments)
+    T = x.numel() // phi.shape[1]
+    tile = few.chosen(x, T)
+    if T == 0:
+        return
+    if tile is not None:
+        few.few_fwd(tile=tile, x=x, phi=phi, gamma=gamma, h_post_next=h_post, h_res_next=h_res, **arguments)
+        return
+    partials, split = project(x, phi, gamma)
+    finish(x=x, partials=partials, split=split, h_post=h_post, h_res=h_res, **arguments)
 
 
 def mhc_maps_fwd(**arguments):
