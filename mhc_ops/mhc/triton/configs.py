@@ -183,7 +183,7 @@ def finish(D: int, on: Device) -> Tile:
 
 
 @cache
-def normed_finish(n: int, D: int, on: Device) -> Tile:
+def normed_read(n: int, D: int, on: Device) -> Tile:
     """A whole token, so that h_in is in registers until its norm is known; in blocks, h_in is made twice. Not timed."""
     if on.kind == "cpu":
         return finish(D, on)
@@ -207,11 +207,10 @@ def dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
 
 @cache
 def normed_dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
-    """Half the channels of dh_pre, as there are twice the sums. Not timed."""
+    """As post_bwd, whose sums are as many. Not timed."""
     if on.kind == "cpu":
-        return dh_pre(n, D, wide, on)
-    block_d = 1024 if n <= 4 and not wide else 512
-    return Tile(1, min(block_d, next_power_of_2(D)), 4)
+        return Tile(64, max(8, min(1024, next_power_of_2(D))), 4)
+    return post_bwd(n, D, wide, on)
 
 
 @cache
@@ -347,7 +346,7 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
     A product has 16 tokens: with 8, the least that Hopper's matrix units take, triton compiles for those of its
     predecessors, and the projection's bits would be others. On AMD GPUs a barrier of triton's does not wait for stores
     to memory, so that a ticket would say nothing about those of other warps."""
-    if T > FEW_TOKENS or n > FEW_STREAMS or on.kind == "hip" or normed_finish(n, D, on).block_d < D:
+    if T > FEW_TOKENS or n > FEW_STREAMS or on.kind == "hip" or normed_read(n, D, on).block_d < D:
         return None
     block_k, pieces = project(maps(n), D, False, on).block_d, split_k_few(n, D, on).pieces
     if on.kind == "cpu":

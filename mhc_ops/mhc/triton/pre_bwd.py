@@ -151,14 +151,12 @@ def mhc_pre_dx_kernel(
             dh_in = tl.load(dh_in_ptr + begin * D + (local * D + d), mask=in_tile, other=0.0).to(tl.float32)
             h_pre = tl.load(h_pre_ptr + begin * n + (local * n + stream), mask=in_batch, other=0.0)
             if factors_ptr is not None:
-                if STREAMS == n:
-                    h_in = tl.sum(h_pre[:, :, None] * tl.reshape(wide, [BLOCK_T, STREAMS, BLOCK_D]), axis=1)
-                else:  # the other streams are read here
-                    h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-                    for i in tl.static_range(n):
-                        weight = tl.load(h_pre_ptr + begin * n + (local * n + i), mask=in_batch, other=0.0)
-                        at = x_ptr + begin * n * D + (local * (n * D) + i * D + d)
-                        h_in += weight * tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+                # Read once more: x above has its streams in other threads.
+                h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+                for i in tl.static_range(n):
+                    weight = tl.load(h_pre_ptr + begin * n + (local * n + i), mask=in_batch, other=0.0)
+                    at = x_ptr + begin * n * D + (local * (n * D) + i * D + d)
+                    h_in += weight * tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
                 r = tl.load(factors_ptr + begin + local, mask=in_batch, other=0.0)
                 c = tl.load(factors_ptr + T64 + begin + local, mask=in_batch, other=0.0)
                 dweight += r * h_in * dh_in

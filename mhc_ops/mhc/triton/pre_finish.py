@@ -1,5 +1,6 @@
 """mHC pre, forward, last step: the partial sums of the projection become the maps, and the streams h_in."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -168,14 +169,13 @@ def store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch,
 
 # h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
 # h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post);  h_res = sinkhorn(z_res), or z_res where iters is 0
-# h_in = Σ_i h_pre[i]·x[i], where it is asked for; with a weight, weight ⊙ h_in · rsqrt(mean(h_in²) + layer_norm_eps)
+# h_in = Σ_i h_pre[i]·x[i], where it is asked for
 @triton.jit(do_not_specialize=["T", "blocks_each", "iters"])
 def mhc_pre_finish_kernel(
     x_ptr,
     partials_ptr,
     alpha_ptr,
     bias_ptr,
-    layer_norm_weight_ptr,
     h_in_ptr,
     h_post_ptr,
     h_res_ptr,
@@ -190,14 +190,12 @@ def mhc_pre_finish_kernel(
     post_mult,
     iters,
     sinkhorn_eps,
-    layer_norm_eps,
     n: tl.constexpr,
     N: tl.constexpr,
     M: tl.constexpr,  # n in the head
     PIECES: tl.constexpr,
     BUNDLE_PIECES: tl.constexpr,
     GROUP_PIECES: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,  # a block has all channels; asked with a norm only
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -226,28 +224,11 @@ def mhc_pre_finish_kernel(
     h_pre = gate + hc_eps
 
     if h_in_ptr is not None:
-        if layer_norm_weight_ptr is None:
-            begin = tl.program_id(1) * blocks_each
-            for block in range(begin, tl.minimum(begin + blocks_each, tl.cdiv(D, BLOCK_D))):
-                d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-                h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_G)
-                store_h_in(h_in_ptr, None, h_in, None, rows, d, in_batch, D)
-        elif WHOLE_ROWS:
-            d = tl.arange(0, BLOCK_D)[None, :]
+        begin = tl.program_id(1) * blocks_each
+        for block in range(begin, tl.minimum(begin + blocks_each, tl.cdiv(D, BLOCK_D))):
+            d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
             h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_G)
-            factor = tl.rsqrt(sum_squares(h_in, BLOCK_T, BLOCK_D) / D + layer_norm_eps)
-            store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
-        else:
-            squares_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-            for start in range(0, D, BLOCK_D):
-                d = start + tl.arange(0, BLOCK_D)[None, :]
-                h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_G)
-                squares_in += h_in * h_in
-            factor = tl.rsqrt(tl.sum(squares_in, axis=1) / D + layer_norm_eps)
-            for start in range(0, D, BLOCK_D):
-                d = start + tl.arange(0, BLOCK_D)[None, :]
-                h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_G)
-                store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+            store_h_in(h_in_ptr, None, h_in, None, rows, d, in_batch, D)
 
     if tl.program_id(1) == 0:
         store_maps(
@@ -279,6 +260,46 @@ def mhc_pre_finish_kernel(
         )
 
 
+# h_in = Σ_i h_pre[i]·x[i];  weight ⊙ h_in · rsqrt(mean(h_in²) + layer_norm_eps)
+@triton.jit(do_not_specialize=["T"])
+def mhc_pre_normed_read_kernel(
+    x_ptr,
+    h_pre_ptr,
+    layer_norm_weight_ptr,
+    h_in_ptr,
+    T,
+    D,
+    layer_norm_eps,
+    n: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,  # a block has all channels
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # Last tokens first: some of them are still in the L2 cache.
+    t = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_batch = t < T
+    rows = t[:, None]
+    h_pre = ()
+    for i in tl.static_range(n):
+        h_pre = h_pre + (tl.load(h_pre_ptr + rows * n + i, mask=in_batch[:, None], other=0.0),)
+    if WHOLE_ROWS:
+        d = tl.arange(0, BLOCK_D)[None, :]
+        h_in = weigh(load_streams(x_ptr, rows, d, in_batch, D, n), h_pre, n)
+        factor = tl.rsqrt(sum_squares(h_in, BLOCK_T, BLOCK_D) / D + layer_norm_eps)
+        store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+    else:
+        squares = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)[None, :]
+            h_in = weigh(load_streams(x_ptr, rows, d, in_batch, D, n), h_pre, n)
+            squares += h_in * h_in
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / D + layer_norm_eps)
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)[None, :]
+            h_in = weigh(load_streams(x_ptr, rows, d, in_batch, D, n), h_pre, n)
+            store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+
+
 def finish(
     *,
     x,
@@ -295,16 +316,20 @@ def finish(
     h_res=None,
     h_pre=None,
 ):
-    """From the sums of `project`. A head has neither h_post nor h_res; h_pre and h_in where somebody wants them."""
+    """From the sums of `project`. A head has neither h_post nor h_res; h_pre and h_in where somebody wants them. With a
+    norm, h_in has a kernel of its own: it takes whole rows, several warps a token, of which one would do Sinkhorn."""
     n, D = x.shape[-2:]
     T, M = partials.shape[1], partials.shape[2] - 1
     on = device.of(x.device)
     normed = layer_norm_weight is not None
-    tile = configs.normed_finish(n, D, on) if normed else configs.finish(D, on)
+    if normed and h_pre is None:
+        h_pre = torch.empty((T, n), dtype=torch.float32, device=x.device)
+    tile = configs.finish(D, on)
     token_blocks, channel_blocks = cdiv(T, tile.block_t), cdiv(D, tile.block_d)
-    # A norm needs whole rows.
-    one = normed or h_in is None
-    blocks_each = channel_blocks if one else configs.channel_blocks_each(channel_blocks, token_blocks, on.processors)
+    maps_only = normed or h_in is None
+    blocks_each = (
+        channel_blocks if maps_only else configs.channel_blocks_each(channel_blocks, token_blocks, on.processors)
+    )
     launch(
         mhc_pre_finish_kernel,
         (token_blocks, cdiv(channel_blocks, blocks_each)),
@@ -312,8 +337,7 @@ def finish(
         partials_ptr=partials,
         alpha_ptr=alpha,
         bias_ptr=bias,
-        layer_norm_weight_ptr=layer_norm_weight,
-        h_in_ptr=h_in,
+        h_in_ptr=None if normed else h_in,
         h_post_ptr=h_post,
         h_res_ptr=h_res,
         inv_rms_ptr=inv_rms,
@@ -327,16 +351,32 @@ def finish(
         post_mult=options.post_mult,
         iters=options.sinkhorn_iters,
         sinkhorn_eps=options.sinkhorn_eps,
-        layer_norm_eps=options.layer_norm_eps if normed else None,
         n=n,
         N=next_power_of_2(n),
         M=M,
         PIECES=split.pieces,
         BUNDLE_PIECES=split.bundle_pieces,
         GROUP_PIECES=split.group_pieces,
-        WHOLE_ROWS=normed and tile.block_d >= D,
         BLOCK_T=tile.block_t,
         BLOCK_G=next_power_of_2(2 * n + 1),
         BLOCK_D=tile.block_d,
         num_warps=tile.warps,
     )
+    if normed:
+        tile = configs.normed_read(n, D, on)
+        launch(
+            mhc_pre_normed_read_kernel,
+            (cdiv(T, tile.block_t),),
+            x_ptr=x,
+            h_pre_ptr=h_pre,
+            layer_norm_weight_ptr=layer_norm_weight,
+            h_in_ptr=h_in,
+            T=T,
+            D=D,
+            layer_norm_eps=options.layer_norm_eps,
+            n=n,
+            WHOLE_ROWS=tile.block_d >= D,
+            BLOCK_T=tile.block_t,
+            BLOCK_D=tile.block_d,
+            num_warps=tile.warps,
+        )

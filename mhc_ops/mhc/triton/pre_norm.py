@@ -10,8 +10,10 @@ import triton.language as tl
 
 from ...core import device
 from ...core.launch import launch
-from ...core.sizes import cdiv, next_power_of_2
+from ...core.sizes import cdiv
 from . import configs
+from .parts import LANE, own_sums
+from .pre_finish import load_streams, weigh
 
 
 # h_in = Σ_i h_pre[i]·x[i];  r = rsqrt(mean(h_in²) + layer_norm_eps);  c = r³/D·<weight ⊙ dy, h_in>
@@ -35,41 +37,53 @@ def mhc_pre_normed_dh_pre_kernel(
     M: tl.constexpr,
     TABLE: tl.constexpr,  # columns of a table with r and c of a token in a row, behind its maps; 0: they are apart
     BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    i = tl.arange(0, BLOCK_N)
     in_batch = t < T
-    is_map = in_batch[:, None] & (i < n)[None, :]
-    h_mix = tl.load(h_mix_ptr + t[:, None] * M + i[None, :], mask=is_map, other=0.0).to(tl.float32)
-    inv_rms = tl.load(inv_rms_ptr + t, mask=in_batch, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + i, mask=i < n, other=0.0).to(tl.float32)
-    z = h_mix * inv_rms[:, None] * tl.load(alpha_ptr).to(tl.float32) + bias[None, :]
-    h_pre = tl.where(is_map, tl.sigmoid(z) + hc_eps, 0.0)
+    rows, is_row = t[:, None], in_batch[:, None]
+    inv_rms = tl.load(inv_rms_ptr + rows, mask=is_row, other=0.0)
+    alpha = tl.load(alpha_ptr).to(tl.float32)
+    h_pre = ()
+    of_dy = ()
+    of_h_in = ()
+    squares = tl.zeros([BLOCK_T, BLOCK_D // LANE], tl.float32)
+    for i in tl.static_range(n):
+        h_mix = tl.load(h_mix_ptr + rows * M + i, mask=is_row, other=0.0)
+        h_pre = h_pre + (tl.sigmoid(h_mix * inv_rms * alpha + tl.load(bias_ptr + i).to(tl.float32)) + hc_eps,)
+        of_dy = of_dy + (squares,)
+        of_h_in = of_h_in + (squares,)
 
-    rows = (t[:, None] * n + i[None, :])[:, :, None]
-    with_dy = tl.zeros([BLOCK_T, BLOCK_N, BLOCK_D], tl.float32)
-    with_h_in = tl.zeros([BLOCK_T, BLOCK_N, BLOCK_D], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        in_row = d < D
-        x = tl.load(x_ptr + rows * D + d[None, None, :], mask=is_map[:, :, None] & in_row[None, None, :], other=0.0)
-        x = x.to(tl.float32)
-        dy = tl.load(dy_ptr + t[:, None] * D + d[None, :], mask=in_batch[:, None] & in_row[None, :], other=0.0)
-        weight = tl.load(layer_norm_weight_ptr + d, mask=in_row, other=0.0).to(tl.float32)
-        h_in = tl.sum(h_pre[:, :, None] * x, axis=1)
-        with_dy += x * (weight[None, :] * dy.to(tl.float32))[:, None, :]
-        with_h_in += x * h_in[:, None, :]
-        squares += h_in * h_in
-    of_dy, of_h_in = tl.sum(with_dy, axis=2), tl.sum(with_h_in, axis=2)
-    r = tl.rsqrt(tl.sum(squares, axis=1) / D + layer_norm_eps)
-    c = r * r * r / D * tl.sum(h_pre * of_dy, axis=1)
-    tl.store(dh_pre_ptr + t[:, None] * n + i[None, :], r[:, None] * of_dy - c[:, None] * of_h_in, mask=is_map)
-    r_at = factors_ptr + (t if TABLE == 0 else t * TABLE + (n * n + n + 1))
-    tl.store(r_at, r, mask=in_batch)
-    tl.store(r_at + (T if TABLE == 0 else 1), c, mask=in_batch)
+    for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+        d = (start + tl.arange(0, BLOCK_D))[None, :]
+        x = load_streams(x_ptr, rows, d, in_batch, D, n)
+        dy = tl.load(dy_ptr + rows * D + d, mask=is_row & (d < D), other=0.0).to(tl.float32)
+        dy *= tl.load(layer_norm_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        h_in = weigh(x, h_pre, n)
+        with_dy = ()
+        with_h_in = ()
+        for i in tl.static_range(n):
+            wide = x[i].to(tl.float32)
+            with_dy = with_dy + (of_dy[i] + own_sums(wide * dy, BLOCK_T, BLOCK_D),)
+            with_h_in = with_h_in + (of_h_in[i] + own_sums(wide * h_in, BLOCK_T, BLOCK_D),)
+        of_dy = with_dy
+        of_h_in = with_h_in
+        squares += own_sums(h_in * h_in, BLOCK_T, BLOCK_D)
+
+    r = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / D + layer_norm_eps)
+    dots = ()
+    along = tl.zeros([BLOCK_T, 1], tl.float32)
+    for i in tl.static_range(n):
+        dots = dots + (tl.sum(of_dy[i], axis=1, keep_dims=True),)
+        along += h_pre[i] * dots[i]
+    c = r * r * r / D * along
+    for i in tl.static_range(n):
+        dh_pre = r * dots[i] - c * tl.sum(of_h_in[i], axis=1, keep_dims=True)
+        tl.store(dh_pre_ptr + rows * n + i, dh_pre, mask=is_row)
+    r_at = factors_ptr + (rows if TABLE == 0 else rows * TABLE + (n * n + n + 1))
+    tl.store(r_at, r, mask=is_row)
+    tl.store(r_at + (T if TABLE == 0 else 1), c, mask=is_row)
 
 
 def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, options, wide, table=None):
@@ -99,8 +113,8 @@ def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, opti
         M=M,
         TABLE=0 if table is None else configs.TABLE,
         BLOCK_T=tile.block_t,
-        BLOCK_N=next_power_of_2(n),
         BLOCK_D=tile.block_d,
+        STAGES=tile.stages,
         num_warps=tile.warps,
     )
     return dh_pre, factors

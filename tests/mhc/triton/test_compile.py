@@ -60,7 +60,7 @@ KERNELS = {
     "sinkhorn_fwd_kernel",
     "sinkhorn_bwd_kernel",
 }
-OF_THE_NORM = {"mhc_pre_normed_dh_pre_kernel"}
+OF_THE_NORM = {"mhc_pre_normed_read_kernel", "mhc_pre_normed_dh_pre_kernel"}
 BOUNDARY = "mhc_boundary_fwd_kernel"  # on Hopper
 ONE_LAUNCH = "mhc_few_fwd_kernel"  # on NVIDIA GPUs
 
@@ -127,7 +127,7 @@ def tiles(n, D, dtype):
     yield "sinkhorn", configs.sinkhorn(n, on)
     yield "phi_parts", configs.phi_parts(M)
     yield "finish", configs.finish(D, on)
-    yield "normed finish", configs.normed_finish(n, D, on)
+    yield "normed read", configs.normed_read(n, D, on)
     yield "dh_pre", configs.dh_pre(n, D, wide, on), wide
     yield "normed dh_pre", configs.normed_dh_pre(n, D, wide, on), wide
     yield "post_fwd", configs.post_fwd(n, D, wide, on), wide

@@ -116,7 +116,7 @@ def test_row_by_row_kernels(on):
     for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
         tiles = (
             configs.finish(D, on),
-            configs.normed_finish(n, D, on),
+            configs.normed_read(n, D, on),
             configs.dh_pre(n, D, wide, on),
             configs.normed_dh_pre(n, D, wide, on),
             configs.read_bwd(n, D, on),
