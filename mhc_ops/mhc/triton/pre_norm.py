@@ -38,11 +38,14 @@ def mhc_pre_normed_dh_pre_kernel(
     TABLE: tl.constexpr,  # columns of a table with r and c of a token in a row, behind its maps; 0: they are apart
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = t < T
     rows, is_row = t[:, None], in_batch[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    # Each block is on its way while the one before is summed, the first while the gates are made.
+    x = load_streams(x_ptr, rows, d, in_batch, D, n)
+    dy = tl.load(dy_ptr + rows * D + d, mask=is_row & (d < D), other=0.0)
     inv_rms = tl.load(inv_rms_ptr + rows, mask=is_row, other=0.0)
     alpha = tl.load(alpha_ptr).to(tl.float32)
     h_pre = ()
@@ -55,21 +58,24 @@ def mhc_pre_normed_dh_pre_kernel(
         of_dy = of_dy + (squares,)
         of_h_in = of_h_in + (squares,)
 
-    for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+    for start in range(0, D, BLOCK_D):
         d = (start + tl.arange(0, BLOCK_D))[None, :]
-        x = load_streams(x_ptr, rows, d, in_batch, D, n)
-        dy = tl.load(dy_ptr + rows * D + d, mask=is_row & (d < D), other=0.0).to(tl.float32)
-        dy *= tl.load(layer_norm_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        ahead = d + BLOCK_D
+        x_ahead = load_streams(x_ptr, rows, ahead, in_batch, D, n)
+        dy_ahead = tl.load(dy_ptr + rows * D + ahead, mask=is_row & (ahead < D), other=0.0)
+        weighted = dy.to(tl.float32) * tl.load(layer_norm_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
         h_in = weigh(x, h_pre, n)
         with_dy = ()
         with_h_in = ()
         for i in tl.static_range(n):
             wide = x[i].to(tl.float32)
-            with_dy = with_dy + (of_dy[i] + own_sums(wide * dy, BLOCK_T, BLOCK_D),)
+            with_dy = with_dy + (of_dy[i] + own_sums(wide * weighted, BLOCK_T, BLOCK_D),)
             with_h_in = with_h_in + (of_h_in[i] + own_sums(wide * h_in, BLOCK_T, BLOCK_D),)
         of_dy = with_dy
         of_h_in = with_h_in
         squares += own_sums(h_in * h_in, BLOCK_T, BLOCK_D)
+        x = x_ahead
+        dy = dy_ahead
 
     r = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / D + layer_norm_eps)
     dots = ()
@@ -114,7 +120,6 @@ def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, opti
         TABLE=0 if table is None else configs.TABLE,
         BLOCK_T=tile.block_t,
         BLOCK_D=tile.block_d,
-        STAGES=tile.stages,
         num_warps=tile.warps,
     )
     return dh_pre, factors
