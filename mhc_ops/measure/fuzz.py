@@ -101,7 +101,7 @@ def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
         there = accuracy.truth(case.subject, tensors, cotangents, ran.results)[name].value
         squares += ((there - exact) / size).square() / MOVES
     result = accuracy.as_computed(case, ran.results[name])
-    return accuracy.judge(case, row.backend, name, result, accuracy.Exact(exact, squares.sqrt)).passed
+    return accuracy.judge(case, row.backend, name, result, accuracy.Exact(exact, [squares.sqrt])).passed
 
 
 def differ(one: Tensor, other: Tensor) -> bool:

@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import socket
-from functools import cache
 
 import pytest
 import stack_oracle
@@ -105,10 +104,8 @@ def exact(out, leaves):
         found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, materialize_grads=True)
         return dict(enumerate(found))
 
-    cotangents = random_cotangents(outputs)
-    terms = cache(lambda: accuracy.sizes_of_terms(by_place, outputs, cotangents))
-    found = [accuracy.Exact(g, lambda place=i: terms()[place]) for i, g in by_place(cotangents).items()]
-    return [*(accuracy.Exact(output.detach()) for output in outputs), *found]
+    found = accuracy.exact_gradients(by_place, outputs, random_cotangents(outputs))
+    return [*(accuracy.Exact(output.detach()) for output in outputs), *found.values()]
 
 
 def assert_close(results, expected):
