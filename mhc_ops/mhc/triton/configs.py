@@ -184,10 +184,16 @@ def finish(D: int, on: Device) -> Tile:
 
 @cache
 def normed_read(n: int, D: int, on: Device) -> Tile:
-    """A whole token, so that h_in is in registers until its norm is known; in blocks, h_in is made twice. Not timed."""
+    """Whole tokens, so that h_in is in registers until its norm is known; in blocks, h_in is made twice. 2 tokens, 8
+    warps: 80.5 µs at T = 8192, D = 4096 (a copy of as many bytes 80), 28.9 at T = 4096, D = 2560, 140 at D = 7168; with
+    4 warps 51.6 at T = 16384, D = 1280. 1 token 80.1, 31.2, 143 and 59.6; 4 tokens 93, 35, 175 and 61; in blocks of
+    1024 149 at the first size, 253 at D = 7168."""
     if on.kind == "cpu":
         return finish(D, on)
-    return replace(whole_token(n, D), warps=8) if n == 8 else whole_token(n, D)  # 4 warps spill 8 bytes there
+    width = next_power_of_2(D)
+    if n > 4 or D > 8192:
+        return Tile(1, min(1024, width), 8 if n == 8 else 4)  # 4 warps spill 8 bytes there
+    return Tile(2, width, min(8, max(1, width // 512)))
 
 
 def channel_blocks_each(channel_blocks: int, token_blocks: int, processors: int) -> int:
@@ -206,11 +212,13 @@ def dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
 
 
 @cache
-def normed_dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
-    """As post_bwd, whose sums are as many. Not timed."""
+def normed_dh_pre(n: int, D: int, on: Device) -> Tile:
+    """1 token × 256 channels, 1 warp: 82.9 µs at T = 8192, D = 4096 (without the norm 75.1), 28.5 (26.0) at T = 4096,
+    D = 2560, 54.0 (53.7) at T = 16384, D = 1280, 137 (130) at D = 7168; 512 channels with 1 or 2 warps 83 to 84, 29 to
+    31, 58 to 59 and 137 to 139; 2 tokens 90 and more, 1024 channels 86 and more at the first size."""
     if on.kind == "cpu":
         return Tile(64, max(8, min(1024, next_power_of_2(D))), 4)
-    return post_bwd(n, D, wide, on)
+    return Tile(1, max(8, min(256, next_power_of_2(D))), 1 if n <= 4 else 2)
 
 
 @cache
@@ -263,10 +271,11 @@ def dx(n: int, D: int, wide: bool, residual: bool, on: Device) -> Dx:
 
 @cache
 def normed_dx(n: int, D: int, wide: bool, on: Device) -> Dx:
-    """Fewer tokens, or fewer channels where those are few already, and more warps for many streams: h_in, its gradient
-    and the weight's sums take registers too. Not timed."""
+    """As dx with up to 4 aligned streams: 350 µs at T = 8192, D = 4096 (without the norm 258), 127 (96) at T = 4096,
+    D = 2560; 2 stages 433, 16 × 32 585, 16 × 64 505, 8 warps 799. Else fewer channels, as h_in, its gradient and the
+    weight's sums take registers too, and more warps for many streams: not timed."""
     tile = dx(n, D, wide, True, on)
-    if on.kind == "cpu":
+    if on.kind == "cpu" or (tile.block_t > 16 and n in (1, 2, 4)):  # 3 spill 8 bytes
         return tile
     if on.kind == "cuda" and n == 8:
         return Dx(16, 16, 8, 2, 2)
@@ -339,9 +348,9 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
     sums of Sinkhorn in another order; more channels than the finishing kernel norms at once, as it then adds otherwise.
 
     A program reads 48 KB of phi at n = 4, about what a multiprocessor gets while memory takes to answer, and all of it
-    is asked for at once (5 stages). So groups have the fewest tokens with which no multiprocessor has two programs, up
-    to 4: 32 programs for one token and 128 for 16 at D = 4096, 56 and 224 at D = 7168. With 8 warps a thread has 32
-    channels of h_in at most. Not timed.
+    is asked for at once (5 stages). One token at D = 4096: 9.8 µs with 4 warps, 10.6 with 8, 13.9 with 16; at D = 7168
+    11.1, 11.9 and 15.3. Of 16 tokens, groups of 2 take 12.7 µs at D = 4096 and 21.9 at D = 7168, with 8 warps 16.4 and
+    29.0; groups of 4 15.9 and 24.8, of 1 16.1 and 25.6. (A CUDA graph of launches, phi in the L2 cache.)
 
     A product has 16 tokens: with 8, the least that Hopper's matrix units take, triton compiles for those of its
     predecessors, and the projection's bits would be others. On AMD GPUs a barrier of triton's does not wait for stores
@@ -351,11 +360,11 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
     block_k, pieces = project(maps(n), D, False, on).block_d, split_k_few(n, D, on).pieces
     if on.kind == "cpu":
         return Few(128, min(256, next_power_of_2(D)), 8, 1, block_k=block_k, tokens=32)
-    tokens = next((t for t in (1, 2) if cdiv(T, t) * pieces <= on.processors), 4)
+    tokens = 1 if T * pieces <= on.processors else 2 if cdiv(T, 2) * pieces <= 4 * on.processors else 4
     return Few(
         block_t=16,
         block_d=min(next_power_of_2(D), 8192 // tokens),
-        warps=8,
+        warps=8 if compact(on) else 4,  # 4 spill there
         stages=3 if compact(on) else 5,
         block_k=block_k,
         tokens=tokens,

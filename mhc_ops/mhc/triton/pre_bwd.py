@@ -241,7 +241,6 @@ def mhc_pre_bwd(
             alpha=alpha,
             bias=bias,
             options=options,
-            wide=exact.parts == 1,
             table=table,
         )
     elif dh_in is not None:

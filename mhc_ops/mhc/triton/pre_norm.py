@@ -92,13 +92,13 @@ def mhc_pre_normed_dh_pre_kernel(
     tl.store(r_at + (T if TABLE == 0 else 1), c, mask=is_row)
 
 
-def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, options, wide, table=None):
+def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, options, table=None):
     """dh_pre [T, n], and the factors [2, T] that pass B makes dh_in with, or the table that they are written to."""
     n, D = x.shape[-2:]
     T, M, on = inv_rms.numel(), h_mix.shape[-1], device.of(x.device)
     dh_pre = torch.empty((T, n), dtype=torch.float32, device=x.device)
     factors = torch.empty((2, T), dtype=torch.float32, device=x.device) if table is None else table
-    tile = configs.normed_dh_pre(n, D, wide, on)
+    tile = configs.normed_dh_pre(n, D, on)
     launch(
         mhc_pre_normed_dh_pre_kernel,
         (cdiv(T, tile.block_t),),

@@ -129,7 +129,7 @@ def tiles(n, D, dtype):
     yield "finish", configs.finish(D, on)
     yield "normed read", configs.normed_read(n, D, on)
     yield "dh_pre", configs.dh_pre(n, D, wide, on), wide
-    yield "normed dh_pre", configs.normed_dh_pre(n, D, wide, on), wide
+    yield "normed dh_pre", configs.normed_dh_pre(n, D, on), wide
     yield "post_fwd", configs.post_fwd(n, D, wide, on), wide
     yield "post_bwd", configs.post_bwd(n, D, wide, on), wide
     yield "project", configs.project(M, D, wide, on), configs.padded_maps(M), wide
@@ -168,5 +168,6 @@ def test_nothing_is_compiled_per_token_count(monkeypatch):
         once = once or set(binaries)
     assert {name for name, _ in binaries} == KERNELS | {BOUNDARY, ONE_LAUNCH}
     extra = sorted(name for name, _ in binaries - once)
-    # of the layer and the boundary, which add slices (some tokens) or groups; of few tokens' boundary
-    assert extra == [ONE_LAUNCH, *2 * ["mhc_pre_finish_kernel"]]
+    # One launch: of the boundary, and in groups of one token of the boundary, pre, maps and head.
+    # The finishing kernel: with slices of the layer; with bundles of pre, maps and head.
+    assert extra == 5 * [ONE_LAUNCH] + 4 * ["mhc_pre_finish_kernel"]

@@ -118,7 +118,7 @@ def test_row_by_row_kernels(on):
             configs.finish(D, on),
             configs.normed_read(n, D, on),
             configs.dh_pre(n, D, wide, on),
-            configs.normed_dh_pre(n, D, wide, on),
+            configs.normed_dh_pre(n, D, on),
             configs.read_bwd(n, D, on),
             configs.post_fwd(n, D, wide, on),
             configs.post_bwd(n, D, wide, on),

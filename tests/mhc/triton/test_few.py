@@ -239,7 +239,7 @@ def test_machine_code(monkeypatch):
     ptx = kernel.assembly
     first_wait = ptx.index("cp.async.wait_group")
     assert ptx[:first_wait].count("cp.async.cg.shared.global [") >= 4 * 3, "four streams of 24 maps, 8 rows at a time"
-    assert "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16" in ptx
+    assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in ptx
     atomics = re.findall(r"\b(?:atom|red)\.\S+", ptx)
     assert atomics == ["atom.global.gpu.acq_rel.add.u32"]
     before, after = ptx.split(atomics[0])
