@@ -431,13 +431,6 @@ def test_recompute_keeps_every_kth_x(kernel_device):
         assert kept(HyperStack(*made, recompute=recompute), x) == list(expected)
 
 
-def test_recompute_in_two_backwards(place):
-    """Of one forward: what the first has forgotten is made again."""
-    out = HyperStack(*connections(place), recompute=3)(x := streams(place))
-    once, again = (torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(once, again)
-
-
 def test_recompute_does_not_run_layers_again(place):
     calls = []
 
@@ -453,7 +446,8 @@ def test_recompute_does_not_run_layers_again(place):
 
 
 def test_recompute_forgets_what_it_made(kernel_device):
-    """Of each x when the backward has passed its boundary, not at the end."""
+    """Of each x when the backward has passed its boundary, not at the end, also of a graph that is kept; a second
+    backward makes it again."""
     pytest.importorskip("triton")
     place = ("triton", kernel_device)
     alive, made = [], []
@@ -476,10 +470,12 @@ def test_recompute_forgets_what_it_made(kernel_device):
         return x
 
     stack = HyperStack(*connections(place, 7, lambda: Watched.apply), recompute=3)
+    out = stack(x := streams(place)).sum()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mhc_ops.mhc.recompute, "mhc_post", watched_post)
-        stack(streams(place)).sum().backward()
-    assert len(made) == 4, "x 1, 2, 4 and 5, each once"
+        once, again = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(once, again)
+    assert len(made) == 2 * 4, "x 1, 2, 4 and 5, each once"
     assert max(alive) <= 2
     assert not any(not storage.expired() for storage in made)
 
