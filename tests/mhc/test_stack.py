@@ -567,21 +567,28 @@ def test_rests_and_extras(place):
     assert torch.equal(HyperStack(made[2])(x, 2.0, shift=1.0), made[2](x, 2.0, shift=1.0))
 
 
+def is_of_some(name):
+    return name.startswith(("0", "2"))
+
+
+def is_of_a_layer(name):
+    return "layer." in name
+
+
+def is_of_maps(name):
+    return not is_of_a_layer(name)
+
+
 def test_frozen_parameters(place):
     """Of some connections, of all maps, of the layers alone; and x that needs no gradient."""
     made = connections(place)
     stack, sequential = HyperStack(*made), nn.Sequential(*made)
-    for frozen in (
-        lambda name: name.startswith(("0", "2")),
-        lambda name: "layer." not in name,
-        lambda name: "layer." in name,
-    ):
+    for frozen, of_x in ((is_of_some, True), (is_of_some, False), (is_of_maps, False), (is_of_a_layer, True)):
         for name, parameter in stack.named_parameters():
             parameter.requires_grad_(not frozen(name))
-        assert_equal(step(stack, streams(place)), step(sequential, streams(place)))
-        wanted = [p for p in stack.parameters() if p.requires_grad]
-        x = streams(place).detach()
-        assert_equal(*(gradients(network(x), wanted) for network in (stack, sequential)))
+        x = streams(place).requires_grad_(of_x)
+        leaves = [leaf for leaf in (x, *stack.parameters()) if leaf.requires_grad]
+        assert_equal(*(gradients(network(x), leaves) for network in (stack, sequential)))
 
 
 def test_sizes_and_kinds_are_checked():
@@ -721,7 +728,7 @@ def sharded(rank, world, port, backend, results):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     init_process_group("gloo")
     place = (backend, "cpu")
-    stack = HyperStack(*connections(place), recompute=2)
+    stack = HyperStack(*connections(place, 2), recompute=2)
     mesh, policy = torch.distributed.init_device_mesh("cpu", (world,)), MixedPrecisionPolicy(cast_forward_inputs=False)
     for connection in stack:
         fully_shard(connection, mesh=mesh, mp_policy=policy)
@@ -743,7 +750,7 @@ def test_fsdp2(backend, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(sharded, (2, port, backend, tmp_path / "gradients.pt"), nprocs=2)
-    stack, x = HyperStack(*connections((backend, "cpu"))), streams((backend, "cpu"))
+    stack, x = HyperStack(*connections((backend, "cpu"), 2)), streams((backend, "cpu"))
     stack(x).square().sum().backward()
     expected = [x.grad, *(p.grad for p in stack.parameters())]
     assert_close(torch.load(tmp_path / "gradients.pt"), expected)
