@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import socket
+from functools import cache
 
 import pytest
 import stack_oracle
