@@ -46,6 +46,13 @@ def test_a_case_follows_from_its_number():
     assert numbers == ["3:0", "3:1", "3:2", "3:3"]
 
 
+def test_what_tilelang_lacks_is_not_run_there():
+    drawn = [case for case in (fuzz.case_of(0, number) for number in range(1000)) if isinstance(case, Case)]
+    lacking = {case.subject.name for case in drawn if not case.runs_on("tilelang")}
+    assert lacking == {"mhc_maps", "mhc_read", *(subject.name for subject in cases.NORMED)}
+    assert lacking.isdisjoint(case.subject.name for case in drawn if case.runs_on("tilelang"))
+
+
 @pytest.mark.parametrize("small", [False, True])
 def test_everything_is_drawn(small):
     drawn = [fuzz.case_of(0, number, small) for number in range(3000)]

@@ -53,10 +53,10 @@ def test_exact_at_any_seed(case, seed):
 
 
 def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypatch):
-    """Programs that walk groups, or take a bundle or a slice each, as on devices of 1, 6 and 1000 multiprocessors."""
+    """Programs that walk groups, or take a bundle or a slice each, as on devices of 1, 8 and 1000 multiprocessors."""
     tensors = Case((70,), 4, 2100, bf16).inputs(kernel_device)
     here, results, pieces = device.of(tensors["x"].device), [], set()
-    for processors in (1, 6, 1000):
+    for processors in (1, 8, 1000):
         described = replace(here, processors=processors)
         monkeypatch.setattr(device, "of", lambda _, described=described: described)
         call.forget()
