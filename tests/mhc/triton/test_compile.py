@@ -61,7 +61,7 @@ KERNELS = {
     "sinkhorn_bwd_kernel",
 }
 OF_THE_NORM = {"mhc_pre_normed_read_kernel", "mhc_pre_normed_dh_pre_kernel"}
-BOUNDARY = "mhc_boundary_fwd_kernel"  # on Hopper
+BOUNDARY = {"mhc_boundary_fwd_kernel", "mhc_boundary_bwd_kernel", "mhc_boundary_dots_kernel"}  # on Hopper
 ONE_LAUNCH = "mhc_few_fwd_kernel"  # on NVIDIA GPUs
 
 
@@ -94,6 +94,8 @@ def launch_all(T, n, D, dtype, gamma=True, normed=False):
     launch("mhc_post_pre_fwd", **post, **pre)
     cotangents = {"dx_next": x, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res}
     launch("mhc_post_pre_bwd", **post, **pre, x_next=x, **kept, **cotangents)
+    of_next = {"dx_next": None, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res, "dlink_next": x}
+    launch("mhc_next_bwd", **post, **pre, x_next=x, **kept, **of_next)
     launch("mhc_maps_bwd", x=x, **maps, **kept, dh_pre=h_post, dh_post=h_post, dh_res=h_res)
     launch("mhc_read_fwd", x=x, h_pre=h_post)
     launch("mhc_read_bwd", x=x, h_pre=h_post, dh_in=h_out)
@@ -114,9 +116,9 @@ def test_no_spills(n, D, dtype, target, monkeypatch):
     with cross_compile.compiling_for(target, monkeypatch, None if everything else TILED) as kernels:
         launch_all(8192, n, D, dtype)
         launch_all(8192, n, D, dtype, normed=True)
-    fused = {BOUNDARY} if (n, D, dtype, target) == (4, 4096, bf16, "sm_90") else set()
+    fused = BOUNDARY if (n, D, dtype, target) == (4, 4096, bf16, "sm_90") else set()
     if target == "sm_90" and dtype == bf16 and n <= configs.FEW_STREAMS:
-        fused |= {ONE_LAUNCH}
+        fused = fused | {ONE_LAUNCH}
     assert {kernel.name for kernel in kernels} == (KERNELS | OF_THE_NORM | fused if everything else TILED)
     cross_compile.check(target, kernels)
 
@@ -166,7 +168,7 @@ def test_nothing_is_compiled_per_token_count(monkeypatch):
             launch_all(T, 4, 1280, bf16)
         binaries |= {(kernel.name, kernel.key) for kernel in kernels}
         once = once or set(binaries)
-    assert {name for name, _ in binaries} == KERNELS | {BOUNDARY, ONE_LAUNCH}
+    assert {name for name, _ in binaries} == KERNELS | BOUNDARY | {ONE_LAUNCH}
     extra = sorted(name for name, _ in binaries - once)
     # One launch: of the boundary, and in groups of one token of the boundary, pre, maps and head.
     # The finishing kernel: with slices of the layer; with bundles of pre, maps and head.
