@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mhc_ops import HyperConnection, HyperHead, mhc_expand, mhc_pre
+from mhc_ops import HyperConnection, HyperHead, HyperStack, mhc_expand
 from mhc_ops.measure.report import progress, table
 
 TEXT = Path(__file__).parent / "data" / "pride_and_prejudice.txt"
@@ -30,32 +30,39 @@ EVALUATIONS = 40  # points of a curve
 HEAD_DIM = 32
 
 
-# The model. The two sub-layers are the same in both networks: [B, S, D] -> [B, S, D], each with its own norm.
+# The model. The two sub-layers are the same in both networks: [B, S, D] -> [B, S, D], each behind an RMSNorm.
 
 
 class Attention(nn.Module):
     def __init__(self, D: int):
         super().__init__()
         self.heads = max(1, D // HEAD_DIM)
-        self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Sequential):
     def __init__(self, D: int):
-        super().__init__(nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+        super().__init__(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
 
 
 class Residual(nn.Module):
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: nn.Module, D: int):
         super().__init__()
-        self.layer = layer
+        self.layer, self.norm = layer, nn.RMSNorm(D, eps=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(x)
+        return x + self.layer(self.norm(x))
+
+
+def connect(layers: list[nn.Module], n: int, D: int) -> nn.Sequential:
+    """Of a HyperConnection the norm is part, and costs no pass of its own."""
+    if n:
+        return HyperStack(*(HyperConnection(layer, n, D, layer_norm=True) for layer in layers))
+    return nn.Sequential(*(Residual(layer, D) for layer in layers))
 
 
 class TinyLM(nn.Module):
@@ -65,10 +72,10 @@ class TinyLM(nn.Module):
         super().__init__()
         self.n, self.context = n, context
         self.characters, self.positions = nn.Embedding(vocabulary, D), nn.Embedding(context, D)
-        layers = [layer for _ in range(depth) for layer in (Attention(D), MLP(D))]
-        self.norm, self.logits = nn.LayerNorm(D), nn.Linear(D, vocabulary)
+        layers: list[nn.Module] = [layer for _ in range(depth) for layer in (Attention(D), MLP(D))]
+        self.norm, self.logits = nn.RMSNorm(D, eps=1e-6), nn.Linear(D, vocabulary)
         # Last, so that everything above has drawn the same random weights in both networks.
-        self.layers = nn.ModuleList(HyperConnection(layer, n, D) if n else Residual(layer) for layer in layers)
+        self.layers = connect(layers, n, D)
         self.head = HyperHead(n, D) if n else nn.Identity()
 
     def start(self, ids: Tensor) -> Tensor:
@@ -76,19 +83,21 @@ class TinyLM(nn.Module):
         return mhc_expand(x, self.n) if self.n else x
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.start(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.logits(self.norm(self.head(x)))
+        return self.logits(self.norm(self.head(self.layers(self.start(ids)))))
 
 
 @torch.no_grad()
 def stochastic_errors(model: TinyLM, ids: Tensor) -> dict[str, float]:
     """How far the rows and columns of h_res are from a sum of 1, over all layers and tokens."""
-    x, maps = model.start(ids), []
-    for layer in model.layers:
-        maps.append(mhc_pre(x, layer.phi, layer.alpha, layer.bias, layer.gamma, **layer.options)[2])
-        x = layer(x)
+    maps: list[Tensor] = []
+
+    def see(connection: nn.Module, inputs: Any, carry: Any) -> None:
+        maps.append(carry.h_res)
+
+    hooks = [connection.register_forward_hook(see) for connection in model.layers]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
     h_res = torch.stack(maps)
     rows, columns = ((h_res.sum(dim) - 1).abs() for dim in (-1, -2))
     return {"rows": rows.max().item(), "rows_mean": rows.mean().item(), "columns": columns.max().item()}

@@ -16,24 +16,33 @@ from .mhc.guide import (
 )
 from .mhc.modules import HyperConnection, HyperHead, MHCBlock
 from .mhc.ops import (
+    Carry,
     mhc_backward,
+    mhc_enter,
     mhc_expand,
     mhc_forward_pre,
     mhc_head,
     mhc_layer,
+    mhc_leave,
+    mhc_maps,
+    mhc_next,
     mhc_post,
     mhc_post_pre,
     mhc_pre,
+    mhc_read,
     sinkhorn,
 )
+from .mhc.stack import HyperStack
 from .mhc.warmup import warmup
 
 __version__ = "0.1.0"
 read_environment()
 
 __all__ = [
+    "Carry",
     "HyperConnection",
     "HyperHead",
+    "HyperStack",
     "MHCBackwardTileLang",
     "MHCBlock",
     "MHCForwardPreTileLang",
@@ -45,6 +54,7 @@ __all__ = [
     "mhc_backward_manual",
     "mhc_backward_tilelang",
     "mhc_backward_triton",
+    "mhc_enter",
     "mhc_expand",
     "mhc_forward_pre",
     "mhc_forward_pre_tilelang",
@@ -52,9 +62,13 @@ __all__ = [
     "mhc_forward_pre_triton_optimized",
     "mhc_head",
     "mhc_layer",
+    "mhc_leave",
+    "mhc_maps",
+    "mhc_next",
     "mhc_post",
     "mhc_post_pre",
     "mhc_pre",
+    "mhc_read",
     "short_conv",
     "sinkhorn",
     "use_backend",

@@ -17,6 +17,7 @@ from .core import device as devices
 from .measure import accuracy, arguments, bench, compare, files, page, report, results, selection, tables
 from .measure.diagnose import command as diagnose
 from .measure.report import Refused
+from .measure.stacks import backend_of
 
 EXIT_CODES = """exit codes:
   0    all well
@@ -285,7 +286,7 @@ def run_bench(options: argparse.Namespace) -> int:
     keeper.refuse_if_lost()
     if interrupted:
         return INTERRUPTED
-    ours_failed = any(entry.failed and entry.provider in backends.BACKENDS for entry in found.not_measured)
+    ours_failed = any(entry.failed and backend_of(entry.provider) in backends.BACKENDS for entry in found.not_measured)
     return (1 if ours_failed else 0) if found.measurements or found.steps or ours_failed else 2
 
 

@@ -32,6 +32,8 @@ MHC = [
     *itertools.product((1, 4, 8), (4096,), (bf16,)),
     *itertools.product((4, 8), (1280,), (fp32,)),
     (4, 257, bf16),
+    *((n, 4096, bf16, True, True) for n in (1, 4, 8)),  # with the layer's norm
+    (4, 1280, fp32, True, True),
 ]
 CONV = [
     *itertools.product((4096,), (4,), (bf16,), ("", "cu_seqlens states")),

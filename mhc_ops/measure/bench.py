@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import accuracy, peers, report, selection, speed, training_step
-from .cases import Sweep
+from .cases import Stack, Sweep
 from .conv_cases import AnyCase
 from .results import Results
 from .selection import KERNELS, OF_TORCH, NotMeasured
@@ -172,7 +172,8 @@ class Session:
             self._results.accuracy += self._checked[key]
         selection.refuse_if_wrong(provider, self._checked[key])
         errors = selection.worst_errors(case.subject, self._checked[key])
-        for found in speed.measure(case, provider, *prepared, self._copies, device, unit.group, errors, until):
+        measure = speed.measure_stack if isinstance(case, Stack) else speed.measure
+        for found in measure(case, provider, *prepared, self._copies, device, unit.group, errors, until):
             self._results.measurements.append(found)
 
 
@@ -195,8 +196,8 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
     group_of = {case: group for group, cases in reversed(request.groups.items()) for case in cases}
 
     def units(cases: Sequence[AnyCase], provider: str) -> list[Unit]:
-        kernels = provider in KERNELS
-        there = [case for case in cases if not kernels or selection.runs(case, provider, request.device)]
+        runs = selection.runs if provider in KERNELS else lambda case, provider, _: case.runs_on(provider)
+        there = [case for case in cases if runs(case, provider, request.device)]
         return [Unit(case, provider, group_of[case]) for case in there if request.case in str(case)]
 
     kernels = [p for p in present if p in KERNELS]

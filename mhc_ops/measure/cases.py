@@ -79,12 +79,29 @@ def public(name: str, **options: Any) -> Call:
     return call
 
 
+def _pre_normed(
+    x: Tensor, layer_norm_weight: Tensor | None = None, layer_norm_eps: Any = 1e-6, **parameters: Any
+) -> tuple[Tensor, ...]:
+    """mhc_pre and, last, h_in as a norm scales it: the gradient that comes there and the one that comes through the
+    norm's factor cancel (all of dh_pre where n is 1), so the terms of both are to be known apart."""
+    h_in, h_post, h_res = mhc_ops.mhc_pre(x, **parameters, backend="reference")
+    if layer_norm_weight is None:
+        return h_in, h_post, h_res
+    scaled = h_in.clone()
+    factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
+    return layer_norm_weight * scaled * factor, h_post, h_res, scaled
+
+
+def _stored(value: Tensor, result: Tensor) -> Tensor:
+    """value, rounded as the result was stored, but not in the backward"""
+    return value + (result.double() - value).detach()
+
+
 def _post_pre_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     """The next layer reads x_next as it was stored."""
-    (x_next,) = MHC_POST.call(**{name: tensors[name] for name in MHC_POST.inputs}, backend="reference")
-    of_pre = {name: tensor for name, tensor in tensors.items() if name in _PARAMETERS}
-    stored = x_next + (results["x_next"].double() - x_next).detach()
-    return x_next, *MHC_PRE.call(x=stored, **of_pre, **options, backend="reference")
+    x_next = mhc_ops.mhc_post(**{name: tensors[name] for name in _POST}, backend="reference")
+    of_pre = {name: tensor for name, tensor in tensors.items() if name not in _POST}
+    return x_next, *_pre_normed(_stored(x_next, results["x_next"]), **of_pre, **options)
 
 
 def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[Tensor, ...]:
@@ -120,15 +137,17 @@ MHC_POST_PRE = Subject(
 MHC_HEAD = Subject("mhc_head", "mhc", public("mhc_head"), _PRE, ("out",), _BYTES)
 SINKHORN = Subject("sinkhorn", "mhc", public("sinkhorn"), ("logits",), ("h_res",), (2, 0, 3, 0))
 SUBJECTS = (MHC_FORWARD_PRE, MHC_PRE, MHC_POST, MHC_LAYER, MHC_POST_PRE, MHC_HEAD, SINKHORN)
-MIXED = (MHC_PRE, MHC_LAYER, MHC_POST_PRE)  # those with Sinkhorn and the rest
+MIXED: tuple[Subject, ...] = (MHC_PRE, MHC_LAYER, MHC_POST_PRE)  # those with Sinkhorn and the rest
 
 LAYOUTS = ("", "sliced", "strided", "transposed", "expanded")
 
 
 def laid_out(name: str, tensor: Tensor, layout: str) -> Tensor:
     """The same values in another layout, NaN around them where there is a place; `expanded` repeats the first row, but
-    of no parameter: of maps that are all alike there is nothing to learn.
+    of no parameter: of maps that are all alike there is nothing to learn. A link has no values, only its layout.
     """
+    if name == "link":
+        return tensor
     other = float("nan") if tensor.is_floating_point() else -1
     if layout == "sliced" and tensor.dim():
         return torch.nn.functional.pad(tensor, (1, 2), value=other)[..., 1:-2]
@@ -205,7 +224,17 @@ class Case(Drawn):
             if self.gamma:
                 parameters["gamma"] = 1 + 0.3 * normal(n, D)
             tensors |= {name: p.to(self.parameter_dtype) for name, p in parameters.items()}
-        return tensors
+        return tensors | self._drawn_for_a_stack(tensors["x"], normal)
+
+    def _drawn_for_a_stack(self, x: Tensor, normal: Callable[..., Tensor]) -> Tensors:
+        drawn: Tensors = {}
+        if "layer_norm_weight" in self.subject.inputs:
+            drawn["layer_norm_weight"] = (1 + 0.3 * normal(self.D)).to(self.parameter_dtype)
+        if "h_pre" in self.subject.inputs:
+            drawn["h_pre"] = torch.sigmoid(normal(*self.outer, self.n))
+        if "link" in self.subject.inputs:
+            drawn["link"] = x.new_zeros(()).expand(x.shape)
+        return drawn
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -218,7 +247,7 @@ class Case(Drawn):
 
     def runs_on(self, backend: str) -> bool:
         """Whether the backend's kernels have all that the case asks for."""
-        return True
+        return backend != "tilelang" or self.subject.name not in NOT_IN_TILELANG
 
     def smaller(self) -> "Case":
         """As quick to check as to start."""
@@ -257,20 +286,19 @@ def _check(subject: Subject) -> tuple[Case, ...]:
 CHECK = tuple(case for subject in SUBJECTS for case in _check(subject))
 
 # What `mhc-ops bench` runs on a GPU: training sizes of 4 streams,
-BENCH = tuple(
-    Case(subject, (T,), 4, D, gamma=False)
-    for subject in (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE)
-    for T, D in ((8192, 4096), (8192, 7168), (4096, 2560), (16384, 1280))
+SIZES = ((8192, 4096), (8192, 7168), (4096, 2560), (16384, 1280))  # T, D
+BENCH: tuple[Case, ...] = tuple(
+    Case(subject, (T,), 4, D, gamma=False) for subject in (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE) for T, D in SIZES
 )
 # decode sizes, beside other kernels only (launches are all there is to see),
-DECODE = tuple(
+DECODE: tuple[Case, ...] = tuple(
     Case(subject, (T,), 4, D, gamma=False)
     for subject in (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE, MHC_HEAD)
     for D in (4096, 7168)
     for T in (1, 16, 128)
 )
 # and on a CPU, where only the reference can be timed.
-BENCH_CPU = tuple(Case(subject, (256,), 4, 256, _fp32, gamma=False) for subject in SUBJECTS)
+BENCH_CPU: tuple[Case, ...] = tuple(Case(subject, (256,), 4, 256, _fp32, gamma=False) for subject in SUBJECTS)
 
 
 @dataclass(frozen=True)
@@ -292,3 +320,100 @@ SCALING_CPU = (
     Sweep("T", "D = 256", {T: _layer_case((T,), D=256, dtype=_fp32) for T in _few}),
     Sweep("D", "T = 256", {D: _layer_case((256,), D=D, dtype=_fp32) for D in _few}),
 )
+
+
+# The stack: the layer's norm, the boundary with its carry, the maps and the read alone.
+def _pre_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
+    return _pre_normed(**tensors, **options)
+
+
+def _layer_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
+    of_pre = {name: tensor for name, tensor in tensors.items() if name != "h_out"}
+    h_in, h_post, h_res, *more = _pre_normed(**of_pre, **options)
+    x_next = mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, backend="reference")
+    return x_next, h_in, *more
+
+
+class _StoredGradient(torch.autograd.Function):
+    """Behind it the gradient is the one that was stored."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return ctx.saved_tensors[0], None
+
+
+def _next(
+    x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, link: Tensor, backend: str, **own: Any
+) -> tuple[Tensor, ...]:
+    """One boundary, and the end behind a sublayer that costs nothing. What x_next gets is dlink, as it is stored; the
+    gradient of x is made from that, but not here."""
+    if backend == "reference":  # whose link is x itself
+        x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend=backend) + link
+        h_in, carry = mhc_ops.mhc_enter(x_next, **own, backend=backend)
+    else:
+        h_in, carry = mhc_ops.mhc_next(mhc_ops.Carry(x, h_post, h_res, None, link), h_out, **own, backend=backend)
+    return h_in, mhc_ops.mhc_leave(carry, h_out.detach(), backend=backend), carry.x
+
+
+def _next_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
+    x, h_out, h_post, h_res, link = (tensors[name] for name in (*_POST, "link"))
+    x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend="reference")
+    if "dlink" in results:
+        x_next = _StoredGradient.apply(x_next, results["dlink"].double())
+    x_next = x_next + link
+    own = {name: tensor for name, tensor in tensors.items() if name not in (*_POST, "link")}
+    stored = _stored(x_next, results["x_next"])
+    h_in, h_post, h_res, *more = _pre_normed(stored, **own, **options)
+    return h_in, mhc_ops.mhc_post(stored, h_out.detach(), h_post, h_res, backend="reference"), x_next, *more
+
+
+_NORM = ("layer_norm_weight",)
+_OF_NEXT = (*_POST, "link", *_PARAMETERS)
+MHC_MAPS = Subject("mhc_maps", "mhc", public("mhc_maps"), _PRE, ("h_pre", "h_post", "h_res"), (1, 0, 2, 0))
+MHC_READ = Subject("mhc_read", "mhc", public("mhc_read"), ("x", "h_pre"), ("h_in",), (1, 1, 2, 1))
+MHC_PRE_NORMED = replace(MHC_PRE, name="mhc_pre normed", inputs=(*_PRE, *_NORM), exact=_pre_normed_exact)
+MHC_LAYER_NORMED = replace(
+    MHC_LAYER, name="mhc_layer normed", inputs=(*MHC_LAYER.inputs, *_NORM), exact=_layer_normed_exact
+)
+MHC_POST_PRE_NORMED = replace(MHC_POST_PRE, name="mhc_post_pre normed", inputs=(*MHC_POST_PRE.inputs, *_NORM))
+_after = ("h_in", "x_after", "x_next")
+MHC_NEXT = Subject("mhc_next", "mhc", _next, _OF_NEXT, _after, (3, 2, 4, 4), intermediates=1, exact=_next_exact)
+MHC_NEXT_NORMED = replace(MHC_NEXT, name="mhc_next normed", inputs=(*_OF_NEXT, *_NORM))
+NORMED = (MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED)
+OF_THE_STACK = (MHC_MAPS, MHC_READ, MHC_NEXT, *NORMED)
+NOT_IN_TILELANG = tuple(subject.name for subject in (MHC_MAPS, MHC_READ, *NORMED))
+MIXED += (MHC_MAPS, MHC_NEXT, *NORMED)
+CHECK += tuple(case for subject in OF_THE_STACK for case in _check(subject))
+
+
+@dataclass(frozen=True)
+class Stack(Case):
+    """A boundary as `HyperStack` runs it, around layers that cost nothing; on few tokens it is checked alone."""
+
+    recompute: int = 0
+
+    def runs_on(self, provider: str) -> bool:
+        """torch.compile would take longer for two stacks than for all the rest."""
+        return provider != "torch.compile" and super().runs_on(provider)
+
+    def smaller(self) -> Case:
+        return Case(self.subject, self.outer, self.n, self.D, self.dtype, self.gamma).smaller()
+
+    def layer(self) -> Case:
+        """What a stack is made of where a library has no boundaries."""
+        return replace(self.smaller(), subject=MHC_LAYER if self.subject == MHC_NEXT else MHC_LAYER_NORMED)
+
+    def __str__(self) -> str:
+        return super().__str__() + f" recompute {self.recompute}" * bool(self.recompute)
+
+
+_boundary = partial(Stack, n=4, gamma=False)
+BENCH += tuple(_boundary(subject, (T,), D=D) for subject in (MHC_NEXT, MHC_NEXT_NORMED) for T, D in SIZES)
+BENCH += (_boundary(MHC_NEXT, (8192,), D=4096, recompute=4),)
+DECODE += tuple(_boundary(MHC_NEXT_NORMED, (T,), D=D) for D in (4096, 7168) for T in (1, 16, 128))
+BENCH_CPU += tuple(_boundary(MHC_NEXT_NORMED, (64,), D=64, dtype=_fp32, recompute=k) for k in (0, 4))

@@ -20,7 +20,7 @@ from ..core.backend import BACKENDS
 from .accuracy import Row
 from .results import Results
 from .speed import deviation
-from .training_model import PLAIN
+from .stacks import PLAIN, backend_of
 from .training_step import name_of
 
 SURE = 3  # standard deviations
@@ -74,7 +74,7 @@ def _only_in_one(old: Collection[Key], new: Collection[Key], after: Results) -> 
     """What has failed in the second file; then one for each case and provider, with what is missing of it."""
     failed = {(n.where, n.provider): n.reason for n in after.not_measured if n.failed}
     for key in [key for key in old if key not in new and key[:2] in failed]:
-        yield Change("fails", " ".join(key), failed[key[:2]], key[1] in OURS)
+        yield Change("fails", " ".join(key), failed[key[:2]], backend_of(key[1]) in OURS)
     for file, here, there in (("first", old, new), ("second", new, old)):
         missing: dict[str, list[str]] = {}
         for case, provider, what in [key for key in here if key not in there]:
@@ -124,7 +124,7 @@ def _scatter(pairs: Iterable[tuple[Timed, Timed]]) -> float:
 def _time_changes(pairs: Pairs) -> Iterator[Change]:
     scatter = _scatter(pairs.values())
     for key, (a, b) in pairs.items():
-        yield from _changes_of_time(" ".join(key), key[1] in OURS, a, b, scatter)
+        yield from _changes_of_time(" ".join(key), backend_of(key[1]) in OURS, a, b, scatter)
 
 
 def _changes_of_time(what: str, ours: bool, a: Timed, b: Timed, scatter: float) -> Iterator[Change]:
@@ -151,7 +151,7 @@ def _errors(results: Results) -> dict[Key, Row]:
 
 def _error_changes(pairs: Pairs) -> Iterator[Change]:
     for key, (a, b) in pairs.items():
-        what, ours = " ".join(key), key[1] in OURS
+        what, ours = " ".join(key), backend_of(key[1]) in OURS
         words = f"off by {a.relative_error:.1e}, now {b.relative_error:.1e} (allowed {b.tolerance:.0e})"
         if a.passed and not b.passed:
             yield Change("fails", what, words, ours)

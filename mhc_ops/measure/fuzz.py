@@ -26,7 +26,8 @@ ALIKE = 4  # cases in a row that share what kernels are compiled for, which on a
 A_FEW = 16
 SHORTEST_NORM = 3  # channels: what a norm over one or two leaves to differentiate is nothing, or almost
 LARGEST_IN_FP16 = 30.0  # scale of x where gradients are stored in fp16, which ends at 65504
-MHC = (*(subject for subject in cases.SUBJECTS for _ in range(2) if subject is not cases.SINKHORN), cases.SINKHORN)
+OFTEN = (*(subject for subject in cases.SUBJECTS if subject is not cases.SINKHORN), cases.MHC_NEXT, *cases.NORMED)
+MHC = (*OFTEN, *OFTEN, cases.MHC_MAPS, cases.MHC_READ, cases.SINKHORN)
 CONV = ("causal_conv1d", "causal_conv1d", "causal_conv1d", "causal_conv1d_update", "short_conv", "short_conv")
 
 
@@ -100,7 +101,7 @@ def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
         there = accuracy.truth(case.subject, tensors, cotangents, ran.results)[name].value
         squares += ((there - exact) / size).square() / MOVES
     result = accuracy.as_computed(case, ran.results[name])
-    return accuracy.judge(case, row.backend, name, result, accuracy.Exact(exact, squares.sqrt)).passed
+    return accuracy.judge(case, row.backend, name, result, accuracy.Exact(exact, [squares.sqrt])).passed
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
@@ -120,7 +121,7 @@ def _mhc(kernels: random.Random, draw: random.Random, small: bool) -> Case:
     """kernels: draws what they are compiled for; draw: the rest."""
     subject = kernels.choice(MHC)
     n = kernels.randint(1, 8)
-    D = max(_size(kernels, 80 if small else 1100), -(-SHORTEST_NORM // n))
+    D = max(_size(kernels, 80 if small else 1100), SHORTEST_NORM if subject in cases.NORMED else -(-SHORTEST_NORM // n))
     dtype, parameters = kernels.choice(FLOATS), kernels.choice((*FLOATS, torch.float32, torch.float64))
     T = _tokens(draw, small)
     drawn: dict[str, Any] = {"subject": subject.with_options(**_options(draw, subject))}
@@ -141,6 +142,8 @@ def _options(draw: random.Random, subject: Subject) -> dict[str, float]:
     if subject in cases.MIXED:
         drawn |= {"post_mult": draw.choice((0.5, 1.0, 3.0))}
         drawn |= {"sinkhorn_iters": draw.randint(1, 25), "sinkhorn_eps": draw.choice(EPSILONS)}
+    if subject in cases.NORMED:
+        drawn |= {"layer_norm_eps": draw.choice(EPSILONS)}
     return {name: value for name, value in drawn.items() if draw.random() < 0.5}
 
 

@@ -14,13 +14,15 @@ from .peers import WITH_GRADIENTS
 from .report import Refused, Table
 from .results import DIRECTIONS, Results
 from .speed import Growth, Measurement
+from .stacks import PLAIN, backend_of
 from .tables import GROWTH, STEPS, by_reason, figure, table
-from .training_model import PLAIN
 
 TEMPLATES = Path(__file__).parent / "templates"
 WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
 SHORT_WORDS = {"forward": "fwd", "backward": "bwd", "both": "step"}
 PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
+BOUNDARY = "mhc_next is a boundary of a HyperStack: what 12 connections take beyond 4, by 8; so is its memory."
+FORMS = "A backend alone is a HyperStack, in Triton with the norms inside; others have them in front of their layers."
 LONGEST_BAR = 6  # times the floor; a bar that is longer is drawn with a gap
 
 
@@ -131,6 +133,8 @@ class Shown:
         self.training, self.decode = ([c for c in self.cases if c.group == group] for group in ("training", "decode"))
         self.subjects = list(dict.fromkeys(case.subject for case in (*self.training, *self.decode)))
         self.reasons = by_reason(results.not_measured)
+        self.boundary = BOUNDARY if any(subject.startswith("mhc_next") for subject in self.subjects) else ""
+        self.forms = FORMS if any(backend_of(step.provider) != step.provider for step in results.steps) else ""
 
     def alike(self, cases: Sequence[CaseBars]) -> list[tuple[list[str], list[CaseBars]]]:
         """Ops that the same providers have share a table: the providers, and the cases."""
@@ -235,7 +239,7 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters: list[Callable[..., Any]] = [significant, percent, grid_step, slug, code, as_markdown, figure]
+    filters: list[Callable[..., Any]] = [significant, percent, grid_step, slug, code, as_markdown, figure, backend_of]
     environment.filters |= {function.__name__: function for function in [*filters, math.isfinite, math.log10]}
     values |= {"WORDS": WORDS, "SHORT": SHORT_WORDS, "Value": Value, "size_of": size_of, "tabulate": table}
     return environment.get_template(template).render(**values, STEPS=STEPS, GROWTH=GROWTH, OURS=BACKENDS).strip() + "\n"

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from ..core import backend as backends
-from . import accuracy, cases, conv_cases, peers
-from .cases import Call, Subject, Sweep, Tensors
+from . import accuracy, cases, conv_cases, peers, stacks
+from .cases import Call, Stack, Subject, Sweep, Tensors
 from .conv_cases import AnyCase
 from .report import Refused
 
@@ -80,7 +81,8 @@ def check(case: AnyCase, provider: str, device: torch.device) -> list[accuracy.R
         return []  # eager's formula; a compilation more for every case would cost more than all the rest
     peer = peers.by_name(provider)
     if peer is not None:
-        return peers.measure(peer, case.smaller(), device) or []
+        small = case.layer() if isinstance(case, Stack) else case.smaller()
+        return peers.measure(peer, small, device) or []
     rows = accuracy.measure(case.smaller(), "reference" if provider == "eager" else provider, device)
     return [replace(row, backend=provider) for row in rows]
 
@@ -105,7 +107,10 @@ def worst_errors(subject: Subject, rows: list[accuracy.Row]) -> dict[str, float]
 
 
 def prepare(case: AnyCase, provider: str, tensors: Tensors) -> tuple[Tensors, Call] | None:
-    """The provider's own tensors, and `call(**tensors)`; None where it lacks the op."""
+    """The provider's own tensors, and `call(**tensors)`; None where it lacks the op. Of a stack: what builds it."""
+    if isinstance(case, Stack):
+        build: Any = partial(stacks.build, case, provider, device=tensors["x"].device)
+        return None if build(1) is None else ({"x": tensors["x"]}, build)
     call, peer = case.subject.call, peers.by_name(provider)
     if peer is not None:
         prepared = peer.prepare(case.subject.name, tensors)

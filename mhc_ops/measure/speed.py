@@ -10,7 +10,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +25,8 @@ from .conv_cases import AnyCase
 SAMPLES = 20
 FEWEST_SAMPLES = 5  # when time is short: the fewest that have quartiles of their own
 STACKED_LAYERS = 8
+DEPTHS = 12, 4  # connections of the two stacks that a boundary is the difference of
+OF_A_BOUNDARY = ("microseconds", "host_microseconds", "peak_megabytes")
 FEWEST_POINTS = 3  # of a line: two make any line fit
 FLUSHED_BYTES = 256 << 20
 # The device waits while the host enqueues: three times as long as that took once, in cycles of about 2 GHz, and at
@@ -136,10 +138,13 @@ def measure(
     group: Group = "training",
     errors: Mapping[str, float] = MappingProxyType({}),
     until: float = math.inf,
+    *,
+    parameters: Sequence[Tensor] = (),
 ) -> Iterator[Measurement]:
-    """`call(**tensors)` forward, backward and both. errors: by direction; until: from then on few samples do."""
+    """`call(**tensors)` forward, backward and both. errors: by direction; until: from then on few samples do;
+    parameters: further leaves."""
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
-    wanted = [tensor for tensor in leaves.values() if tensor.requires_grad]
+    wanted = [*(tensor for tensor in leaves.values() if tensor.requires_grad), *parameters]
     differentiable = len(case.subject.differentiable)
 
     def row(direction: Direction, timing: Timing, whole_call: Callable[[], Any] | None = None) -> Measurement:
@@ -181,6 +186,27 @@ def measure(
         cotangents = [torch.randn_like(output) for output in graph()]
         yield row("backward", device_time(backward, device, graph, until))
         yield row("both", device_time(both, device, until=until), both)
+
+
+def measure_stack(
+    case: AnyCase, provider: str, tensors: Tensors, build: Callable[..., Any], *more: Any
+) -> Iterator[Measurement]:
+    """As `measure`, of one boundary: what a stack takes beyond a shorter one, by the boundaries that it has more."""
+
+    def rows(depth: int) -> list[Measurement]:
+        stack = build(depth)
+        call = lambda x: (stack(x),)  # noqa: E731
+        return list(measure(case, provider, tensors, call, *more, parameters=list(stack.parameters())))
+
+    count = DEPTHS[0] - DEPTHS[1]
+    for many, few in zip(*map(rows, DEPTHS)):
+        pairs = {name: (getattr(many, name), getattr(few, name)) for name in OF_A_BOUNDARY}
+        shares = {name: None if None in pair else (pair[0] - pair[1]) / count for name, pair in pairs.items()}
+        if (shares["microseconds"] or 0) <= 0:
+            raise RuntimeError(f"{DEPTHS} connections took {many.microseconds}, {few.microseconds} µs, which is noise")
+        spread = math.hypot(many.spread or 0, few.spread or 0) / count
+        bandwidth = many.bandwidth * many.microseconds / shares["microseconds"]
+        yield replace(many, **shares, spread=spread, bandwidth=bandwidth)
 
 
 def device_time(

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..core import backend as backends
 from . import peers, selection
 from .speed import Timing, peak_memory, samples, summary
-from .training_model import PLAIN, Size, Training
+from .stacks import PLAIN, backend_of
+from .training_model import APART, RECOMPUTE, Size, Training, subject_of
 
 ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 of it, a wrong term far more
 SIZES = (Size(8192, 4096, 6, 11008), Size(4096, 2560, 8, 6912))
@@ -69,13 +70,20 @@ def plan(case: str, present: Sequence[str], device: torch.device) -> list[Race]:
     """present: of bench's selection. The formula in torch is "eager" or, where the model is compiled, "torch.compile",
     which stands for the mode too: without it nothing is compiled."""
     return [
-        Race(size, formula != "eager", provider)
+        Race(size, formula != "eager", form)
         for formula in ("eager", "torch.compile")
         if formula == "eager" or formula in present
         for size in named(case, device)
         for provider in present
         if provider == formula or _connects(provider, size, device)
+        for form in _forms(provider, formula != "eager")
     ]
+
+
+def _forms(provider: str, compiled: bool) -> list[str]:
+    """A stack; beside the first backend's the same layers apart, and with less kept (which torch.compile decides)."""
+    more = (APART,) if compiled else (APART, RECOMPUTE)
+    return [provider, *(f"{provider} {form}" for form in more if provider == selection.KERNELS[0])]
 
 
 def _connects(provider: str, size: Size, device: torch.device) -> bool:
@@ -125,9 +133,9 @@ def _step(race: Race, provider: str, timing: Timing, **more: Any) -> Step:
 
 def _checked(race: Race, found: Sequence[Tensor], expected: Sequence[Tensor], device: torch.device) -> float:
     """The relative difference of the loss or of dx, whichever is larger; Wrong where it is another function, and where
-    one layer is, against fp64."""
-    layer = race.size.case(tokens=race.size.tokens)
-    selection.refuse_if_wrong(race.provider, selection.check(layer, race.provider, device))
+    one layer or boundary is, against fp64."""
+    layer = race.size.case(subject_of(race.provider), race.size.tokens)
+    selection.refuse_if_wrong(race.provider, selection.check(layer, backend_of(race.provider), device))
     pairs = [(a.double(), b.double()) for a, b in zip(found, expected)]
     worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
     if not worst <= ALLOWED:

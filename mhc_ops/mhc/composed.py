@@ -35,9 +35,9 @@ def post_pre_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
             dh_in=dh_in,
             dh_post=dh_post_next,
             dh_res=dh_res_next,
-            dx_next=dx_next,
+            dx_next=None,
+            dx_added=dx_next,
             dx=whole,
-            mixed=False,
             **of_pre,
         )
         mhc_post_bwd(
@@ -54,3 +54,63 @@ def post_pre_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
         )
 
     return mhc_post_pre_bwd
+
+
+def next_fwd(mhc_post_fwd: Launcher, mhc_pre_fwd: Launcher) -> Launcher:
+    """mhc_next_fwd: post, then pre, with the bits of both."""
+
+    def mhc_next_fwd(*, link, linked, x, h_out, h_post, h_res, x_next, h_post_next, h_res_next, link_next, **of_pre):
+        """of_pre: what else pre takes and fills, of the next sublayer. Nobody reads the links."""
+        mhc_post_fwd(x=x, h_out=h_out, h_post=h_post, h_res=h_res, x_next=x_next)
+        mhc_pre_fwd(x=x_next, h_post=h_post_next, h_res=h_res_next, **of_pre)
+
+    return mhc_next_fwd
+
+
+def next_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
+    """mhc_next_bwd: pre's backward of the next sublayer, which mixes dlink_next, then post's of the one before, which
+    reads the gradient of x_next as it is stored: the bits of two layers."""
+
+    def mhc_next_bwd(
+        *,
+        x,
+        h_out,
+        h_post,
+        h_res,
+        x_next,
+        dx_next,
+        dh_in,
+        dh_post_next,
+        dh_res_next,
+        dlink_next,
+        dlink,
+        dh_out,
+        dh_post,
+        dh_res,
+        **of_pre,
+    ):
+        """of_pre: what else pre's backward takes and fills, of the next sublayer"""
+        mhc_pre_bwd(
+            x=x_next,
+            dh_in=dh_in,
+            dh_post=dh_post_next,
+            dh_res=dh_res_next,
+            dx_next=dlink_next,
+            dx_added=dx_next,
+            dx=dlink,
+            **of_pre,
+        )
+        mhc_post_bwd(
+            x=x,
+            h_out=h_out,
+            h_post=h_post,
+            h_res=h_res,
+            dx_next=dlink,
+            residual=False,
+            dx=x.new_empty(0),
+            dh_out=dh_out,
+            dh_post=dh_post,
+            dh_res=dh_res,
+        )
+
+    return mhc_next_bwd

@@ -44,18 +44,25 @@ class PreOutputs(NamedTuple):
 
 
 class PreGradients(NamedTuple):
-    """An output that nobody wants is empty: dgamma without gamma."""
+    """An output that nobody wants is empty: dgamma without gamma, dlayer_norm_weight without that weight."""
 
     dx: Tensor
     dphi: Tensor
     dalpha: Tensor
     dbias: Tensor
     dgamma: Tensor
+    dlayer_norm_weight: Tensor
 
 
 @op("mhc")
 def mhc_pre_fwd(
-    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, options: PreOptions
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    options: PreOptions,
 ) -> PreOutputs:
     n = x.shape[-2]
     return PreOutputs(
@@ -75,6 +82,7 @@ def mhc_pre_bwd(
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
     options: PreOptions,
     inv_rms: Tensor,
     h_mix: Tensor,
@@ -84,7 +92,7 @@ def mhc_pre_bwd(
     dx_next: Tensor | None,
 ) -> PreGradients:
     """With dx_next (and Sinkhorn), dx includes Σ_j h_res[i, j]·dx_next[j]."""
-    return PreGradients(torch.empty_like(x), *_of_parameters(phi, alpha, bias, gamma))
+    return PreGradients(torch.empty_like(x), *_of_parameters(phi, alpha, bias, gamma, layer_norm_weight))
 
 
 mhc_pre_fwd.gradient_is(mhc_pre_bwd, dx_next=None)
@@ -127,7 +135,8 @@ mhc_post_fwd.gradient_is(mhc_post_bwd, residual=True)
 # The pair for one whole layer. x reaches x_next through h_in and, mixed by h_res, directly. Left to autograd, its
 # gradient would be two tensors of the size of x and a pass to add them. Instead mhc_layer_pre returns a `link`, shaped
 # as x with a single element of storage, that mhc_layer_post takes and nobody reads: post's backward gives it dx_next as
-# it is and x nothing, and pre's backward mixes dx_next into its own dx. Correct only as a pair: ops.mhc_layer owns it.
+# it is and x nothing, and pre's backward mixes dx_next into its own dx. Correct only as a pair: ops.py
+# owns it, in mhc_layer and in the functions with a carry.
 class LayerPreOutputs(NamedTuple):
     h_in: Tensor
     h_post: Tensor
@@ -139,14 +148,20 @@ class LayerPreOutputs(NamedTuple):
 
 @op("mhc", unwritten=("link",))
 def mhc_layer_pre(
-    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, options: PreOptions
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    options: PreOptions,
 ) -> LayerPreOutputs:
     n = x.shape[-2]
     return LayerPreOutputs(
         h_in=_h_in(x),
         h_post=_map(x, n),
         h_res=_map(x, n, n),
-        link=torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device),
+        link=_link(x),
         inv_rms=_map(x),
         h_mix=_map(x, n * n + 2 * n),
     )
@@ -186,6 +201,7 @@ class PostPreGradients(NamedTuple):
     dalpha: Tensor
     dbias: Tensor
     dgamma: Tensor
+    dlayer_norm_weight: Tensor
 
 
 @op("mhc")
@@ -198,6 +214,7 @@ def mhc_post_pre_fwd(
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
     options: PreOptions,
 ) -> PostPreOutputs:
     n = x.shape[-2]
@@ -221,6 +238,7 @@ def mhc_post_pre_bwd(
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
     options: PreOptions,
     x_next: Tensor,
     inv_rms: Tensor,
@@ -235,11 +253,172 @@ def mhc_post_pre_bwd(
         torch.empty_like(h_out),
         torch.empty_like(h_post),
         torch.empty_like(h_res),
-        *_of_parameters(phi, alpha, bias, gamma),
+        *_of_parameters(phi, alpha, bias, gamma, layer_norm_weight),
     )
 
 
 mhc_post_pre_fwd.gradient_is(mhc_post_pre_bwd)
+
+
+# The boundary of a stack: mhc_layer_post of one sublayer and mhc_layer_pre of the next, each with its link. Backward,
+# dx of the next sublayer is made once, rounded as x is stored, and handed to `link` as it is: the sublayer before mixes
+# it with its h_res while it makes its own dx.
+class NextOutputs(NamedTuple):
+    """link_next is a single element where the caller asked for none."""
+
+    x_next: Tensor
+    h_in: Tensor
+    h_post_next: Tensor
+    h_res_next: Tensor
+    link_next: Tensor
+    inv_rms: Tensor
+    h_mix: Tensor
+
+
+class NextGradients(NamedTuple):
+    """dlink: all that x_next gets; x gets its gradient through the link."""
+
+    dlink: Tensor
+    dh_out: Tensor
+    dh_post: Tensor
+    dh_res: Tensor
+    dphi: Tensor
+    dalpha: Tensor
+    dbias: Tensor
+    dgamma: Tensor
+    dlayer_norm_weight: Tensor
+
+
+@op("mhc", unwritten=("link_next",))
+def mhc_next_fwd(
+    link: Tensor | None,
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    options: PreOptions,
+    linked: bool,
+) -> NextOutputs:
+    """linked: whether link_next is wanted. Both links are left out where no gradient is: x would get none."""
+    n = x.shape[-2]
+    return NextOutputs(
+        x_next=torch.empty_like(x),
+        h_in=_h_in(x),
+        h_post_next=_map(x, n),
+        h_res_next=_map(x, n, n),
+        link_next=_link(x) if linked else x.new_empty(1),
+        inv_rms=_map(x),
+        h_mix=_map(x, n * n + 2 * n),
+    )
+
+
+@op("mhc")
+def mhc_next_bwd(
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    options: PreOptions,
+    x_next: Tensor,
+    inv_rms: Tensor,
+    h_mix: Tensor,
+    dx_next: Tensor | None,
+    dh_in: Tensor | None,
+    dh_post_next: Tensor | None,
+    dh_res_next: Tensor | None,
+    dlink_next: Tensor | None,
+) -> NextGradients:
+    """dx_next: what x_next gets from elsewhere; dlink_next reaches it through h_res of the next sublayer."""
+    return NextGradients(
+        torch.empty_like(x),
+        torch.empty_like(h_out),
+        torch.empty_like(h_post),
+        torch.empty_like(h_res),
+        *_of_parameters(phi, alpha, bias, gamma, layer_norm_weight),
+    )
+
+
+mhc_next_fwd.gradient_is(mhc_next_bwd)
+
+
+class MapsOutputs(NamedTuple):
+    h_pre: Tensor
+    h_post: Tensor
+    h_res: Tensor
+    inv_rms: Tensor
+    h_mix: Tensor
+
+
+class MapsGradients(NamedTuple):
+    """dgamma is empty without gamma."""
+
+    dx: Tensor
+    dphi: Tensor
+    dalpha: Tensor
+    dbias: Tensor
+    dgamma: Tensor
+
+
+@op("mhc")
+def mhc_maps_fwd(
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, options: PreOptions
+) -> MapsOutputs:
+    n = x.shape[-2]
+    return MapsOutputs(
+        h_pre=_map(x, n), h_post=_map(x, n), h_res=_map(x, n, n), inv_rms=_map(x), h_mix=_map(x, n * n + 2 * n)
+    )
+
+
+@op("mhc")
+def mhc_maps_bwd(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    options: PreOptions,
+    inv_rms: Tensor,
+    h_mix: Tensor,
+    dh_pre: Tensor | None,
+    dh_post: Tensor | None,
+    dh_res: Tensor | None,
+) -> MapsGradients:
+    return MapsGradients(torch.empty_like(x), *_of_maps(phi, alpha, bias, gamma))
+
+
+mhc_maps_fwd.gradient_is(mhc_maps_bwd)
+
+
+class ReadOutputs(NamedTuple):
+    h_in: Tensor
+
+
+class ReadGradients(NamedTuple):
+    dx: Tensor
+    dh_pre: Tensor
+
+
+@op("mhc")
+def mhc_read_fwd(x: Tensor, h_pre: Tensor) -> ReadOutputs:
+    return ReadOutputs(h_in=_h_in(x))
+
+
+@op("mhc")
+def mhc_read_bwd(x: Tensor, h_pre: Tensor, dh_in: Tensor) -> ReadGradients:
+    return ReadGradients(dx=torch.empty_like(x), dh_pre=torch.empty_like(h_pre))
+
+
+mhc_read_fwd.gradient_is(mhc_read_bwd)
 
 
 class HeadOutputs(NamedTuple):
@@ -268,8 +447,8 @@ def mhc_head_bwd(
     inv_rms: Tensor,
     h_mix: Tensor,
     dout: Tensor,
-) -> PreGradients:
-    return PreGradients(torch.empty_like(x), *_of_parameters(phi, alpha, bias, gamma))
+) -> MapsGradients:
+    return MapsGradients(torch.empty_like(x), *_of_maps(phi, alpha, bias, gamma))
 
 
 mhc_head_fwd.gradient_is(mhc_head_bwd)
@@ -284,9 +463,22 @@ def _map(x: Tensor, *shape: int) -> Tensor:
     return x.new_empty((*x.shape[:-2], *shape), dtype=torch.float32)
 
 
-def _of_parameters(
-    phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _link(x: Tensor) -> Tensor:
+    """Shaped as x, with a single element of storage."""
+    return torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)
+
+
+def _of_maps(phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dphi, dalpha, dbias, dgamma"""
-    dgamma = phi.new_empty(0) if gamma is None else torch.empty_like(gamma)
-    return torch.empty_like(phi), torch.empty_like(alpha), torch.empty_like(bias), dgamma
+    return torch.empty_like(phi), torch.empty_like(alpha), torch.empty_like(bias), _of_optional(gamma, phi)
+
+
+def _of_parameters(
+    phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, layer_norm_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dphi, dalpha, dbias, dgamma, dlayer_norm_weight"""
+    return *_of_maps(phi, alpha, bias, gamma), _of_optional(layer_norm_weight, phi)
+
+
+def _of_optional(parameter: Tensor | None, phi: Tensor) -> Tensor:
+    return phi.new_empty(0) if parameter is None else torch.empty_like(parameter)

@@ -12,6 +12,7 @@ from ..core import backend as backends
 from ..core.check import check_count, check_tensors
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
 from .options import DEFAULTS, PreKeywords, checked, spelled_out
+from .recompute import StackCarry, boundary
 
 MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
 
@@ -73,7 +74,12 @@ class _Maps(nn.Module):
 
     def extra_repr(self) -> str:
         """n=4, D=64, what was switched on, and the backend where one was named."""
-        flags = {"gamma": self.gamma is not None, "checkpoint": getattr(self, "checkpoint", False)}
+        weight = getattr(self, "layer_norm_weight", None)
+        flags = {
+            "gamma": self.gamma is not None,
+            "layer_norm": weight is not None,
+            "checkpoint": getattr(self, "checkpoint", False),
+        }
         words = [f"n={self.n}", f"D={self.D}", *(f"{name}=True" for name, on in flags.items() if on)]
         return ", ".join(words + ([f"backend={self.backend!r}"] if self.backend else []))
 
@@ -134,9 +140,10 @@ class HyperConnection(_Maps):
     same gradients and stay equal for ever. With n = 1 h_pre would have to be 1, which a sigmoid does not reach: it
     starts at 1 − 2⁻⁸; with post_mult at most 1, h_post starts at (1 − 2⁻⁸)·post_mult.
 
-    gamma: learn a norm weight [n, D]. checkpoint: keep only x for the backward and run everything, the layer included,
-    again there. Other options as in `mhc_pre`. Parameters are typed as torch's default (fp32) unless dtype says
-    otherwise.
+    gamma: learn a norm weight [n, D]. layer_norm: h_in comes normed, as by an nn.RMSNorm in front of the layer, whose
+    weight is `layer_norm_weight` [D], ones; that takes no pass of its own. checkpoint: keep only x for the backward and
+    run everything, the layer included, again there. Other options as in `mhc_pre`. Parameters are typed as torch's
+    default (fp32) unless dtype says otherwise. `HyperStack` runs several of these in a row faster.
     """
 
     @spelled_out
@@ -147,6 +154,7 @@ class HyperConnection(_Maps):
         D: int,
         *,
         gamma: bool = False,
+        layer_norm: bool = False,
         checkpoint: bool = False,
         backend: str | None = None,
         device: torch.device | str | None = None,
@@ -156,26 +164,41 @@ class HyperConnection(_Maps):
         if not callable(layer):
             raise TypeError(f"HyperConnection: layer must be callable, got {type(layer).__name__}")
         super().__init__(n, D, 3, gamma, {**DEFAULTS._asdict(), **options}, backend, device, dtype)
+        weight = nn.Parameter(torch.ones(D, device=device, dtype=dtype)) if layer_norm else None
+        self.layer_norm_weight: nn.Parameter | None = weight
         self.layer, self.checkpoint = layer, checkpoint
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """phi = 0, alpha = 0.01, gamma = 1; bias: h_pre random with sum 1, h_post = 1, h_res 4 above the rest on its
-        diagonal (95 % of a stream stays where it is, n = 4). The wrapped layer is left as it is."""
+        """phi = 0, alpha = 0.01, gamma and layer_norm_weight = 1; bias: h_pre random with sum 1, h_post = 1, h_res 4
+        above the rest on its diagonal (95 % of a stream stays where it is, n = 4). The wrapped layer is left as it is.
+        """
         super().reset_parameters()
+        weight = getattr(self, "layer_norm_weight", None)
+        if weight is not None:
+            nn.init.ones_(weight)
         pre, post, res = self.bias.split([self.n, self.n, self.n**2])
         share = torch.softmax(torch.randn(self.n, device=self.bias.device, dtype=torch.float32), 0)
         pre.copy_(torch.logit((share - self.options["hc_eps"]).clamp(1 - MOST, MOST)))
         post.fill_(_logit(1 / self.options["post_mult"]))
         res.copy_(4 * torch.eye(self.n, device=self.bias.device).flatten())
 
-    def forward(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        def run(x: Tensor, *parameters: Any) -> Any:
-            layer = (lambda h_in: self.layer(h_in, *args, **kwargs)) if args or kwargs else self.layer
-            return mhc_layer(x, layer, *parameters, backend=self.backend, **self.further)
+    def forward(self, x: Tensor | StackCarry, /, *args: Any, **kwargs: Any) -> Any:
+        """x_next; in a `HyperStack`, which hands a carry over in the place of x, the next carry in that of x_next"""
 
-        self.check(x)
-        parameters = (self.phi, self.alpha, self.bias, self.gamma)
+        def run(x: Any, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Any, layer_norm_weight: Any) -> Any:
+            layer = (lambda h_in: self.layer(h_in, *args, **kwargs)) if args or kwargs else self.layer
+            own: Any = {"layer_norm_weight": layer_norm_weight, "backend": self.backend, **self.further}
+            if not isinstance(x, StackCarry):
+                return mhc_layer(x, layer, phi, alpha, bias, gamma, **own)
+            h_in, carry = boundary(x, phi, alpha, bias, gamma, **own)
+            result = layer(h_in)
+            if isinstance(result, tuple) and result:
+                return carry._replace(h_out=result[0]), *result[1:]
+            return carry._replace(h_out=result)
+
+        self.check(x.x if isinstance(x, StackCarry) else x)
+        parameters = (self.phi, self.alpha, self.bias, self.gamma, self.layer_norm_weight)
         if not self.checkpoint or not torch.is_grad_enabled():
             return run(x, *parameters)
         if torch.compiler.is_compiling():

@@ -10,7 +10,8 @@ from typing_extensions import TypeVarTuple, Unpack
 from ..core.call import run
 from ..core.check import check_count, check_tensors
 from . import prepare, reference
-from .options import DEFAULTS, PreKeywords, spelled_out
+from .options import DEFAULTS, MapKeywords, PreKeywords, spelled_out
+from .reference import Carry
 
 Three = tuple[Tensor, Tensor, Tensor]
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -105,6 +106,7 @@ def mhc_pre(
     bias: Tensor,
     gamma: Tensor | None = None,
     *,
+    layer_norm_weight: Tensor | None = None,
     backend: str | None = None,
     **options: Unpack[PreKeywords],
 ) -> Three:
@@ -114,10 +116,50 @@ def mhc_pre(
     h_pre = σ(z_pre) + hc_eps    h_post = post_mult·σ(z_post)    h_res = sinkhorn(z_res)    h_in = Σ_i h_pre[i]·x[i]
 
     x: [..., n, D]   phi: [n² + 2n, nD]   alpha: [3]   bias: [n² + 2n]   gamma: [n, D] or None for ones
+    layer_norm_weight: [D], the RMSNorm that a sublayer begins with: h_in comes out as
+    layer_norm_weight ⊙ h_in · rsqrt(mean(h_in²) + layer_norm_eps), rounded once
     Returns h_in [..., D] typed as x, h_post [..., n] and h_res [..., n, n], doubly stochastic. Differentiable in x,
-    phi, alpha, bias and gamma.
+    phi, alpha, bias, gamma and layer_norm_weight.
     """
-    return run(prepare.pre, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma, backend=backend, **options)
+    return run(
+        prepare.pre,
+        x=x,
+        phi=phi,
+        alpha=alpha,
+        bias=bias,
+        gamma=gamma,
+        layer_norm_weight=layer_norm_weight,
+        backend=backend,
+        **options,
+    )
+
+
+@spelled_out
+def mhc_maps(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None = None,
+    *,
+    backend: str | None = None,
+    **options: Unpack[MapKeywords],
+) -> Three:
+    """The maps of `mhc_pre` alone, each with its gradient: what the streams are read, written and mixed with.
+
+    Arguments as in mhc_pre. Returns h_pre [..., n], h_post [..., n] and h_res [..., n, n]; `mhc_read(x, h_pre)` is
+    the h_in of mhc_pre without its norm.
+    """
+    return run(prepare.maps, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma, backend=backend, **options)
+
+
+def mhc_read(x: Tensor, h_pre: Tensor, *, backend: str | None = None) -> Tensor:
+    """What a layer reads from n residual streams: h_in = Σ_i h_pre[i]·x[i].
+
+    x: [..., n, D]   h_pre: [..., n], as `mhc_maps` returns it
+    Returns h_in [..., D] typed as x. Differentiable in both.
+    """
+    return run(prepare.read, x=x, h_pre=h_pre, backend=backend)
 
 
 def mhc_post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, *, backend: str | None = None) -> Tensor:
@@ -140,12 +182,13 @@ def mhc_post_pre(
     bias: Tensor,
     gamma: Tensor | None = None,
     *,
+    layer_norm_weight: Tensor | None = None,
     backend: str | None = None,
     **options: Unpack[PreKeywords],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The boundary between two layers in one call: `mhc_post` of one, then `mhc_pre` of the next.
 
-    x, h_out, h_post, h_res: as in mhc_post; phi, alpha, bias, gamma and the options: the next layer's, as in mhc_pre
+    x, h_out, h_post, h_res: as in mhc_post; all others: the next layer's, as in mhc_pre
     Returns x_next, and h_in, h_post, h_res of the next layer. x_next has the bits of mhc_post; in Triton the
     projection for the next layer's maps is made while x_next is still in registers. Differentiable in everything.
     """
@@ -159,6 +202,7 @@ def mhc_post_pre(
         alpha=alpha,
         bias=bias,
         gamma=gamma,
+        layer_norm_weight=layer_norm_weight,
         backend=backend,
         **options,
     )
@@ -173,6 +217,7 @@ def mhc_layer(
     bias: Tensor,
     gamma: Tensor | None = None,
     *,
+    layer_norm_weight: Tensor | None = None,
     backend: str | None = None,
     **options: Unpack[PreKeywords],
 ) -> Tensor: ...
@@ -187,6 +232,7 @@ def mhc_layer(
     bias: Tensor,
     gamma: Tensor | None = None,
     *,
+    layer_norm_weight: Tensor | None = None,
     backend: str | None = None,
     **options: Unpack[PreKeywords],
 ) -> tuple[Tensor, Unpack[Rest]]: ...
@@ -201,6 +247,7 @@ def mhc_layer(
     bias: Tensor,
     gamma: Tensor | None = None,
     *,
+    layer_norm_weight: Tensor | None = None,
     backend: str | None = None,
     **options: Unpack[PreKeywords],
 ) -> Any:
@@ -213,17 +260,115 @@ def mhc_layer(
     """
     if not callable(layer):
         raise TypeError(f"mhc_layer: layer must be callable, got {type(layer).__name__}")
+    of_pre: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
+    h_in, carry = _enter("mhc_layer", x, layer_norm_weight=layer_norm_weight, backend=backend, **of_pre)
+    result = layer(h_in)
+    h_out, *rest = result if isinstance(result, tuple) and result else (result,)
+    x_next = _leave("mhc_layer", carry, h_out, backend)
+    return (x_next, *rest) if isinstance(result, tuple) else x_next
+
+
+@spelled_out
+def mhc_enter(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None = None,
+    *,
+    layer_norm_weight: Tensor | None = None,
+    backend: str | None = None,
+    **options: Unpack[PreKeywords],
+) -> tuple[Tensor, Carry]:
+    """The start of a stack of sublayers: `mhc_pre` of the first. For models that own their loop; see `HyperStack`.
+
+    >>> h_in, carry = mhc_enter(x, *parameters[0])
+    >>> for own in parameters[1:]:
+    ...     h_in, carry = mhc_next(carry, layer(h_in), *own)
+    >>> x = mhc_leave(carry, layer(h_in))
+
+    Arguments as in mhc_pre. Returns h_in and what `mhc_next` or `mhc_leave` write the sublayer's output back with. The
+    values are those of mhc_pre and mhc_post. A carry may be used more than once. It belongs to the backend that made
+    it; another one takes it too, and then differentiates x as mhc_post does.
+    """
+    of_pre: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
+    return _enter("mhc_enter", x, layer_norm_weight=layer_norm_weight, backend=backend, **of_pre)
+
+
+@spelled_out
+def mhc_next(
+    carry: Carry,
+    h_out: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None = None,
+    *,
+    layer_norm_weight: Tensor | None = None,
+    backend: str | None = None,
+    **options: Unpack[PreKeywords],
+) -> tuple[Tensor, Carry]:
+    """The boundary between two sublayers: `mhc_post` of the one that returned h_out, `mhc_pre` of the next.
+
+    carry: of the sublayer that ended; h_out: [..., D], what it returned; all others: the next one's, as in mhc_pre
+    Returns h_in and the carry of the next sublayer, as mhc_enter does; `carry.x` is x between the two. The gradient
+    that x gets past the sublayer is not mixed by a pass of its own.
+    """
+    _check_carry("mhc_next", carry)
+    linked = torch.is_grad_enabled()
+    of_pre: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
+    of_pre |= {"layer_norm_weight": layer_norm_weight, "backend": backend}
+    if linked and not prepare.is_link_of_kernels(carry.link):
+        return _enter("mhc_next", _leave("mhc_next", carry, h_out, backend), **of_pre)
+    parts = run(
+        prepare.next_sublayer,
+        link=carry.link if linked else None,
+        x=carry.x,
+        h_out=h_out,
+        h_post=carry.h_post,
+        h_res=carry.h_res,
+        linked=linked,
+        **of_pre,
+    )
+    x_next, h_in, h_post, h_res, link = parts if linked else (*parts, None)
+    return h_in, Carry(x_next, h_post, h_res, None, link)
+
+
+def mhc_leave(carry: Carry, h_out: Tensor, *, backend: str | None = None) -> Tensor:
+    """The end of a stack of sublayers: `mhc_post` of the last, whose carry and output h_out [..., D] these are.
+
+    Returns x, shaped and typed as that of the carry.
+    """
+    _check_carry("mhc_leave", carry)
+    return _leave("mhc_leave", carry, h_out, backend)
+
+
+def _enter(function: str, x: Tensor, **of_pre: Any) -> tuple[Tensor, Carry]:
     if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_contiguous():
         x = x.contiguous()  # once for both parts
     linked = torch.is_grad_enabled()
-    parts = run(
-        prepare.layer_pre, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma, linked=linked, backend=backend, **options
+    parts = run(prepare.enter, function=function, x=x, linked=linked, **of_pre)
+    h_in, h_post, h_res, link = parts if linked else (*parts, None)
+    return h_in, Carry(x, h_post, h_res, None, link)
+
+
+def _leave(function: str, carry: Carry, h_out: Tensor, backend: str | None) -> Tensor:
+    return run(
+        prepare.leave,
+        function=function,
+        link=carry.link,
+        x=carry.x,
+        h_out=h_out,
+        h_post=carry.h_post,
+        h_res=carry.h_res,
+        backend=backend,
     )
-    h_in, h_post, h_res, carry = parts if len(parts) > 3 else (*parts, None)
-    result = layer(h_in)
-    h_out, *rest = result if isinstance(result, tuple) and result else (result,)
-    x_next = run(prepare.layer_post, carry=carry, x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend=backend)
-    return (x_next, *rest) if isinstance(result, tuple) else x_next
+
+
+def _check_carry(function: str, carry: Carry) -> None:
+    if not isinstance(carry, Carry):
+        got = type(carry).__name__
+        raise TypeError(f"{function}: carry must be what mhc_enter or mhc_next returned, got {got}")
 
 
 def mhc_head(

@@ -4,22 +4,28 @@ To add one, write its line into both classes, which a test compares, and read it
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypedDict, TypeVar, get_args
 
 from ..core.check import check_count, check_numbers
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class PreKeywords(TypedDict, total=False):
-    """The options as a function takes them: `def mhc_pre(..., **options: Unpack[PreKeywords])`."""
+class MapKeywords(TypedDict, total=False):
+    """The options of the maps as a function takes them: `def mhc_maps(..., **options: Unpack[MapKeywords])`."""
 
     norm_eps: float
     hc_eps: float
     post_mult: float
     sinkhorn_iters: int
     sinkhorn_eps: float
+
+
+class PreKeywords(MapKeywords, total=False):
+    """Those of a function that makes h_in too, as `mhc_pre`."""
+
+    layer_norm_eps: float
 
 
 class PreOptions(NamedTuple):
@@ -30,6 +36,7 @@ class PreOptions(NamedTuple):
     post_mult: float = 2.0  # in h_post = post_mult·σ(z_post)
     sinkhorn_iters: int = 20  # 0, which no public function takes, leaves h_res as raw logits
     sinkhorn_eps: float = 1e-6
+    layer_norm_eps: float = 1e-6  # in h_in · rsqrt(mean(h_in²) + layer_norm_eps), where h_in is normalised
 
 
 DEFAULTS = PreOptions()
@@ -37,10 +44,10 @@ _COUNTS = tuple(name for name, kind in PreOptions.__annotations__.items() if kin
 _NUMBERS = tuple(name for name, kind in PreOptions.__annotations__.items() if kind is float)
 
 
-def checked(function: str, given: Mapping[str, Any]) -> PreOptions:
-    """What a caller gave to this function, and defaults."""
+def checked(function: str, given: Mapping[str, Any], known: Iterable[str] = PreOptions._fields) -> PreOptions:
+    """What a caller gave to this function, and defaults. known: the options that this function has."""
     for name in given:
-        if name not in PreOptions._fields:
+        if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     options = PreOptions(**given)
     for name in _COUNTS:
@@ -52,9 +59,11 @@ def checked(function: str, given: Mapping[str, Any]) -> PreOptions:
 def spelled_out(function: F) -> F:
     """Decorator: help() and documentation show the options and their defaults in place of **options."""
     signature = inspect.signature(function)
-    *named, _ = signature.parameters.values()
+    *named, options = signature.parameters.values()
+    (keywords,) = get_args(options.annotation)  # of Unpack[PreKeywords]
     for name, kind in PreOptions.__annotations__.items():
-        default = PreOptions._field_defaults[name]
-        named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+        if name in keywords.__optional_keys__:
+            default = PreOptions._field_defaults[name]
+            named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     return function

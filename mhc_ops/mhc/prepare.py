@@ -16,9 +16,8 @@ from ..core.check import (
     check_shapes,
     check_tensors,
 )
-from ..core.precision import accumulate
 from . import contracts, manual, reference
-from .options import PreOptions, checked
+from .options import MapKeywords, PreOptions, checked
 
 MAX_STREAMS = 8  # of the kernels; the reference takes any n
 
@@ -35,14 +34,22 @@ def forward_pre(
 ) -> Any:
     options = checked("mhc_forward_pre", numbers)._replace(sinkhorn_iters=0)
     returns = contracts.PreOutputs._fields[: 6 if outflag else 3]
-    return _pre_on("mhc_forward_pre", x, phi, alpha, bias, gamma, options, backend, returns)
+    return _pre_on("mhc_forward_pre", x, phi, alpha, bias, gamma, None, options, backend, returns)
 
 
 def pre(
-    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, backend: str | None, **options: Any
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    backend: str | None,
+    **given: Any,
 ) -> Any:
     returns = contracts.PreOutputs._fields[:3]
-    return _pre_on("mhc_pre", x, phi, alpha, bias, gamma, checked("mhc_pre", options), backend, returns)
+    options = checked("mhc_pre", given)
+    return _pre_on("mhc_pre", x, phi, alpha, bias, gamma, layer_norm_weight, options, backend, returns)
 
 
 def _pre_on(
@@ -52,17 +59,61 @@ def _pre_on(
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
     options: PreOptions,
     backend: str | None,
     returns: tuple[str, ...],
 ) -> Any:
     check_pre(function, x, phi, alpha, bias, gamma)
+    check_layer_norm(function, x, layer_norm_weight)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        return reference.mhc_pre(x, phi, alpha, bias, gamma, options)[: len(returns)]
+        return reference.mhc_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)[: len(returns)]
+    check_kernels(function, x, layer_norm_weight, name)
+    inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
+    return Request(contracts.mhc_pre_fwd, name, inputs, returns)
+
+
+def _of_pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    options: PreOptions,
+) -> dict[str, Any]:
+    """The inputs of an op, by their names."""
+    parameters = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, "layer_norm_weight": layer_norm_weight}
+    return {"x": x, **parameters, "options": options}
+
+
+def maps(
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, backend: str | None, **given: Any
+) -> Any:
+    function = "mhc_maps"
+    options = checked(function, given, MapKeywords.__optional_keys__)
+    check_pre(function, x, phi, alpha, bias, gamma)
+    name = choose(function, "mhc", backend, x.device)
+    if name == "reference":
+        return reference.mhc_maps(x, phi, alpha, bias, gamma, options)[:3]
     check_kernel_limits(function, x, name)
-    inputs = {"x": x, "phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma}
-    return Request(contracts.mhc_pre_fwd, name, {**inputs, "options": options}, returns)
+    check_not_tilelang(function, name)
+    inputs = {"x": x, "phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, "options": options}
+    return Request(contracts.mhc_maps_fwd, name, inputs, contracts.MapsOutputs._fields[:3])
+
+
+def read(x: Tensor, h_pre: Tensor, backend: str | None) -> Any:
+    function = "mhc_read"
+    check_tensors(function, x=x, h_pre=h_pre)
+    check_streams(function, x)
+    check_shapes(function, h_pre=(h_pre, tuple(x.shape[:-1])))
+    name = choose(function, "mhc", backend, x.device)
+    if name == "reference":
+        return reference.mhc_read(x, h_pre)
+    check_kernel_limits(function, x, name)
+    check_not_tilelang(function, name)
+    return Request(contracts.mhc_read_fwd, name, {"x": x, "h_pre": h_pre}, "h_in")
 
 
 def post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, backend: str | None) -> Any:
@@ -84,69 +135,106 @@ def post_pre(
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
     backend: str | None,
     **given: Any,
 ) -> Any:
     function = "mhc_post_pre"
     options = checked(function, given)
-    check_post(function, x, h_out, h_post, h_res)
-    check_pre(function, x, phi, alpha, bias, gamma)
+    check_boundary(function, x, h_out, h_post, h_res, phi, alpha, bias, gamma, layer_norm_weight)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        return reference.mhc_post_pre(x, h_out, h_post, h_res, phi, alpha, bias, gamma, options)[:4]
-    check_kernel_limits(function, x, name)
-    inputs = {
-        "x": x,
-        "h_out": h_out,
-        "h_post": h_post,
-        "h_res": h_res,
-        "phi": phi,
-        "alpha": alpha,
-        "bias": bias,
-        "gamma": gamma,
-    }
-    returns = contracts.PostPreOutputs._fields[:4]
-    return Request(contracts.mhc_post_pre_fwd, name, {**inputs, "options": options}, returns)
+        outputs = reference.mhc_post_pre(x, h_out, h_post, h_res, phi, alpha, bias, gamma, layer_norm_weight, options)
+        return outputs[:4]
+    check_kernels(function, x, layer_norm_weight, name)
+    inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
+    inputs |= {"h_out": h_out, "h_post": h_post, "h_res": h_res}
+    return Request(contracts.mhc_post_pre_fwd, name, inputs, contracts.PostPreOutputs._fields[:4])
 
 
-def layer_pre(
+def enter(
+    function: str,
     x: Tensor,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
     linked: bool,
     backend: str | None,
     **given: Any,
 ) -> Any:
-    """h_in, h_post, h_res and what `_layer_post` takes as `carry`: the link, or the reference's x in fp32."""
-    function = "mhc_layer"
+    """h_in, h_post, h_res and, where linked, the link. function: mhc_layer, mhc_enter or mhc_next"""
     options = checked(function, given)
     check_pre(function, x, phi, alpha, bias, gamma)
+    check_layer_norm(function, x, layer_norm_weight)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        streams = accumulate(x)  # once: the two parts of dx meet before they are rounded
-        h_in, h_post, h_res, *_ = reference.mhc_pre(streams, phi, alpha, bias, gamma, options)
-        return h_in.to(x.dtype), h_post, h_res, streams
-    check_kernel_limits(function, x, name)
-    inputs = {"x": x, "phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, "options": options}
+        h_in, carry = reference.mhc_enter(x, phi, alpha, bias, gamma, layer_norm_weight, options)
+        return (h_in, carry.h_post, carry.h_res, carry.link)[: 4 if linked else 3]
+    check_kernels(function, x, layer_norm_weight, name)
+    inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
     if linked:
         return Request(contracts.mhc_layer_pre, name, inputs, contracts.LayerPreOutputs._fields[:4])
     return Request(contracts.mhc_pre_fwd, name, inputs, contracts.PreOutputs._fields[:3])
 
 
-def layer_post(
-    carry: Tensor | None, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, backend: str | None
+def leave(
+    function: str,
+    link: Tensor | None,
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor,
+    backend: str | None,
 ) -> Any:
-    check_post("mhc_layer", x, h_out, h_post, h_res)
-    name = choose("mhc_layer", "mhc", backend, x.device)
+    check_post(function, x, h_out, h_post, h_res)
+    name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        assert carry is not None
-        return reference.mhc_post(carry, h_out, h_post, h_res).to(x.dtype)
+        carry = reference.Carry(x, h_post, h_res, link=None if is_link_of_kernels(link) else link)
+        return reference.mhc_leave(carry, h_out)
+    check_kernel_limits(function, x, name)
     inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
-    if carry is None:
+    if not is_link_of_kernels(link):
         return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
-    return Request(contracts.mhc_layer_post, name, {"link": carry, **inputs}, "x_next", {"link": any_layout})
+    return Request(contracts.mhc_layer_post, name, {"link": link, **inputs}, "x_next", {"link": any_layout})
+
+
+def next_sublayer(
+    link: Tensor | None,
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    linked: bool,
+    backend: str | None,
+    **given: Any,
+) -> Any:
+    """x_next, h_in, h_post, h_res and, where linked, the link. With gradients, the carry has a link of kernels."""
+    function = "mhc_next"
+    options = checked(function, given)
+    check_boundary(function, x, h_out, h_post, h_res, phi, alpha, bias, gamma, layer_norm_weight)
+    name = choose(function, "mhc", backend, x.device)
+    if name == "reference":
+        of_pre = (phi, alpha, bias, gamma, layer_norm_weight, options)
+        h_in, carry = reference.mhc_next(reference.Carry(x, h_post, h_res), h_out, *of_pre)
+        return (carry.x, h_in, carry.h_post, carry.h_res, carry.link)[: 5 if linked else 4]
+    check_kernels(function, x, layer_norm_weight, name)
+    inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
+    inputs |= {"h_out": h_out, "h_post": h_post, "h_res": h_res, "link": link, "linked": linked}
+    returns = contracts.NextOutputs._fields[: 5 if linked else 4]
+    return Request(contracts.mhc_next_fwd, name, inputs, returns, {"link": any_layout})
+
+
+def is_link_of_kernels(link: Tensor | None) -> bool:
+    """Of one element of storage, which nobody reads. That of the reference is x in fp32. A link of the other kind is
+    none: x then gets its gradient as it does without one."""
+    return link is not None and not any(link.stride())
 
 
 def head(
@@ -226,9 +314,9 @@ def backward(
     if name == "reference":
         return manual.mhc_pre_bwd(x, phi, alpha, bias, gamma, **maps, hc_eps=options.hc_eps)
     check_kernel_limits(function, x, name)
-    inputs = dict(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma, **maps)
+    inputs = {**_of_pre(x, phi, alpha, bias, gamma, None, options), **maps, "dx_next": None}
     returns = contracts.PreGradients._fields[: 4 if gamma is None else 5]
-    return Request(contracts.mhc_pre_bwd, name, {**inputs, "options": options, "dx_next": None}, returns)
+    return Request(contracts.mhc_pre_bwd, name, inputs, returns)
 
 
 def check_parameters(function: str, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> None:
@@ -256,6 +344,40 @@ def check_post(function: str, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: T
     check_streams(function, x)
     *outer, n, D = x.shape
     check_shapes(function, h_out=(h_out, (*outer, D)), h_post=(h_post, (*outer, n)), h_res=(h_res, (*outer, n, n)))
+
+
+def check_boundary(
+    function: str,
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
+) -> None:
+    check_post(function, x, h_out, h_post, h_res)
+    check_pre(function, x, phi, alpha, bias, gamma)
+    check_layer_norm(function, x, layer_norm_weight)
+
+
+def check_layer_norm(function: str, x: Tensor, layer_norm_weight: Tensor | None) -> None:
+    if layer_norm_weight is not None:
+        check_tensors(function, x=x, layer_norm_weight=layer_norm_weight)
+        check_shapes(function, layer_norm_weight=(layer_norm_weight, (x.shape[-1],)))
+
+
+def check_kernels(function: str, x: Tensor, layer_norm_weight: Tensor | None, backend: str) -> None:
+    check_kernel_limits(function, x, backend)
+    if layer_norm_weight is not None:
+        check_not_tilelang(f"{function} with layer_norm_weight", backend)
+
+
+def check_not_tilelang(what: str, backend: str) -> None:
+    if backend == "tilelang":
+        raise NotImplementedError(f"{what}: backend 'tilelang' does not have it, 'triton' and 'reference' do")
 
 
 def check_kernel_limits(function: str, x: Tensor, backend: str, name: str = "x") -> None:

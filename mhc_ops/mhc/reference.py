@@ -5,11 +5,30 @@ Computed in fp32, or fp64 where x is fp64; autocast is off (a backward that is i
 torch's affair, and torch advises against it).
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..core.precision import accumulate, without_autocast
 from .options import PreOptions
+
+
+class Carry(NamedTuple):
+    """What lies between two sublayers until the first has returned h_out: `mhc_enter` and `mhc_next` return it,
+    `mhc_next` and `mhc_leave` take it.
+
+    x: the streams that the sublayer read   h_post, h_res: what its output is written back with
+    read: the weights that the next sublayer reads with, where those are made here; None where it makes its own
+    link: private. The gradient of x past the sublayer goes through it, and x has none there. None in a carry that was
+    made without gradients, or with another x than the streams (`carry._replace(x=..., link=None)`)
+    """
+
+    x: Tensor
+    h_post: Tensor
+    h_res: Tensor
+    read: Tensor | None = None
+    link: Tensor | None = None
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
@@ -27,24 +46,17 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     return c
 
 
-def mhc_pre(
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    options: PreOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What a layer reads, and the maps that write it back: h_in, h_post, h_res; inv_rms, h_mix, h_pre.
+def mhc_maps(
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, options: PreOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the streams are read, written and mixed with: h_pre, h_post, h_res; inv_rms, h_mix.
 
     z      = (α0, α1, α2) · h_mix · inv_rms + bias
     h_pre  = σ(z_pre) + hc_eps      h_post = post_mult · σ(z_post)      h_res = sinkhorn(z_res)
-    h_in   = Σ_i h_pre[i] · x[i]
     """
     n = x.shape[-2]
     with without_autocast(x):
-        wide = accumulate(x)  # once: the parts of dx meet before they are rounded
-        inv_rms, h_mix = project(wide, phi, gamma, options.norm_eps)
+        inv_rms, h_mix = project(accumulate(x), phi, gamma, options.norm_eps)
         z = h_mix * inv_rms[..., None] * per_row(alpha.to(h_mix.dtype), n) + bias.to(h_mix.dtype)
         z_pre, z_post, z_res = z.split(section_sizes(n), -1)
         h_pre = torch.sigmoid(z_pre) + options.hc_eps
@@ -52,8 +64,41 @@ def mhc_pre(
         h_res = z_res.unflatten(-1, (n, n))
         if options.sinkhorn_iters:
             h_res = sinkhorn(h_res, options.sinkhorn_iters, options.sinkhorn_eps)
-        h_in = weighted_sum(h_pre, wide).to(x.dtype)
-    return h_in, h_post, h_res, inv_rms.detach(), h_mix.detach(), h_pre.detach()
+    return h_pre, h_post, h_res, inv_rms.detach(), h_mix.detach()
+
+
+def mhc_read(x: Tensor, h_pre: Tensor) -> Tensor:
+    """h_in = Σ_i h_pre[i] · x[i]"""
+    with without_autocast(x):
+        wide = accumulate(x)
+        return weighted_sum(h_pre.to(wide.dtype), wide).to(x.dtype)
+
+
+def layer_norm(h_in: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """weight ⊙ h_in · rsqrt(mean(h_in²) + eps), over the channels; h_in as it is without a weight"""
+    if weight is None:
+        return h_in
+    with without_autocast(h_in):
+        return weight.to(h_in.dtype) * h_in * torch.rsqrt(h_in.square().mean(-1, keepdim=True) + eps)
+
+
+def mhc_pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    options: PreOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a layer reads, and the maps that write it back: h_in, h_post, h_res; inv_rms, h_mix, h_pre.
+
+    mhc_maps, then mhc_read and the layer's norm, rounded once.
+    """
+    wide = accumulate(x)  # once: the parts of dx meet before they are rounded
+    h_pre, h_post, h_res, inv_rms, h_mix = mhc_maps(wide, phi, alpha, bias, gamma, options)
+    h_in = layer_norm(mhc_read(wide, h_pre), layer_norm_weight, options.layer_norm_eps)
+    return h_in.to(x.dtype), h_post, h_res, inv_rms, h_mix, h_pre.detach()
 
 
 def mhc_post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
@@ -73,6 +118,7 @@ def mhc_post_pre(
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
     options: PreOptions,
 ) -> tuple[Tensor, ...]:
     """mhc_post, then mhc_pre of the x_next that was stored."""
@@ -80,8 +126,26 @@ def mhc_post_pre(
     # Rounded as stored, but not in the backward: the two gradients of x_next meet before they are rounded.
     rounding = (x_next.to(x.dtype) - x_next).detach()
     stored = x_next + rounding.nan_to_num(0.0, torch.inf, -torch.inf)  # inf − inf: an inf stays what it is
-    h_in, *maps = mhc_pre(stored, phi, alpha, bias, gamma, options)
+    h_in, *maps = mhc_pre(stored, phi, alpha, bias, gamma, layer_norm_weight, options)
     return stored.to(x.dtype), h_in.to(x.dtype), *maps
+
+
+def mhc_enter(x: Tensor, *of_pre: Any) -> tuple[Tensor, Carry]:
+    """h_in of the first sublayer, and what `mhc_next` or `mhc_leave` write its output back with. of_pre: as mhc_pre"""
+    streams = accumulate(x)  # once: what x gets through h_in and past it meets before it is rounded
+    h_in, h_post, h_res, *_ = mhc_pre(streams, *of_pre)
+    return h_in.to(x.dtype), Carry(x, h_post, h_res, link=streams if torch.is_grad_enabled() else None)
+
+
+def mhc_leave(carry: Carry, h_out: Tensor) -> Tensor:
+    """mhc_post of the sublayer that returned h_out"""
+    streams = carry.x if carry.link is None else carry.link
+    return mhc_post(streams, h_out, carry.h_post, carry.h_res).to(carry.x.dtype)
+
+
+def mhc_next(carry: Carry, h_out: Tensor, *of_pre: Any) -> tuple[Tensor, Carry]:
+    """mhc_post of the sublayer that returned h_out, then mhc_pre of the next"""
+    return mhc_enter(mhc_leave(carry, h_out), *of_pre)
 
 
 def mhc_head(

@@ -1,5 +1,5 @@
-"""Compile the kernels of a layer ahead, side by side, so that the first training step does not wait for one after the
-other."""
+"""Compile the kernels of a stack of layers ahead, side by side, so that the first training step does not wait for one
+after the other."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +25,13 @@ def warmup(
     *,
     tokens: int = 8192,
     gamma: bool = False,
+    layer_norm: bool = False,
     parameter_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cuda",
     backend: str | None = None,
     **options: Unpack[PreKeywords],
 ) -> int:
-    """Compile what a `HyperConnection` of these sizes needs, with and without gradients, on all cores at once.
+    """Compile what a `HyperConnection` or `HyperStack` of these sizes needs, with and without gradients, on all cores.
 
     tokens: about how many a step has; the kernels of few (below a thousand) and of many differ.
     Returns how many kernels were asked for; those that a cache on disk has take no time. With a backend whose kernels
@@ -46,22 +47,35 @@ def warmup(
         return 0
     check_kernel_limits(function, x, name)
     if name != "triton":
-        _step(x, gamma, parameter_dtype, **run)
+        _step(x, gamma, layer_norm, parameter_dtype, **run)
         return 0
     with collected() as compilations:
-        _step(x, gamma, parameter_dtype, **run)
+        _step(x, gamma, layer_norm, parameter_dtype, **run)
 
     def compile_one(compilation: Any) -> None:
         with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():  # threads have a current device each
             compilation()
 
+    distinct = {_signature(compilation): compilation for compilation in compilations}  # ops share kernels
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(compile_one, compilations))
-    return len(compilations)
+        list(threads.map(compile_one, distinct.values()))
+    return len(distinct)
 
 
-def _step(x: Tensor, gamma: bool, dtype: torch.dtype, backend: str, options: Any) -> None:
-    """The ops of a training step and of a forward without gradients, on zeros."""
+def _signature(compilation: Any) -> tuple[Any, ...]:
+    """Alike where Triton would compile the same."""
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.dtype, value.data_ptr() % 16
+        return value if isinstance(value, int | float | str | None) else id(value)
+
+    options = [value for name, value in compilation.keywords.items() if name != "grid"]
+    return compilation.func, *((type(value), kind(value)) for value in (*compilation.args, *options))
+
+
+def _step(x: Tensor, gamma: bool, layer_norm: bool, dtype: torch.dtype, backend: str, options: Any) -> None:
+    """The ops of a training step of a stack and of a forward without gradients, on zeros."""
     n, D = x.shape[-2:]
     M = n * n + 2 * n
 
@@ -69,12 +83,21 @@ def _step(x: Tensor, gamma: bool, dtype: torch.dtype, backend: str, options: Any
         return torch.zeros(shape, dtype=dtype, device=x.device)
 
     maps = {"phi": zeros(M, n * D), "alpha": zeros(3), "bias": zeros(M), "gamma": zeros(n, D) if gamma else None}
-    of_pre = {"x": x, **maps, "options": options, "backend": backend}
+    weight = zeros(D) if layer_norm else None
+    of_pre = {"x": x, **maps, "layer_norm_weight": weight, "options": options, "backend": backend}
     pre = contracts.mhc_layer_pre.launch(**of_pre)
     of_post = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": pre.h_res, "backend": backend}
     contracts.mhc_layer_post.launch(link=pre.link, **of_post)
+    contracts.mhc_next_fwd.launch(link=pre.link, linked=True, **{**of_pre, **of_post})
     post = contracts.mhc_post_bwd.launch(**of_post, dx_next=x, residual=False)
     kept = {"inv_rms": pre.inv_rms, "h_mix": pre.h_mix}
     cotangents = {"dh_in": pre.h_in, "dh_post": post.dh_post, "dh_res": post.dh_res, "dx_next": x}
     contracts.mhc_pre_bwd.launch(**of_pre, **kept, **cotangents)
     contracts.mhc_pre_fwd.launch(**of_pre)
+
+    of_next = {**of_pre, **of_post}
+    between = contracts.mhc_next_fwd.launch(**of_next, link=pre.link, linked=True)
+    contracts.mhc_next_fwd.launch(**of_next, link=None, linked=False)
+    kept = {"x_next": x, "inv_rms": between.inv_rms, "h_mix": between.h_mix, "dx_next": None, "dlink_next": x}
+    cotangents = {"dh_in": pre.h_in, "dh_post_next": post.dh_post, "dh_res_next": post.dh_res}
+    contracts.mhc_next_bwd.launch(**of_next, **kept, **cotangents)

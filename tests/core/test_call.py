@@ -13,6 +13,7 @@ from mhc_ops.core import call
 from mhc_ops.core.call import Request, run
 from mhc_ops.core.launch import launch
 from mhc_ops.core.op import op
+from mhc_ops.core.replay import Replay
 
 
 class Kernel:
@@ -274,6 +275,38 @@ def test_what_is_kept_is_bounded(kernel, scaled, monkeypatch):
         for shape in [(64,), (2, 32), (4, 16), (8, 8)]:  # as many elements: one key
             scaled(torch.zeros(shape), float(amount))
     assert len(call._calls) <= 3 and len(call.kept_calls()) <= 6
+
+
+class Described:
+    """As Triton's TensorDescriptor: a tensor, and how it is cut into blocks."""
+
+    def __init__(self, base, shape):
+        self.base, self.shape, self.strides, self.padding = base, shape, [1], "zero"
+
+
+def test_a_descriptor_is_of_the_tensor_of_its_call():
+    started = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda x_desc, y, stream: started.append((x_desc.base.data_ptr(), x_desc.shape, x_desc.padding, y))
+
+    class DescribedKernel:
+        __name__, arg_names = "kernel", ("x_desc", "y_ptr")
+
+        def __getitem__(self, grid):
+            return lambda x_desc, y: Compiled()
+
+    def double(tensors):
+        y = torch.empty_like(tensors[0])
+        launch(DescribedKernel(), (1,), x_desc=Described(tensors[0], [4]), y_ptr=y)
+        return [y]
+
+    replay = Replay(double, any_strides=False)
+    replay([torch.ones(4)])
+    again = torch.ones(4)
+    (y,) = replay([again])
+    assert started == [(again.data_ptr(), [4], "zero", y.data_ptr())]
 
 
 def test_the_interpreter_records_nothing(kernel, scaled, monkeypatch):

@@ -21,7 +21,9 @@ ALLOWED = {
     "prepare": {"core", "options", "contracts", "reference", "manual"},
     "ops": {"core", "options", "prepare", "reference"},
     "warmup": {"core", "options", "prepare", "contracts"},
-    "modules": {"core", "options", "ops"},
+    "recompute": {"core", "ops"},
+    "modules": {"core", "options", "ops", "recompute"},
+    "stack": {"modules", "recompute"},
     "guide": {"core", "options", "ops"},
     "composed": set(),
     "kernels": {"core", "options", "composed", "kernels"},
@@ -29,7 +31,7 @@ ALLOWED = {
     "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
     "cli": {"core", "measure"},
     "__main__": {"cli"},
-    "public": {"core", "ops", "warmup", "modules", "guide", "compat"},
+    "public": {"core", "ops", "warmup", "modules", "stack", "guide", "compat"},
     "family": set(),
 }
 

@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+
+import mhc_ops
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_tiny_lm.py"
 STEPS = 40
@@ -48,6 +52,27 @@ def test_train_tiny_lm(tmp_path):
 @pytest.mark.gpu
 def test_train_tiny_lm_on_a_gpu(tmp_path):
     assert_trains(tmp_path, "cuda", rounding=2**-8)
+
+
+def test_the_stack_is_its_layers_apart():
+    """With the norm in front of each, and maps and weights that are no longer fresh; so are the maps it reports on."""
+    spec = importlib.util.spec_from_file_location("train_tiny_lm", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    torch.manual_seed(0)
+    model, ids = script.TinyLM(vocabulary=11, context=8, D=32, depth=2, n=3), torch.randint(11, (2, 8))
+    with torch.no_grad():
+        for connection in model.layers:
+            for parameter in connection.parameters(recurse=False):
+                parameter += 0.1 * torch.randn_like(parameter)
+    x, rows = model.start(ids), 0.0
+    for connection in model.layers:
+        maps, weight = (connection.phi, connection.alpha, connection.bias), connection.layer_norm_weight
+        rows = max(rows, (mhc_ops.mhc_pre(x, *maps)[2].sum(-1) - 1).abs().max().item())
+        normed = lambda h_in: connection.layer(F.rms_norm(h_in, (32,), weight, 1e-6))  # noqa: B023, E731
+        x = mhc_ops.mhc_layer(x, normed, *maps)
+    torch.testing.assert_close(model(ids), model.logits(model.norm(model.head(x))))
+    assert script.stochastic_errors(model, ids)["rows"] == pytest.approx(rows, rel=1e-3)
 
 
 def test_train_tiny_lm_names_a_bad_width(tmp_path):

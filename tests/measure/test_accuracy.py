@@ -1,5 +1,6 @@
 """The judge can say no: what it lets through and what it catches."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 def verdict(result, value, terms=None):
-    exact = Exact(value, None if terms is None else lambda: terms)
+    exact = Exact(value, [] if terms is None else [lambda: terms])
     return accuracy.judge(None, "backend", "output", result, exact).passed
 
 
@@ -167,7 +168,7 @@ def all_terms_of_post_pre(tensors, results, cotangents):
 @pytest.mark.parametrize("case", TINY, ids=str)
 def test_the_sizes_of_terms_are_what_each_element_contributes(case, monkeypatch):
     """Against all terms one by one."""
-    monkeypatch.setattr(accuracy, "DRAWS", 400)  # a norm is then known to 4 %
+    monkeypatch.setattr(accuracy, "DRAWS", (400,))  # a norm is then known to 4 %
     ran = accuracy.run_case(case, "reference")
     wide = {name: t.double() if t.is_floating_point() else t for name, t in ran.tensors.items()}
     if case.subject is cases.MHC_POST_PRE:
@@ -176,7 +177,7 @@ def test_the_sizes_of_terms_are_what_each_element_contributes(case, monkeypatch)
         squares = all_terms(case.subject, wide, ran.cotangents)
     for name, exact in accuracy.truth(case.subject, ran.tensors, ran.cotangents, ran.results).items():
         if name not in case.subject.outputs:
-            assert exact.terms().norm().item() == pytest.approx(squares[name].sum().sqrt().item(), rel=0.2), name
+            assert exact.terms[0]().norm().item() == pytest.approx(squares[name].sum().sqrt().item(), rel=0.2), name
 
 
 @pytest.mark.parametrize("seed", range(1, 21))
@@ -185,6 +186,68 @@ def test_the_reference_is_exact_at_any_seed(seed):
     drawn = [replace(case, seed=cases.SEED + seed) for case in CHECK]
     failed = [row for case in drawn for row in accuracy.measure(case, "reference") if not row.passed]
     assert failed == []
+
+
+@pytest.fixture
+def cancelling():
+    """32 gradients that are 0, each of 64 terms of ±1: their size is 8."""
+    weight, x = torch.zeros(32, dtype=fp64, requires_grad=True), torch.ones(64, 1, dtype=fp64)
+    outputs, cotangents = [weight * x], [torch.ones(64, 32, dtype=fp64).index_fill(0, torch.arange(0, 64, 2), -1)]
+
+    def gradients(cotangents):
+        return {"dweight": torch.autograd.grad(outputs, weight, cotangents, retain_graph=True)[0]}
+
+    return accuracy.exact_gradients(gradients, outputs, cotangents)["dweight"]
+
+
+def counted(exact):
+    """The same truth, and a list of the estimates it was asked for."""
+    asked = []
+    return replace(
+        exact, terms=[lambda i=i: asked.append(i) or exact.terms[i]() for i in range(len(exact.terms))]
+    ), asked
+
+
+@pytest.mark.parametrize("dtype", [fp16, fp32])
+def test_what_few_draws_let_fail_more_decide(cancelling, dtype):
+    """Of the number whose size 16 draws underestimate most."""
+    few, many = (terms() for terms in cancelling.terms)
+    assert (many / 8 - 1).abs().max() < (few / 8 - 1).abs().max() / 2
+    lowest = few.argmin(0, keepdim=True)
+    assert many[lowest] > 1.2 * few[lowest]
+    one = Exact(cancelling.value[lowest], [lambda terms=terms: terms()[lowest] for terms in cancelling.terms])
+    allowed = 1e-5 * (1 if dtype == fp32 else (2 * math.log(2)) ** 0.5)
+
+    def passes(error, exact=one):
+        return accuracy.close(error.to(dtype), exact)
+
+    between = allowed * (few + many)[lowest] / 2
+    assert not passes(between, replace(one, terms=one.terms[:1])), "16 draws alone"
+    assert passes(between)
+    assert not passes(1.1 * allowed * many[lowest])
+    assert not passes(FOUR_TOLERANCES * many[lowest]), "an error of a few roundings"
+
+
+def test_more_draws_are_made_only_where_few_let_a_result_fail(cancelling):
+    for error, estimates in ((0.0, []), (0.5e-5, [0]), (4e-5, [0, 1]), (math.nan, [0, 1])):
+        exact, asked = counted(cancelling)
+        assert accuracy.close(torch.full((32,), 8 * error), exact) is (error <= 1e-5)
+        assert asked == estimates
+
+
+def test_more_draws_may_also_say_no(cancelling):
+    """They replace the few: an error that one estimate allows here and the other there is not allowed by either."""
+    larger = torch.maximum(*(terms() for terms in cancelling.terms))
+    wrong = (0.95 * 1e-5 * (2 * math.log(32)) ** 0.5 * larger).half()
+    assert accuracy.close(wrong, Exact(cancelling.value, [lambda: larger]))
+    assert not accuracy.close(wrong, cancelling)
+
+
+def test_draws_are_the_same_each_time():
+    case = cases.Case(cases.MHC_PRE, (5,), 2, 3, fp32)
+    ran = accuracy.run_case(case, "reference")
+    one, other = (accuracy.truth(case.subject, ran.tensors, ran.cotangents)["dphi"] for _ in range(2))
+    assert [torch.equal(*two) for two in zip(*([terms() for terms in e.terms] for e in (one, other)))] == [True, True]
 
 
 class Planted(torch.autograd.Function):
@@ -281,7 +344,7 @@ def test_dalpha_four_tolerances_of_its_terms_off_fails(subject, seed):
     case = cases.Case(subject, (37,), 4, 24, fp32, seed=cases.SEED + seed)
     ran = accuracy.run_case(case, "reference")
     exact = accuracy.truth(subject, ran.tensors, ran.cotangents)["dalpha"]
-    size = max(exact.value.norm(), exact.terms().norm())
+    size = max(exact.value.norm(), exact.terms[-1]().norm())
     for error, passes in ((FOUR_TOLERANCES, False), (FOUR_TOLERANCES / 8, True)):
         wrong = (exact.value + error * size * exact.value.sign() / len(exact.value) ** 0.5).float()
         assert accuracy.judge(case, "backend", "dalpha", wrong, exact).passed is passes

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mhc_ops.measure import bench, cases, peers, results, selection, speed
+import mhc_ops
+from mhc_ops.measure import bench, cases, peers, results, selection, speed, stacks
 
 CPU = torch.device("cpu")
 POST = cases.Case(cases.MHC_POST, (16,), 2, 8)
@@ -75,6 +76,50 @@ def test_peers_are_checked_timed_and_named(monkeypatch):
     assert not reasons["Liger"].failed
     assert {row.backend for row in found.accuracy if not row.passed} == {"wrong"}
     assert found.complete
+
+
+def test_a_stack(monkeypatch):
+    """Timed as a whole by whoever has layers, checked as a boundary or, of a library, as a layer; never compiled."""
+    stacked = [cases.Stack(s, (16,), 2, 8, gamma=False) for s in (cases.MHC_NEXT, cases.MHC_NEXT_NORMED)]
+    stacked.append(replace(stacked[0], recompute=4))
+    monkeypatch.setattr(selection, "BENCH_CPU", stacked)
+    monkeypatch.setattr(speed, "DEPTHS", (3, 1))
+    monkeypatch.setattr(peers, "PEERS", (of_layers("library"), of_layers("wrong", factor=1.1)))
+    found, _ = run(peers=True, skip=())
+    plain, normed, recomputed = map(str, stacked)
+    assert recomputed == f"{plain} recompute 4"
+    assert {(m.case, m.provider) for m in found.measurements} == {
+        *((case, "eager") for case in (plain, normed, recomputed)),
+        (plain, "library"),
+    }
+    assert {m.direction for m in found.measurements} == {"forward", "backward", "both"}
+    checked = {(row.case.split(" 16x")[0], row.backend) for row in found.accuracy if row.passed}
+    assert checked >= {("mhc_next", "eager"), ("mhc_next normed", "eager"), ("mhc_layer", "library")}
+    assert [entry.where for entry in found.not_measured if entry.provider == "wrong"] == [plain]
+
+
+def test_the_stacks_of_providers_are_the_same(monkeypatch):
+    """x behind them: of ours, with less kept too, and of a library's layers."""
+    case = cases.Stack(cases.MHC_NEXT, (16,), 4, 8, torch.float32, gamma=False)
+    monkeypatch.setattr(peers, "PEERS", (of_layers("library"),))
+    x = case.inputs()["x"]
+    ours = stacks.build(case, "eager", 3, CPU)(x)
+    for other, provider in ((case, "library"), (replace(case, recompute=2), "eager")):
+        assert torch.equal(stacks.build(other, provider, 3, CPU)(x), ours)
+    assert not torch.equal(stacks.build(case, "eager", 2, CPU)(x), ours)
+
+
+def of_layers(name, factor=1.0):
+    """A library that has mhc_layer alone."""
+
+    def call(x, h_out, **maps):
+        if not callable(h_out):
+            x_next, h_in = cases.MHC_LAYER.call(x=x, h_out=h_out, **maps, backend="reference")
+            return factor * x_next, h_in
+        return (mhc_ops.mhc_layer(x, h_out, **maps, backend="reference"),)
+
+    adapt = lambda load, subject, ours: peers.Prepared(ours, call, ("x",)) if subject == "mhc_layer" else None  # noqa: E731
+    return peers.Peer(name, name, name, "as the reference", 1e-5, adapt, load=lambda peer: None)
 
 
 def missing(name):

@@ -29,6 +29,38 @@ def test_measures_forward_and_backward():
         assert row.of_copy == row.copy_microseconds / row.microseconds
 
 
+def test_a_boundary_is_the_difference_of_two_stacks(monkeypatch):
+    """By the eight boundaries that the longer one has more; of time, host time, memory and spread."""
+    one = speed.Measurement("s", "c", "p", "forward", 0.0, 0.0, 3.0, bytes=4e6, samples=20)
+    of = {
+        12: replace(one, microseconds=130.0, bandwidth=30.0, spread=6.0, host_microseconds=50.0, peak_megabytes=900.0),
+        4: replace(one, microseconds=50.0, spread=8.0, host_microseconds=18.0, peak_megabytes=500.0),
+    }
+
+    class Stack(torch.nn.Linear):
+        """Its parameters are among what is differentiated."""
+
+        def __init__(self, depth):
+            super().__init__(1, 1)
+            self.depth = depth
+
+        def forward(self, x):
+            return self.depth
+
+    def rows(case, provider, tensors, call, *more, parameters):
+        assert len(parameters) == 2
+        return [of[call(0)[0]]]
+
+    monkeypatch.setattr(speed, "measure", rows)
+    (found,) = speed.measure_stack(CASE, "p", {}, Stack)
+    assert (found.microseconds, found.spread, found.host_microseconds, found.peak_megabytes) == (10.0, 1.25, 4.0, 50.0)
+    assert found.bandwidth == 390.0
+    assert found.of_copy == 0.3
+    of[4] = replace(of[4], microseconds=130.0)
+    with pytest.raises(RuntimeError, match="noise"):
+        list(speed.measure_stack(CASE, "p", {}, Stack))
+
+
 def test_few_samples_when_time_is_up():
     timing = speed.device_time(lambda: None, CPU, until=time.perf_counter())
     assert timing.samples == speed.FEWEST_SAMPLES

@@ -10,8 +10,9 @@ import torch
 
 import mhc_ops
 from mhc_ops import cli
-from mhc_ops.measure import bench, cases, page, peers, results, speed, tables, training_step
-from mhc_ops.measure.training_model import PLAIN, Size, Training
+from mhc_ops.measure import bench, cases, compare, page, peers, results, speed, stacks, tables, training_step
+from mhc_ops.measure.stacks import PLAIN
+from mhc_ops.measure.training_model import APART, RECOMPUTE, Size, Training
 from mhc_ops.measure.training_step import ALLOWED, Race, Step
 
 CPU = torch.device("cpu")
@@ -170,15 +171,18 @@ def test_what_is_planned(monkeypatch):
     present, cuda = ["triton", "right", "fla", "eager", "torch.compile"], torch.device("cuda")
     planned = training_step.plan("", present, cuda)
     first = [(race.compiled, race.provider) for race in planned if race.size == training_step.SIZES[0]]
-    eager, compiled = ("triton", "right", "eager"), ("triton", "right", "torch.compile")
+    eager = ("triton", "triton HyperConnection", "triton recompute=4", "right", "eager")
+    compiled = ("triton", "triton HyperConnection", "right", "torch.compile")
     assert first == [*((False, provider) for provider in eager), *((True, provider) for provider in compiled)]
     assert {race.size for race in planned} == set(training_step.SIZES)
     assert [race.compiled for race in training_step.plan("", ["eager"], CPU)] == [False]
     assert training_step.plan("", ["fla"], CPU) == []
     assert training_step.plan("mhc_post", present, CPU) == []
-    request = bench.Request(cuda, case="training_step", skip=("right training_step", "torch.compile triton"))
+    skip = ("right training_step", "torch.compile triton", "triton recompute")
+    request = bench.Request(cuda, case="training_step", skip=skip)
     assert {(unit.compiled, unit.provider) for unit in bench.plan(request, present)} == {
         (False, "triton"),
+        (False, "triton HyperConnection"),
         (False, "eager"),
         (True, "torch.compile"),
     }
@@ -216,6 +220,33 @@ def test_streams_make_another_model():
     training = Training(SMALL, CPU)
     losses = [training.step(provider)()[0] for provider in (PLAIN, "eager", "eager")]
     assert losses[0] != losses[1] == losses[2]
+
+
+FORMS = {"": 0, f" {APART}": None, f" {RECOMPUTE}": 4}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_our_forms_are_the_same_model(form, monkeypatch):
+    """A HyperStack with the norms inside, with less kept, and HyperConnections with the norms in their layers."""
+    built = []
+    connect = stacks.connect
+    monkeypatch.setattr(stacks, "connect", lambda *a, **kw: built.append(connect(*a, **kw)) or built[-1])
+    assert 0 < difference(f"reference{form}") <= 1e-2 or form == f" {APART}"
+    connected = built[0]
+    assert getattr(connected, "recompute", None) == FORMS[form]
+    assert [c.layer_norm_weight is not None for c in connected] == [FORMS[form] is not None] * SMALL.sublayers
+
+
+def test_a_form_is_ours():
+    assert stacks.backend_of("triton recompute=4") == "triton"
+    assert stacks.backend_of("other triton") == "other triton"
+    steps = [replace(step, provider=step.provider.replace("triton", "triton recompute=4")) for step in STEPS]
+    text = page.picture(replace(results.begin("bench"), steps=steps))
+    assert "mhc_ops (triton recompute=4)" in text and 'class="ours"' in text
+    before = replace(results.begin("bench"), steps=steps)
+    failed = results.NotMeasured(LARGE, steps[-2].provider, "", True)
+    change = compare.compare(before, replace(before, steps=steps[:4], not_measured=[failed]))[0][0]
+    assert (change.kind, change.regression) == ("fails", True)
 
 
 def test_compiled_it_is_the_same_model(cxx, monkeypatch):
@@ -302,7 +333,7 @@ class Post(torch.autograd.Function):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("provider", ["triton", "Liger"])
+@pytest.mark.parametrize("provider", [*(f"triton{form}" for form in FORMS), "Liger"])
 def test_kernels_in_a_model(provider):
     """Triton's interpreter is exact, but for roundings to bf16; Liger's phi is in bf16."""
     if peers.by_name(provider) and peers.version(peers.by_name(provider)) is None:
@@ -314,11 +345,11 @@ def test_kernels_in_a_model(provider):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("provider", ["triton", "tilelang", "Liger", "TileKernels"])
+@pytest.mark.parametrize("provider", [*(f"triton{form}" for form in FORMS), "tilelang", "Liger", "TileKernels"])
 def test_a_step_on_a_gpu(provider, compiled):
     device = torch.device("cuda")
     reason = peers.why_not(peers.by_name(provider)) if peers.by_name(provider) else None
-    if reason is not None or not training_step._connects(provider, SMALL, device):
+    if reason is not None or not training_step._connects(stacks.backend_of(provider), SMALL, device):
         pytest.skip(reason or f"{provider} does not run here")
     race = Race(replace(SMALL, tokens=256), compiled, provider)
     plain, own = training_step.Races(device).measure(race, until=0.0)

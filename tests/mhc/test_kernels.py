@@ -53,7 +53,7 @@ LARGE = [
 # TileLang's kernels take seconds each to compile: the sizes of `mhc-ops check`, those that fill a GPU, and each n above
 # 4 with one type. The other tests below share few sizes.
 FEWER = [
-    *cases.CHECK,
+    *(case for case in cases.CHECK if case.runs_on("tilelang")),
     *(case for case in LARGE if case.D in (2560, 4096)),
     *(case for case in LARGE if case.D == 512 and case.n > 4 and case.dtype == (bf16, fp32, fp16)[case.n % 3]),
 ]

@@ -14,9 +14,10 @@ import mhc_ops
 from mhc_ops import HyperConnection, HyperHead
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import contracts, prepare
+from mhc_ops.mhc.options import PreOptions
 
 N, D = 3, 20
-OPTIONS = (1e-6, 1e-6, 2.0, 20, 1e-6)
+OPTIONS = tuple(PreOptions())
 
 
 @pytest.fixture(
@@ -191,16 +192,18 @@ def test_the_link_stays_one_element(kernel_device):
     x = torch.zeros(6, N, D, device=kernel_device)
     maps = {"h_out": x[:, 0], "h_post": x[:, :, 0], "h_res": torch.zeros(6, N, N, device=kernel_device)}
     link = torch.empty_strided(x.shape, (0, 0, 0), device=kernel_device)
-    taken = prepare.layer_post(carry=link, x=x, **maps, backend="triton").laid_out()
+    taken = prepare.leave(function="mhc_layer", link=link, x=x, **maps, backend="triton").laid_out()
     assert taken["link"] is link
     assert taken["h_out"].is_contiguous()
 
 
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("gamma", [False, True])
-def test_opcheck(gamma, kernel_device):
-    """The private pair, and the ops that the pair's gradients are made of."""
+def test_opcheck(gamma, norm, kernel_device):
+    """The private pair, the boundary, and the ops that their gradients are made of."""
     tensors = cases.Case(cases.MHC_LAYER, (6,), N, D, torch.float32, gamma=gamma).inputs(kernel_device)
     x, h_out, *parameters = (tensors.get(name) for name in cases.MHC_LAYER.inputs)
+    parameters.append(torch.rand(D, device=kernel_device) if norm else None)
     leaves = [t if t is None else t.requires_grad_() for t in (x, *parameters)]
     opcheck(contracts.mhc_layer_pre.traced, (*leaves, *OPTIONS, "triton"))
     detached = [t if t is None else t.detach() for t in leaves]
@@ -209,11 +212,28 @@ def test_opcheck(gamma, kernel_device):
     opcheck(contracts.mhc_layer_post.traced, (link, x.detach(), *maps, "triton"))
     opcheck(contracts.mhc_post_fwd.traced, (x, *maps, "triton"))
     opcheck(contracts.mhc_post_pre_fwd.traced, (x, *maps, *leaves[1:], *OPTIONS, "triton"))
+    opcheck(contracts.mhc_next_fwd.traced, (link, x.detach(), *maps, *leaves[1:], *OPTIONS, True, "triton"))
     opcheck(contracts.sinkhorn_fwd.traced, (h_res.detach().requires_grad_(), 20, 1e-6, "triton"))
     plain = [t.detach() for t in maps]
+    opcheck(contracts.mhc_next_fwd.traced, (None, detached[0], *plain, *detached[1:], *OPTIONS, False, "triton"))
     opcheck(contracts.mhc_post_bwd.traced, (detached[0], *plain, detached[0], True, "triton"))
     cotangents = (h_in, plain[1], plain[2], detached[0])
     opcheck(contracts.mhc_pre_bwd.traced, (*detached, *OPTIONS, inv_rms, h_mix, *cotangents, "triton"))
+    of_next = (*plain, *detached[1:], *OPTIONS, detached[0], inv_rms, h_mix, detached[0], *cotangents)
+    opcheck(contracts.mhc_next_bwd.traced, (detached[0], *of_next, "triton"))
+
+
+@pytest.mark.parametrize("gamma", [False, True])
+def test_opcheck_of_the_maps_alone(gamma, kernel_device):
+    tensors = cases.Case(cases.MHC_PRE, (6,), N, D, torch.float32, gamma=gamma).inputs(kernel_device)
+    leaves = [t if t is None else t.requires_grad_() for t in (tensors.get(name) for name in cases.MHC_PRE.inputs)]
+    opcheck(contracts.mhc_maps_fwd.traced, (*leaves, *OPTIONS, "triton"))
+    detached = [t if t is None else t.detach() for t in leaves]
+    h_pre, h_post, h_res, inv_rms, h_mix = contracts.mhc_maps_fwd.traced(*detached, *OPTIONS, "triton")
+    kept = (inv_rms, h_mix, h_pre, h_post, h_res)
+    opcheck(contracts.mhc_maps_bwd.traced, (*detached, *OPTIONS, *kept, "triton"))
+    opcheck(contracts.mhc_read_fwd.traced, (leaves[0], h_pre.requires_grad_(), "triton"))
+    opcheck(contracts.mhc_read_bwd.traced, (detached[0], h_pre.detach(), detached[0][:, 0].clone(), "triton"))
 
 
 def sharded(rank, world, port, backend, results):

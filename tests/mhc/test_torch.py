@@ -31,11 +31,12 @@ def forward(x, phi, alpha, bias, gamma=None):
 
 
 def traced(x, phi, alpha, bias, gamma):
-    return mhc_pre_fwd.traced(x, phi, alpha, bias, gamma, *OPTIONS, "triton")
+    return mhc_pre_fwd.traced(x, phi, alpha, bias, gamma, None, *OPTIONS, "triton")
 
 
 def direct(x, phi, alpha, bias, gamma):
-    return mhc_pre_fwd(x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma, options=OPTIONS, backend="triton")
+    parameters = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, "layer_norm_weight": None}
+    return mhc_pre_fwd(x=x, **parameters, options=OPTIONS, backend="triton")
 
 
 def gradients(call, tensors):
@@ -48,8 +49,8 @@ def gradients(call, tensors):
 def test_opcheck(gamma, kernel_device):
     tensors = leaves(kernel_device, gamma)
     x, phi, alpha, bias = (tensors[name] for name in ("x", "phi", "alpha", "bias"))
-    opcheck(mhc_pre_fwd.traced, (x, phi, alpha, bias, tensors.get("gamma"), *OPTIONS, "triton"))
-    detached = [None if t is None else t.detach() for t in (x, phi, alpha, bias, tensors.get("gamma"))]
+    opcheck(mhc_pre_fwd.traced, (x, phi, alpha, bias, tensors.get("gamma"), None, *OPTIONS, "triton"))
+    detached = [None if t is None else t.detach() for t in (x, phi, alpha, bias, tensors.get("gamma"), None)]
     h_in, h_post, _, inv_rms, h_mix, _ = mhc_pre_fwd.traced(*detached, *OPTIONS, "triton")
     opcheck(mhc_pre_bwd.traced, (*detached, *OPTIONS, inv_rms, h_mix, h_in, h_post, None, None, "triton"))
 

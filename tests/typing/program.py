@@ -28,6 +28,14 @@ with mhc_ops.use_backend("triton", conv="hip"):
 assert_type(mhc_ops.mhc_pre(t, t, t, t, post_mult=1, sinkhorn_iters=3), tuple[Tensor, Tensor, Tensor])
 assert_type(mhc_ops.mhc_post(t, t, t, t, backend="reference"), Tensor)
 assert_type(mhc_ops.mhc_post_pre(t, t, t, t, t, t, t), tuple[Tensor, Tensor, Tensor, Tensor])
+assert_type(mhc_ops.mhc_maps(t, t, t, t, post_mult=1), tuple[Tensor, Tensor, Tensor])
+assert_type(mhc_ops.mhc_read(t, t, backend="triton"), Tensor)
+assert_type(mhc_ops.mhc_enter(t, t, t, t, layer_norm_weight=t, layer_norm_eps=1e-5), tuple[Tensor, mhc_ops.Carry])
+h_in, carry = mhc_ops.mhc_next(mhc_ops.mhc_enter(t, t, t, t)[1], t, t, t, t, t, sinkhorn_iters=3)
+assert_type(carry, mhc_ops.Carry)
+assert_type(carry.x, Tensor)
+assert_type(carry.read, Tensor | None)
+assert_type(mhc_ops.mhc_leave(carry, t), Tensor)
 assert_type(mhc_ops.mhc_layer(t, torch.tanh, t, t, t), Tensor)
 assert_type(mhc_ops.mhc_layer(t, two, t, t, t, hc_eps=0.0), tuple[Tensor, int])
 assert_type(mhc_ops.mhc_head(t, t, t, t, t), Tensor)
@@ -60,11 +68,14 @@ assert_type(mhc_ops.MHCBlock(n=4, D=8, dtype=torch.bfloat16).forward(t), tuple[T
 assert_type(mhc_ops.HyperHead(4, 8, gamma=True).forward(t), Tensor)
 assert_type(mhc_ops.ShortConv(4, 8, device="cpu").forward(t), Tensor)
 assert_type(mhc_ops.HyperConnection(nn.Linear(8, 8), 4, 8).phi, nn.Parameter)
+assert_type(mhc_ops.HyperStack(mhc_ops.HyperConnection(nn.Linear(8, 8), 4, 8, layer_norm=True)).recompute, int)
 
 # Each of these must be an error: --strict reports an ignore that is not needed.
 mhc_ops.mhc_pre(t, t, t)  # type: ignore[call-arg]
 mhc_ops.mhc_pre(t, t, t, t, norm_epsilon=1e-6)  # type: ignore[call-arg]
 mhc_ops.mhc_post(t, t, t, 1.0)  # type: ignore[arg-type]
+mhc_ops.mhc_maps(t, t, t, t, layer_norm_eps=1e-6)  # type: ignore[call-arg]
+mhc_ops.mhc_next(t, t, t, t, t)  # type: ignore[arg-type]
 mhc_ops.sinkhorn(t, iters="20")  # type: ignore[arg-type]
 mhc_ops.mhc_backward_manual(t, t, t, t)  # type: ignore[call-arg]
 mhc_ops.mhc_forward_pre_triton(t, t, t, t, backend="reference")  # type: ignore[call-overload]

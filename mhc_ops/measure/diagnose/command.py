@@ -16,14 +16,15 @@ from torch import Tensor
 import mhc_ops
 
 from ...core import backend as backends
-from .. import arguments, cases, files, report
+from .. import arguments, cases, files, report, selection
 from ..cases import Case, Tensors
 from ..conv_cases import AnyCase, ConvCase
 from ..report import Refused
-from ..selection import CHECK
 from . import Diagnosis, diagnose
 from .outputs import map_of
 
+# The formulas of the stack are not written out in steps.
+CHECK = tuple(case for case in selection.CHECK if case.subject not in cases.OF_THE_STACK)
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in CHECK))
 SUBJECTS = {subject.name: subject for subject in cases.SUBJECTS}
 # The tensors that an op takes; with a question mark those that a file may lack.

@@ -97,12 +97,17 @@ def mhc_pre_bwd(
     dalpha,
     dbias,
     dgamma,
-    mixed=True,
+    layer_norm_weight=None,
+    dlayer_norm_weight=None,
+    dx_added=None,
 ):
-    """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is."""
+    """dx_next reaches dx through h_res, dx_added as it is."""
+    assert layer_norm_weight is None, "prepare.py refuses it"
+    mixed, both = dx_next is not None, dx_next is not None and dx_added is not None
+    dx_next = dx_next if mixed else dx_added
     n, D = x.shape[-2:]
     M, K = phi.shape
-    assert dx_next is None or not mixed or options.sinkhorn_iters > 0
+    assert not mixed or options.sinkhorn_iters > 0
     T, dtype = inv_rms.numel(), NAMES[x.dtype]
     if T == 0:
         for gradient in (dphi, dalpha, dbias, dgamma):
@@ -154,6 +159,8 @@ def mhc_pre_bwd(
         A=A,
         steps=steps,
     )
+    if both:  # somebody looked at x between two sublayers; the kernel takes one of them
+        dx.add_(dx_added)
     sum_gradients(
         A=A,
         sums=sums,

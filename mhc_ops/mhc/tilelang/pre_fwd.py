@@ -197,8 +197,9 @@ def finish(*, x, partials, alpha, bias, options, h_in, inv_rms, h_mix, h_post=No
     )
 
 
-def mhc_pre_fwd(*, x, phi, alpha, bias, gamma, options, **outputs):
+def mhc_pre_fwd(*, x, phi, alpha, bias, gamma, options, layer_norm_weight=None, **outputs):
     """outputs: h_in, inv_rms, h_mix and, where they are wanted, h_post, h_res, h_pre"""
+    assert layer_norm_weight is None, "prepare.py refuses it"
     if x.numel():
         x = readable(x)
         finish(x=x, partials=project(x, phi, gamma), alpha=alpha, bias=bias, options=options, **outputs)

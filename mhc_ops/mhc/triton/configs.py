@@ -6,16 +6,16 @@ compiled in. The interpreter (kind "cpu") wants few, large programs. What is cho
 compiled for them (docs/gpus.md), without spills and within their shared memory, but was not timed there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
 
 from ...core.device import Device
-from ...core.sizes import cdiv, floor_power_of_2, next_power_of_2
+from ...core.sizes import cdiv, next_power_of_2
 
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes
-HOPPER = (9, 0)
+HOPPER, RTX_50 = (9, 0), (12, 0)
 
 
 def compact(on: Device) -> bool:
@@ -81,20 +81,26 @@ def phi_parts(M: int) -> Tile:
 
 
 @cache
-def project(M: int, K: int, wide: bool, on: Device) -> Tile:
-    """64 tokens × 128 of K, 4 warps, 3 stages: 79.7 µs at T = 8192, D = 4096 (the same loads without a product: 76) and
-    31.8 at T = 4096, D = 2560; 64 × 64 77.4 and 38.4, 128 × 64 with 8 warps 80, 128 × 128 with 2 stages 107.
+def project(M: int, D: int, wide: bool, on: Device) -> Tile:
+    """64 tokens × 128 channels of a stream, 4 warps, 3 stages: 79.7 µs at T = 8192, D = 4096 (the same loads without a
+    product: 76) and 31.8 at T = 4096, D = 2560; 64 × 64 77.4 and 38.4, 128 × 64 with 8 warps 80, 128 × 128 with 2
+    stages 107. Timed when the blocks of K came stream by stream; they are as long and as many now.
 
     `wide`: x is not bf16. Rows of phi in parts fill the registers as n grows, addresses do where rows are unaligned."""
     if on.kind == "cpu":
-        return Tile(128, 64, 4, 1)
+        return Tile(128, min(128, max(16, next_power_of_2(D))), 4, 1)  # Hopper's order of K
     rows = padded_maps(M) * (1 if wide else 2)
-    small = wide or rows > 128 or not aligned(K)
-    block_k = 32 if small else 128 if rows <= 64 else 64
+    small = wide or rows > 128 or not aligned(D)
+    cramped = rows > 128 if on.kind == "hip" else M == maps(8) and not aligned(D)
+    # 32 channels spill 8 bytes at n = 8 in bf16, and 16 bytes on RTX 50 at n = 2 in fp32.
+    least = not aligned(D) and on.kind == "cuda" and (on.capability >= RTX_50 if wide else cramped)
+    fewer = rows > 64 or (rows == 32 and compact(on))  # 128 channels spill 8 bytes in the head at n = 5 on RTX 50
+    block_d = min(16 if least else 32 if small else 64 if fewer else 128, max(16, next_power_of_2(D)))
     if compact(on):
-        return Tile(32 if padded_maps(M) > (32 if wide else 64) else 64, block_k, 8, 2)
-    cramped = rows > 128 if on.kind == "hip" else M == maps(8) and not aligned(K)
-    return Tile(32 if cramped else 64, block_k, 4 if rows <= 64 else 8, 2 if on.kind == "hip" else 3)
+        return Tile(32 if padded_maps(M) > 32 else 64, block_d, 8, 2)  # 64 tokens spill from n = 5 on
+    spilling = rows == 32 and not wide and on.kind == "cuda" and on.capability > HOPPER  # 16 bytes with 4 warps
+    warps = 8 if rows > 64 or spilling else 4
+    return Tile(32 if cramped else 64, block_d, warps, 2 if on.kind == "hip" else 3)
 
 
 # Up to this many blocks of tokens the projection cuts phi into parts itself. That saves a launch, about 10 µs on the
@@ -109,29 +115,62 @@ def aligned(row: int) -> bool:
 
 @dataclass(frozen=True)
 class SplitK:
-    """K as slices, groups of slices, and pieces (slices or groups), each of which one program sums and stores."""
+    """K as slices, bundles of slices, groups of bundles, and pieces (one of these), each of which one program sums and
+    stores."""
 
     slice_steps: int  # blocks of K per slice
+    bundle_steps: int  # blocks of K per bundle
     steps: int  # blocks of K per piece
     pieces: int
+    bundle_pieces: int  # pieces per bundle
     group_pieces: int  # pieces per group
 
 
-MOST_SLICES, SHORTEST_SLICE, MOST_GROUPS, SHORTEST_GROUP = 32, 512, 4, 16
+MOST_SLICES, SHORTEST_SLICE, BUNDLE, MOST_GROUPS, SHORTEST_GROUP = 64, 512, 256, 4, 16
+
+
+@cache
+def levels_of_k(n: int, D: int, block_d: int) -> tuple[int, int, int]:
+    """Blocks of channels per slice, bundle and group: a function of n and D alone. Slices: up to 64 (of 8 streams 32:
+    the sums of 64 spill in the finishing kernel), none shorter than 512 columns. Bundles: 256 channels of all streams,
+    what the boundary's kernel sums. Groups: up to 4 of at least 16 steps (fewer do not fill the pipeline)."""
+    blocks = cdiv(D, block_d)
+    in_slice = max(cdiv(SHORTEST_SLICE, n * block_d), cdiv(blocks, min(MOST_SLICES, 256 // n)))
+    in_bundle = in_slice * max(1, BUNDLE // (in_slice * block_d))
+    bundles = cdiv(blocks, in_bundle)
+    groups = max(1, min(MOST_GROUPS, n * blocks // SHORTEST_GROUP))
+    return in_slice, in_bundle, cdiv(bundles, groups) * in_bundle
+
+
+def split_k_in(n: int, D: int, block_d: int, in_piece: int) -> SplitK:
+    """in_piece: one of the levels"""
+    in_slice, in_bundle, in_group = levels_of_k(n, D, block_d)
+    return SplitK(
+        slice_steps=n * in_slice,
+        bundle_steps=n * in_bundle,
+        steps=n * in_piece,
+        pieces=cdiv(cdiv(D, block_d), in_piece),
+        bundle_pieces=max(1, in_bundle // in_piece),
+        group_pieces=in_group // in_piece,
+    )
 
 
 @lru_cache(maxsize=4096)
-def split_k(K: int, block_k: int, token_blocks: int, processors: int) -> SplitK:
-    """Slices and groups are a function of n and D alone: up to 32 slices, none shorter than 512 columns, in up to 4
-    groups of at least 16 blocks (fewer do not fill the pipeline). Pieces are groups where that gives every
-    multiprocessor a program: 16 stored slices cost 3 µs in each of the two kernels at T = 8192, D = 4096.
-    One token at D = 7168 takes 17.8 µs with 32 slices, 22.5 with 16."""
-    steps = cdiv(K, block_k)
-    slice_steps = cdiv(steps, min(MOST_SLICES, floor_power_of_2(K // SHORTEST_SLICE)))
-    slices = cdiv(steps, slice_steps)
-    group_slices = cdiv(slices, max(1, min(MOST_GROUPS, steps // SHORTEST_GROUP)))
-    piece_slices = group_slices if token_blocks * cdiv(slices, group_slices) >= processors else 1
-    return SplitK(slice_steps, piece_slices * slice_steps, cdiv(slices, piece_slices), group_slices // piece_slices)
+def split_k(n: int, D: int, block_d: int, token_blocks: int, processors: int) -> SplitK:
+    """Pieces are groups where that gives every multiprocessor a program, else bundles, else slices: 16 stored pieces
+    cost 3 µs in each of the two kernels at T = 8192, D = 4096; one token at D = 7168 takes 17.8 µs with 32 slices, 22.5
+    with 16 (with the 56 that it has now it was not timed)."""
+    in_slice, in_bundle, in_group = levels_of_k(n, D, block_d)
+    blocks = cdiv(D, block_d)
+    fitting = (level for level in (in_group, in_bundle) if token_blocks * cdiv(blocks, level) >= processors)
+    return split_k_in(n, D, block_d, next(fitting, in_slice))
+
+
+def whole_token(n: int, D: int) -> Tile:
+    """All channels of a token, 16 a thread; in blocks where streams are many or long."""
+    if n > 4 or D > 8192:
+        return Tile(1, min(1024, next_power_of_2(D)), 4)
+    return Tile(1, next_power_of_2(D), min(16, max(1, next_power_of_2(D) // 512)))
 
 
 @cache
@@ -141,6 +180,20 @@ def finish(D: int, on: Device) -> Tile:
     if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
     return Tile(2, min(256, next_power_of_2(D)), 1)
+
+
+@cache
+def normed_read(n: int, D: int, on: Device) -> Tile:
+    """Whole tokens, so that h_in is in registers until its norm is known; in blocks, h_in is made twice. 2 tokens, 8
+    warps: 80.5 µs at T = 8192, D = 4096 (a copy of as many bytes 80), 28.9 at T = 4096, D = 2560, 140 at D = 7168; with
+    4 warps 51.6 at T = 16384, D = 1280. 1 token 80.1, 31.2, 143 and 59.6; 4 tokens 93, 35, 175 and 61; in blocks of
+    1024 149 at the first size, 253 at D = 7168."""
+    if on.kind == "cpu":
+        return finish(D, on)
+    width = next_power_of_2(D)
+    if n > 4 or D > 8192:
+        return Tile(1, min(1024, width), 8 if n == 8 else 4)  # 4 warps spill 8 bytes there
+    return Tile(2, width, min(8, max(1, width // 512)))
 
 
 def channel_blocks_each(channel_blocks: int, token_blocks: int, processors: int) -> int:
@@ -156,6 +209,24 @@ def dh_pre(n: int, D: int, wide: bool, on: Device) -> Tile:
         return Tile(64, min(1024, next_power_of_2(D)), 4)
     block_d = 2048 if D % 2048 == 0 and n <= 4 and not wide else 1024 if not wide else 512
     return Tile(1, min(block_d, next_power_of_2(D)), 4)
+
+
+@cache
+def normed_dh_pre(n: int, D: int, on: Device) -> Tile:
+    """1 token × 256 channels, 1 warp: 82.9 µs at T = 8192, D = 4096 (without the norm 75.1), 28.5 (26.0) at T = 4096,
+    D = 2560, 54.0 (53.7) at T = 16384, D = 1280, 137 (130) at D = 7168; 512 channels with 1 or 2 warps 83 to 84, 29 to
+    31, 58 to 59 and 137 to 139; 2 tokens 90 and more, 1024 channels 86 and more at the first size."""
+    if on.kind == "cpu":
+        return Tile(64, max(8, min(1024, next_power_of_2(D))), 4)
+    return Tile(1, max(8, min(256, next_power_of_2(D))), 1 if n <= 4 else 2)
+
+
+@cache
+def read_bwd(n: int, D: int, on: Device) -> Tile:
+    """Twice the channels spill 8 bytes (sm_90 at n = 4, sm_100 at n = 8). Not timed."""
+    if on.kind == "cpu":
+        return Tile(64, min(1024, next_power_of_2(D)), 4)
+    return Tile(1, min(512 if n <= 4 else 256, next_power_of_2(D)), 4)
 
 
 @cache
@@ -198,6 +269,22 @@ def dx(n: int, D: int, wide: bool, residual: bool, on: Device) -> Dx:
     return Dx(64 if n == 4 and not residual else 32, columns // streams, 4, 3 if n <= 4 else 2, streams)
 
 
+@cache
+def normed_dx(n: int, D: int, wide: bool, on: Device) -> Dx:
+    """As dx with up to 4 aligned streams: 350 µs at T = 8192, D = 4096 (without the norm 258), 127 (96) at T = 4096,
+    D = 2560; 2 stages 433, 16 × 32 585, 16 × 64 505, 8 warps 799. Else fewer channels, as h_in, its gradient and the
+    weight's sums take registers too, and more warps for many streams: not timed."""
+    tile = dx(n, D, wide, True, on)
+    if on.kind == "cpu" or (tile.block_t > 16 and n in (1, 2, 4)):  # 3 spill 8 bytes
+        return tile
+    if on.kind == "cuda" and n == 8:
+        return Dx(16, 16, 8, 2, 2)
+    warps = 8 if on.kind == "cuda" and n > 4 else tile.warps
+    if tile.block_t > 16:
+        return replace(tile, block_t=16, warps=warps)
+    return replace(tile, block_d=max(tile.block_d // 2, 16 // tile.streams), warps=warps)
+
+
 @lru_cache(maxsize=4096)
 def partition_rows(T: int, M: int, blocks: int, tile: Dx, processors: int) -> int:
     """Into how many slices pass B cuts the tokens: whole waves of two programs per multiprocessor, against the traffic
@@ -229,9 +316,7 @@ def post_fwd(n: int, D: int, wide: bool, on: Device) -> Tile:
     of 2048 channels 150 and 263, of 1024 channels 152 and 263, with 8 channels a thread 163 (D = 4096)."""
     if on.kind == "cpu":
         return Tile(64, min(1024, next_power_of_2(D)), 4)
-    if n > 4 or wide or D > 8192:
-        return Tile(1, min(1024, next_power_of_2(D)), 4)
-    return Tile(1, next_power_of_2(D), min(16, max(1, next_power_of_2(D) // 512)))
+    return Tile(1, min(1024, next_power_of_2(D)), 4) if wide else whole_token(n, D)
 
 
 @cache
@@ -245,21 +330,109 @@ def post_bwd(n: int, D: int, wide: bool, on: Device) -> Tile:
     return Tile(1, max(8, min(256, next_power_of_2(D))), 1, 3)
 
 
-@cache
-def post_project(n: int, D: int, wide: bool, on: Device) -> Tile | None:
-    """64 tokens × 64 channels of 4 streams, 8 warps, 3 stages: 186 µs at T = 8192, D = 4096; 32 × 32 with 4 warps and 4
-    stages 221 (the parts of phi are read once per block of tokens), 64 × 32 with 4 warps 230, 128 × 32 with 8 warps
-    235, 2 stages 242.
+FEW_TOKENS, FEW_STREAMS, FEW_DTYPE = 64, 4, torch.bfloat16
+FEW_MAPS = 32  # rows of phi in a product: in two parts the 64 that Hopper's matrix units take, also if there are fewer
 
-    None where the maps, streams and parts of phi do not fit the registers: two kernels are faster then."""
-    if on.kind == "cpu":
-        return Tile(128, min(64, PADDED_K // next_power_of_2(n)), 4)
-    if D < 16 or (n > 4 and (wide or on.kind == "hip")):
+
+@dataclass(frozen=True)
+class Few(Tile):
+    """block_t: tokens of a product; block_d: channels of h_in at a time"""
+
+    block_k: int = 0  # channels of a product
+    tokens: int = 1  # of a program
+
+
+@lru_cache(maxsize=4096)
+def few(n: int, D: int, T: int, on: Device) -> Few | None:
+    """How one launch takes T tokens; None where several take them: more tokens; n > 4, where another tile adds up the
+    sums of Sinkhorn in another order; more channels than the finishing kernel norms at once, as it then adds otherwise.
+
+    A program reads 48 KB of phi at n = 4, about what a multiprocessor gets while memory takes to answer, and all of it
+    is asked for at once (5 stages). One token at D = 4096: 9.8 µs with 4 warps, 10.6 with 8, 13.9 with 16; at D = 7168
+    11.1, 11.9 and 15.3. Of 16 tokens, groups of 2 take 12.7 µs at D = 4096 and 21.9 at D = 7168, with 8 warps 16.4 and
+    29.0; groups of 4 15.9 and 24.8, of 1 16.1 and 25.6. (A CUDA graph of launches, phi in the L2 cache.)
+
+    A product has 16 tokens: with 8, the least that Hopper's matrix units take, triton compiles for those of its
+    predecessors, and the projection's bits would be others. On AMD GPUs a barrier of triton's does not wait for stores
+    to memory, so that a ticket would say nothing about those of other warps."""
+    if T > FEW_TOKENS or n > FEW_STREAMS or on.kind == "hip" or normed_read(n, D, on).block_d < D:
         return None
-    if n > 4:
-        return Tile(16, 16, 8, 2)
-    if wide or not aligned(D):
-        return Tile(16, 16, 8 if compact(on) else 4, 2)
-    if compact(on):
-        return Tile(32, 32, 8, 3)
-    return Tile(32, 32, 4, 2) if on.kind == "hip" else Tile(64, 64, 8, 3)
+    block_k, pieces = project(maps(n), D, False, on).block_d, split_k_few(n, D, on).pieces
+    if on.kind == "cpu":
+        return Few(128, min(256, next_power_of_2(D)), 8, 1, block_k=block_k, tokens=32)
+    tokens = 1 if T * pieces <= on.processors else 2 if cdiv(T, 2) * pieces <= 4 * on.processors else 4
+    return Few(
+        block_t=16,
+        block_d=min(next_power_of_2(D), 8192 // tokens),
+        warps=8 if compact(on) else 4,  # 4 spill there
+        stages=3 if compact(on) else 5,
+        block_k=block_k,
+        tokens=tokens,
+    )
+
+
+@cache
+def split_k_few(n: int, D: int, on: Device) -> SplitK:
+    """Pieces are slices."""
+    block_d = project(maps(n), D, False, on).block_d
+    return split_k_in(n, D, block_d, levels_of_k(n, D, block_d)[0])
+
+
+BOUNDARY_STREAMS = 4  # of the boundary's kernels
+BOUNDARY_DTYPE, MAPS_DTYPE = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class BoundaryFwd(Tile):
+    registers: int = 0  # a thread, before the warp that only copies gives its own away
+
+
+# 32 tokens × 128 channels, 8 warps, 3 stages. The prototype of this kernel took 172 µs at T = 8192, D = 4096 (post and
+# projection in the Triton kernel that was here 185, a copy of as many bytes 145), 60 at T = 4096, D = 2560 (79; 48) and
+# 302 at T = 8192, D = 7168 (314; 252). Two groups of 16 tokens 174, 61 and 301; 64 channels, whose rows are half as
+# long, 177 and more; 256 channels of 16 tokens 191. 168 registers are what 12 warps can have: 8, and 4 of which one
+# copies.
+BOUNDARY_FWD = BoundaryFwd(32, 128, 8, 3, registers=168)
+FEWEST_ITEMS = 4
+
+
+@lru_cache(maxsize=4096)
+def boundary_fwd(n: int, D: int, T: int, on: Device) -> BoundaryFwd | None:
+    """None where there is no fused kernel: off Hopper, and for other sizes. A bundle of K is 256 channels in two slices
+    of 128, which slices are up to D = 8192. With 4 (block of tokens, bundle) a multiprocessor, the parts of phi are a
+    third of the bytes that it reads; below that two kernels are taken, which was not timed."""
+    tile = BOUNDARY_FWD
+    fits = n == BOUNDARY_STREAMS and D % BUNDLE == 0 and cdiv(D, tile.block_d) <= MOST_SLICES
+    items = cdiv(T, tile.block_t) * (D // BUNDLE)
+    there = on.kind == "cuda" and on.capability == HOPPER
+    return tile if fits and items >= FEWEST_ITEMS * on.processors and there else None
+
+
+@cache
+def split_k_in_bundles(n: int, D: int) -> SplitK:
+    """What the boundary's kernel sums."""
+    block_d = BOUNDARY_FWD.block_d
+    return split_k_in(n, D, block_d, levels_of_k(n, D, block_d)[1])
+
+
+TABLE = 32  # columns of a boundary's table of tokens: h_res, h_pre, x_factor and the factors of the layer's norm
+# 16 tokens × 64 channels × 4 streams, 4 warps that compute, one that copies, 3 stages, two programs a multiprocessor:
+# 298 µs at T = 8192, D = 4096, 109 at T = 4096, D = 2560, 511 at T = 8192, D = 7168. These and the following are of a
+# prototype of the same structure without the norm (its copies alone: 264 at the first size; pass B and post's backward
+# apart: 425, 153 and 761). 2 stages with two tiles for the results 306; both parts of phi in shared memory 319 to 324,
+# both in registers 341; two groups of warps a program, with 6 stages, 301.
+BOUNDARY_BWD = Tile(16, 64, 4, 3)
+# Of a thread when a program starts: half a multiprocessor's. Those that compute then get 232, those that copy keep 24.
+BOUNDARY_REGISTERS = 128
+# Blocks of channels × dots that one program adds: 16.4 µs at T = 8192, D = 4096 (of that prototype too); 64 × 64 with
+# 4 warps 19, 16 × 256 with 4 warps 17.6.
+BOUNDARY_DOTS = Tile(64, 32, 2)
+# With fewer a program has less than 16 blocks of them at D = 4096, to spread what it does once over. Not timed.
+BOUNDARY_TOKENS = 1024
+
+
+@cache
+def boundary_bwd(n: int, D: int, x_dtype: torch.dtype, enough_tokens: bool, on: Device) -> Tile | None:
+    """None where there is no kernel for it, or the composition is to be taken: pass B and post's backward apart."""
+    there = on.kind == "cuda" and on.capability == HOPPER and n == BOUNDARY_STREAMS and x_dtype == torch.bfloat16
+    return BOUNDARY_BWD if there and enough_tokens and D % BOUNDARY_BWD.block_d == 0 else None

@@ -9,12 +9,23 @@ from ...core.sizes import cdiv
 from . import configs
 
 LANE = tl.constexpr(8)  # columns that a thread loads at once
+MOST_LEVELS = tl.constexpr(13)  # of sum_neighbours: a row has at most 2^13 columns
 
 
 # Σ over the columns that one thread holds: [rows, columns] to [rows, columns / LANE]
 @triton.jit
 def own_sums(products, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.sum(tl.reshape(products, [ROWS, COLUMNS // LANE, LANE]), axis=2)
+
+
+# Σ over the columns down to `TO` of them, each with its neighbour, then pairs with pairs: an order that no layout
+# changes, as a sum of two has but one.
+@triton.jit
+def sum_neighbours(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TO: tl.constexpr):
+    for level in tl.static_range(MOST_LEVELS):
+        if (COLUMNS >> level) > TO:
+            values = tl.sum(tl.reshape(values, [ROWS, COLUMNS >> (level + 1), 2]), axis=2)
+    return values
 
 
 # what the first `parts` parts of a value leave out
@@ -52,17 +63,18 @@ def alpha_of_row(alpha_ptr, m, M: tl.constexpr, n: tl.constexpr):
     return tl.load(alpha_ptr + section, mask=m < M, other=0.0).to(tl.float32)
 
 
-# gamma[k]·phi[m, k] in fp32; zero where m ≥ M or k ≥ K
+# gamma[k]·phi[m, k] in fp32; zero where m ≥ M or k is not present
 @triton.jit
-def load_phi(phi_ptr, gamma_ptr, m, k, K, M: tl.constexpr):
-    value = tl.load(phi_ptr + m * K + k, mask=(m < M) & (k < K), other=0.0).to(tl.float32)
+def load_phi(phi_ptr, gamma_ptr, m, k, present, K, M: tl.constexpr):
+    value = tl.load(phi_ptr + m * K + k, mask=(m < M) & present, other=0.0).to(tl.float32)
     if gamma_ptr is not None:
-        value *= tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        value *= tl.load(gamma_ptr + k, mask=present, other=0.0).to(tl.float32)
     return value
 
 
 # parts[p, m, k] of gamma[k]·phi[m, k], times alpha[section of m] where that is given; zero where m ≥ M or k ≥ K
-# Columns k = i·D + d as in phi or, where STRIDE > 0, d·STRIDE + i, zero where i ≥ n.
+# Columns k = i·D + d as in phi or, where BLOCK_D > 0, in the order of the projection: BLOCK_D channels of each stream,
+# then the next channels; zero where d ≥ D.
 @triton.jit
 def phi_parts_kernel(
     phi_ptr,
@@ -73,18 +85,19 @@ def phi_parts_kernel(
     K_padded,
     n: tl.constexpr,
     M: tl.constexpr,
-    STRIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     m = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
     to = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    k = to
-    if STRIDE > 0:
-        k = tl.where(to % STRIDE < n, to % STRIDE * (K // n) + to // STRIDE, K)
-        k = tl.where(to // STRIDE < K // n, k, K)
-    value = load_phi(phi_ptr, gamma_ptr, m, k, K, M)
+    if BLOCK_D > 0:
+        D = K // n
+        d = to // (n * BLOCK_D) * BLOCK_D + to % BLOCK_D
+        value = load_phi(phi_ptr, gamma_ptr, m, to // BLOCK_D % n * D + d, d < D, K, M)
+    else:
+        value = load_phi(phi_ptr, gamma_ptr, m, to, to < K, K, M)
     if alpha_ptr is not None:
         value *= alpha_of_row(alpha_ptr, m, M, n)
     for p in tl.static_range(PARTS):
@@ -97,14 +110,14 @@ def phi_parts(
     alpha: torch.Tensor | None,
     n: int,
     exact: configs.Arithmetic,
-    stride: int = 0,
+    block_d: int = 0,
 ) -> torch.Tensor:
     """gamma ⊙ phi, times alpha where that is given, as [parts, padded_maps, K rounded up]; made anew in each call.
 
-    stride: where it is given, the columns of a channel's streams stand together, `stride` of them (n and zeros)."""
+    block_d: where it is given, columns come in the order of the projection, in blocks of so many channels."""
     M, K = phi.shape
     padded, tile = configs.padded_maps(M), configs.phi_parts(M)
-    columns = K // n * stride if stride else K
+    columns = cdiv(K // n, block_d) * block_d * n if block_d else K
     K_padded = cdiv(columns, configs.PADDED_K) * configs.PADDED_K
     parts = torch.empty((exact.parts, padded, K_padded), dtype=exact.dtype, device=phi.device)
     launch(
@@ -118,7 +131,7 @@ def phi_parts(
         K_padded=K_padded,
         n=n,
         M=M,
-        STRIDE=stride,
+        BLOCK_D=block_d,
         PARTS=exact.parts,
         BLOCK_M=padded,
         BLOCK_K=tile.block_d,

@@ -1,6 +1,6 @@
 """mHC pre, backward: two passes over x with a small step per token between them, then sums in fixed order.
 
-1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>
+1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>; with the layer's norm pre_norm.py
 2. dmaps     pre_dmaps.py, per token: back through σ and the scales to dh_mix, and the factor of x in dx
 3. dx        pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
 4. pre_sums.py: dphi and dgamma from A, dalpha and dbias from the sums of step 2
@@ -20,6 +20,7 @@ from ..options import PreOptions
 from . import configs
 from .parts import phi_parts
 from .pre_dmaps import mhc_pre_dmaps_kernel
+from .pre_norm import normed_dh_pre
 from .pre_sums import sum_gradients
 from .sinkhorn import divisors
 
@@ -63,20 +64,26 @@ def dot_parts(left, right, total, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
-#            + Σ_j h_res[t, i, j]·dx_next[t, j], or + dx_next[t, i] without h_res, or neither without dx_next
+#            + Σ_j h_res[t, i, j]·dx_next[t, j] + dx_added[t, i], each where it is given
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
+# With the layer's norm, dh_in is of its output: dh_in = r·(weight ⊙ dh_in) − c·h_in in the above, and
+# dweight[slice] = Σ_{t in slice} r·h_in ⊙ dh_in
 @triton.jit(do_not_specialize=["T"])
 def mhc_pre_dx_kernel(
     x_ptr,
     dh_in_ptr,
     dx_next_ptr,
+    dx_added_ptr,
     dh_mix_ptr,
     phi_ptr,
     x_factor_ptr,
     h_pre_ptr,
     h_res_ptr,
+    layer_norm_weight_ptr,
+    factors_ptr,  # r of all tokens, then c
     dx_ptr,
     A_ptr,
+    dweight_ptr,
     T,
     D,
     K_padded,
@@ -110,6 +117,9 @@ def mhc_pre_dx_kernel(
         rows = (p * BLOCK_M + m)[:, None] * K_padded
         phi = phi + (tl.load(phi_ptr + (rows + k), mask=in_rows, other=0.0),)
     minus_A = tl.zeros([STREAMS * BLOCK_D, BLOCK_M], tl.float32)
+    if factors_ptr is not None:
+        layer_norm_weight = tl.load(layer_norm_weight_ptr + d, mask=in_row, other=0.0).to(tl.float32)
+        dweight = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
 
     # Last tokens first: they are what pass A left in the L2 cache.
     blocks = tl.cdiv(T, BLOCK_T)
@@ -132,14 +142,25 @@ def mhc_pre_dx_kernel(
             product = tl.dot((x if PARTS == 2 else wide).T, dh_mix[p], product, input_precision=PRECISION)
         minus_A -= product  # subtracted for the reason given in mhc_pre_project_kernel
         dx = x_factor * wide
-        if (dx_next_ptr is not None) & (h_res_ptr is None):
-            more = tl.load(dx_next_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
-            dx += more.to(tl.float32)
+        if dx_added_ptr is not None:
+            added = tl.load(dx_added_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
+            dx += added.to(tl.float32)
         dx = dot_parts(dh_mix, phi, dx, PARTS, PRECISION)
         dx = tl.reshape(dx, [BLOCK_T, STREAMS, BLOCK_D])
         if dh_in_ptr is not None:
             dh_in = tl.load(dh_in_ptr + begin * D + (local * D + d), mask=in_tile, other=0.0).to(tl.float32)
             h_pre = tl.load(h_pre_ptr + begin * n + (local * n + stream), mask=in_batch, other=0.0)
+            if factors_ptr is not None:
+                # Read once more: x above has its streams in other threads.
+                h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+                for i in tl.static_range(n):
+                    weight = tl.load(h_pre_ptr + begin * n + (local * n + i), mask=in_batch, other=0.0)
+                    at = x_ptr + begin * n * D + (local * (n * D) + i * D + d)
+                    h_in += weight * tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+                r = tl.load(factors_ptr + begin + local, mask=in_batch, other=0.0)
+                c = tl.load(factors_ptr + T64 + begin + local, mask=in_batch, other=0.0)
+                dweight += r * h_in * dh_in
+                dh_in = r * (layer_norm_weight * dh_in) - c * h_in
             dx += h_pre[:, :, None] * dh_in[:, None, :]
         if h_res_ptr is not None:
             for j in tl.static_range(n):
@@ -153,6 +174,10 @@ def mhc_pre_dx_kernel(
 
     out = A_ptr + (tl.program_id(1) * M + m).to(tl.int64)[:, None] * (n * D) + k
     tl.store(out, -minus_A.T, mask=(m < M)[:, None] & in_rows)
+    if factors_ptr is not None:  # the programs of other streams have the same sums
+        channel = begin_d + tl.arange(0, BLOCK_D)
+        at = dweight_ptr + tl.program_id(1).to(tl.int64) * D + channel
+        tl.store(at, tl.sum(dweight, axis=0), mask=(channel < D) & (first == 0))
 
 
 def mhc_pre_bwd(
@@ -174,15 +199,21 @@ def mhc_pre_bwd(
     dalpha,
     dbias,
     dgamma,
-    mixed=True,
+    layer_norm_weight=None,
+    dlayer_norm_weight=None,
+    dh_pre=None,
+    dx_added=None,
+    boundary=None,
 ):
-    """`mixed`: dx_next reaches dx through h_res; otherwise it is added as it is."""
+    """dx_next reaches dx through h_res, dx_added as it is. dh_pre: where it is given, and no dh_in. boundary: what
+    makes dx in pass B's place, and more; it takes what there is of a token as one table"""
     n, D = x.shape[-2:]
-    M, K = phi.shape
-    T, padded = inv_rms.numel(), configs.padded_maps(M)
+    M, T = phi.shape[0], inv_rms.numel()
+    padded = configs.padded_maps(M)
     if T == 0:
-        for gradient in (dphi, dalpha, dbias, dgamma):
-            gradient.zero_()
+        for gradient in (dphi, dalpha, dbias, dgamma, dlayer_norm_weight):
+            if gradient is not None:
+                gradient.zero_()
         return
     on = device.of(x.device)
     exact = configs.arithmetic(x.dtype, on)
@@ -191,12 +222,28 @@ def mhc_pre_bwd(
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
-    h_pre, x_factor = scratch(T, n), scratch(T)
     iters = options.sinkhorn_iters
-    assert dx_next is None or not mixed or iters > 0
-    h_res = scratch(T, n, n) if mixed and dx_next is not None else None
-    dh_pre = None
-    if dh_in is not None:
+    assert dx_next is None or iters > 0
+    table = None if boundary is None else scratch(T, configs.TABLE)
+    if table is None:
+        h_pre, x_factor = scratch(T, n), scratch(T)
+        h_res = None if dx_next is None else scratch(T, n, n)
+    else:
+        h_pre = x_factor = h_res = table
+    factors = None
+    if dh_in is not None and layer_norm_weight is not None:
+        dh_pre, factors = normed_dh_pre(
+            x=x,
+            dy=dh_in,
+            layer_norm_weight=layer_norm_weight,
+            h_mix=h_mix,
+            inv_rms=inv_rms,
+            alpha=alpha,
+            bias=bias,
+            options=options,
+            table=table,
+        )
+    elif dh_in is not None:
         dh_pre = scratch(T, n)
         pass_a = configs.dh_pre(n, D, exact.parts == 1, on)
         launch(
@@ -245,44 +292,20 @@ def mhc_pre_bwd(
         N=next_power_of_2(n),
         M=M,
         PARTS=exact.parts,
+        TABLE=0 if table is None else configs.TABLE,
         BLOCK_T=dmaps.block_t,
         BLOCK_G=next_power_of_2(padded - (n * n if M > n else 0)),
         BLOCK_M=padded,
         num_warps=dmaps.warps,
     )
 
-    pass_b = configs.dx(n, D, exact.parts == 1, dx_next is not None, on)
-    blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
-    slices = configs.partition_rows(T, M, blocks, pass_b, on.processors)
-    A = scratch(slices, M, K)
-    launch(
-        mhc_pre_dx_kernel,
-        (blocks, slices),
-        x_ptr=x,
-        dh_in_ptr=dh_in,
-        dx_next_ptr=dx_next,
-        dh_mix_ptr=dh_mix,
-        phi_ptr=parts,
-        x_factor_ptr=x_factor,
-        h_pre_ptr=h_pre,
-        h_res_ptr=h_res,
-        dx_ptr=dx,
-        A_ptr=A,
-        T=T,
-        D=D,
-        K_padded=parts.shape[2],
-        n=n,
-        M=M,
-        PARTS=exact.parts,
-        PRECISION=exact.precision,
-        EVEN_D=D % pass_b.block_d == 0,
-        STREAMS=pass_b.streams,
-        BLOCK_T=pass_b.block_t,
-        BLOCK_M=padded,
-        BLOCK_D=pass_b.block_d,
-        STAGES=pass_b.stages,
-        num_warps=pass_b.warps,
-    )
+    of_pass_b = {"dh_in": dh_in, "dx_next": dx_next, "dh_mix": dh_mix, "parts": parts, "dx": dx}
+    of_pass_b["layer_norm_weight"] = None if factors is None else layer_norm_weight
+    if boundary is not None:
+        A, dweight = boundary(**of_pass_b, table=table)
+    else:
+        of_token = {"x_factor": x_factor, "h_pre": h_pre, "h_res": h_res, "factors": factors}
+        A, dweight = launch_dx(**of_pass_b, **of_token, x=x, dx_added=dx_added, M=M, exact=exact)
 
     sum_gradients(
         A=A,
@@ -296,7 +319,61 @@ def mhc_pre_bwd(
         dgamma=dgamma,
         dalpha=dalpha,
         dbias=dbias,
+        dweight=dweight,
+        dlayer_norm_weight=None if layer_norm_weight is None else dlayer_norm_weight,
     )
+
+
+def launch_dx(
+    *, x, dh_in, dx_next, dx_added, dh_mix, parts, x_factor, h_pre, h_res, layer_norm_weight, factors, dx, M, exact
+):
+    """Pass B: fills dx; returns A [slices, M, K] and, with the layer's norm, dweight [slices, D]."""
+    n, D = x.shape[-2:]
+    T, on = x_factor.numel(), device.of(x.device)
+    wide, residual = exact.parts == 1, not (dx_next is None and dx_added is None)
+    pass_b = configs.dx(n, D, wide, residual, on) if factors is None else configs.normed_dx(n, D, wide, on)
+    blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
+    slices = configs.partition_rows(T, M, blocks, pass_b, on.processors)
+    A = torch.empty((slices, M, n * D), dtype=torch.float32, device=x.device)
+    dweight = None if factors is None else torch.empty((slices, D), dtype=torch.float32, device=x.device)
+    launch(
+        mhc_pre_dx_kernel,
+        (blocks, slices),
+        x_ptr=x,
+        dh_in_ptr=dh_in,
+        dx_next_ptr=dx_next,
+        dx_added_ptr=dx_added,
+        dh_mix_ptr=dh_mix,
+        phi_ptr=parts,
+        x_factor_ptr=x_factor,
+        h_pre_ptr=h_pre,
+        h_res_ptr=h_res,
+        layer_norm_weight_ptr=layer_norm_weight,
+        factors_ptr=factors,
+        dx_ptr=dx,
+        A_ptr=A,
+        dweight_ptr=dweight,
+        T=T,
+        D=D,
+        K_padded=parts.shape[2],
+        n=n,
+        M=M,
+        PARTS=exact.parts,
+        PRECISION=exact.precision,
+        EVEN_D=D % pass_b.block_d == 0,
+        STREAMS=pass_b.streams,
+        BLOCK_T=pass_b.block_t,
+        BLOCK_M=configs.padded_maps(M),
+        BLOCK_D=pass_b.block_d,
+        STAGES=pass_b.stages,
+        num_warps=pass_b.warps,
+    )
+    return A, dweight
+
+
+def mhc_maps_bwd(**arguments):
+    """As pre's, without h_in."""
+    mhc_pre_bwd(**arguments, dh_in=None, dx_next=None)
 
 
 def mhc_head_bwd(*, hc_eps, dout, **arguments):

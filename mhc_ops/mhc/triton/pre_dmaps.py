@@ -23,7 +23,7 @@ def mhc_pre_dmaps_kernel(
     dh_mix_ptr,
     x_factor_ptr,
     h_pre_ptr,
-    h_res_ptr,  # where pass B asks for h_res it is written, transposed: [T, j, i]
+    h_res_ptr,  # where pass B asks for h_res it is written, transposed: [T, j, i]; in a table as it is
     sums_ptr,
     divisors_ptr,
     T,
@@ -36,6 +36,7 @@ def mhc_pre_dmaps_kernel(
     N: tl.constexpr,
     M: tl.constexpr,
     PARTS: tl.constexpr,
+    TABLE: tl.constexpr,  # columns of one table with h_res, h_pre and x_factor of a token in a row; 0: they are apart
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -65,7 +66,8 @@ def mhc_pre_dmaps_kernel(
         dh_post = tl.load(dh_post_ptr + rows * n + (g - n), mask=is_gate & (g >= n), other=0.0)
         dz += post_mult * slope * dh_post.to(tl.float32)
     dinv = tl.sum(alpha * dz * h_mix, axis=1)[:, None]
-    tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=in_batch & (g < n))
+    h_pre_at = h_pre_ptr + (rows * n + g if TABLE == 0 else rows * TABLE + n * n + g)
+    tl.store(h_pre_at, gate + hc_eps, mask=in_batch & (g < n))
     store_parts(dh_mix_ptr, rows, m, dz * inv_rms, in_batch & (m < BLOCK_M), T, PARTS, BLOCK_M)
     in_sums = tl.arange(0, BLOCK_G) < GATES
     tl.store(sums + tl.arange(0, BLOCK_G), tl.sum(dz, axis=0), mask=in_sums)
@@ -87,7 +89,8 @@ def mhc_pre_dmaps_kernel(
             h_res = sinkhorn_keeping(z, divisors_ptr, t, T, iters, sinkhorn_eps, n, N)
             if h_res_ptr is not None:
                 i, j = tl.arange(0, N)[None, :, None], tl.arange(0, N)[None, None, :]
-                tl.store(h_res_ptr + token * (n * n) + j * n + i, h_res, mask=present)
+                h_res_at = h_res_ptr + (token * (n * n) + j * n + i if TABLE == 0 else token * TABLE + i * n + j)
+                tl.store(h_res_at, h_res, mask=present)
             if dh_res_ptr is not None:
                 dz = tl.where(present, sinkhorn_back(z, h_res, dz, divisors_ptr, t, T, iters, n, N), 0.0)
         dinv += alpha_res * tl.sum(tl.sum(dz * h_mix, axis=2), axis=1)[:, None]
@@ -97,7 +100,8 @@ def mhc_pre_dmaps_kernel(
         tl.store(sums + 2 * n + row * n + col, tl.sum(dz, axis=0), mask=in_sums)
         tl.store(sums + M + 2 * n + row * n + col, tl.sum(dz * normed, axis=0), mask=in_sums)
 
-    tl.store(x_factor_ptr + rows, -dinv * inv_rms * inv_rms * inv_rms / (n * D), mask=in_batch)
+    x_factor_at = x_factor_ptr + (rows if TABLE == 0 else rows * TABLE + n * n + n)
+    tl.store(x_factor_at, -dinv * inv_rms * inv_rms * inv_rms / (n * D), mask=in_batch)
 
 
 # dh_mix[part, t, m]

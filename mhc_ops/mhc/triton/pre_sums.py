@@ -1,4 +1,4 @@
-"""mHC pre, backward, last step: the sums over tokens, in fixed order, become dphi, dgamma, dalpha and dbias."""
+"""mHC pre, backward, last step: the sums over tokens, in fixed order, become the gradients of parameters."""
 
 import torch
 import triton
@@ -12,6 +12,7 @@ from .parts import alpha_of_row, rest_of
 
 
 # A = Σ_slices A[slice], in order;  dphi = alpha·A ⊙ gamma;  dgamma = Σ_M alpha·phi ⊙ A
+# dlayer_norm_weight = Σ_slices dweight[slice], in order; 0 without dweight
 # missing[program, m] = Σ_{k of the program} rest[m, k]·A[m, k], where rest is what the parts of gamma ⊙ phi leave out
 @triton.jit(do_not_specialize=["slices"])
 def mhc_pre_dphi_kernel(
@@ -21,6 +22,8 @@ def mhc_pre_dphi_kernel(
     alpha_ptr,
     dphi_ptr,
     dgamma_ptr,
+    dweight_ptr,
+    dlayer_norm_weight_ptr,
     missing_ptr,
     slices,
     K,
@@ -32,6 +35,15 @@ def mhc_pre_dphi_kernel(
 ):
     m = tl.arange(0, BLOCK_M)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    if dlayer_norm_weight_ptr is not None:
+        D = K // n
+        total = tl.zeros([BLOCK_K], tl.float32)
+        if dweight_ptr is not None:
+            of_slice = dweight_ptr + k
+            for _ in range(slices):
+                total += tl.load(of_slice, mask=k < D, other=0.0)
+                of_slice += D
+        tl.store(dlayer_norm_weight_ptr + k, total.to(dlayer_norm_weight_ptr.dtype.element_ty), mask=k < D)
     present = (m < M)[:, None] & (k < K)[None, :]
     at = m.to(tl.int64)[:, None] * K + k[None, :]
     A = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
@@ -96,8 +108,9 @@ def mhc_pre_dalpha_kernel(
         tl.store(dalpha_ptr + s, dalpha.to(dalpha_ptr.dtype.element_ty))
 
 
-def sum_gradients(*, A, sums, phi, gamma, alpha, n, parts, dphi, dgamma, dalpha, dbias):
-    """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel."""
+def sum_gradients(*, A, sums, phi, gamma, alpha, n, parts, dphi, dgamma, dalpha, dbias, dweight, dlayer_norm_weight):
+    """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel
+    dweight: [slices, D], or None where nothing used h_in"""
     slices, M, K = A.shape
     tile = configs.dphi(M, device.of(A.device))
     blocks = cdiv(K, tile.block_d)
@@ -111,6 +124,8 @@ def sum_gradients(*, A, sums, phi, gamma, alpha, n, parts, dphi, dgamma, dalpha,
         alpha_ptr=alpha,
         dphi_ptr=dphi,
         dgamma_ptr=dgamma,
+        dweight_ptr=dweight,
+        dlayer_norm_weight_ptr=dlayer_norm_weight,
         missing_ptr=missing,
         slices=slices,
         K=K,

@@ -31,7 +31,6 @@ TILED = {
     "mhc_pre_dmaps_kernel",
     "mhc_pre_dx_kernel",
     "mhc_pre_dphi_kernel",
-    "mhc_post_project_kernel",
 }
 ELSEWHERE = {
     "sm_80": [(1, 257, fp32), (4, 4096, bf16), (5, 257, fp32), (8, 4096, bf16)],
@@ -44,7 +43,7 @@ COMPILED = [
     *((*config, "sm_90") for config in CONFIGS),
     *((*config, target) for target, configs_there in ELSEWHERE.items() for config in configs_there),
 ]
-FEW = 16  # tokens, where the projection cuts phi into parts itself
+SOME, FEW = 100, 16  # tokens, where the projection cuts phi into parts itself, and where one launch does everything
 KERNELS = {
     "phi_parts_kernel",
     "mhc_pre_project_kernel",
@@ -54,16 +53,20 @@ KERNELS = {
     "mhc_pre_dx_kernel",
     "mhc_pre_dphi_kernel",
     "mhc_pre_dalpha_kernel",
+    "mhc_read_fwd_kernel",
+    "mhc_read_bwd_kernel",
     "mhc_post_fwd_kernel",
     "mhc_post_bwd_kernel",
-    "mhc_post_project_kernel",
     "sinkhorn_fwd_kernel",
     "sinkhorn_bwd_kernel",
 }
+OF_THE_NORM = {"mhc_pre_normed_read_kernel", "mhc_pre_normed_dh_pre_kernel"}
+BOUNDARY = {"mhc_boundary_fwd_kernel", "mhc_boundary_bwd_kernel", "mhc_boundary_dots_kernel"}  # on Hopper
+ONE_LAUNCH = "mhc_few_fwd_kernel"  # on NVIDIA GPUs
 
 
-def launch_all(T, n, D, dtype, gamma=True):
-    """Every op, forward and backward, on meta tensors: shapes and types, no storage."""
+def launch_all(T, n, D, dtype, gamma=True, normed=False):
+    """Every op, forward and backward, on meta tensors: shapes and types, no storage. normed: with the layer's norm"""
     M = n * n + 2 * n
 
     def tensor(*shape, dtype=fp32):
@@ -73,22 +76,29 @@ def launch_all(T, n, D, dtype, gamma=True):
     h_post, h_res, inv_rms, h_mix = tensor(T, n), tensor(T, n, n), tensor(T), tensor(T, M)
     weight = tensor(n, D) if gamma else None
     maps = {"phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M), "gamma": weight, "options": PreOptions()}
+    pre = {**maps, "layer_norm_weight": tensor(D) if normed else None}
     head = {"phi": tensor(n, n * D), "alpha": tensor(1), "bias": tensor(n), "gamma": weight, "hc_eps": 1e-6}
     post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
     kept = {"inv_rms": inv_rms, "h_mix": h_mix}
     for dx_next in (None, x):
         cotangents = {"dh_in": h_out, "dh_post": h_post, "dh_res": h_res, "dx_next": dx_next}
-        launch("mhc_pre_bwd", x=x, **maps, **kept, **cotangents)
-    for streams in (x, tensor(FEW, n, D, dtype=dtype)):
-        launch("mhc_pre_fwd", x=streams, **maps)
+        launch("mhc_pre_bwd", x=x, **pre, **kept, **cotangents)
+    for streams in (x, tensor(SOME, n, D, dtype=dtype), tensor(FEW, n, D, dtype=dtype)):
+        launch("mhc_maps_fwd", x=streams, **maps)
+        launch("mhc_pre_fwd", x=streams, **pre)
         launch("mhc_head_fwd", x=streams, **head, norm_eps=1e-6)
-    launch("mhc_layer_pre", x=x, **maps)
+    launch("mhc_layer_pre", x=x, **pre)
     launch("mhc_post_fwd", **post)
     for residual in (False, True):
         launch("mhc_post_bwd", **post, dx_next=x, residual=residual)
-    launch("mhc_post_pre_fwd", **post, **maps)
+    launch("mhc_post_pre_fwd", **post, **pre)
     cotangents = {"dx_next": x, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res}
-    launch("mhc_post_pre_bwd", **post, **maps, x_next=x, **kept, **cotangents)
+    launch("mhc_post_pre_bwd", **post, **pre, x_next=x, **kept, **cotangents)
+    of_next = {"dx_next": None, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res, "dlink_next": x}
+    launch("mhc_next_bwd", **post, **pre, x_next=x, **kept, **of_next)
+    launch("mhc_maps_bwd", x=x, **maps, **kept, dh_pre=h_post, dh_post=h_post, dh_res=h_res)
+    launch("mhc_read_fwd", x=x, h_pre=h_post)
+    launch("mhc_read_bwd", x=x, h_pre=h_post, dh_in=h_out)
     launch("mhc_head_bwd", x=x, **head, inv_rms=inv_rms, h_mix=tensor(T, n), dout=h_out)
     launch("sinkhorn_fwd", logits=h_res, iters=20, eps=1e-6)
     launch("sinkhorn_bwd", logits=h_res, iters=20, eps=1e-6, dh_res=h_res)
@@ -105,9 +115,11 @@ def test_no_spills(n, D, dtype, target, monkeypatch):
     everything = target == "sm_90" or (target, D) == ("gfx942", 4096)
     with cross_compile.compiling_for(target, monkeypatch, None if everything else TILED) as kernels:
         launch_all(8192, n, D, dtype)
-    fused = configs.post_project(n, D, dtype != bf16, GPUS[target]) is not None
-    expected = (KERNELS if everything else TILED) - (set() if fused else {"mhc_post_project_kernel"})
-    assert {kernel.name for kernel in kernels} == expected
+        launch_all(8192, n, D, dtype, normed=True)
+    fused = BOUNDARY if (n, D, dtype, target) == (4, 4096, bf16, "sm_90") else set()
+    if target == "sm_90" and dtype == bf16 and n <= configs.FEW_STREAMS:
+        fused = fused | {ONE_LAUNCH}
+    assert {kernel.name for kernel in kernels} == (KERNELS | OF_THE_NORM | fused if everything else TILED)
     cross_compile.check(target, kernels)
 
 
@@ -117,13 +129,16 @@ def tiles(n, D, dtype):
     yield "sinkhorn", configs.sinkhorn(n, on)
     yield "phi_parts", configs.phi_parts(M)
     yield "finish", configs.finish(D, on)
+    yield "normed read", configs.normed_read(n, D, on)
     yield "dh_pre", configs.dh_pre(n, D, wide, on), wide
+    yield "normed dh_pre", configs.normed_dh_pre(n, D, on), wide
     yield "post_fwd", configs.post_fwd(n, D, wide, on), wide
     yield "post_bwd", configs.post_bwd(n, D, wide, on), wide
-    yield "project", configs.project(M, n * D, wide, on), configs.padded_maps(M), wide
-    yield "post_project", configs.post_project(n, D, wide, on), wide
+    yield "project", configs.project(M, D, wide, on), configs.padded_maps(M), wide
     yield "dmaps", configs.dmaps(n, on)
     yield "dphi", configs.dphi(M, on)
+    yield "normed dx", configs.normed_dx(n, D, wide, on), configs.padded_maps(M), wide
+    yield "read_bwd", configs.read_bwd(n, D, on)
     for residual in (False, True):
         yield "dx", configs.dx(n, D, wide, residual, on), configs.padded_maps(M), wide, residual
 
@@ -138,7 +153,7 @@ def test_streams_are_read_16_bytes_at_a_time(monkeypatch):
     with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
         launch_all(8192, 4, 4096, bf16)
     assembly = {kernel.name: kernel.assembly for kernel in kernels}
-    for name in ("mhc_pre_project_kernel", "mhc_pre_dx_kernel", "mhc_post_project_kernel"):
+    for name in ("mhc_pre_project_kernel", "mhc_pre_dx_kernel"):
         assert "wgmma" in assembly[name], "the product does not run on the matrix units"
         assert "cp.async.cg.shared.global" in assembly[name], "x is not copied asynchronously, 16 bytes at a time"
     for name in ("mhc_pre_finish_kernel", "mhc_pre_dh_pre_kernel", "mhc_post_fwd_kernel"):
@@ -146,14 +161,15 @@ def test_streams_are_read_16_bytes_at_a_time(monkeypatch):
 
 
 def test_nothing_is_compiled_per_token_count(monkeypatch):
-    """Ten token counts: as many binaries as for two, many and few tokens."""
+    """Ten token counts: as many binaries as for three, many, some and few tokens."""
     binaries, once = set(), set()
     for T in (8191, 1, 2, 16, 100, 128, 1000, 1024, 4096, 100_000):
         with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
             launch_all(T, 4, 1280, bf16)
         binaries |= {(kernel.name, kernel.key) for kernel in kernels}
         once = once or set(binaries)
-    assert {name for name, _ in binaries} == KERNELS
-    extra = {name for name, _ in binaries - once}
-    assert extra == {"mhc_pre_finish_kernel"}
-    assert len(binaries) == len(once) + 2, "of the layer and the boundary, which add slices (few tokens) or groups"
+    assert {name for name, _ in binaries} == KERNELS | BOUNDARY | {ONE_LAUNCH}
+    extra = sorted(name for name, _ in binaries - once)
+    # One launch: of the boundary, and in groups of one token of the boundary, pre, maps and head.
+    # The finishing kernel: with slices of the layer; with bundles of pre, maps and head.
+    assert extra == 5 * [ONE_LAUNCH] + 4 * ["mhc_pre_finish_kernel"]

@@ -21,28 +21,59 @@ TOKEN_BLOCKS = [1, 2, 3, 5, 16, 31, 64, 66, 100, 128, 132, 133, 256, 500, 10_000
 def test_cut(n):
     M = configs.maps(n)
     for D in WIDTHS:
-        K = n * D
-        for block_k in (configs.project(M, K, False, HOPPER).block_d, n * 32):
-            steps = cdiv(K, block_k)
+        for block_d in (configs.project(M, D, False, HOPPER).block_d, 32):
+            steps = cdiv(D, block_d) * n
             shapes = set()
             for token_blocks in TOKEN_BLOCKS:
-                split = configs.split_k(K, block_k, token_blocks, 132)
+                split = configs.split_k(n, D, block_d, token_blocks, 132)
                 shares = [min((p + 1) * split.steps, steps) - p * split.steps for p in range(split.pieces)]
                 assert min(shares) >= 1, "no program is idle"
                 assert sum(shares) == steps, "each block is summed once"
                 assert split.steps % split.slice_steps == 0, "a program starts with a slice"
-                shapes.add((split.slice_steps, split.group_pieces * split.steps))
-            assert len(shapes) == 1, "slices and groups depend on n and D alone"
+                assert split.bundle_steps % split.slice_steps == 0, "a bundle has whole slices"
+                assert split.group_pieces % split.bundle_pieces == 0, "a group has whole bundles"
+                in_bundle = split.bundle_pieces * split.steps
+                assert in_bundle == split.bundle_steps or (
+                    split.bundle_pieces == 1 and in_bundle % split.bundle_steps == 0
+                )
+                shapes.add((split.slice_steps, split.bundle_steps, split.group_pieces * split.steps))
+            assert len(shapes) == 1, "slices, bundles and groups depend on n and D alone"
 
 
 def test_few_tokens_fill_the_device():
-    assert configs.split_k(4 * 4096, 128, 1, 132).pieces == 32
-    assert configs.split_k(4 * 7168, 128, 2, 132).pieces == 32
+    assert configs.split_k(4, 4096, 128, 1, 132).pieces == 32
+    assert configs.split_k(4, 7168, 128, 2, 132).pieces == 56
+
+
+def test_some_tokens_store_bundles():
+    assert configs.split_k(4, 4096, 128, 16, 132) == configs.split_k_in_bundles(4, 4096)
 
 
 def test_many_tokens_store_groups():
     for token_blocks in (64, 128, 1000):
-        assert configs.split_k(4 * 4096, 128, token_blocks, 132).pieces == 4
+        assert configs.split_k(4, 4096, 128, token_blocks, 132).pieces == 4
+
+
+def test_boundary_fwd():
+    """Its stages are slices of 128 channels, two to a bundle, as the projection's are on Hopper; bundles are pieces."""
+    tile = configs.BOUNDARY_FWD
+    assert 2 * tile.block_d == configs.BUNDLE
+    for D in CHANNELS:
+        if configs.boundary_fwd(4, D, 10**6, HOPPER) is None:
+            assert D % configs.BUNDLE or D > 8192
+            continue
+        assert configs.project(configs.maps(4), D, False, HOPPER).block_d == tile.block_d
+        split = configs.split_k_in_bundles(4, D)
+        assert (split.slice_steps, split.bundle_steps, split.steps) == (4, 8, 8)
+        assert (split.pieces, split.bundle_pieces) == (D // configs.BUNDLE, 1)
+
+
+def test_boundary_fwd_is_for_hopper_with_many_tokens():
+    assert configs.boundary_fwd(4, 4096, 8192, HOPPER) == configs.BOUNDARY_FWD
+    assert all(configs.boundary_fwd(4, 4096, 8192, on) is None for on in DEVICES.values() if on is not HOPPER)
+    assert all(configs.boundary_fwd(n, 4096, 8192, HOPPER) is None for n in STREAMS if n != 4)
+    assert configs.boundary_fwd(4, 4096, 64, HOPPER) is None
+    assert configs.boundary_fwd(4, 4100, 8192, HOPPER) is None
 
 
 @pytest.mark.parametrize("T", [1, 31, 128, 4096, 8192, 140_000])
@@ -61,7 +92,7 @@ def test_partition_rows(T):
 def test_project(on):
     for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
         for M in (n, configs.maps(n)):  # of the head, of pre
-            tile = configs.project(M, n * D, wide, on)
+            tile = configs.project(M, D, wide, on)
             assert is_power_of_2(tile.block_t, tile.block_d, tile.warps)
             assert min(tile.block_t, tile.block_d) >= SMALLEST_PRODUCT
             assert configs.PADDED_K % tile.block_d == 0, "the last block of K reads past a row of phi in parts"
@@ -70,25 +101,13 @@ def test_project(on):
 
 @by_device
 def test_dx(on):
-    for n, D, wide, residual in itertools.product(STREAMS, CHANNELS, (False, True), (False, True)):
-        tile = configs.dx(n, D, wide, residual, on)
-        assert is_power_of_2(tile.block_t, tile.block_d, tile.warps, tile.streams)
-        assert n % tile.streams == 0
-        assert min(tile.block_t, tile.block_d * tile.streams) >= SMALLEST_PRODUCT
-        assert tile.stages >= 1
-
-
-@by_device
-def test_post_project(on):
     for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
-        tile = configs.post_project(n, D, wide, on)
-        if tile is None:
-            continue
-        assert is_power_of_2(tile.block_t, tile.block_d, tile.warps)
-        columns = tile.block_d * configs.next_power_of_2(n)
-        assert min(tile.block_t, columns) >= SMALLEST_PRODUCT
-        assert configs.PADDED_K % columns == 0, "the last block of channels reads past a row of phi in parts"
-        assert tile.stages >= 1
+        plain = [configs.dx(n, D, wide, residual, on) for residual in (False, True)]
+        for tile in (*plain, configs.normed_dx(n, D, wide, on)):
+            assert is_power_of_2(tile.block_t, tile.block_d, tile.warps, tile.streams)
+            assert n % tile.streams == 0
+            assert min(tile.block_t, tile.block_d * tile.streams) >= SMALLEST_PRODUCT
+            assert tile.stages >= 1
 
 
 @by_device
@@ -97,7 +116,10 @@ def test_row_by_row_kernels(on):
     for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
         tiles = (
             configs.finish(D, on),
+            configs.normed_read(n, D, on),
             configs.dh_pre(n, D, wide, on),
+            configs.normed_dh_pre(n, D, on),
+            configs.read_bwd(n, D, on),
             configs.post_fwd(n, D, wide, on),
             configs.post_bwd(n, D, wide, on),
         )
@@ -121,10 +143,10 @@ def test_plans(on):
     """How often a kernel is started, for every width and many token counts."""
     for n, D in itertools.product(STREAMS, CHANNELS[::7]):
         M, tile = configs.maps(n), configs.dx(n, D, False, True, on)
-        block_k = configs.project(M, n * D, False, on).block_d
+        block_d = configs.project(M, D, False, on).block_d
         for T in (1, 16, 1000, 10**6):
-            split = configs.split_k(n * D, block_k, cdiv(T, 64), on.processors)
-            assert min(split.slice_steps, split.steps, split.pieces, split.group_pieces) >= 1
+            split = configs.split_k(n, D, block_d, cdiv(T, 64), on.processors)
+            assert min(split.slice_steps, split.steps, split.pieces, split.bundle_pieces, split.group_pieces) >= 1
             blocks = cdiv(D, tile.block_d) * (n // tile.streams)
             assert configs.partition_rows(T, M, blocks, tile, on.processors) >= 1
             channel_blocks = cdiv(D, configs.finish(D, on).block_d)

@@ -53,18 +53,18 @@ def test_exact_at_any_seed(case, seed):
 
 
 def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypatch):
-    """Programs that walk groups of slices, or take one slice each, as on devices of 1 and of 1000 multiprocessors."""
+    """Programs that walk groups, or take a bundle or a slice each, as on devices of 1, 8 and 1000 multiprocessors."""
     tensors = Case((70,), 4, 2100, bf16).inputs(kernel_device)
     here, results, pieces = device.of(tensors["x"].device), [], set()
-    for processors in (1, 4, 1000):
+    for processors in (1, 8, 1000):
         described = replace(here, processors=processors)
         monkeypatch.setattr(device, "of", lambda _, described=described: described)
         call.forget()
         results.append(mhc_ops.mhc_forward_pre(**tensors, outflag=True, backend="triton"))
-        project = configs.project(24, 4 * 2100, False, here)
+        project = configs.project(24, 2100, False, here)
         token_blocks = cdiv(70, project.block_t)
-        pieces.add(configs.split_k(4 * 2100, project.block_d, token_blocks, processors).pieces)
-    assert len(pieces) == 2, "both ways were taken"
+        pieces.add(configs.split_k(4, 2100, project.block_d, token_blocks, processors).pieces)
+    assert len(pieces) == 3, "all ways were taken"
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 
 
@@ -131,6 +131,7 @@ def test_more_than_2_to_the_31_elements():
         gradients = mhc_pre_bwd(
             **{**parameters, "x": x[rows]},
             gamma=None,
+            layer_norm_weight=None,
             options=PreOptions(sinkhorn_iters=0),
             inv_rms=outputs[3],
             h_mix=outputs[4],

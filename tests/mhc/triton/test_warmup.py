@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 import mhc_ops
+from mhc_ops.core import backend as backends
 from mhc_ops.core import launch as launching
-from mhc_ops.mhc.triton import parts, post, pre_bwd, pre_fwd, pre_sums
+from mhc_ops.mhc.triton import few, parts, post, pre_bwd, pre_finish, pre_fwd, pre_norm, pre_sums
 
-MODULES = (parts, post, pre_bwd, pre_fwd, pre_sums)
+MODULES = (few, parts, post, pre_bwd, pre_finish, pre_fwd, pre_norm, pre_sums)
 CONSTANTS = ("PARTS", "PIECES", "SLICE_STEPS", "n", "M", "BLOCK_T", "BLOCK_D", "BLOCK_K", "STAGES", "num_warps")
 
 
@@ -27,21 +28,50 @@ def launched(monkeypatch):
     return found
 
 
+@pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize("gamma", [False, True])
 @pytest.mark.parametrize("tokens", [5, 300])
-def test_what_is_compiled_is_what_a_step_launches(tokens, gamma, launched, kernel_device, monkeypatch):
-    compiled = []
+def test_what_is_compiled_is_what_a_step_launches(tokens, gamma, layer_norm, launched, kernel_device, monkeypatch):
+    compiled, D = [], 24 + 8 * (2 * gamma + layer_norm)  # each its own: a call like one before is replayed on a GPU
     monkeypatch.setattr(mhc_ops.mhc.warmup, "ThreadPoolExecutor", lambda count: Ahead(compiled))
-    sizes = {"tokens": tokens, "gamma": gamma, "device": kernel_device}
-    assert mhc_ops.warmup(4, 24, **sizes, backend="triton") == len(compiled) > 5
+    sizes = {"tokens": tokens, "gamma": gamma, "layer_norm": layer_norm, "device": kernel_device}
+    assert mhc_ops.warmup(4, D, **sizes, backend="triton") == len(compiled) > 5
     ahead = set(launched)
+    assert len(compiled) == len(ahead)  # each once, whichever ops it is of
     launched.clear()
-    layer = mhc_ops.HyperConnection(nn.Identity(), 4, 24, gamma=gamma, backend="triton", device=kernel_device)
-    x = torch.randn(tokens, 4, 24, dtype=torch.bfloat16, device=kernel_device, requires_grad=True)
-    layer(x).sum().backward()
+    stack = stack_of(4, D, gamma=gamma, layer_norm=layer_norm, backend="triton", device=kernel_device)
+    x = torch.randn(tokens, 4, D, dtype=torch.bfloat16, device=kernel_device, requires_grad=True)
+    stack(x).sum().backward()
     with torch.no_grad():
-        layer(x)
+        stack(x)
     assert set(launched) == ahead
+
+
+def stack_of(n, D, **options):
+    """The kernels of a connection alone are among its."""
+    return mhc_ops.HyperStack(*(mhc_ops.HyperConnection(nn.Identity(), n, D, **options) for _ in range(3)))
+
+
+def test_the_boundary_of_a_stack_is_compiled(kernel_device, monkeypatch):
+    """Its own launchers run, whatever they are made of on this device: with gradients, backward, and without."""
+    asked, load = [], backends.load
+
+    def seen(family, backend, name, device):
+        launcher = load(family, backend, name, device)
+        return lambda **tensors: asked.append((name, tensors.get("linked"))) or launcher(**tensors)
+
+    monkeypatch.setattr(backends, "load", seen)
+    monkeypatch.setattr(mhc_ops.mhc.warmup, "ThreadPoolExecutor", lambda count: Ahead([]))
+    mhc_ops.warmup(2, 40, tokens=3, device=kernel_device, backend="triton")
+    boundary = {("mhc_next_fwd", True), ("mhc_next_fwd", False), ("mhc_next_bwd", None)}
+    assert boundary <= set(asked)
+    asked.clear()
+    x = torch.randn(3, 2, 40, dtype=torch.bfloat16, device=kernel_device, requires_grad=True)
+    stack = stack_of(2, 40, backend="triton", device=kernel_device)
+    stack(x).sum().backward()
+    with torch.no_grad():
+        stack(x)
+    assert {(name, linked) for name, linked in asked if "next" in name} == boundary
 
 
 class Ahead:
@@ -79,6 +109,6 @@ def test_the_first_step_compiles_nothing(monkeypatch, tmp_path):
     assert mhc_ops.warmup(3, 48, tokens=300) > 5
     monkeypatch.setattr(triton.compiler, "compile", None)
     monkeypatch.setattr(triton.runtime.jit, "compile", None, raising=False)
-    layer = mhc_ops.HyperConnection(nn.Identity(), 3, 48, device="cuda")
+    stack = stack_of(3, 48, device="cuda")
     x = torch.randn(300, 3, 48, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    layer(x).sum().backward()
+    stack(x).sum().backward()

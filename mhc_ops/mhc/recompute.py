@@ -1,0 +1,161 @@
+"""What the connections of a HyperStack hand to one another, and how x is left out of what autograd keeps.
+
+x between two sublayers is x_next of `mhc_post`. In the backward it is made again from the x before it, h_out and the
+maps, which are kept anyway, with the same bits; the layers do not run again.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..core import backend as backends
+from ..core.modes import watched
+from .ops import Carry, mhc_enter, mhc_leave, mhc_next, mhc_post
+
+
+class Remade:
+    """An x that is not kept: the x before it, and what was written into that."""
+
+    def __init__(self, before: "Tensor | Remade", carry: Carry, h_out: Tensor, backend: str | None):
+        self.before, self.backend = before, backend
+        self.h_out, self.h_post, self.h_res = h_out.detach(), carry.h_post.detach(), carry.h_res.detach()
+        self.choice = backends.chosen()  # autograd makes it again in a thread that has none of its own
+        self.made: Tensor | None = None
+
+    def x(self) -> Tensor:
+        """Until `forget`: the backward of the boundary behind this x reads it first, that of its own boundary last, and
+        between them all that was made on the way to it is needed too."""
+        if self.made is None:
+            before = self.before.x() if isinstance(self.before, Remade) else self.before
+            with torch.no_grad(), backends.scope(self.choice):
+                self.made = mhc_post(before, self.h_out, self.h_post, self.h_res, backend=self.backend)
+        return self.made
+
+    def forget(self) -> None:
+        self.made = None
+
+
+class Recompute(NamedTuple):
+    """every: how many boundaries have one x that is kept; number: of the boundary of this x; source: the x, or how it
+    is made again"""
+
+    every: int
+    number: int
+    source: Tensor | Remade
+
+
+class StackCarry(NamedTuple):
+    """What stands in the place of x between two connections of a `HyperStack`: the `Carry` of the sublayer that ended,
+    and its h_out, which is still to be written. Before the first connection there is x alone."""
+
+    x: Tensor
+    h_post: Tensor | None = None
+    h_res: Tensor | None = None
+    read: Tensor | None = None
+    link: Tensor | None = None
+    h_out: Any = None  # what a layer returned, checked where it is written
+    recompute: Recompute | None = None
+
+
+def begin(x: Tensor, every: int) -> StackCarry:
+    """every: keep x of every so many boundaries for the backward; 0 keeps all"""
+    return StackCarry(x, recompute=Recompute(every, 0, x) if every else None)
+
+
+def boundary(before: StackCarry, *parameters: Any, backend: str | None, **own: Any) -> tuple[Tensor, StackCarry]:
+    """h_in of the next sublayer and its carry, in which h_out is still to be set. parameters, own: of that sublayer"""
+    recompute = before.recompute
+    if before.h_post is None:
+        h_in, carry = mhc_enter(before.x, *parameters, backend=backend, **own)
+        return h_in, StackCarry(*carry, recompute=recompute and Recompute(recompute.every, 0, carry.x.detach()))
+    ended = _ended(before)
+    if recompute is None or watched():
+        h_in, carry = mhc_next(ended, before.h_out, *parameters, backend=backend, **own)
+        return h_in, StackCarry(*carry)
+    every, number, source = recompute
+    with _Kept() as kept:
+        h_in, carry = mhc_next(ended, before.h_out, *parameters, backend=backend, **own)
+    after: Tensor | Remade = carry.x.detach()
+    if kept.may_leave_out and (number + 1) % every:
+        after = Remade(source, ended, before.h_out, backend)
+    kept.leave_out(ended.x, source, last=False)
+    kept.leave_out(carry.x, after, last=True)
+    return h_in, StackCarry(*carry, recompute=Recompute(every, number + 1, after))
+
+
+def end(before: StackCarry, backend: str | None) -> Tensor:
+    """x behind the last sublayer."""
+    ended, recompute = _ended(before), before.recompute
+    if recompute is None or watched():
+        return mhc_leave(ended, before.h_out, backend=backend)
+    with _Kept() as kept:
+        x = mhc_leave(ended, before.h_out, backend=backend)
+    kept.leave_out(ended.x, recompute.source, last=False)
+    return x
+
+
+def _ended(carry: StackCarry) -> Carry:
+    assert carry.h_post is not None
+    assert carry.h_res is not None
+    return Carry(carry.x, carry.h_post, carry.h_res, carry.read, carry.link)
+
+
+class _Slot:
+    """What autograd keeps in the place of a tensor."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor: Tensor | None = tensor
+        self.remade: Remade | None = None
+        self.last = False  # of the two that read this x in the backward
+
+    def unpacked(self) -> Tensor:
+        if self.remade is None:
+            assert self.tensor is not None
+            return self.tensor
+        x = self.remade.x()
+        if self.last:
+            self.remade.forget()
+        return x
+
+
+class _Kept:
+    """Sees what autograd keeps within it, unless others do already, as a checkpoint does."""
+
+    def __init__(self) -> None:
+        others = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.may_leave_out = torch.is_grad_enabled() and not others
+        self.slots: list[_Slot] = []
+
+    def pack(self, tensor: Tensor) -> _Slot:
+        self.slots.append(_Slot(tensor))
+        return self.slots[-1]
+
+    def __enter__(self) -> "_Kept":
+        if self.may_leave_out:
+            self.hooks = saved_tensors_hooks(self.pack, _Slot.unpacked)
+            self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.may_leave_out:
+            self.hooks.__exit__(*error)
+            del self.hooks  # a cycle with it would keep all slots until Python looks for cycles
+
+    def leave_out(self, x: Tensor, source: Tensor | Remade, last: bool) -> None:
+        """Keep how x is made again, where it is, in the place of x."""
+        if isinstance(source, Remade):
+            for slot in self.slots:
+                if slot.tensor is not None and _same(slot.tensor, x):
+                    slot.tensor, slot.remade, slot.last = None, source, last
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """The same memory, seen in the same way: autograd keeps outputs as tensors of their own."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )

@@ -1,0 +1,85 @@
+"""A stack of hyper-connections, which runs the boundary between two of them as one operation."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import recompute as between
+from .modules import HyperConnection
+from .recompute import StackCarry
+
+
+class HyperStack(nn.Sequential):
+    """The layers of a model with n residual streams: `x = HyperStack(*connections)(x)` for x [..., n, D].
+
+    An nn.Sequential of `HyperConnection`s, all with one n and one D: the same keys in its state, the same values, bit
+    for bit. Between two connections the output of one is written back and the input of the next is read in one
+    operation (`mhc_next`), forward and backward.
+
+    `forward(x, /, *args, **kwargs)` passes the extras on to every layer. Where a layer returns a tuple, what it holds
+    behind h_out is collected: (x, [rest of each layer]), each rest a tuple, () of a layer that has none.
+
+    >>> stack = HyperStack(*(HyperConnection(nn.Linear(64, 64), 4, 64, layer_norm=True) for _ in range(6)))
+    >>> x = stack(mhc_expand(torch.randn(2, 10, 64), 4))
+
+    Every connection runs through its own call, so that its hooks run; where they see x in an nn.Sequential, they see a
+    carry, whose `x` is x as the connection read it.
+
+    recompute: with k > 0 only x of every k-th boundary is kept for the backward. The others are made again there from
+    h_out and the maps, up to k − 1 at a time, with the same bits and without running the layers again. Nothing is left
+    out under torch.compile, torch.func or a mode, where the values are the same; nor inside a checkpoint or other hooks
+    on what autograd keeps, which decide that themselves.
+    """
+
+    def __init__(self, *connections: Any, recompute: int = 0):
+        if not isinstance(recompute, int) or isinstance(recompute, bool):
+            raise TypeError(f"HyperStack: recompute must be an int, got {type(recompute).__name__}")
+        if recompute < 0:
+            raise ValueError(f"HyperStack: recompute must be 0 or more, got {recompute}")
+        super().__init__(*connections)
+        self.recompute = recompute
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """nn.Sequential calls it for every connection."""
+        if not isinstance(module, HyperConnection):
+            kind = type(module).__name__
+            raise TypeError(f"HyperStack: connection {name} must be a HyperConnection, got {kind}")
+        for first, other in self._modules.items():
+            assert isinstance(other, HyperConnection)
+            if (module.n, module.D) != (other.n, other.D):
+                sizes = f"n={module.n}, D={module.D}, but connection {first} has n={other.n}, D={other.D}"
+                raise ValueError(f"HyperStack: connection {name} has {sizes}")
+        super().add_module(name, module)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A connection, or a stack of some of them."""
+        found: Any = super().__getitem__(index)
+        if isinstance(index, slice):
+            found.recompute = self.recompute
+        return found
+
+    def forward(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        carry, rests, any_rest, backend = between.begin(x, self.recompute), [], False, None
+        for name, connection in self._modules.items():
+            result = connection(carry, *args, **kwargs)
+            carry, rest = _split(name, result)
+            rests.append(rest or ())
+            any_rest = any_rest or rest is not None
+            backend = getattr(connection, "backend", None)
+        if carry.h_post is not None:
+            x = between.end(carry, backend)
+        return (x, rests) if any_rest else x
+
+    def extra_repr(self) -> str:
+        return f"recompute={self.recompute}" if self.recompute else ""
+
+
+def _split(name: str, result: Any) -> tuple[StackCarry, tuple[Any, ...] | None]:
+    """The carry, and the rest where the layer returned a tuple."""
+    if isinstance(result, StackCarry):
+        return result, None
+    if isinstance(result, tuple) and result and isinstance(result[0], StackCarry):
+        return result[0], result[1:]
+    if isinstance(result, tuple) and len(result) == len(StackCarry._fields) and isinstance(result[0], Tensor):
+        return StackCarry(*result), None  # torch's backward hooks return a plain tuple
+    raise TypeError(f"HyperStack: connection {name} must return its carry, got {type(result).__name__} (of a hook?)")

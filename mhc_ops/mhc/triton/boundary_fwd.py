@@ -1,0 +1,361 @@
+"""The large kernel of a boundary's forward, for Hopper, in Gluon: post of one layer and the projection of the next
+layer's pre, in one pass over x.
+
+A program walks through bundles of K (256 channels of all streams) and, for each, through blocks of 32 tokens: the parts
+of phi of a bundle stay in shared memory, so that they are read once per program and bundle. One warp copies (TMA) up to
+3 stages ahead, a stage being 128 channels of 32 tokens: half a bundle, and a slice of K. Eight warps compute: x_next
+takes the place of x in its stage, from where the matrix units read it and the copy to memory does.
+
+K is summed in the order of mhc_pre_project_kernel and of the same products: that of 128 channels of a stream starts
+from zero, on units that take 16 columns of K at a time, with the parts of phi as two rows. So the partial sums have its
+bits.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...core import device
+from ...core.launch import launch
+from ...core.sizes import cdiv
+from . import configs
+from .boundary_common import M, barrier, by_rows, by_streams, columns4, columns16, described, n, narrow, shared, widen
+from .parts import LANE as COLUMNS_OF_LANE
+from .parts import phi_parts
+
+BLOCK_T = gl.constexpr(configs.BOUNDARY_FWD.block_t)
+BLOCK_D = gl.constexpr(configs.BOUNDARY_FWD.block_d)  # of a stage
+STAGES = gl.constexpr(configs.BOUNDARY_FWD.stages)
+SLICES = gl.constexpr(configs.BUNDLE // configs.BOUNDARY_FWD.block_d)  # of a bundle: a stage each
+TILE_D = gl.constexpr(64)  # channels of a tile in shared memory: rows of 128 bytes, swizzled
+TILES = gl.constexpr(configs.BOUNDARY_FWD.block_d // 64)  # of a stream in a stage
+LANE = gl.constexpr(COLUMNS_OF_LANE.value)
+MAPS = gl.constexpr(8)  # that are copied at once, in both parts
+MAP_BLOCKS = gl.constexpr(configs.maps(configs.BOUNDARY_STREAMS) // 8)
+SLOTS = gl.constexpr(2)  # for maps of a block of tokens: the copying warp is more than one block ahead
+COPYING_REGISTERS = gl.constexpr(56)  # of a thread that only copies: fewer spill; the others share the rest, 224
+
+
+# ---- layouts of eight warps ------------------------------------------------------------------------------------------
+
+# Of tiles [tokens, channels]: a thread has 8 channels of a token.
+TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+# Of products [rows of parts, tokens], and of those with both parts of a map added: a thread has both.
+PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 16, 16]))
+SUMS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [0, 16]], [], [32, 32]
+    )
+)
+
+
+def _columns(count):
+    """[tokens, count]: a thread has all columns of the token that TILE gives it."""
+    columns = [[0, 1 << bit] for bit in range(count.bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [0, 0], [1, 0], [2, 0]]
+    return gl.constexpr(gl.DistributedLinearLayout(columns, lanes, [[4, 0], [8, 0], [16, 0]], [], [32, count]))
+
+
+COLUMNS_4, COLUMNS_16 = _columns(4), _columns(16)
+SHARED_TILE = gl.constexpr(shared((32, 64), torch.bfloat16))
+SHARED_PHI = gl.constexpr(shared((64, 64), torch.bfloat16))
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+# As sum_neighbours in parts.py
+@gluon.jit
+def sum_neighbours(values, COLUMNS: gl.constexpr, TO: gl.constexpr):
+    for level in gl.static_range(6):
+        if (COLUMNS >> level) > TO:
+            values = gl.sum(gl.reshape(values, [BLOCK_T, COLUMNS >> (level + 1), 2]), axis=2)
+    return values
+
+
+# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], with the roundings of `mix` in post.py, stored over x.
+# Returns Σ_j x_next[j]² as [tokens, lanes]: one stream after the other, the channels of a lane as in sum_neighbours.
+@gluon.jit
+def mix_in_place(x_memory, h_out_memory, h_post, h_res):
+    tiles = x_memory._reinterpret(gl.bfloat16, [n, BLOCK_T, TILE_D], SHARED_TILE)
+    h_out = widen(h_out_memory.load(TILE))
+    x = ()
+    for i in gl.static_range(n):
+        x = x + (widen(tiles.index(i).load(TILE)),)
+    x_next = ()
+    for j in gl.static_range(n):
+        value = h_post[j] * h_out
+        for i in gl.static_range(n):
+            weight, _ = gl.broadcast(h_res[i * n + j], x[i])
+            value = gl.fma(weight, x[i], value)
+        x_next = x_next + (narrow(value),)
+        value = widen(x_next[j])
+        more = sum_neighbours(value * value, TILE_D, TILE_D // LANE)
+        squares = more if j == 0 else squares + more  # noqa: F821
+    # One store for all streams: a barrier stands before each. [.., .., j % 2, j // 2] reversed
+    wide = gl.join(gl.join(x_next[0], x_next[2]), gl.join(x_next[1], x_next[3]))
+    x_memory.store(gl.reshape(gl.permute(wide, [2, 3, 0, 1]), [n, BLOCK_T, TILE_D]))
+    return squares
+
+
+# Σ over a slice's 128 channels of all streams, of the lanes of its tiles
+@gluon.jit
+def sum_of_tiles(first, second):
+    LANES: gl.constexpr = TILE_D // LANE
+    return sum_neighbours(first, LANES, 1) + sum_neighbours(second, LANES, 1)
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+# Begins the products [rows of parts, tokens] of a stage, one for each stream. A tile of phi has 48 rows: two parts of
+# 24 maps. What stands in the other 16 of the 64 that are multiplied is nobody's, nor are those rows of the product.
+@gluon.jit
+def begin_products(xs, phis, stage, slice: gl.constexpr, zero):
+    products = ()
+    for j in gl.static_range(n):
+        for q in gl.static_range(TILES):
+            at = ((slice * n + j) * TILES + q) * MAP_BLOCKS
+            phi = phis.index(at)._reinterpret(gl.bfloat16, [64, TILE_D], SHARED_PHI)
+            tiles = xs.index(stage * TILES + q)._reinterpret(gl.bfloat16, [n, BLOCK_T, TILE_D], SHARED_TILE)
+            x_next = tiles.index(j).permute([1, 0])
+            if q == 0:
+                product = warpgroup_mma(phi, x_next, zero, use_acc=False, is_async=True)
+            else:
+                product = warpgroup_mma(phi, x_next, product, is_async=True)
+        products = products + (product,)
+    return products
+
+
+# Σ_j products[j], in order, with both parts of a map added: [maps, tokens]
+@gluon.jit
+def end_products(products):
+    p0, p1, p2, p3 = warpgroup_mma_wait(0, deps=products)
+    stacked = gl.reshape(p0 + p1 + p2 + p3, [4, 2, MAPS, BLOCK_T])
+    high, low = gl.split(gl.permute(stacked, [0, 2, 3, 1]))
+    return gl.convert_layout(gl.reshape(high + low, [32, BLOCK_T]), SUMS, assert_trivial=True)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def advance(at, phase, COUNT: gl.constexpr):
+    at += 1
+    if at == COUNT:
+        at = 0
+        phase ^= 1
+    return at, phase
+
+
+# The program's (bundle, block of tokens), bundle after bundle, and how many blocks of tokens there are
+@gluon.jit
+def share(T, D):
+    blocks = gl.cdiv(T, BLOCK_T)
+    items = blocks * (D // (SLICES * BLOCK_D))
+    begin = gl.program_id(0) * items // gl.num_programs(0)
+    end = (gl.program_id(0) + 1) * items // gl.num_programs(0)
+    return begin, end, blocks
+
+
+# Barriers. Both functions take stages, slots and bundles in the same order, so both know how often (k times) one was
+# used before; `phase` is k % 2. A "full" barrier ends its phase k with the copying warp's one arrival (expect) and the
+# last byte of its copies; whoever reads waits for parity k % 2. An "empty" barrier ends its phase k with one arrival of
+# the computing warps when they have done with use k, behind a barrier of all of them; the copying warp waits, before
+# use k, for phase k − 1: parity of k + 1, and at first (k = 0) not at all, as a fresh barrier counts as one whose phase
+# of parity 1 has ended.
+#   full, empty            of a stage: x and h_out of 128 channels, then x_next
+#   maps_full, maps_empty  of a slot: h_post and h_res of a block of tokens
+#   phi_full, phi_empty    of a slice of the bundle: its parts of phi. k: bundles that the program has had before
+# Nobody waits in a circle: before the copying warp waits for a stage, a slot or phi to become empty, it has begun all
+# copies that the computing warps need to get there, which are those of the stage behind it (STAGES ≥ 2).
+@gluon.jit
+def copy_in(x_desc, h_out_desc, h_post_desc, h_res_desc, parts_desc, memory, full, empty, T, D):
+    xs, outs, posts, ress, phis = memory
+    stage_full, maps_full, phi_full = full
+    stage_empty, maps_empty, phi_empty = empty
+    begin, end, blocks = share(T, D)
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    for item in range(begin, end):
+        bundle = item // blocks
+        t = item % blocks * BLOCK_T
+        is_new = (item == begin) | (item % blocks == 0)
+        phi_phase = (bundle - begin // blocks) & 1
+        mbarrier.wait(maps_empty.index(slot), slot_phase ^ 1)
+        mbarrier.expect(maps_full.index(slot), BLOCK_T * (n + n * n) * 4)
+        tma.async_copy_global_to_shared(h_post_desc, [t, 0], maps_full.index(slot), posts.index(slot))
+        tma.async_copy_global_to_shared(h_res_desc, [t, 0], maps_full.index(slot), ress.index(slot))
+        slot, slot_phase = advance(slot, slot_phase, SLOTS)
+        for slice in gl.static_range(SLICES):
+            d = (bundle * SLICES + slice) * BLOCK_D
+            ready = stage_full.index(stage)
+            mbarrier.wait(stage_empty.index(stage), phase ^ 1)
+            mbarrier.expect(ready, (n + 1) * BLOCK_T * BLOCK_D * 2)
+            for q in gl.static_range(TILES):
+                at = stage * TILES + q
+                tma.async_copy_global_to_shared(x_desc, [0, t, d + q * TILE_D], ready, xs.index(at))
+                tma.async_copy_global_to_shared(h_out_desc, [t, d + q * TILE_D], ready, outs.index(at))
+            if is_new:
+                mbarrier.wait(phi_empty.index(slice), phi_phase ^ 1)
+                mbarrier.expect(phi_full.index(slice), n * MAP_BLOCKS * 2 * MAPS * BLOCK_D * 2)
+                for tile in gl.static_range(n * TILES):
+                    for m in gl.static_range(MAP_BLOCKS):
+                        at = (slice * n * TILES + tile) * MAP_BLOCKS + m
+                        tma.async_copy_global_to_shared(
+                            parts_desc, [0, m * MAPS, n * d + tile * TILE_D], phi_full.index(slice), phis.index(at)
+                        )
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def compute(x_next_desc, partials_ptr, memory, full, empty, T, D):
+    xs, outs, posts, ress, phis = memory
+    stage_full, maps_full, phi_full = full
+    stage_empty, maps_empty, phi_empty = empty
+    begin, end, blocks = share(T, D)
+    m = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, SUMS)), 1)
+    column = gl.expand_dims(gl.arange(0, BLOCK_T, gl.SliceLayout(0, SUMS)), 0)
+    token = gl.arange(0, BLOCK_T, gl.SliceLayout(1, TILE))
+    zero = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    for item in range(begin, end):
+        bundle = item // blocks
+        t = item % blocks * BLOCK_T
+        is_last = (item + 1) % blocks == 0
+        phi_phase = (bundle - begin // blocks) & 1
+        mbarrier.wait(maps_full.index(slot), slot_phase)
+        h_post = columns4(posts.index(slot).load(COLUMNS_4), TILE)
+        h_res = columns16(ress.index(slot).load(COLUMNS_16), TILE)
+        for slice in gl.static_range(SLICES):
+            mbarrier.wait(stage_full.index(stage), phase)
+            squares = ()
+            for q in gl.static_range(TILES):
+                at = stage * TILES + q
+                squares = squares + (mix_in_place(xs.index(at), outs.index(at), h_post, h_res),)
+            fence_async_shared()  # what this thread stored is seen by matrix units and copies, behind the barrier below
+            if slice > 0:
+                total = end_products(products)  # noqa: F821
+            tma.store_wait(0)  # the copy out of the stage before has read it: of the thread that began it
+            mbarrier.wait(phi_full.index(slice), phi_phase)
+            barrier()
+            # Behind this barrier all warps have stored x_next and fenced, have read the maps of this block (their first
+            # use is above), and have done with the stage before: its products are waited for, above or at the end of
+            # the last item, and so is the copy out of it.
+            if slice == 0:
+                mbarrier.arrive(maps_empty.index(slot), count=1)
+            if (slice > 0) | (item > begin):
+                mbarrier.arrive(stage_empty.index((stage + STAGES - 1) % STAGES), count=1)
+            if (slice > 0) & is_last:
+                mbarrier.arrive(phi_empty.index(slice - 1), count=1)
+            products = begin_products(xs, phis, stage, slice, zero)
+            for q in gl.static_range(TILES):
+                d = (bundle * SLICES + slice) * BLOCK_D + q * TILE_D
+                tma.async_copy_shared_to_global(x_next_desc, [0, t, d], xs.index(stage * TILES + q))
+            more = sum_of_tiles(squares[0], squares[1])
+            total_squares = more if slice == 0 else total_squares + more  # noqa: F821
+            stage, phase = advance(stage, phase, STAGES)
+        total += end_products(products)
+        if is_last:
+            barrier()  # the products of all warps are waited for
+            mbarrier.arrive(phi_empty.index(SLICES - 1), count=1)
+        slot, slot_phase = advance(slot, slot_phase, SLOTS)
+
+        out = partials_ptr + (bundle.to(gl.int64) * T + t) * (M + 1)
+        gl.store(out + (column * (M + 1) + m), total, mask=(m < M) & (column < T - t))
+        total_squares = gl.reshape(total_squares, [BLOCK_T])
+        total_squares = gl.convert_layout(total_squares, gl.SliceLayout(1, TILE), assert_trivial=True)
+        gl.store(out + (token * (M + 1) + M), total_squares, mask=token < T - t)
+    tma.store_wait(0)  # shared memory is given back when this returns
+
+
+# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]
+# partials[bundle, t, m] = Σ_{d in bundle} Σ_j x_next[t, j, d]·phi[m, j, d];  partials[bundle, t, M] = Σ x_next²
+@gluon.jit(do_not_specialize=["T"])
+def mhc_boundary_fwd_kernel(
+    x_desc,  # [n, T, D], as x_next
+    h_out_desc,
+    h_post_desc,
+    h_res_desc,  # [T, n·n]
+    parts_desc,  # [parts, maps, K], in the order of the projection
+    x_next_desc,
+    partials_ptr,
+    T,
+    D,
+):
+    bf16: gl.constexpr = gl.bfloat16
+    fp32: gl.constexpr = gl.float32
+    # A tile of phi has 48 rows: one more block is what the last one's product reads behind them.
+    memory = (
+        gl.allocate_shared_memory(bf16, [STAGES * TILES, n, BLOCK_T, TILE_D], x_desc.layout),
+        gl.allocate_shared_memory(bf16, [STAGES * TILES, BLOCK_T, TILE_D], h_out_desc.layout),
+        gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n], h_post_desc.layout),
+        gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n * n], h_res_desc.layout),
+        gl.allocate_shared_memory(bf16, [SLICES * n * TILES * MAP_BLOCKS + 1, 2, MAPS, TILE_D], parts_desc.layout),
+    )
+    full = (
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [SLICES, 1], mbarrier.MBarrierLayout()),
+    )
+    empty = (
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [SLICES, 1], mbarrier.MBarrierLayout()),
+    )
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full[0].index(s), count=1)
+        mbarrier.init(empty[0].index(s), count=1)
+    for s in gl.static_range(SLOTS):
+        mbarrier.init(full[1].index(s), count=1)
+        mbarrier.init(empty[1].index(s), count=1)
+    for s in gl.static_range(SLICES):
+        mbarrier.init(full[2].index(s), count=1)
+        mbarrier.init(empty[2].index(s), count=1)
+    barrier()  # nobody waits for a barrier before it is one
+    gl.warp_specialize(
+        [
+            (compute, (x_next_desc, partials_ptr, memory, full, empty, T, D)),
+            (copy_in, (x_desc, h_out_desc, h_post_desc, h_res_desc, parts_desc, memory, full, empty, T, D)),
+        ],
+        [1],
+        [COPYING_REGISTERS],
+    )
+
+
+def post_project(*, x, h_out, h_post, h_res, phi, gamma, x_next):
+    """Fills x_next; returns the partial sums [bundles, T, M + 1], and how K was split."""
+    tile, on = configs.BOUNDARY_FWD, device.of(x.device)
+    streams, D = x.shape[-2:]
+    T = x.numel() // (streams * D)
+    bundles, token_blocks = D // configs.BUNDLE, cdiv(T, tile.block_t)
+    parts = phi_parts(phi, gamma, None, streams, configs.arithmetic(x.dtype, on), tile.block_d)
+    partials = torch.empty((bundles, T, phi.shape[0] + 1), dtype=torch.float32, device=x.device)
+    launch(
+        mhc_boundary_fwd_kernel,
+        (min(on.processors, bundles * token_blocks),),
+        x_desc=by_streams(x, tile.block_t, TILE_D.value),
+        h_out_desc=by_rows(h_out, D, tile.block_t, TILE_D.value),
+        h_post_desc=by_rows(h_post, streams, tile.block_t, streams),
+        h_res_desc=by_rows(h_res, streams**2, tile.block_t, streams**2),
+        parts_desc=described(parts, parts.shape, parts.stride(), [2, MAPS.value, TILE_D.value]),
+        x_next_desc=by_streams(x_next, tile.block_t, TILE_D.value),
+        partials_ptr=partials,
+        T=T,
+        D=D,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
+    )
+    return partials, configs.split_k_in_bundles(streams, D)

@@ -1,0 +1,208 @@
+"""Tiles of the kernel in boundary_bwd.py, in Gluon: where their elements are, and what is made of them.
+
+Four warps hold a tile of 16 tokens × 64 channels of each of 4 streams. A layout says where an element is: each bit of a
+register's, a lane's and a warp's number adds a vector to its place in the tensor.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+
+from . import configs
+from .boundary_common import M, n, narrow, shared, widen
+
+DOTS = gl.constexpr(configs.BOUNDARY_STREAMS * (configs.BOUNDARY_STREAMS + 1))  # of a token: dh_post, then dh_res
+BLOCK_T = gl.constexpr(configs.BOUNDARY_BWD.block_t)
+BLOCK_D = gl.constexpr(configs.BOUNDARY_BWD.block_d)
+BATCHES = gl.constexpr(configs.BOUNDARY_BWD.block_t // 4)  # of 4 tokens, one for each warp
+
+# Of tiles [tokens, channels] and results of products: a warp has the channels 8·w .. 8·w + 7 and 32 more of these.
+TILE = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
+# Of A [channels of a stream, maps]: a warp has 16 channels.
+CHANNELS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+# Of products per batch [batch, 16, 16]: a warp has a batch.
+PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+# Of phi from memory [maps, channels]: 16 bytes a thread.
+FROM_MEMORY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# Of what there is one of a channel, before and after the loop. With another layout, 8 bytes spill.
+ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+# A batch's products have the rows (stream i, token) of x and the columns (token, stream j) of dlink.
+_LEFT = {  # of rows m = i·4 + token and channels k, as the left side of a product is held: [batch, m, k]
+    "registers": [(0, 0, 1), (0, 8, 0), (0, 0, 8), (0, 0, 16), (0, 0, 32)],
+    "lanes": [(0, 0, 2), (0, 0, 4), (0, 1, 0), (0, 2, 0), (0, 4, 0)],
+    "warps": [(1, 0, 0), (2, 0, 0)],
+}
+_RIGHT = {  # of channels k and columns c = token·4 + j, as the right side is held: [batch, k, c]
+    "registers": [(0, 1, 0), (0, 8, 0), (0, 16, 0), (0, 32, 0), (0, 0, 8)],
+    "lanes": [(0, 2, 0), (0, 4, 0), (0, 0, 1), (0, 0, 2), (0, 0, 4)],
+    "warps": [(1, 0, 0), (2, 0, 0)],
+}
+
+
+def _layout(shape, of, place):
+    """The layout of a tensor in which an element of `of` is at place(*element)."""
+    bases = ([place(*element) for element in of[part]] for part in ("registers", "lanes", "warps"))
+    return gl.constexpr(gl.DistributedLinearLayout(*bases, [], shape))
+
+
+def _columns(count):
+    """[tokens, count]: a thread has all columns of the tokens that TILE gives it."""
+    columns = [[0, 1 << bit] for bit in range(count.bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.constexpr(gl.DistributedLinearLayout([*columns, [8, 0]], lanes, [[0, 0], [0, 0]], [], [16, count]))
+
+
+COLUMNS_4, COLUMNS_16, COLUMNS_32 = _columns(4), _columns(16), _columns(32)
+X_OF_BATCH = _layout([4, 16, 64], _LEFT, lambda q, m, k: [m // 4, q * 4 + m % 4, k])  # [streams, tokens, channels]
+X_AS_LEFT = _layout([4, 4, 4, 64], _LEFT, lambda q, m, k: [q, m // 4, m % 4, k])  # [batch, stream, token, channels]
+DLINK_OF_BATCH = _layout([4, 16, 64], _RIGHT, lambda q, k, c: [c % 4, q * 4 + c // 4, k])
+_OF_ANY_STREAM = {**_LEFT, "registers": [place for place in _LEFT["registers"] if place != (0, 8, 0)]}
+H_OUT_OF_BATCH = _layout([16, 64], _OF_ANY_STREAM, lambda q, m, k: [q * 4 + m % 4, k])
+HALF_PRODUCTS = gl.constexpr(  # [batch, 16, 8]
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 8, 0]],
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0], [2, 0, 0]],
+        [],
+        [4, 16, 8],
+    )
+)
+
+
+SHARED_TILE = gl.constexpr(shared((16, 64), torch.bfloat16))
+SHARED_MAPS = gl.constexpr(shared((16, 32), torch.bfloat16))
+
+
+# Σ over the tokens t and t + 8, which one thread holds: [tokens / 2, channels]
+@gluon.jit
+def own_sums(tile):
+    return gl.sum(gl.reshape(tile, [2, BLOCK_T // 2, BLOCK_D]), axis=0)
+
+
+# The n tiles of streams, in fp32
+@gluon.jit
+def load_streams(memory):
+    tiles = memory._reinterpret(gl.bfloat16, [n, BLOCK_T, BLOCK_D], SHARED_TILE)
+    found = ()
+    for i in gl.static_range(n):
+        found = found + (widen(tiles.index(i).load(TILE)),)
+    return found
+
+
+# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], with the roundings of `mix` in post.py, stored ones included
+@gluon.jit
+def mixed(x, h_out, h_post, h_res):
+    x_next = ()
+    for j in gl.static_range(n):
+        value = h_post[j] * h_out
+        for i in gl.static_range(n):
+            weight, _ = gl.broadcast(h_res[i * n + j], x[i])
+            value = gl.fma(weight, x[i], value)
+        x_next = x_next + (narrow(value),)
+    return x_next
+
+
+# A tile as the left side [channels, tokens] of a product, without shared memory: every block of 8 × 8 is transposed
+# between the lanes of its warp. A warp has the channels 8·w + r and 32 + 8·w + r, which become the rows 16·w + r and
+# 16·w + 8 + r: see channel_of_row.
+@gluon.jit
+def transposed(tile):
+    turned = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+    # token / 8, channel % 8, half of the channels, warp, token % 8
+    turned = gl.reshape(turned, [BLOCK_T // 8, 8, 2, BLOCK_D // 16, 8])
+    turned = gl.reshape(gl.permute(turned, [3, 2, 1, 0, 4]), [BLOCK_D, BLOCK_T])
+    return gl.convert_layout(turned, gl.DotOperandLayout(0, CHANNELS, 2), assert_trivial=True)
+
+
+@gluon.jit
+def channel_of_row(row):
+    return row % 8 + row // 16 * 8 + row // 8 % 2 * (BLOCK_D // 2)
+
+
+# A part of dh_mix [tokens, 32] as the right side of a product: its first 16 maps and the next 8
+@gluon.jit
+def maps_as_right(memory):
+    maps = memory.load(gl.DotOperandLayout(1, CHANNELS, 2))
+    low, high = gl.split(gl.permute(gl.reshape(maps, [BLOCK_T, 2, 16]), [0, 2, 1]))
+    high, _ = gl.split(gl.permute(gl.reshape(high, [BLOCK_T, 2, 8]), [0, 2, 1]))
+    low = gl.convert_layout(low, gl.DotOperandLayout(1, CHANNELS, 2), assert_trivial=True)
+    return low, gl.convert_layout(high, gl.DotOperandLayout(1, CHANNELS, 2), assert_trivial=True)
+
+
+# A with these tokens: of stream i the first 16 maps at 2·i, the next 8 at 2·i + 1. A block's sum starts from zero, as
+# sums on matrix units are cut off, not rounded.
+@gluon.jit
+def with_tokens(A, x_next, dh_mix):
+    low_0, high_0 = maps_as_right(dh_mix.index(0))
+    low_1, high_1 = maps_as_right(dh_mix.index(1))
+    zero_16 = gl.zeros([BLOCK_D, 16], gl.float32, CHANNELS)
+    zero_8 = gl.zeros([BLOCK_D, 8], gl.float32, CHANNELS)
+    more = ()
+    for i in gl.static_range(n):
+        left = transposed(x_next[i])
+        more = more + (A[2 * i] + mma_v2(left, low_1, mma_v2(left, low_0, zero_16)),)
+        more = more + (A[2 * i + 1] + mma_v2(left, high_1, mma_v2(left, high_0, zero_8)),)
+    return more
+
+
+@gluon.jit
+def store_A(A_ptr, A, slice, d0, D, first: gl.constexpr, COUNT: gl.constexpr):
+    row = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(1, CHANNELS)), 1)
+    m = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(0, CHANNELS)), 0) + first * 16
+    at = A_ptr + slice.to(gl.int64) * M * (n * D) + (m * (n * D) + d0 + channel_of_row(row))
+    for i in gl.static_range(n):
+        gl.store(at + i * D, A[2 * i + first])
+
+
+# x (or h_out for every stream) as left sides of products, dlink as right sides
+@gluon.jit
+def x_as_left(memory):
+    x = gl.permute(gl.reshape(memory.load(X_OF_BATCH), [n, BATCHES, 4, BLOCK_D]), [1, 0, 2, 3])
+    return gl.convert_layout(x, X_AS_LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def h_out_as_left(memory, x):
+    h_out = gl.reshape(memory.load(H_OUT_OF_BATCH), [BATCHES, 4, BLOCK_D])
+    h_out = gl.expand_dims(gl.convert_layout(h_out, gl.SliceLayout(1, X_AS_LEFT)), 1)
+    h_out, _ = gl.broadcast(h_out, x)
+    return h_out
+
+
+@gluon.jit
+def as_left(streams):
+    return gl.convert_layout(gl.reshape(streams, [BATCHES, 16, BLOCK_D]), gl.DotOperandLayout(0, PRODUCTS, 2))
+
+
+@gluon.jit
+def dlink_as_right(memory):
+    dlink = gl.reshape(memory.load(DLINK_OF_BATCH), [n, BATCHES, 4, BLOCK_D])
+    dlink = gl.reshape(gl.permute(dlink, [1, 3, 2, 0]), [BATCHES, BLOCK_D, 16])
+    return gl.convert_layout(dlink, gl.DotOperandLayout(1, PRODUCTS, 2))
+
+
+# Of a batch's products the columns of two tokens, of which one is the row's own
+@gluon.jit
+def own_half(products, upper):
+    low, high = gl.split(gl.permute(gl.reshape(products, [BATCHES, 16, 2, 8]), [0, 1, 3, 2]))
+    low = gl.convert_layout(low, HALF_PRODUCTS, assert_trivial=True)
+    high = gl.convert_layout(high, HALF_PRODUCTS, assert_trivial=True)
+    return gl.where(upper, high, low)
+
+
+# dots[t, j] = <h_out[t], dlink[t, j]>, dots[t, n + i·n + j] = <x[t, i], dlink[t, j]>, for `left` tokens
+@gluon.jit
+def store_dots(dots_ptr, x, h_out, dlink, left):
+    zero = gl.zeros([BATCHES, 16, 16], gl.float32, PRODUCTS)
+    q = gl.expand_dims(gl.expand_dims(gl.arange(0, BATCHES, gl.SliceLayout(1, gl.SliceLayout(2, HALF_PRODUCTS))), 1), 2)
+    m = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, HALF_PRODUCTS))), 0), 2)
+    c = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, HALF_PRODUCTS))), 0), 1)
+    token, upper = q * 4 + m % 4, m % 4 >= 2
+    own = (c // 4 == m % 2) & (token < left)
+    at = dots_ptr + (token * DOTS + c % 4)
+    gl.store(at + (n + m // 4 * n), own_half(mma_v2(x, dlink, zero), upper), mask=own)
+    gl.store(at, own_half(mma_v2(h_out, dlink, zero), upper), mask=own & (m < 4))

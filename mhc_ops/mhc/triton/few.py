@@ -1,0 +1,312 @@
+"""Few tokens: a whole boundary, or a whole pre, in one launch.
+
+A program takes one slice of K and a group of up to 4 tokens: it makes x_next of its channels, cuts its share of phi
+into parts and stores its partial sums. The last program of a group to arrive adds them up, makes the maps and sums the
+streams to h_in, with its norm. With so few tokens phi is most of the bytes, and it comes from memory to as many
+multiprocessors as there are slices; what other groups read again comes from the L2 cache.
+
+Slices are those of mhc_pre_project_kernel and summed as there, and what comes behind is the code of
+mhc_pre_finish_kernel: same bits as with many tokens. The product has phi on the side where the projection has x,
+because the matrix units of Hopper take 64 rows on one side and as few as 8 on the other: here 64 rows of phi in parts,
+and 16 tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core import device
+from ...core.launch import launch
+from ...core.sizes import cdiv, next_power_of_2
+from . import configs
+from .parts import LANE, load_phi, rest_of, sum_neighbours
+from .post import load_maps
+from .pre_finish import gates_of, load_streams, store_h_in, store_maps, sum_squares, weigh
+from .tickets import Ticketed
+
+ROWS = tl.constexpr(8)  # maps whose parts follow one another, as in stacked_rows
+
+
+# Both parts of phi as rows of a product: the high ones of 8 maps, then their low ones, then the next 8 maps
+@triton.jit
+def stack_parts(phi, dtype: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
+    both = tl.join(phi.to(dtype), rest_of(phi, 1, dtype).to(dtype))
+    both = tl.permute(tl.reshape(both, [BLOCK_M // ROWS, ROWS, COLUMNS, 2]), [0, 3, 1, 2])
+    return tl.reshape(both, [2 * BLOCK_M, COLUMNS])
+
+
+# [2·BLOCK_M, tokens] of stacked rows to [BLOCK_M, tokens]
+@triton.jit
+def sum_stacked(stacked, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr):
+    parts = tl.reshape(stacked, [BLOCK_M // ROWS, 2, ROWS, TOKENS])
+    return tl.reshape(tl.sum(parts, axis=1), [BLOCK_M, TOKENS])
+
+
+# values[first + j] of a tuple
+@triton.jit
+def chosen_of(values, j, first: tl.constexpr, n: tl.constexpr):
+    value = values[first]
+    for i in tl.static_range(1, n):
+        value = tl.where(j == i, values[first + i], value)
+    return value
+
+
+# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]; without h_out x_next is x, and given
+# partials[piece, t, m] = Σ_{k in slice} x_next[t, k]·phi[m, k];  partials[piece, t, M] = Σ_{k in slice} x_next[t, k]²
+# then, by the last program of a group of tokens, what mhc_pre_finish_kernel computes
+@triton.jit(do_not_specialize=["T", "iters"])
+def mhc_few_fwd_kernel(
+    tickets_ptr,  # zero, also when the kernel has ended
+    x_ptr,
+    h_out_ptr,
+    h_post_ptr,
+    h_res_ptr,
+    x_next_ptr,
+    phi_ptr,
+    gamma_ptr,
+    partials_ptr,
+    alpha_ptr,
+    bias_ptr,
+    layer_norm_weight_ptr,
+    h_in_ptr,
+    h_post_next_ptr,
+    h_res_next_ptr,
+    inv_rms_ptr,
+    h_mix_ptr,
+    h_pre_ptr,  # at least as memory between the threads of a program
+    T,
+    D,
+    norm_eps,
+    hc_eps,
+    post_mult,
+    iters,
+    sinkhorn_eps,
+    layer_norm_eps,
+    n: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,  # n in the head
+    SLICE_BLOCKS: tl.constexpr,  # of channels
+    PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
+    GROUP_PIECES: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a group
+    BLOCK_T: tl.constexpr,  # tokens of a product, most of them not there
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # channels of a product
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # channels of h_in at a time
+    BLOCKS: tl.constexpr,  # of BLOCK_D: a power of two
+    STAGES: tl.constexpr,
+):
+    LANES: tl.constexpr = BLOCK_K // LANE
+    piece, group = tl.program_id(0) % PIECES, tl.program_id(0) // PIECES
+    of_group = tl.arange(0, BLOCK_T)
+    token = group * TOKENS + of_group
+    is_token = (of_group < TOKENS) & (token < T)
+    row, is_row = token[:, None], is_token[:, None]
+    m = tl.arange(0, BLOCK_M)[:, None]
+    column = tl.arange(0, BLOCK_K)[None, :]
+    dtype = x_ptr.dtype.element_ty
+
+    if h_out_ptr is not None:
+        h_post, h_res = load_maps(h_post_ptr, h_res_ptr, row, is_row, n)
+    minus_mix = tl.zeros([2 * BLOCK_M, BLOCK_T], tl.float32)
+    squares = tl.zeros([BLOCK_T, LANES], tl.float32)
+    begin = piece * SLICE_BLOCKS
+    for block in tl.range(begin, tl.minimum(begin + SLICE_BLOCKS, tl.cdiv(D, BLOCK_K)), num_stages=1):
+        d = block * BLOCK_K + column
+        in_tile = is_row & (d < D)
+        # Nothing waits for these before phi of the first streams is on its way too.
+        streams = ()
+        for i in tl.static_range(n):
+            streams = streams + (tl.load(x_ptr + (row * n + i) * D + d, mask=in_tile, other=0.0),)
+        if h_out_ptr is not None:
+            h_out = tl.load(h_out_ptr + row * D + d, mask=in_tile, other=0.0)
+        for j in tl.range(n, num_stages=STAGES):
+            phi = load_phi(phi_ptr, gamma_ptr, m, j * D + d, d < D, n * D, M)
+            if h_out_ptr is None:
+                x = chosen_of(streams, j, 0, n)
+            else:
+                mixed = chosen_of(h_post, j, 0, n) * h_out.to(tl.float32)
+                for i in tl.static_range(n):
+                    weight = tl.broadcast_to(chosen_of(h_res, j, i * n, n), mixed.shape)
+                    mixed = tl.fma(weight, streams[i].to(tl.float32), mixed)
+                x = mixed.to(dtype)
+                tl.store(x_next_ptr + (row * n + j) * D + d, x, mask=in_tile)
+            # Subtracted as in mhc_pre_project_kernel.
+            minus_mix -= tl.dot(stack_parts(phi, dtype, BLOCK_M, BLOCK_K), x.T)
+            value = x.to(tl.float32)
+            squares += sum_neighbours(value * value, BLOCK_T, BLOCK_K, LANES)
+
+    out = partials_ptr + (piece * T + token) * (M + 1)
+    tl.store(out[None, :] + m, 0.0 - sum_stacked(minus_mix, BLOCK_M, BLOCK_T), mask=is_token[None, :] & (m < M))
+    tl.store(out + M, tl.reshape(sum_neighbours(squares, BLOCK_T, LANES, 1), [BLOCK_T]), mask=is_token)
+
+    # What this program stored happens before it draws its ticket: all its threads have stored at the barrier, and the
+    # ticket releases what the thread that draws it has seen. The last to draw acquires what all others released, and
+    # its threads read behind that, as they wait for the ticket at a barrier. So it sees all partial sums and x_next.
+    tl.debug_barrier()
+    before = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
+    if before == PIECES - 1:
+        tl.store(tickets_ptr + group, 0)  # nobody else draws; the next kernel of the stream sees it
+        t = group * TOKENS + tl.arange(0, TOKENS)
+        in_batch = t < T
+        rows = t[:, None]
+        if BLOCKS == 1 and h_in_ptr is not None:  # on its way while the gates are made
+            d = tl.arange(0, BLOCK_D)[None, :]
+            x = load_streams(x_next_ptr, rows, d, in_batch, D, n)
+        h_mix, inv_rms, gate = gates_of(
+            partials_ptr,
+            alpha_ptr,
+            bias_ptr,
+            t,
+            in_batch,
+            T,
+            D,
+            norm_eps,
+            n,
+            M,
+            PIECES,
+            BUNDLE_PIECES,
+            GROUP_PIECES,
+            BLOCK_G,
+        )
+        # Through memory, where every thread finds the weights of its tokens: left to itself, triton sums the pieces
+        # again in the layout of h_in, eight of them in each thread.
+        g = tl.arange(0, BLOCK_G)[None, :]
+        tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=in_batch[:, None] & (g < n))
+        tl.debug_barrier()
+        h_pre = ()
+        for i in tl.static_range(n):
+            h_pre = h_pre + (tl.load(h_pre_ptr + rows * n + i, mask=in_batch[:, None], other=0.0),)
+        factor = None
+        if h_in_ptr is not None:
+            if BLOCKS == 1:
+                h_in = weigh(x, h_pre, n)
+                if layer_norm_weight_ptr is not None:
+                    factor = tl.rsqrt(sum_squares(h_in, TOKENS, BLOCK_D) / D + layer_norm_eps)
+                store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+            else:
+                if layer_norm_weight_ptr is not None:
+                    of_blocks = tl.zeros([TOKENS, BLOCKS], tl.float32)
+                    for block in range(BLOCKS):
+                        d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+                        h_in = weigh(load_streams(x_next_ptr, rows, d, in_batch, D, n), h_pre, n)
+                        of_block = sum_squares(h_in, TOKENS, BLOCK_D)[:, None]
+                        of_blocks = tl.where(tl.arange(0, BLOCKS)[None, :] == block, of_block, of_blocks)
+                    total = tl.reshape(sum_neighbours(of_blocks, TOKENS, BLOCKS, 1), [TOKENS])
+                    factor = tl.rsqrt(total / D + layer_norm_eps)
+                for block in range(BLOCKS):
+                    d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+                    h_in = weigh(load_streams(x_next_ptr, rows, d, in_batch, D, n), h_pre, n)
+                    store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+        store_maps(
+            h_mix,
+            inv_rms,
+            gate,
+            partials_ptr,
+            alpha_ptr,
+            bias_ptr,
+            h_post_next_ptr,
+            h_res_next_ptr,
+            inv_rms_ptr,
+            h_mix_ptr,
+            None,
+            t,
+            in_batch,
+            T,
+            hc_eps,
+            post_mult,
+            iters,
+            sinkhorn_eps,
+            n,
+            N,
+            M,
+            PIECES,
+            BUNDLE_PIECES,
+            GROUP_PIECES,
+            BLOCK_G,
+        )
+
+
+KERNEL = Ticketed(mhc_few_fwd_kernel)
+
+
+def chosen(x, T):
+    """How so few tokens are taken, or None where they are not."""
+    n, D = x.shape[-2:]
+    return configs.few(n, D, T, device.of(x.device)) if x.dtype == configs.FEW_DTYPE else None
+
+
+def few_fwd(
+    *,
+    tile,
+    x,
+    phi,
+    gamma,
+    alpha,
+    bias,
+    options,
+    h_in,
+    inv_rms,
+    h_mix,
+    h_out=None,
+    h_post=None,
+    h_res=None,
+    x_next=None,
+    layer_norm_weight=None,
+    h_post_next=None,
+    h_res_next=None,
+    h_pre=None,
+):
+    """tile: as chosen. Without h_out, h_post, h_res and x_next a pre of x; the others as in `finish`."""
+    n, D = x.shape[-2:]
+    M, K = phi.shape
+    T, width, split = x.numel() // K, next_power_of_2(D), configs.split_k_few(n, D, device.of(x.device))
+    partials = torch.empty((split.pieces, T, M + 1), dtype=torch.float32, device=x.device)
+    normed = layer_norm_weight is not None
+    launch(
+        KERNEL,
+        (cdiv(T, tile.tokens) * split.pieces,),
+        x_ptr=x,
+        h_out_ptr=h_out,
+        h_post_ptr=h_post,
+        h_res_ptr=h_res,
+        x_next_ptr=x if h_out is None else x_next,
+        phi_ptr=phi,
+        gamma_ptr=gamma,
+        partials_ptr=partials,
+        alpha_ptr=alpha,
+        bias_ptr=bias,
+        layer_norm_weight_ptr=layer_norm_weight,
+        h_in_ptr=h_in,
+        h_post_next_ptr=h_post_next,
+        h_res_next_ptr=h_res_next,
+        inv_rms_ptr=inv_rms,
+        h_mix_ptr=h_mix,
+        h_pre_ptr=torch.empty((T, n), dtype=torch.float32, device=x.device) if h_pre is None else h_pre,
+        T=T,
+        D=D,
+        norm_eps=options.norm_eps,
+        hc_eps=options.hc_eps,
+        post_mult=options.post_mult,
+        iters=options.sinkhorn_iters,
+        sinkhorn_eps=options.sinkhorn_eps,
+        layer_norm_eps=options.layer_norm_eps if normed else None,
+        n=n,
+        N=next_power_of_2(n),
+        M=M,
+        SLICE_BLOCKS=split.steps // n,
+        PIECES=split.pieces,
+        BUNDLE_PIECES=split.bundle_pieces,
+        GROUP_PIECES=split.group_pieces,
+        TOKENS=tile.tokens,
+        BLOCK_T=tile.block_t,
+        BLOCK_M=configs.FEW_MAPS,
+        BLOCK_K=tile.block_k,
+        BLOCK_G=next_power_of_2(2 * n + 1),
+        BLOCK_D=tile.block_d,
+        BLOCKS=width // tile.block_d,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )

@@ -1,0 +1,382 @@
+"""mHC pre, forward, last step: the partial sums of the projection become the maps, and the streams h_in."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core import device
+from ...core.launch import launch
+from ...core.sizes import cdiv, next_power_of_2
+from . import configs
+from .parts import alpha_of_row, sum_neighbours
+from .sinkhorn import matrices, sinkhorn
+
+
+# Σ_pieces partials[piece, t, column]: pieces are added in order to their bundle, bundles to their group, groups to the
+# total
+@triton.jit
+def sum_pieces(
+    partials_ptr,
+    t,
+    column,
+    present,
+    T,
+    M: tl.constexpr,
+    PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
+    GROUP_PIECES: tl.constexpr,
+):
+    at = partials_ptr + t * (M + 1) + column
+    total = tl.zeros(at.shape, tl.float32)
+    for first in tl.static_range(0, PIECES, GROUP_PIECES):
+        group = tl.zeros(at.shape, tl.float32)
+        for start in tl.static_range(first, min(first + GROUP_PIECES, PIECES), BUNDLE_PIECES):
+            bundle = tl.zeros(at.shape, tl.float32)
+            for piece in tl.static_range(start, min(start + BUNDLE_PIECES, PIECES)):
+                bundle += tl.load(at + piece * T.to(tl.int64) * (M + 1), mask=present, other=0.0)
+            group += bundle
+        total += group
+    return total
+
+
+# h_mix of the rows that a sigmoid follows, inv_rms, and that sigmoid, of the tokens t
+@triton.jit
+def gates_of(
+    partials_ptr,
+    alpha_ptr,
+    bias_ptr,
+    t,
+    in_batch,
+    T,
+    D,
+    norm_eps,
+    n: tl.constexpr,
+    M: tl.constexpr,
+    PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
+    GROUP_PIECES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    GATES: tl.constexpr = n if M == n else 2 * n
+    g = tl.arange(0, BLOCK_G)[None, :]
+    column = tl.where(g < GATES, g, M)  # and behind them Σ x²
+    present = in_batch[:, None] & (g <= GATES)
+    mix = sum_pieces(partials_ptr, t[:, None], column, present, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
+    squares = tl.sum(tl.where(g == GATES, mix, 0.0), axis=1)
+    inv_rms = tl.rsqrt(squares / (n * D) + norm_eps)
+    bias = tl.load(bias_ptr + g, mask=g < GATES, other=0.0).to(tl.float32)
+    return mix, inv_rms, tl.sigmoid(mix * inv_rms[:, None] * alpha_of_row(alpha_ptr, g, GATES, n) + bias)
+
+
+# All maps of the tokens t, Sinkhorn included, and what the gradient reads
+@triton.jit
+def store_maps(
+    mix,
+    inv_rms,
+    gate,
+    partials_ptr,
+    alpha_ptr,
+    bias_ptr,
+    h_post_ptr,
+    h_res_ptr,
+    inv_rms_ptr,
+    h_mix_ptr,
+    h_pre_ptr,
+    t,
+    in_batch,
+    T,
+    hc_eps,
+    post_mult,
+    iters,
+    sinkhorn_eps,
+    n: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
+    GROUP_PIECES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    GATES: tl.constexpr = n if M == n else 2 * n
+    rows = t[:, None]
+    g = tl.arange(0, BLOCK_G)[None, :]
+    is_gate = in_batch[:, None] & (g < GATES)
+    tl.store(inv_rms_ptr + t, inv_rms, mask=in_batch)
+    tl.store(h_mix_ptr + rows * M + g, mix, mask=is_gate)
+    if h_pre_ptr is not None:
+        tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=is_gate & (g < n))
+    if M > n:
+        tl.store(h_post_ptr + rows * n + (g - n), post_mult * gate, mask=is_gate & (g >= n))
+        at, is_res = matrices(t, T, n, N)
+        token = t[:, None, None]
+        m = 2 * n + at - token * (n * n)
+        res_mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
+        tl.store(h_mix_ptr + token * M + m, res_mix, mask=is_res)
+        res_bias = tl.load(bias_ptr + m, mask=is_res, other=0.0).to(tl.float32)
+        h_res = res_mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + res_bias
+        if iters > 0:
+            h_res = sinkhorn(h_res, iters, sinkhorn_eps, n, N)
+        tl.store(h_res_ptr + at, h_res, mask=is_res)
+
+
+# x[i] of these channels, for each stream
+@triton.jit
+def load_streams(x_ptr, rows, d, in_batch, D, n: tl.constexpr):
+    x = ()
+    for i in tl.static_range(n):
+        x = x + (tl.load(x_ptr + (rows * n + i) * D + d, mask=in_batch[:, None] & (d < D), other=0.0),)
+    return x
+
+
+# Σ_i h_pre[i]·x[i], of columns [tokens, 1] and tiles [tokens, channels]
+@triton.jit
+def weigh(x, h_pre, n: tl.constexpr):
+    h_in = tl.zeros(x[0].shape, tl.float32)
+    for i in tl.static_range(n):
+        h_in += h_pre[i] * x[i].to(tl.float32)
+    return h_in
+
+
+# h_in of these channels; h_pre as [tokens, BLOCK_G]
+@triton.jit
+def read(x_ptr, rows, d, in_batch, h_pre, D, n: tl.constexpr, BLOCK_G: tl.constexpr):
+    g = tl.arange(0, BLOCK_G)[None, :]
+    weights = ()
+    for i in tl.static_range(n):
+        weights = weights + (tl.sum(tl.where(g == i, h_pre, 0.0), axis=1, keep_dims=True),)
+    return weigh(load_streams(x_ptr, rows, d, in_batch, D, n), weights, n)
+
+
+# Σ h_in² of each row, in an order that neither layouts nor fused multiplications change
+@triton.jit
+def sum_squares(h_in, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    if COLUMNS == 1:
+        squares = h_in * h_in
+    else:
+        even, odd = tl.split(tl.reshape(h_in, [ROWS, COLUMNS // 2, 2]))
+        squares = sum_neighbours(tl.fma(even, even, odd * odd), ROWS, COLUMNS // 2, 1)
+    return tl.reshape(squares, [ROWS])
+
+
+# h_in of these channels or, with a weight, weight ⊙ h_in · factor
+@triton.jit
+def store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D):
+    if layer_norm_weight_ptr is not None:
+        weight = tl.load(layer_norm_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        h_in = weight * (h_in * factor[:, None])
+    tl.store(h_in_ptr + rows * D + d, h_in.to(h_in_ptr.dtype.element_ty), mask=in_batch[:, None] & (d < D))
+
+
+# h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
+# h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post);  h_res = sinkhorn(z_res), or z_res where iters is 0
+# h_in = Σ_i h_pre[i]·x[i], where it is asked for
+@triton.jit(do_not_specialize=["T", "blocks_each", "iters"])
+def mhc_pre_finish_kernel(
+    x_ptr,
+    partials_ptr,
+    alpha_ptr,
+    bias_ptr,
+    h_in_ptr,
+    h_post_ptr,
+    h_res_ptr,
+    inv_rms_ptr,
+    h_mix_ptr,
+    h_pre_ptr,
+    T,
+    D,
+    blocks_each,  # blocks of channels per program
+    norm_eps,
+    hc_eps,
+    post_mult,
+    iters,
+    sinkhorn_eps,
+    n: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,  # n in the head
+    PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
+    GROUP_PIECES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # Last tokens first: some of them are still in the L2 cache.
+    t = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_batch = t < T
+    rows = t[:, None]
+
+    mix, inv_rms, gate = gates_of(
+        partials_ptr,
+        alpha_ptr,
+        bias_ptr,
+        t,
+        in_batch,
+        T,
+        D,
+        norm_eps,
+        n,
+        M,
+        PIECES,
+        BUNDLE_PIECES,
+        GROUP_PIECES,
+        BLOCK_G,
+    )
+    h_pre = gate + hc_eps
+
+    if h_in_ptr is not None:
+        begin = tl.program_id(1) * blocks_each
+        for block in range(begin, tl.minimum(begin + blocks_each, tl.cdiv(D, BLOCK_D))):
+            d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+            h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_G)
+            store_h_in(h_in_ptr, None, h_in, None, rows, d, in_batch, D)
+
+    if tl.program_id(1) == 0:
+        store_maps(
+            mix,
+            inv_rms,
+            gate,
+            partials_ptr,
+            alpha_ptr,
+            bias_ptr,
+            h_post_ptr,
+            h_res_ptr,
+            inv_rms_ptr,
+            h_mix_ptr,
+            h_pre_ptr,
+            t,
+            in_batch,
+            T,
+            hc_eps,
+            post_mult,
+            iters,
+            sinkhorn_eps,
+            n,
+            N,
+            M,
+            PIECES,
+            BUNDLE_PIECES,
+            GROUP_PIECES,
+            BLOCK_G,
+        )
+
+
+# h_in = Σ_i h_pre[i]·x[i];  weight ⊙ h_in · rsqrt(mean(h_in²) + layer_norm_eps)
+@triton.jit(do_not_specialize=["T"])
+def mhc_pre_normed_read_kernel(
+    x_ptr,
+    h_pre_ptr,
+    layer_norm_weight_ptr,
+    h_in_ptr,
+    T,
+    D,
+    layer_norm_eps,
+    n: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,  # a block has all channels
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # Last tokens first: some of them are still in the L2 cache.
+    t = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_batch = t < T
+    rows = t[:, None]
+    h_pre = ()
+    for i in tl.static_range(n):
+        h_pre = h_pre + (tl.load(h_pre_ptr + rows * n + i, mask=in_batch[:, None], other=0.0),)
+    if WHOLE_ROWS:
+        d = tl.arange(0, BLOCK_D)[None, :]
+        h_in = weigh(load_streams(x_ptr, rows, d, in_batch, D, n), h_pre, n)
+        factor = tl.rsqrt(sum_squares(h_in, BLOCK_T, BLOCK_D) / D + layer_norm_eps)
+        store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+    else:
+        squares = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)[None, :]
+            h_in = weigh(load_streams(x_ptr, rows, d, in_batch, D, n), h_pre, n)
+            squares += h_in * h_in
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / D + layer_norm_eps)
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)[None, :]
+            h_in = weigh(load_streams(x_ptr, rows, d, in_batch, D, n), h_pre, n)
+            store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+
+
+def finish(
+    *,
+    x,
+    partials,
+    split,
+    alpha,
+    bias,
+    options,
+    h_in,
+    inv_rms,
+    h_mix,
+    layer_norm_weight=None,
+    h_post=None,
+    h_res=None,
+    h_pre=None,
+):
+    """From the sums of `project`. A head has neither h_post nor h_res; h_pre and h_in where somebody wants them. With a
+    norm, h_in has a kernel of its own: it takes whole rows, several warps a token, of which one would do Sinkhorn."""
+    n, D = x.shape[-2:]
+    T, M = partials.shape[1], partials.shape[2] - 1
+    on = device.of(x.device)
+    normed = layer_norm_weight is not None
+    if normed and h_pre is None:
+        h_pre = torch.empty((T, n), dtype=torch.float32, device=x.device)
+    tile = configs.finish(D, on)
+    token_blocks, channel_blocks = cdiv(T, tile.block_t), cdiv(D, tile.block_d)
+    maps_only = normed or h_in is None
+    blocks_each = (
+        channel_blocks if maps_only else configs.channel_blocks_each(channel_blocks, token_blocks, on.processors)
+    )
+    launch(
+        mhc_pre_finish_kernel,
+        (token_blocks, cdiv(channel_blocks, blocks_each)),
+        x_ptr=x,
+        partials_ptr=partials,
+        alpha_ptr=alpha,
+        bias_ptr=bias,
+        h_in_ptr=None if normed else h_in,
+        h_post_ptr=h_post,
+        h_res_ptr=h_res,
+        inv_rms_ptr=inv_rms,
+        h_mix_ptr=h_mix,
+        h_pre_ptr=h_pre,
+        T=T,
+        D=D,
+        blocks_each=blocks_each,
+        norm_eps=options.norm_eps,
+        hc_eps=options.hc_eps,
+        post_mult=options.post_mult,
+        iters=options.sinkhorn_iters,
+        sinkhorn_eps=options.sinkhorn_eps,
+        n=n,
+        N=next_power_of_2(n),
+        M=M,
+        PIECES=split.pieces,
+        BUNDLE_PIECES=split.bundle_pieces,
+        GROUP_PIECES=split.group_pieces,
+        BLOCK_T=tile.block_t,
+        BLOCK_G=next_power_of_2(2 * n + 1),
+        BLOCK_D=tile.block_d,
+        num_warps=tile.warps,
+    )
+    if normed:
+        tile = configs.normed_read(n, D, on)
+        launch(
+            mhc_pre_normed_read_kernel,
+            (cdiv(T, tile.block_t),),
+            x_ptr=x,
+            h_pre_ptr=h_pre,
+            layer_norm_weight_ptr=layer_norm_weight,
+            h_in_ptr=h_in,
+            T=T,
+            D=D,
+            layer_norm_eps=options.layer_norm_eps,
+            n=n,
+            WHOLE_ROWS=tile.block_d >= D,
+            BLOCK_T=tile.block_t,
+            BLOCK_D=tile.block_d,
+            num_warps=tile.warps,
+        )

@@ -1,0 +1,97 @@
+"""Kernels whose last program to arrive goes on: each draws a ticket, a count in memory, when it has stored its part.
+
+Counts are zero when a kernel starts, and the program that drew the last ticket sets its count back. Two launches that
+may run at the same time must not share counts: every stream has a set of its own, and so has every launch that a CUDA
+graph captures, since that may be replayed on any stream. Sets come out of a reserve, so that nothing is allocated in a
+capture.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...core.launch import starter
+
+SET = 64  # counts of a launch, at most
+RESERVED = 4096  # sets that are allocated at once: 1 MB
+
+_of_streams: dict[tuple[int, Any], Tensor] = {}
+_reserves: dict[int, list[Tensor]] = {}
+
+
+def tickets(index: int, stream: Any) -> Tensor:
+    """A set of counts for a launch on this stream of the GPU `index`, the current one; −1 is the CPU."""
+    if index >= 0 and torch._C._cuda_isCurrentStreamCapturing():
+        return _taken(index)
+    found = _of_streams.get((index, stream))
+    if found is None:
+        found = _of_streams[index, stream] = _taken(index)
+    return found
+
+
+def _taken(index: int) -> Tensor:
+    """A set that nobody else has. It is never given back: a graph may be replayed at any time."""
+    reserve = _reserves.setdefault(index, [])
+    if not reserve:
+        reserve += _zeros(index)
+    return reserve.pop()
+
+
+def _zeros(index: int) -> list[Tensor]:
+    with _disable_current_modes():  # whoever records a call is not to see this
+        if index < 0:
+            return [torch.zeros(SET, dtype=torch.int32)]
+        if torch._C._cuda_isCurrentStreamCapturing():  # then the graph itself sets them to zero before the kernel runs
+            return [torch.zeros(SET, dtype=torch.int32, device=index)]
+        sets = list(torch.zeros(RESERVED, SET, dtype=torch.int32, device=index))
+        torch.cuda.current_stream(index).synchronize()  # other streams will use them
+        return sets
+
+
+class Ticketed:
+    """A kernel as `launch` takes it, without its first argument, tickets_ptr: that is found anew at every start, also
+    when a call is replayed on another stream."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.__name__ = kernel.__name__
+        first, *self.arg_names = kernel.arg_names
+        assert first == "tickets_ptr"
+
+    def __getitem__(self, grid):
+        def run(*values, **options):
+            device = next(value.device for value in values if isinstance(value, Tensor))
+            if device.type == "meta":
+                return self.kernel[grid](like_tickets(device), *values, **options)
+            index = -1 if device.type == "cpu" else device.index
+            stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else None
+            return Compiled(self.kernel[grid](tickets(index, stream), *values, **options), index)
+
+        return run
+
+    def warmup(self, *values, **options):
+        device = next(value.device for value in values if isinstance(value, Tensor))
+        return self.kernel.warmup(like_tickets(device), *values, **options)
+
+
+def like_tickets(device):
+    """To compile for."""
+    with _disable_current_modes():
+        return torch.empty(SET, dtype=torch.int32, device=device)
+
+
+class Compiled:
+    """What `launch` records."""
+
+    def __init__(self, kernel: Any, index: int) -> None:
+        self.kernel, self.index = kernel, index
+
+    def __getitem__(self, grid):
+        start, index = starter(self.kernel, grid), self.index
+
+        def run(*arguments, stream):
+            start(stream, (tickets(index, stream).data_ptr(), *arguments))
+
+        return run

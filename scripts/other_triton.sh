@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Compile the kernels with another triton than the pinned one: scripts/other_triton.sh 3.6.0 [options of pytest]
+# It goes into a folder of its own; .venv keeps the pinned one.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/venv.sh
+make_venv
+version=$1
+shift
+into=.venv/triton-$version
+[ -d "$into" ] || pip install --quiet --no-deps --target "$into" "triton==$version"
+PYTHONPATH=$into OMP_NUM_THREADS=1 pytest -n auto tests/mhc/triton/test_compile.py tests/mhc/triton/test_boundary_fwd.py \
+    tests/mhc/triton/test_boundary_bwd.py tests/mhc/triton/test_few.py tests/conv/triton/test_conv_compile.py "$@"

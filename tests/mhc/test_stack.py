@@ -1,0 +1,754 @@
+"""A stack of sublayers: mhc_enter, mhc_next, mhc_leave and HyperStack, which hand a carry from one to the next."""
+
+import copy
+import gc
+import os
+import socket
+from functools import cache
+
+import pytest
+import stack_oracle
+import torch
+from mhc_kernels import bf16, fp16, fp32
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import mhc_ops
+from mhc_ops import HyperConnection, HyperStack
+from mhc_ops.measure import accuracy, cases
+
+N, D, DEPTH = 3, 20, 3
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("reference", "cpu"), id="reference"),
+        pytest.param(("triton", "cpu"), marks=pytest.mark.interpreted, id="interpreted"),
+        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu, id="triton"),
+    ]
+)
+def place(request):
+    """A backend, and a device where it runs."""
+    if request.param[0] == "triton":
+        pytest.importorskip("triton")
+    return request.param
+
+
+# The functions
+
+
+def sublayers(count, outer, n, D, dtype, gamma=True, norm=True, device="cpu"):
+    """x, and the parameters of so many sublayers by their names; all need a gradient."""
+    drawn = [
+        cases.Case(cases.MHC_PRE_NORMED, outer, n, D, dtype, gamma=gamma, seed=cases.SEED + i).inputs(device)
+        for i in range(count)
+    ]
+    x, *_ = [tensors.pop("x") for tensors in drawn]
+    if not norm:
+        for tensors in drawn:
+            del tensors["layer_norm_weight"]
+    return x.requires_grad_(), [{k: t.requires_grad_() for k, t in tensors.items()} for tensors in drawn]
+
+
+def layer(h_in):
+    return torch.tanh(h_in) + 0.5 * h_in
+
+
+def in_a_loop(x, parameters, backend):
+    h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], backend=backend)
+    for own in parameters[1:]:
+        h_in, carry = mhc_ops.mhc_next(carry, layer(h_in), **own, backend=backend)
+    return mhc_ops.mhc_leave(carry, layer(h_in), backend=backend)
+
+
+def one_by_one(x, parameters, backend):
+    for own in parameters:
+        x = mhc_ops.mhc_layer(x, layer, **own, backend=backend)
+    return x
+
+
+def unfused(x, parameters, backend):
+    """Every sublayer by mhc_pre and mhc_post."""
+    for own in parameters:
+        h_in, h_post, h_res = mhc_ops.mhc_pre(x, **own, backend=backend)
+        x = mhc_ops.mhc_post(x, layer(h_in), h_post, h_res, backend=backend)
+    return x
+
+
+def leaves_of(x, parameters):
+    return [x, *(tensor for own in parameters for tensor in own.values())]
+
+
+def in_doubles(x, parameters):
+    wide = [{name: t.detach().double().requires_grad_() for name, t in own.items()} for own in parameters]
+    return x.detach().double().requires_grad_(), wide
+
+
+def random_cotangents(outputs):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+
+
+def gradients(out, leaves):
+    """The outputs, and their gradients for random cotangents."""
+    outputs = out if isinstance(out, tuple) else (out,)
+    found = torch.autograd.grad(outputs, leaves, random_cotangents(outputs), materialize_grads=True)
+    return [*outputs, *found]
+
+
+def exact(out, leaves):
+    """The same of fp64 tensors, and of each gradient the size of the terms that it adds up."""
+    outputs = out if isinstance(out, tuple) else (out,)
+
+    def by_place(cotangents):
+        found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, materialize_grads=True)
+        return dict(enumerate(found))
+
+    found = accuracy.exact_gradients(by_place, outputs, random_cotangents(outputs))
+    return [*(accuracy.Exact(output.detach()) for output in outputs), *found.values()]
+
+
+def assert_close(results, expected):
+    truths = [e if isinstance(e, accuracy.Exact) else e.double() for e in expected]
+    wrong = [
+        i for i, (result, truth) in enumerate(zip(results, truths, strict=True)) if not accuracy.close(result, truth)
+    ]
+    assert wrong == []
+
+
+def assert_equal(results, expected):
+    assert [torch.equal(r, e) for r, e in zip(results, expected, strict=True)].count(False) == 0
+
+
+# n, type, gamma, norm: each n, and each two of the others together; all types of the usual n
+KINDS = [
+    (1, fp16, False, True),
+    (2, fp32, True, True),
+    (3, bf16, False, False),
+    (4, bf16, True, True),
+    (4, fp16, True, False),
+    (4, fp32, False, True),
+    (5, fp32, True, False),
+    (6, bf16, False, True),
+    (7, fp16, True, True),
+    (8, fp32, False, False),
+]
+
+
+@pytest.mark.parametrize(("n", "dtype", "gamma", "norm"), KINDS, ids=str)
+def test_bits_of_layers(n, dtype, gamma, norm, place, poisoned):
+    """Forward and backward, an odd number of channels."""
+    x, parameters = sublayers(2, (5,), n, 13, dtype, gamma, norm, place[1])
+    leaves = leaves_of(x, parameters)
+    expected = gradients(one_by_one(x, parameters, place[0]), leaves)
+    assert_equal(gradients(in_a_loop(x, parameters, place[0]), leaves), expected)
+    with torch.no_grad():
+        assert torch.equal(in_a_loop(x, parameters, place[0]), expected[0])
+        assert torch.equal(unfused(x, parameters, place[0]), expected[0])
+
+
+@pytest.mark.parametrize(
+    ("outer", "norm"), [((), True), ((1,), False), ((0,), True), ((2, 0), False), ((2, 3), True)], ids=str
+)
+def test_few_and_no_tokens(outer, norm, place, poisoned):
+    x, parameters = sublayers(2, outer, 4, 12, fp32, True, norm, place[1])
+    results = gradients(in_a_loop(x, parameters, place[0]), leaves_of(x, parameters))
+    wide, double = in_doubles(x, parameters)
+    assert_close(results, exact(in_a_loop(wide, double, "reference"), leaves_of(wide, double)))
+    if 0 in outer:
+        assert not any(gradient.any() for gradient in results[1:])
+
+
+@pytest.mark.parametrize(("n", "norm"), [(2, False), (4, True), (7, False)])
+def test_gradients(n, norm, place):
+    """Three sublayers against fp64 autograd of mhc_pre and mhc_post."""
+    x, parameters = sublayers(3, (6,), n, 24, fp32, True, norm, place[1])
+    results = gradients(in_a_loop(x, parameters, place[0]), leaves_of(x, parameters))
+    wide, double = in_doubles(x, parameters)
+    assert_close(results, exact(unfused(wide, double, "reference"), leaves_of(wide, double)))
+
+
+@pytest.mark.parametrize(("n", "gamma", "norm"), [(1, True, False), (2, False, True), (3, True, True)])
+def test_plain_loops(n, gamma, norm, place):
+    """Against loops over streams that know nothing of the reference, forward and backward."""
+    x, parameters = sublayers(3, (2,), n, 4, fp32, gamma, norm, place[1])
+    results = gradients(in_a_loop(x, parameters, place[0]), leaves_of(x, parameters))
+    wide, double = in_doubles(x, parameters)
+    maps = [[own.get(name) for name in ("phi", "alpha", "bias", "gamma")] for own in double]
+    weights = [own.get("layer_norm_weight") for own in double]
+    expected = stack_oracle.stack(wide, [layer] * 3, maps, weights)
+    assert_close(results, exact(expected, leaves_of(wide, double)))
+
+
+def branched(x, parameters, backend):
+    """Two ways on from one carry, and one of them ends twice."""
+    h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], backend=backend)
+    one, other = layer(h_in), torch.sin(h_in)
+    h_next, after = mhc_ops.mhc_next(carry, one, **parameters[1], backend=backend)
+    ends = [mhc_ops.mhc_leave(after, h_out, backend=backend) for h_out in (layer(h_next), torch.sin(h_next))]
+    return *ends, mhc_ops.mhc_leave(carry, other, backend=backend)
+
+
+def branched_unfused(x, parameters, backend):
+    h_in, *maps = mhc_ops.mhc_pre(x, **parameters[0], backend=backend)
+    one, other = (mhc_ops.mhc_post(x, h_out, *maps, backend=backend) for h_out in (layer(h_in), torch.sin(h_in)))
+    h_next, *maps = mhc_ops.mhc_pre(one, **parameters[1], backend=backend)
+    ends = [mhc_ops.mhc_post(one, h_out, *maps, backend=backend) for h_out in (layer(h_next), torch.sin(h_next))]
+    return *ends, other
+
+
+def looked_at(x, parameters, backend):
+    """What else is made of x between the sublayers, and of the maps."""
+    h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], backend=backend)
+    h_next, after = mhc_ops.mhc_next(carry, layer(h_in), **parameters[1], backend=backend)
+    seen = (after.x.square(), carry.h_post.square(), after.h_res.square())
+    return mhc_ops.mhc_leave(after, layer(h_next), backend=backend), *seen
+
+
+def looked_at_unfused(x, parameters, backend):
+    h_in, h_post, h_res = mhc_ops.mhc_pre(x, **parameters[0], backend=backend)
+    between = mhc_ops.mhc_post(x, layer(h_in), h_post, h_res, backend=backend)
+    h_next, *maps = mhc_ops.mhc_pre(between, **parameters[1], backend=backend)
+    end = mhc_ops.mhc_post(between, layer(h_next), *maps, backend=backend)
+    return end, between.square(), h_post.square(), maps[1].square()
+
+
+@pytest.mark.parametrize(("call", "truth"), [(branched, branched_unfused), (looked_at, looked_at_unfused)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_carry_used_twice_and_x_looked_at(call, truth, norm, place):
+    x, parameters = sublayers(2, (6,), 4, 24, fp32, True, norm, place[1])
+    results = gradients(call(x, parameters, place[0]), leaves_of(x, parameters))
+    wide, double = in_doubles(x, parameters)
+    assert_close(results, exact(truth(wide, double, "reference"), leaves_of(wide, double)))
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16])
+def test_x_looked_at_is_rounded_once(dtype, kernel_device):
+    """What x_next gets from elsewhere is added before its gradient is stored."""
+    pytest.importorskip("triton")
+    case = cases.Case(cases.MHC_NEXT, (40,), 4, 40, dtype)
+    tensors = case.inputs(kernel_device)
+    looking = cases.replace(case.subject, intermediates=0)
+    cotangents = accuracy.random_cotangents(looking, accuracy.run(looking, tensors, "triton"))
+    results = accuracy.run(looking, tensors, "triton", cotangents)
+    truth = accuracy.truth(looking, tensors, cotangents, results)
+    assert [name for name in truth if not accuracy.close(results[name], truth[name])] == []
+
+
+@pytest.mark.parametrize("used", ["h_in", "x"])
+def test_unused_outputs(used, place):
+    def call(x, parameters, backend):
+        h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], backend=backend)
+        h_next, after = mhc_ops.mhc_next(carry, layer(h_in), **parameters[1], backend=backend)
+        return h_next if used == "h_in" else after.x
+
+    def truth(x, parameters, backend):
+        h_in, *maps = mhc_ops.mhc_pre(x, **parameters[0], backend=backend)
+        between = mhc_ops.mhc_post(x, layer(h_in), *maps, backend=backend)
+        return mhc_ops.mhc_pre(between, **parameters[1], backend=backend)[0] if used == "h_in" else between
+
+    x, parameters = sublayers(2, (6,), 4, 24, fp32, device=place[1])
+    results = gradients(call(x, parameters, place[0]), leaves_of(x, parameters))
+    wide, double = in_doubles(x, parameters)
+    assert_close(results, exact(truth(wide, double, "reference"), leaves_of(wide, double)))
+
+
+def test_a_carry_made_without_gradients(place):
+    """It has no link, and x gets the gradient of mhc_post."""
+    x, (first, second) = sublayers(2, (6,), 4, 24, fp32, device=place[1])
+    with torch.no_grad():
+        h_in, carry = mhc_ops.mhc_enter(x, **first, backend=place[0])
+    assert carry.link is None
+    assert carry.read is None
+    assert carry.x is x
+    h_out = layer(h_in).requires_grad_()
+    leaves = [x, h_out, *second.values()]
+
+    def on(carry, h_out, own, backend):
+        h_next, after = mhc_ops.mhc_next(carry, h_out, **own, backend=backend)
+        return mhc_ops.mhc_leave(after, layer(h_next), backend=backend)
+
+    results = gradients(on(carry, h_out, second, place[0]), leaves)
+    wide, wide_out = (t.detach().double().requires_grad_() for t in (x, h_out))
+    maps = [t.double() for t in (carry.h_post, carry.h_res)]
+    _, (double,) = in_doubles(x, [second])
+    between = mhc_ops.mhc_post(wide, wide_out, *maps, backend="reference")
+    expected = exact(unfused(between, [double], "reference"), [wide, wide_out, *double.values()])
+    assert_close(results, expected)
+
+
+def test_links_are_made_for_gradients_only(place):
+    x, (first, second) = sublayers(2, (6,), 4, 24, bf16, device=place[1])
+    h_in, carry = mhc_ops.mhc_enter(x, **first, backend=place[0])
+    h_next, after = mhc_ops.mhc_next(carry, layer(h_in), **second, backend=place[0])
+    assert carry.link is not None
+    assert after.link is not None
+    if place[0] == "triton":
+        assert after.link.untyped_storage().nbytes() == after.link.element_size()
+    with torch.no_grad():
+        again, inference = mhc_ops.mhc_next(carry, layer(h_in), **second, backend=place[0])
+    assert inference.link is None
+    assert_equal([again, *inference[:3]], [h_next, *after[:3]])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("backends", [("reference", "triton", "triton"), ("triton", "reference", "triton")], ids=str)
+def test_a_carry_of_another_backend(backends):
+    """Its link means something else there; x then gets the gradient of mhc_post."""
+    x, parameters = sublayers(2, (6,), 4, 24, fp32)
+    h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], backend=backends[0])
+    h_in, carry = mhc_ops.mhc_next(carry, layer(h_in), **parameters[1], backend=backends[1])
+    out = mhc_ops.mhc_leave(carry, layer(h_in), backend=backends[2])
+    wide, double = in_doubles(x, parameters)
+    expected = exact(unfused(wide, double, "reference"), leaves_of(wide, double))
+    assert_close(gradients(out, leaves_of(x, parameters)), expected)
+
+
+def test_strided_streams(place):
+    x, parameters = sublayers(2, (6,), 4, 24, bf16, device=place[1])
+    leaves = [tensor for own in parameters for tensor in own.values()]
+    expected = gradients(in_a_loop(x, parameters, place[0]), leaves)
+    assert_equal(gradients(in_a_loop(x.mT.contiguous().mT, parameters, place[0]), leaves), expected)
+
+
+def test_what_is_checked():
+    x, (own,) = sublayers(1, (6,), 4, 24, fp32)
+    h_in, carry = mhc_ops.mhc_enter(x, **own)
+    for name, further in (("mhc_next", own), ("mhc_leave", {})):
+        function = getattr(mhc_ops, name)
+        message = rf"^{name}: carry must be what mhc_enter or mhc_next returned, got Tensor$"
+        with pytest.raises(TypeError, match=message):
+            function(x, h_in, **further)
+        with pytest.raises(ValueError, match=rf"^{name}: h_out must be \[6, 24\], got \[6, 4, 24\]$"):
+            function(carry, x, **further)
+        with pytest.raises(TypeError, match=rf"^{name}: h_out must be a torch.Tensor, got NoneType$"):
+            function(carry, None, **further)
+    with pytest.raises(ValueError, match=r"^mhc_enter: phi must be \[24, 96\], got \[3\]$"):
+        mhc_ops.mhc_enter(x, own["alpha"], own["alpha"], own["bias"])
+    for name, arguments in (("mhc_enter", (x,)), ("mhc_next", (carry, h_in))):
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'norm_ep'$"):
+            getattr(mhc_ops, name)(*arguments, **own, norm_ep=1e-6)
+
+
+# HyperStack
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def connections(place, depth=DEPTH, layer=MLP, **options):
+    """The same each time, and away from the fresh state, so that every gradient is alive; every other one with a norm
+    and gamma. Two iterations of Sinkhorn: the interpreter takes its time, and a stack does not know of them."""
+    backend, device = place
+    torch.manual_seed(0)
+    made = [
+        HyperConnection(
+            layer(), N, D, gamma=i % 2 == 0, layer_norm=i % 2 == 0, sinkhorn_iters=2, backend=backend, **options
+        )
+        for i in range(depth)
+    ]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for connection in made:
+            phi = connection.phi
+            phi.copy_(torch.randn(phi.shape, generator=generator) / phi.shape[1] ** 0.5)
+            connection.alpha.fill_(1.0)
+    return [connection.to(device) for connection in made]
+
+
+def streams(place, dtype=fp32, outer=(2, 4)):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(*outer, N, D, generator=generator).to(place[1], dtype).requires_grad_()
+
+
+def step(network, x, *extras):
+    """Output, gradient of x, gradients of the parameters."""
+    out = network(x, *extras)
+    return gradients(out, [x, *(p for p in network.parameters() if p.requires_grad)])
+
+
+def connections_of(place, depth, dtype):
+    """With layers of this type."""
+    made = connections(place, depth)
+    for connection in made:
+        connection.layer.to(dtype)
+    return made
+
+
+@cache
+def sequential_step(place, depth=DEPTH, dtype=fp32):
+    """What every stack of these connections is to give."""
+    return step(nn.Sequential(*connections_of(place, depth, dtype)), streams(place, dtype))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "dtype"), [(0, bf16), (0, fp32), (1, bf16), (2, fp32), (3, bf16), (7, fp32)], ids=str
+)
+def test_is_the_sequential(recompute, dtype, place, poisoned):
+    """Bit for bit the same values and gradients, whatever is made again in the backward."""
+    stack, x = HyperStack(*connections_of(place, 4, dtype), recompute=recompute), streams(place, dtype)
+    expected = sequential_step(place, 4, dtype)
+    assert_equal(step(stack, x), expected)
+    with torch.no_grad():
+        assert torch.equal(stack(x), expected[0])
+
+
+def test_keys_of_the_sequential():
+    made = connections(("reference", "cpu"))
+    assert list(HyperStack(*made).state_dict()) == list(nn.Sequential(*made).state_dict())
+
+
+def kept(stack, x):
+    """Which x of the stack are still in memory after a forward whose backward is to come."""
+    found = []
+    hooks = [
+        connection.register_forward_hook(
+            lambda module, inputs, carry: found.append(StorageWeakRef(carry.x.untyped_storage()))
+        )
+        for connection in stack
+    ]
+    _held = stack(x)
+    for hook in hooks:
+        hook.remove()
+    gc.collect()  # the interpreter holds what it launched last
+    return [number for number, storage in enumerate(found) if not storage.expired()]
+
+
+def test_recompute_keeps_every_kth_x(kernel_device):
+    pytest.importorskip("triton")
+    place = ("triton", kernel_device)
+    made, x = connections(place, 5), streams(place)
+    for recompute, expected in ((0, range(5)), (1, range(5)), (2, (0, 2, 4)), (3, (0, 3)), (10, (0,))):
+        assert kept(HyperStack(*made, recompute=recompute), x) == list(expected)
+
+
+def test_recompute_does_not_run_layers_again(place):
+    calls = []
+
+    def layer():
+        def counted(h_in):
+            calls.append(1)
+            return torch.tanh(h_in)
+
+        return counted
+
+    step(HyperStack(*connections(place, layer=layer), recompute=2), streams(place))
+    assert len(calls) == DEPTH
+
+
+def test_recompute_forgets_what_it_made(kernel_device):
+    """Of each x when the backward has passed its boundary, not at the end, also of a graph that is kept; a second
+    backward makes it again."""
+    pytest.importorskip("triton")
+    place = ("triton", kernel_device)
+    alive, made = [], []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h):
+            return h.view_as(h)
+
+        @staticmethod
+        def backward(ctx, dh):
+            alive.append(sum(not storage.expired() for storage in made))
+            return dh
+
+    post = mhc_ops.mhc.recompute.mhc_post
+
+    def watched_post(*arguments, **options):
+        x = post(*arguments, **options)
+        made.append(StorageWeakRef(x.untyped_storage()))
+        return x
+
+    stack = HyperStack(*connections(place, 7, lambda: Watched.apply), recompute=3)
+    out = stack(x := streams(place)).sum()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mhc_ops.mhc.recompute, "mhc_post", watched_post)
+        once, again = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(once, again)
+    assert len(made) == 2 * 4, "x 1, 2, 4 and 5, each once"
+    assert max(alive) <= 2
+    assert not any(not storage.expired() for storage in made)
+
+
+def test_nothing_is_held_behind_the_backward():
+    """No cycle of Python objects: a GPU's memory would be full before they are looked for."""
+    place = ("reference", "cpu")
+    stack, found = HyperStack(*connections(place, 4), recompute=3), []
+    for connection in stack:
+        connection.register_forward_hook(
+            lambda module, inputs, carry: found.extend(
+                StorageWeakRef(tensor.untyped_storage()) for tensor in (carry.h_post, carry.h_res, carry.h_out)
+            )
+        )
+    gc.collect()
+    gc.disable()
+    try:
+        stack(streams(place)).sum().backward()
+        assert [number for number, storage in enumerate(found) if not storage.expired()] == []
+    finally:
+        gc.enable()
+
+
+def test_hooks_see_the_carry(place):
+    made, x = connections(place), streams(place)
+    seen = {"before": [], "after": [], "backward": []}
+    for connection in made:
+        connection.register_forward_pre_hook(lambda module, inputs: seen["before"].append(inputs[0].x))
+        connection.register_forward_hook(lambda module, inputs, carry: seen["after"].append(carry.x))
+    stack = HyperStack(*made)
+    results = step(stack, x)
+    between = [x]
+    for connection in copy.deepcopy(made)[:2]:
+        connection._forward_hooks.clear()
+        connection._forward_pre_hooks.clear()
+        between.append(connection(between[-1]))
+    assert_equal(seen["after"], between)
+    assert_equal(seen["before"], [x, x, between[1]])
+    stack[1].register_full_backward_hook(lambda module, dinputs, doutputs: seen["backward"].append(doutputs))
+    assert_equal(step(stack, x), results)
+    assert len(seen["backward"]) == 1
+
+
+def test_a_loss_on_x_between(place):
+    """What a hook makes of carry.x has its gradient. Connection 2 gets the x that connection 1 read, and its h_out."""
+
+    def with_loss(network, number):
+        losses = []
+
+        def look(module, inputs):
+            losses.append(getattr(inputs[0], "x", inputs[0]).square().sum())
+
+        handle = network[number].register_forward_pre_hook(look)
+        out = network(x)
+        handle.remove()
+        return torch.autograd.grad(out.sum() + losses[0], [x, *network[0].parameters()])
+
+    made, x = connections(place), streams(place)
+    assert_close(with_loss(HyperStack(*made), 2), with_loss(nn.Sequential(*made), 1))
+
+
+def test_a_hook_that_returns_something_else():
+    stack = HyperStack(*connections(("reference", "cpu"), 2))
+    stack[1].register_forward_hook(lambda module, inputs, carry: carry.x)
+    with pytest.raises(
+        TypeError, match=r"^HyperStack: connection 1 must return its carry, got Tensor \(of a hook\?\)$"
+    ):
+        stack(streams(("reference", "cpu")))
+
+
+def test_rests_and_extras(place):
+    backend, device = place
+
+    def several(h, scale, *, shift):
+        return h * scale + shift, "cache", 7
+
+    def alone(h, scale, *, shift):
+        return (h * scale,)
+
+    def plain(h, scale, *, shift):
+        return h * scale - shift
+
+    made = [HyperConnection(layer, N, D, backend=backend).to(device) for layer in (several, alone, plain)]
+    x = streams(place)
+    out, rests = HyperStack(*made)(x, 2.0, shift=1.0)
+    assert rests == [("cache", 7), (), ()]
+    expected = made[2](made[1](made[0](x, 2.0, shift=1.0)[0], 2.0, shift=1.0)[0], 2.0, shift=1.0)
+    assert torch.equal(out, expected)
+    assert torch.equal(HyperStack(made[2])(x, 2.0, shift=1.0), made[2](x, 2.0, shift=1.0))
+
+
+def is_of_some(name):
+    return name.startswith(("0", "2"))
+
+
+def is_of_a_layer(name):
+    return "layer." in name
+
+
+def is_of_maps(name):
+    return not is_of_a_layer(name)
+
+
+def test_frozen_parameters(place):
+    """Of some connections, of all maps, of the layers alone; and x that needs no gradient."""
+    made = connections(place)
+    stack, sequential = HyperStack(*made), nn.Sequential(*made)
+    for frozen, of_x in ((is_of_some, True), (is_of_some, False), (is_of_maps, False), (is_of_a_layer, True)):
+        for name, parameter in stack.named_parameters():
+            parameter.requires_grad_(not frozen(name))
+        x = streams(place).requires_grad_(of_x)
+        leaves = [leaf for leaf in (x, *stack.parameters()) if leaf.requires_grad]
+        assert_equal(*(gradients(network(x), leaves) for network in (stack, sequential)))
+
+
+def test_sizes_and_kinds_are_checked():
+    one, other = HyperConnection(nn.Identity(), 4, 8), HyperConnection(nn.Identity(), 2, 8)
+    with pytest.raises(ValueError, match=r"^HyperStack: connection 1 has n=2, D=8, but connection 0 has n=4, D=8$"):
+        HyperStack(one, other)
+    with pytest.raises(ValueError, match=r"^HyperStack: connection 1 has n=2, D=8, but connection 0 has n=4, D=8$"):
+        HyperStack(one).append(other)
+    with pytest.raises(TypeError, match=r"^HyperStack: connection 0 must be a HyperConnection, got Linear$"):
+        HyperStack(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"^HyperStack: recompute must be 0 or more, got -1$"):
+        HyperStack(one, recompute=-1)
+    with pytest.raises(TypeError, match=r"^HyperStack: recompute must be an int, got bool$"):
+        HyperStack(one, recompute=True)
+    with pytest.raises(ValueError, match=r"^HyperConnection: x must be \[..., 4, 8\], got \[3, 2, 8\]$"):
+        HyperStack(one, recompute=2)(torch.zeros(3, 2, 8))
+    with pytest.raises(TypeError, match=r"^HyperConnection: x must be a torch.Tensor, got list$"):
+        HyperStack(one)([1.0])
+    with pytest.raises(TypeError, match=r"^mhc_leave: h_out must be a torch.Tensor, got NoneType$"):
+        HyperStack(HyperConnection(lambda h: None, 2, 8))(torch.zeros(3, 2, 8))
+
+
+def test_slices_and_repr():
+    made = connections(("reference", "cpu"), 4)
+    stack = HyperStack(*made, recompute=3)
+    some = stack[1:3]
+    assert isinstance(some, HyperStack)
+    assert some.recompute == 3
+    assert list(some) == made[1:3]
+    assert stack[0] is made[0]
+    assert len(stack) == 4
+    assert "recompute=3" in repr(stack)
+    x = streams(("reference", "cpu"))
+    assert HyperStack()(x) is x
+    assert torch.equal(copy.deepcopy(stack)(x), stack(x))
+
+
+def test_norm_of_a_connection():
+    connection = HyperConnection(nn.Identity(), 2, 8, layer_norm=True, dtype=fp16)
+    assert connection.layer_norm_weight.dtype == fp16
+    assert connection.layer_norm_weight.tolist() == [1.0] * 8
+    assert set(connection.state_dict()) == {"phi", "alpha", "bias", "layer_norm_weight"}
+    assert "layer_norm=True" in repr(connection)
+    with torch.no_grad():
+        connection.layer_norm_weight.zero_()
+    connection.reset_parameters()
+    assert connection.layer_norm_weight.tolist() == [1.0] * 8
+    assert "layer_norm_weight" not in HyperConnection(nn.Identity(), 2, 8).state_dict()
+
+
+def test_norm_of_a_connection_is_rms_norm(place):
+    """As one that stands in front of the layer."""
+    backend, device = place
+    torch.manual_seed(0)
+    inner, norm = nn.Linear(D, D), nn.RMSNorm(D, eps=1e-5)
+    nn.init.normal_(norm.weight)
+    fused = HyperConnection(inner, N, D, layer_norm=True, layer_norm_eps=1e-5, backend=backend).to(device)
+    plain = HyperConnection(nn.Sequential(norm, inner), N, D, backend="reference").to(device)
+    with torch.no_grad():
+        for name in ("phi", "alpha", "bias"):
+            getattr(plain, name).copy_(getattr(fused, name))
+        fused.layer_norm_weight.copy_(norm.weight)
+    x = streams(place)
+    assert accuracy.close(fused(x), plain.double()(x.double()))
+
+
+# What torch puts around a stack
+
+
+@pytest.mark.parametrize(("compiler", "recompute"), [("aot_eager", 2), ("inductor", 0)])
+def test_compile(compiler, recompute, place, cxx):
+    """One graph, dynamic in the tokens; what recompute would leave out is kept."""
+    torch.compiler.reset()
+    stack, x = HyperStack(*connections(place, 2), recompute=recompute), streams(place)
+    compiled = torch.compile(stack, fullgraph=True, dynamic=True, backend=compiler)
+    assert_close(step(compiled, x), step(stack, x))
+    longer = torch.cat([x.detach()] * 2).requires_grad_()
+    assert_close(step(compiled, longer), step(stack, longer))
+
+
+def test_export(place):
+    stack, x = HyperStack(*connections(place), recompute=2).requires_grad_(False), streams(place).detach()
+    assert_close([torch.export.export(stack, (x,)).module()(x)], [stack(x)])
+
+
+@pytest.mark.parametrize("recompute", [0, 2])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_checkpoint(reentrant, recompute, place):
+    stack, x = HyperStack(*connections(place), recompute=recompute), streams(place)
+    out = checkpoint(stack, x, use_reentrant=reentrant)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out))
+    assert_equal([x.grad, *(p.grad for p in stack.parameters())], sequential_step(place)[1:])
+
+
+@pytest.mark.parametrize("recompute", [0, 2])
+def test_checkpoint_option(recompute, place):
+    saving = HyperStack(*connections(place, checkpoint=True), recompute=recompute)
+    assert_equal(step(saving, streams(place)), sequential_step(place))
+
+
+def test_autocast(place):
+    """The layers run in bf16, the streams and maps stay fp32: the bits of the sequential."""
+    made, x = connections(place), streams(place)
+    networks = (nn.Sequential(*made), HyperStack(*made), HyperStack(*made, recompute=2))
+    with torch.autocast(place[1], bf16):
+        outputs = [network(x) for network in networks]
+    assert [out.dtype for out in outputs] == [fp32] * 3
+    leaves = [x, *(p for connection in made for p in connection.parameters())]
+    expected, *results = (gradients(out, leaves) for out in outputs)
+    for result in results:
+        assert_equal(result, expected)
+
+
+def test_inference_mode(place):
+    stack, x = HyperStack(*connections(place), recompute=2), streams(place)
+    with torch.inference_mode():
+        result = stack(x.detach())
+    assert torch.equal(result, stack(x))
+
+
+@pytest.mark.gpu
+def test_cuda_graph():
+    place = ("triton", "cuda")
+    stack = HyperStack(*connections(place), recompute=2)
+    expected = step(stack, streams(place))
+    x = streams(place)
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(stack), (x,))
+    assert_equal(step(graphed, x), expected)
+
+
+def sharded(rank, world, port, backend, results):
+    """One process of test_fsdp2."""
+    from torch.distributed import init_process_group
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    init_process_group("gloo")
+    place = (backend, "cpu")
+    stack = HyperStack(*connections(place, 2), recompute=2)
+    mesh, policy = torch.distributed.init_device_mesh("cpu", (world,)), MixedPrecisionPolicy(cast_forward_inputs=False)
+    for connection in stack:
+        fully_shard(connection, mesh=mesh, mp_policy=policy)
+    fully_shard(stack, mesh=mesh, mp_policy=policy)
+    x = streams(place)
+    stack(x).square().sum().backward()  # the same x everywhere, so the mean over processes is the gradient
+    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in stack.parameters()]
+    if rank == 0:
+        torch.save([x.grad, *whole], results)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreted, id="interpreted")]
+)
+def test_fsdp2(backend, tmp_path):
+    """Two processes, every connection sharded over them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(sharded, (2, port, backend, tmp_path / "gradients.pt"), nprocs=2)
+    stack, x = HyperStack(*connections((backend, "cpu"), 2)), streams((backend, "cpu"))
+    stack(x).square().sum().backward()
+    expected = [x.grad, *(p.grad for p in stack.parameters())]
+    assert_close(torch.load(tmp_path / "gradients.pt"), expected)

@@ -1,0 +1,427 @@
+"""The boundary's backward as one kernel, in Gluon: its source run on a CPU, compiled for Hopper, and run there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+import cross_compile
+import gluon_emulator
+from config_domain import DEVICES, GPUS
+from mhc_kernels import bf16, fp16, fp32
+
+import mhc_ops
+from mhc_ops.core import device
+from mhc_ops.core.backend import _INTERPRETED
+from mhc_ops.core.launch import COMPILE_OPTIONS
+from mhc_ops.measure import accuracy, cases
+from mhc_ops.mhc import contracts
+from mhc_ops.mhc.options import PreOptions
+from mhc_ops.mhc.triton import boundary_bwd, configs, next_bwd
+
+HOPPER = GPUS["sm_90"]
+SUBJECTS = (cases.MHC_NEXT, cases.MHC_NEXT_NORMED)
+KERNELS = ("mhc_boundary_bwd_kernel", "mhc_boundary_dots_kernel")
+by_norm = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or device.of(torch.device("cuda")).capability != HOPPER.capability,
+    reason="needs a Hopper GPU",
+)
+
+
+# ---- the two kernels alone -------------------------------------------------------------------------------------------
+
+
+def inputs(T, D, normed, seed=0):
+    """What mhc_pre_bwd hands to boundary_pass, with NaN where the results go."""
+    n, M, padded = 4, 24, 32
+    generator = torch.Generator().manual_seed(cases.SEED + seed)
+
+    def normal(*shape, dtype=fp32):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def in_parts(value):
+        high = value.to(bf16)
+        return torch.stack([high, (value - high.float()).to(bf16)])
+
+    def poison(*shape, dtype=fp32):
+        return torch.full(shape, torch.nan, dtype=dtype)
+
+    table = poison(T, configs.TABLE)  # of which not all columns are used
+    table[:, : n * n + n + (3 if normed else 1)] = torch.rand(T, n * n + n + (3 if normed else 1), generator=generator)
+    return {
+        "x": normal(T, n, D, dtype=bf16),
+        "h_out": normal(T, D, dtype=bf16),
+        "h_post": normal(T, n),
+        "h_res": torch.softmax(normal(T, n, n), -1),
+        "dh_in": normal(T, D, dtype=bf16),
+        "dx_next": normal(T, n, D, dtype=bf16),
+        "dh_mix": in_parts(torch.nn.functional.pad(normal(T, M), (0, padded - M))),
+        "parts": in_parts(torch.nn.functional.pad(normal(M, n * D), (0, 0, 0, padded - M)) * D**-0.5),
+        "table": table,
+        "layer_norm_weight": 1 + 0.3 * normal(D) if normed else None,
+        "dx": poison(T, n, D, dtype=bf16),
+        "dh_out": poison(T, D, dtype=bf16),
+        "dh_post": poison(T, n),
+        "dh_res": poison(T, n, n),
+    }
+
+
+def stored_x_next(x, h_out, h_post, h_res):
+    """As mhc_post stores it: fp32, one rounding a step, as fma does."""
+    value = h_post[:, :, None] * h_out[:, None].float()
+    for i in range(x.shape[1]):
+        value = (h_res[:, i, :, None].double() * x[:, i, None].double() + value.double()).float()
+    return value.to(x.dtype)
+
+
+def exact(x, h_out, h_post, h_res, dh_in, dx_next, dh_mix, parts, table, layer_norm_weight, dx, **_):
+    """In fp64, of x_next and dlink as they are stored."""
+    n, D = x.shape[-2:]
+    M = n * n + 2 * n
+    x_next = stored_x_next(x, h_out, h_post, h_res).double()
+    given = (x, h_out, h_post, h_res, dh_in, dx_next, dh_mix, parts, table, dx)
+    x, h_out, h_post, h_res, dh_in, dx_next, dh_mix, parts, table, stored = (tensor.double() for tensor in given)
+    h_res_next, h_pre, x_factor, r, c = table[:, : n * n + n + 3].split([n * n, n, 1, 1, 1], dim=1)
+    dh_mix, phi = dh_mix.sum(0)[:, :M], parts.sum(0)[:M]
+    results = {"A": dh_mix.T @ x_next.flatten(1)}
+    if layer_norm_weight is not None:
+        h_in = torch.einsum("ti,tid->td", h_pre, x_next)
+        results["dweight"] = (r * h_in * dh_in).sum(0)
+        dh_in = r * (layer_norm_weight.double() * dh_in) - c * h_in
+    dlink = (dh_mix @ phi).unflatten(1, (n, D)) + x_factor[:, :, None] * x_next + h_pre[:, :, None] * dh_in[:, None]
+    dlink += torch.einsum("tij,tjd->tid", h_res_next.unflatten(1, (n, n)), dx_next)
+    return results | {
+        "dx": dlink,
+        "dh_out": torch.einsum("tj,tjd->td", h_post, stored),
+        "dh_post": torch.einsum("td,tjd->tj", h_out, stored),
+        "dh_res": torch.einsum("tid,tjd->tij", x, stored),
+    }
+
+
+def assert_exact(given, A, dweight):
+    results = given | {"A": A.sum(0)} | ({} if dweight is None else {"dweight": dweight.sum(0)})
+    expected = exact(**given)
+    wrong = [name for name, value in expected.items() if not accuracy.close(results[name], value)]
+    assert not wrong
+
+
+def emulating(kernel, grid, **arguments):
+    """In place of launch: the Gluon kernel by its source, the other as it is, or its sum in one line."""
+    arguments = {name: value for name, value in arguments.items() if name not in COMPILE_OPTIONS}
+    if kernel is boundary_bwd.mhc_boundary_bwd_kernel:
+        gluon_emulator.run(kernel, grid, **arguments)
+    elif _INTERPRETED:
+        kernel[grid](**arguments)
+    else:
+        n = arguments["n"]
+        post, res = arguments["dots_ptr"].sum(0).split([n, n * n], dim=1)
+        arguments["dh_post_ptr"].copy_(post.reshape(arguments["dh_post_ptr"].shape))
+        arguments["dh_res_ptr"].copy_(res.reshape(arguments["dh_res_ptr"].shape))
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    monkeypatch.setattr(boundary_bwd, "launch", emulating)
+
+
+@by_norm
+@pytest.mark.parametrize(("T", "slices"), [(1, 1), (70, 1), (150, 2)])
+def test_emulated_against_fp64(T, slices, normed, emulated, monkeypatch):
+    """5 blocks of tokens a program: every stage is filled and emptied, and the phases of its barriers come back."""
+    monkeypatch.setattr(configs, "partition_rows", lambda *_: slices)
+    given = inputs(T, 128, normed)
+    A, dweight = boundary_bwd.boundary_pass(**given)
+    assert A.shape == (slices, 24, 4 * 128)
+    assert_exact(given, A, dweight)
+
+
+@on_hopper
+@pytest.mark.gpu
+@by_norm
+@pytest.mark.parametrize(("T", "D"), [(1, 64), (300, 512), (1024, 4096), (2000, 2560)])
+def test_on_a_gpu_against_fp64(T, D, normed):
+    given = {name: None if tensor is None else tensor.cuda() for name, tensor in inputs(T, D, normed).items()}
+    A, dweight = boundary_bwd.boundary_pass(**given)
+    assert_exact(given, A, dweight)
+
+
+# ---- as mhc_next_bwd -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def for_all_tokens(monkeypatch):
+    """Few of them too, and on any device."""
+    monkeypatch.setattr(configs, "BOUNDARY_TOKENS", 1)
+    monkeypatch.setattr(configs, "boundary_bwd", lambda n, D, dtype, enough, on: _choice(n, D, dtype, enough, HOPPER))
+
+
+_choice = configs.boundary_bwd
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """How often the kernel was taken."""
+    found = []
+    taken = next_bwd.as_one_kernel
+
+    def counted(**arguments):
+        found.append(1)
+        taken(**arguments)
+
+    monkeypatch.setattr(next_bwd, "as_one_kernel", counted)
+    return found
+
+
+@pytest.fixture
+def in_a_stack(emulated, for_all_tokens, launched, monkeypatch):
+    """x_next, made again, has the bits that the interpreter's mhc_post stored."""
+    monkeypatch.setattr(gluon_emulator, "fma", gluon_emulator.fma_of_the_interpreter)
+    return launched
+
+
+def drawn(subject, T, D, **options):
+    """A boundary whose x nobody else looked at."""
+    return cases.Case(subject, (T,), 4, D, bf16, unused=("x_next",), **options)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.parametrize("options", [{}, {"gamma": False, "sigma": 8}, {"parameter_dtype": bf16}], ids=str)
+@pytest.mark.parametrize("T", [37, 80])
+def test_emulated_in_a_stack(subject, T, options, in_a_stack, poisoned):
+    rows = accuracy.measure(drawn(subject, T, 128, **options), "triton", "cpu")
+    assert in_a_stack, "the composition was taken"
+    assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
+
+
+def boundary(T, n=4, D=4096, dtype=bf16, normed=False, on="meta"):
+    """mhc_next_bwd's inputs."""
+    M = n * n + 2 * n
+
+    def tensor(*shape, dtype=fp32):
+        return torch.zeros(shape, dtype=dtype, device=on)
+
+    x, x_next, dlink_next = (tensor(T, n, D, dtype=dtype) for _ in range(3))
+    h_out, dh_in = (tensor(T, D, dtype=dtype) for _ in range(2))
+    maps = {"h_post": tensor(T, n), "h_res": tensor(T, n, n)}
+    cotangents = {"dh_post_next": tensor(T, n), "dh_res_next": tensor(T, n, n), "dx_next": None}
+    parameters = {"phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M), "gamma": tensor(n, D)}
+    parameters["layer_norm_weight"] = tensor(D) if normed else None
+    kept = {"x_next": x_next, "inv_rms": tensor(T), "h_mix": tensor(T, M), "options": PreOptions()}
+    cotangents |= {"dh_in": dh_in, "dlink_next": dlink_next}
+    return {"x": x, "h_out": h_out, **maps, **cotangents, **parameters, **kept}
+
+
+@pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
+@by_norm
+@pytest.mark.parametrize("weight_dtype", [fp32, bf16], ids=["fp32", "bf16"])
+def test_compiles_for_hopper(normed, weight_dtype, monkeypatch):
+    """Without spills; two programs fit a multiprocessor; no token count is compiled in."""
+    keys = set()
+    for T in (8192, 1025):
+        with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
+            given = boundary(T, normed=normed)
+            if normed:
+                given["layer_norm_weight"] = given["layer_norm_weight"].to(weight_dtype)
+            contracts.mhc_next_bwd.launch(backend="triton", **given)
+        cross_compile.check("sm_90", kernels)
+        by_name = {kernel.name: kernel for kernel in kernels}
+        assert by_name.keys() >= set(KERNELS)
+        assert not by_name.keys() & {"mhc_pre_dx_kernel", "mhc_post_bwd_kernel"}
+        large, reserved, of_a_multiprocessor = by_name[KERNELS[0]], 1024, 228 * 1024
+        assert 2 * (large.shared + reserved) <= of_a_multiprocessor
+        assert large.registers <= configs.BOUNDARY_REGISTERS
+        keys |= {kernel.key for kernel in kernels}
+    assert len(keys) == len(kernels)
+
+
+EVENTS = {
+    "bar.sync": "barrier",
+    "cp.async.bulk.wait_group.read": "wait",
+    "fence.proxy.async": "fence",
+    "global.shared::cta.bulk_group": "copy",
+    "mbarrier.arrive.shared": "arrive",
+}
+
+
+@pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
+@by_norm
+def test_warps_meet_where_they_must(normed, monkeypatch):
+    """What no emulation shows: no warp stores before the last copies have read, all have stored and fenced before the
+    next copies, and all have read a stage before it is handed back."""
+    with cross_compile.compiling_for("sm_90", monkeypatch, KERNELS[:1]) as kernels:
+        contracts.mhc_next_bwd.launch(backend="triton", **boundary(8192, normed=normed))
+    lines = kernels[0].assembly.splitlines()
+    events = [event for line in lines for text, event in EVENTS.items() if text in line]
+    loop = events[events.index("wait") - 1 : events.index("arrive") + 1]
+    assert loop == ["barrier", "wait", "barrier", "fence", "barrier", "copy", "copy", "barrier", "arrive"]
+
+
+def test_where_it_is_taken():
+    def tile(n=4, D=4096, dtype=bf16, enough=True, on=HOPPER):
+        return configs.boundary_bwd(n, D, dtype, enough, on)
+
+    assert tile() == configs.BOUNDARY_BWD
+    assert tile(D=64) == configs.BOUNDARY_BWD
+    elsewhere = [tile(on=on) for name, on in DEVICES.items() if name != "sm_90"]
+    other_shapes = [tile(n=3), tile(n=8), tile(D=4096 + 32), tile(dtype=fp16), tile(dtype=fp32), tile(enough=False)]
+    assert not any([*elsewhere, *other_shapes])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dx_next": (4096, 4, 4096)},
+        {"dh_in": None},
+        {"dlink_next": None},
+        {"h_post": fp16},
+        {"h_res": bf16},
+        {"h_out": fp32},
+        {"T": configs.BOUNDARY_TOKENS - 1},
+        {"D": 4096 + 16},
+        {"dtype": fp32},
+    ],
+    ids=str,
+)
+def test_otherwise_the_composition(changed, monkeypatch):
+    monkeypatch.setattr(device, "of", lambda _: HOPPER)
+    shape = {name: value for name, value in changed.items() if name in ("T", "D", "dtype")}
+    given = boundary(**{"T": 4096} | shape)
+    for name, value in changed.items():
+        if value is None:
+            given[name] = None
+        elif isinstance(value, torch.dtype) and name in given:
+            given[name] = given[name].to(value)
+        elif isinstance(value, tuple):
+            given[name] = torch.empty(value, dtype=bf16, device="meta")
+    assert next_bwd.is_one_kernel(**boundary(4096))
+    assert not next_bwd.is_one_kernel(**given)
+
+
+def test_unaligned_tensors_take_the_composition(monkeypatch):
+    monkeypatch.setattr(device, "of", lambda _: HOPPER)
+    given = boundary(1024, D=64, on="cpu")
+    assert next_bwd.is_one_kernel(**given)
+    given["h_out"] = torch.zeros(1024 * 64 + 1, dtype=bf16)[1:].view(1024, 64)
+    assert not next_bwd.is_one_kernel(**given)
+
+
+WITHOUT_GLUON = """
+import sys
+sys.modules["triton.experimental.gluon"] = None
+from mhc_ops.mhc.triton import next_bwd, post_pre
+assert next_bwd.boundary_pass() is None
+assert post_pre.post_project() is None
+"""
+
+
+def test_without_gluon_the_composition(monkeypatch):
+    subprocess.run([sys.executable, "-c", WITHOUT_GLUON], check=True, cwd=Path(mhc_ops.__file__).parents[1])
+    monkeypatch.setattr(device, "of", lambda _: HOPPER)
+    monkeypatch.setattr(next_bwd, "boundary_pass", lambda: None)
+    assert not next_bwd.is_one_kernel(**boundary(4096))
+
+
+# ---- on a Hopper GPU -------------------------------------------------------------------------------------------------
+
+
+LARGE = [(1024, 4096), (4096, 2560), (1500, 64), (1111, 1280), (2048, 7168)]
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.parametrize(("T", "D"), LARGE)
+def test_in_a_stack_on_a_gpu(subject, T, D, launched, poisoned):
+    rows = accuracy.measure(drawn(subject, T, D), "triton", "cuda")
+    assert launched
+    assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
+
+
+def differentiated(subject, T, D):
+    """The case's tensors and cotangents, and a function that runs it."""
+    case = drawn(subject, T, D)
+    tensors = case.inputs("cuda")
+    cotangents = accuracy.random_cotangents(subject, accuracy.run(subject, tensors, "triton"), case.seed, case.unused)
+    return tensors, cotangents, lambda: accuracy.run(subject, tensors, "triton", cotangents)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.parametrize(("T", "D"), [(2000, 4096), (4096, 2560)])
+def test_same_bits_200_times(subject, T, D, launched):
+    *_, again = differentiated(subject, T, D)
+    first = again()
+    for _ in range(200):
+        results = again()
+        assert all(torch.equal(result, results[name]) for name, result in first.items())
+    assert len(launched) <= 1, "calls are replayed: the same kernels, on their own tensors"
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.parametrize(("T", "D"), LARGE)
+def test_composition_within_fp32_rounding(subject, T, D, monkeypatch):
+    """Of dlink few elements are so near the middle of two steps that fp32 decides. dh_out, dh_post and dh_res are made
+    of dlink as it is stored, which the tests against fp64 know."""
+    tensors, cotangents, again = differentiated(subject, T, D)
+    fused = again()
+    monkeypatch.setattr(next_bwd, "is_one_kernel", lambda **_: False)
+    apart = again()
+    few = 10 * accuracy.NORM_TOLERANCE[fp32] / accuracy.ROUNDING[bf16]
+    assert (fused["dlink"] != apart["dlink"]).float().mean() <= few
+    exact = accuracy.truth(subject, tensors, cotangents, fused)
+    for name in ("dphi", "dalpha", "dbias", "dgamma", "dlayer_norm_weight"):
+        if name in fused:
+            expected = accuracy.Exact(apart[name].double(), exact[name].terms)
+            assert accuracy.close(fused[name], expected), name
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_x_next_is_remade_with_the_bits_of_post():
+    """A = dh_mixᵀ · x_next is exact where dh_mix is 1 for one token, so it shows x_next."""
+    T, D = 1040, 512
+    given = {name: None if tensor is None else tensor.cuda() for name, tensor in inputs(T, D, False).items()}
+    of_post = {name: given[name] for name in ("x", "h_out", "h_post", "h_res")}
+    x_next = mhc_ops.mhc_post(**of_post, backend="triton")
+    for token in (0, 17, T - 1):
+        given["dh_mix"].zero_()
+        given["dh_mix"][0, token, 3] = 1
+        A, _ = boundary_bwd.boundary_pass(**given)
+        assert torch.equal(A.sum(0)[3], x_next[token].flatten().float())
+
+
+def assert_same_bits_in_any_batch(alone, copies):
+    """The copies of a token are at all places in a block where the token count is odd."""
+    of_channels = ("parts", "layer_norm_weight")
+    many = {
+        name: tensor if name in of_channels else torch.cat([tensor] * copies, 1 if name == "dh_mix" else 0)
+        for name, tensor in alone.items()
+    }
+    for given in (alone, many):
+        boundary_bwd.boundary_pass(**given)
+    for name in ("dx", "dh_out", "dh_post", "dh_res"):
+        assert all(torch.equal(part, alone[name]) for part in many[name].split(alone["x"].shape[0])), name
+
+
+@by_norm
+def test_emulated_in_any_batch(normed, emulated):
+    assert_same_bits_in_any_batch(inputs(21, 64, normed), 3)
+
+
+@on_hopper
+@pytest.mark.gpu
+@by_norm
+@pytest.mark.parametrize("copies", [3, 129], ids=["few", "above 2^31 elements"])
+def test_in_any_batch_on_a_gpu(copies, normed):
+    alone = {name: None if tensor is None else tensor.cuda() for name, tensor in inputs(1021, 4096, normed).items()}
+    assert (copies * alone["x"].numel() > 2**31) == (copies == 129)
+    assert_same_bits_in_any_batch(alone, copies)

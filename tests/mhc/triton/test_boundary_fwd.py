@@ -1,0 +1,329 @@
+"""The boundary's kernel, in Gluon: its source on CPU tensors against fp64 and against the order of K of the projection,
+and on a GPU the same bits as every other way to the same values. test_compile.py compiles it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+import cross_compile
+import gluon_emulator
+
+import mhc_ops
+from mhc_ops.core import device
+from mhc_ops.core.backend import _INTERPRETED, load
+from mhc_ops.core.launch import collected
+from mhc_ops.measure import accuracy, cases
+from mhc_ops.mhc import warmup
+from mhc_ops.mhc.options import PreOptions
+from mhc_ops.mhc.triton import boundary_fwd, configs
+from mhc_ops.mhc.triton.boundary_fwd import post_project
+from mhc_ops.mhc.triton.post import mhc_post_fwd
+from mhc_ops.mhc.triton.pre_fwd import project
+
+bf16, fp32 = torch.bfloat16, torch.float32
+n, M = 4, 24
+KERNEL = "mhc_boundary_fwd_kernel"
+SLICE, LANE = 128, 8  # channels
+compiled_only = pytest.mark.skipif(_INTERPRETED, reason="the interpreter has no Gluon")
+
+
+# Without a GPU
+
+
+def inputs(T, D, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "x": normal(T, n, D).to(bf16),
+        "h_out": normal(T, D).to(bf16),
+        "h_post": 2 * torch.rand(T, n, generator=generator),
+        "h_res": torch.softmax(normal(T, n, n), -1),
+        "parts": parts_of(normal(M, n, D) * (n * D) ** -0.5),
+    }
+
+
+def in_order_of_k(tensor):
+    """[..., n, D] as [..., steps, channels of a step]"""
+    blocks = tensor.unflatten(-1, (-1, SLICE)).transpose(-3, -2)
+    return blocks.flatten(-3, -2)
+
+
+def parts_of(phi):
+    """[M, n, D] as [parts, padded maps, K], in the order of the projection"""
+    phi = torch.nn.functional.pad(in_order_of_k(phi).flatten(1), (0, 0, 0, 32 - M))
+    high = phi.to(bf16)
+    return torch.stack([high, (phi - high.float()).to(bf16)])
+
+
+def emulated(monkeypatch, programs, *, x, h_out, h_post, h_res, parts):
+    """x_next and partial sums, of memory that was NaN."""
+
+    def emulating(kernel, grid, *, partials_ptr, num_warps, maxnreg, **arguments):
+        gluon_emulator.run(kernel, (programs,), partials_ptr=partials_ptr.fill_(torch.nan), **arguments)
+
+    monkeypatch.setattr(boundary_fwd, "launch", emulating)
+    monkeypatch.setattr(boundary_fwd, "phi_parts", lambda *_: parts)
+    x_next = torch.full_like(x, torch.nan)
+    phi = torch.empty(M, x[0].numel())
+    of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "x_next": x_next}
+    partials, _ = post_project(**of_post, phi=phi, gamma=None)
+    return x_next, partials
+
+
+def mixed(x, h_out, h_post, h_res):
+    """In the order of mhc_post, each sum rounded once."""
+    value = h_post[:, :, None] * h_out.float()[:, None]
+    for i in range(n):
+        value = (h_res[:, i, :, None].double() * x[:, i, None].double() + value.double()).float()
+    return value.to(bf16)
+
+
+def neighbours_added(values, to):
+    while values.shape[-1] > to:
+        values = values[..., 0::2] + values[..., 1::2]
+    return values
+
+
+def added_in_order(terms, dim):
+    """From the first to the last, rounded to fp32 each time."""
+    first, *others = terms.unbind(dim)
+    for term in others:
+        first = first + term
+    return first
+
+
+def sums_in_order(x_next, parts):
+    """The partial sums in the order of K that mhc_pre has, each product of a step exact."""
+    T = x_next.shape[0]
+    steps = in_order_of_k(x_next)  # [T, steps, channels]
+    phi = parts[:, :M].unflatten(-1, (-1, SLICE))  # [parts, M, steps, channels]
+    products = torch.einsum("tsc,pmsc->ptsm", steps.double(), phi.double()).float()
+    high, low = added_in_order(products.unflatten(2, (-1, n)), 3)  # [T, slices, M]
+    squares = neighbours_added(steps.float().square(), SLICE // LANE).view(T, -1, n, SLICE // LANE)
+    squares = neighbours_added(added_in_order(squares, 2), 1)  # [T, slices, 1]
+    slices = torch.cat([high + low, squares], 2)
+    return added_in_order(slices.unflatten(1, (-1, configs.BUNDLE // SLICE)), 2).transpose(0, 1)
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("T", "D", "programs"), [(100, 512, 3), (64, 256, 1), (130, 512, 1), (33, 768, 5), (1, 256, 2)]
+)
+def test_emulated(T, D, programs, monkeypatch):
+    given = inputs(T, D)
+    x_next, partials = emulated(monkeypatch, programs, **given)
+    parts = given.pop("parts")
+    assert torch.equal(x_next, mixed(**given))
+    phi = parts.double().sum(0)[:M]
+    wide = in_order_of_k(x_next.double()).flatten(1)
+    total = partials.double().sum(0)
+    exact = torch.cat([wide @ phi.T, wide.square().sum(1, keepdim=True)], 1)
+    assert ((total - exact).norm(dim=0) <= 1e-6 * exact.norm(dim=0)).all()
+    assert torch.equal(partials[..., M], sums_in_order(x_next, parts)[..., M]), "squares in the order of mhc_pre"
+
+
+def sensitive_to_order(T, D):
+    """x and phi whose products per step are exact and of all sizes, so that their sum tells in which order it was made;
+    phi has two parts that are known."""
+    generator = torch.Generator().manual_seed(1)
+
+    def whole(*shape):
+        return torch.randint(-4, 5, shape, generator=generator).float()
+
+    x = whole(T, n, D).to(bf16)
+    scale = 2.0 ** torch.randint(0, 20, (1, n, D // SLICE, 1), generator=generator)
+    high, low = ((whole(M, n, D).view(M, n, -1, SLICE) * scale).reshape(M, n, D) for _ in range(2))
+    return x, high + low * 2**-12
+
+
+@compiled_only
+def test_order_of_k_emulated(monkeypatch):
+    T, D = 40, 768
+    x, phi = sensitive_to_order(T, D)
+    maps = {"h_out": torch.zeros(T, D, dtype=bf16), "h_post": torch.zeros(T, n), "h_res": torch.eye(n).repeat(T, 1, 1)}
+    x_next, partials = emulated(monkeypatch, 2, x=x, **maps, parts=parts_of(phi))
+    assert torch.equal(x_next, x)
+    expected = sums_in_order(x, parts_of(phi))
+    assert torch.equal(partials, expected)
+    assert not torch.equal(partials, sums_in_order(x, parts_of(phi.roll(SLICE, 2))))
+
+
+@pytest.mark.parametrize("T", [5, 1100], ids=["phi cut by the projection", "phi in parts"])
+def test_order_of_k_of_the_projection(T, kernel_device, monkeypatch):
+    D = 1024
+    x, phi = sensitive_to_order(T, D)
+    here = device.of(torch.device(kernel_device))
+    load("mhc", "triton", "mhc_pre_fwd", torch.device(kernel_device))  # makes the interpreter ready
+    tile = configs.project(M, D, False, here)
+    if tile.block_d != SLICE:
+        pytest.skip("this GPU takes other blocks of K")
+    token_blocks = -(-T // tile.block_t)
+    monkeypatch.setattr(device, "of", lambda _: replace(here, processors=token_blocks * (D // configs.BUNDLE)))
+    partials, split = project(x.to(kernel_device), phi.view(M, -1).to(kernel_device), None)
+    assert split == configs.split_k_in_bundles(n, D)
+    assert torch.equal(partials.cpu(), sums_in_order(x, parts_of(phi)))
+
+
+@compiled_only
+def test_warmup_compiles_it(monkeypatch):
+    with cross_compile.compiling_for("sm_90", monkeypatch, {KERNEL}) as kernels:
+        with collected() as compilations:
+            x = torch.empty(8192, n, 4096, dtype=bf16, device="meta")
+            warmup._step(x, False, True, fp32, backend="triton", options=PreOptions())
+        for compilation in compilations:
+            compilation()
+    assert {kernel.name for kernel in kernels} == {KERNEL}
+
+
+# On a GPU
+
+SIZES = [(2048, 4096), (4096, 2560), (1300, 7168), (4001, 1280), (16897, 256)]
+by_size = pytest.mark.parametrize(("T", "D"), SIZES)
+
+
+def sublayers(T, D, norm=True, gamma=True):
+    """x, and the parameters of two sublayers"""
+    drawn = [
+        cases.Case(cases.MHC_PRE_NORMED, (T,), n, D, bf16, gamma=gamma, seed=cases.SEED + i).inputs("cuda")
+        for i in range(2)
+    ]
+    x, _ = [tensors.pop("x") for tensors in drawn]
+    if not norm:
+        for tensors in drawn:
+            del tensors["layer_norm_weight"]
+    return x, *drawn
+
+
+def ways(x, first, second):
+    """x_next, h_in, h_post and h_res of the second sublayer behind the first, whose layer is the identity."""
+    h_out, h_post, h_res = mhc_ops.mhc_pre(x, **first)
+    x_next = mhc_ops.mhc_post(x, h_out, h_post, h_res)
+    yield "one by one", (x_next, *mhc_ops.mhc_pre(x_next, **second))
+    yield "mhc_post_pre", mhc_ops.mhc_post_pre(x, h_out, h_post, h_res, **second)
+    h_out, carry = mhc_ops.mhc_enter(x, **first)
+    h_in, carry = mhc_ops.mhc_next(carry, h_out, **second)
+    yield "mhc_next", (carry.x, h_in, carry.h_post, carry.h_res)
+    x_next = mhc_ops.mhc_layer(x, lambda h_in: h_in, **first)
+    kept = []
+    mhc_ops.mhc_layer(x_next, lambda h_in: (kept.append(h_in), h_in)[1], **second)
+    yield "mhc_layer", (x_next, *kept)
+
+
+def per_token(tensors, rows):
+    return {name: t[rows] if name in ("x", "h_out", "h_post", "h_res") else t for name, t in tensors.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("norm", "gamma"), [(False, False), (True, True)])
+@by_size
+def test_same_bits_on_every_way(T, D, norm, gamma, gradients, poisoned):
+    x, first, second = sublayers(T, D, norm, gamma)
+    x.requires_grad_(gradients)
+    with torch.set_grad_enabled(gradients):
+        (_, expected), *others = ways(x, first, second)
+    for way, outputs in others:
+        assert [torch.equal(a, b) for a, b in zip(outputs, expected)].count(False) == 0, way
+
+
+@pytest.mark.gpu
+@by_size
+def test_partial_sums_have_the_bits_of_the_projection(T, D):
+    tensors = cases.Case(cases.MHC_POST_PRE, (T,), n, D, bf16).inputs("cuda")
+    post = {name: tensors[name] for name in ("x", "h_out", "h_post", "h_res")}
+    on = device.of(tensors["x"].device)
+    if configs.boundary_fwd(n, D, T, on) is None:
+        pytest.skip("no fused kernel on this GPU")
+    expected, x_next = torch.empty_like(post["x"]), torch.full_like(post["x"], torch.nan)
+    mhc_post_fwd(**post, x_next=expected)
+    of_pre = {"phi": tensors["phi"], "gamma": tensors["gamma"]}
+    partials, split = post_project(**post, **of_pre, x_next=x_next)
+    assert torch.equal(x_next, expected)
+    other, other_split = project(expected, **of_pre)
+    assert partials.isfinite().all()
+    if split == other_split:
+        assert torch.equal(partials, other)
+    else:  # of groups
+        groups = [sum(bundles[1:], start=bundles[0]) for bundles in partials.split(split.group_pieces)]
+        assert torch.equal(torch.stack(groups), other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", [False, True])
+@by_size
+def test_a_token_alone(T, D, norm):
+    subject = cases.MHC_POST_PRE_NORMED if norm else cases.MHC_POST_PRE
+    tensors = cases.Case(subject, (T,), n, D, bf16).inputs("cuda")
+    whole = mhc_ops.mhc_post_pre(**tensors)
+    for rows in (slice(0, 1), slice(3, 19), slice(5, 133), slice(7, T // 2), slice(T - 7, T)):
+        some = mhc_ops.mhc_post_pre(**per_token(tensors, rows))
+        assert [torch.equal(a, b[rows]) for a, b in zip(some, whole)].count(False) == 0, rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "D"), [(8192, 4096), (4096, 2560), (3000, 7168), (16384, 1280)])
+def test_same_bits_200_times(T, D):
+    """Each time over NaN, beside a copy that keeps the memory busy."""
+    tensors = cases.Case(cases.MHC_POST_PRE, (T,), n, D, bf16).inputs("cuda")
+    given = {name: tensors[name] for name in ("x", "h_out", "h_post", "h_res", "phi", "gamma")}
+    if configs.boundary_fwd(n, D, T, device.of(given["x"].device)) is None:
+        pytest.skip("no fused kernel on this GPU")
+    x_next, first, busy = torch.empty_like(given["x"]), None, torch.cuda.Stream()
+    for _ in range(200):
+        x_next.fill_(torch.nan)
+        with torch.cuda.stream(busy):
+            copy = given["x"].clone()
+        partials, _ = post_project(**given, x_next=x_next)
+        first = first or (x_next.clone(), partials)
+        assert torch.equal(x_next, first[0])
+        assert torch.equal(partials, first[1])
+        del copy
+
+
+@pytest.mark.gpu
+@by_size
+def test_against_fp64(T, D, poisoned):
+    for subject in (cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED):
+        rows = accuracy.measure(cases.Case(subject, (T,), n, D, bf16), "triton", "cuda")
+        assert [f"{r.output} {r.relative_error:.1e}" for r in rows if not r.passed] == []
+
+
+@pytest.mark.gpu
+def test_other_tensors_and_unaligned_ones():
+    """Calls that are replayed, on tensors that begin elsewhere; those that do not begin in 16 bytes are not copied."""
+    T, D = 2048, 4096
+    both = [cases.Case(cases.MHC_POST_PRE, (T,), n, D, bf16, seed=seed).inputs("cuda") for seed in (1, 2)]
+    expected = [mhc_ops.mhc_post_pre(**tensors) for tensors in both]
+    for tensors, outputs in zip(both, expected):
+        shifted = {name: t.clone() for name, t in tensors.items()}
+        for _ in range(2):
+            again = mhc_ops.mhc_post_pre(**shifted)
+            assert [torch.equal(a, b) for a, b in zip(again, outputs)].count(False) == 0
+        room = torch.empty(T * D + 1, dtype=bf16, device="cuda")
+        shifted["h_out"] = room[1:].view(T, D).copy_(tensors["h_out"])
+        again = mhc_ops.mhc_post_pre(**shifted)
+        assert [torch.equal(a, b) for a, b in zip(again, outputs)].count(False) == 0
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    T, D = 140_000, 4096
+    needed = 3 * T * n * D * 2
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed / 1e9:.0f} GB of free GPU memory")
+    tensors = cases.Case(cases.MHC_POST_PRE, (1,), n, D, bf16).inputs("cuda")
+    tensors |= {
+        "x": torch.randn(T, n, D, device="cuda", dtype=bf16),
+        "h_out": torch.randn(T, D, device="cuda", dtype=bf16),
+    }
+    tensors |= {"h_post": torch.rand(T, n, device="cuda"), "h_res": torch.rand(T, n, n, device="cuda")}
+    assert tensors["x"].numel() > 2**31
+    whole = mhc_ops.mhc_post_pre(**tensors)
+    rows = slice(T - 3000, T)
+    tail = mhc_ops.mhc_post_pre(**per_token(tensors, rows))
+    assert [torch.equal(a, b[rows]) for a, b in zip(tail, whole)].count(False) == 0

@@ -1,0 +1,361 @@
+"""Few tokens in one launch: the bits of many tokens, and the tickets by which the last program knows that it is."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import cross_compile
+from mhc_kernels import bf16, fp16, fp32
+
+import mhc_ops
+from mhc_ops.core import call
+from mhc_ops.core.backend import _INTERPRETED
+from mhc_ops.core.launch import launch
+from mhc_ops.core.replay import Replay
+from mhc_ops.measure import accuracy, cases
+from mhc_ops.mhc import contracts
+from mhc_ops.mhc.options import PreOptions
+from mhc_ops.mhc.triton import configs, few, tickets
+
+BOUNDARY, BOUNDARY_NORMED = cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED
+PRE, PRE_NORMED, MAPS, HEAD = cases.MHC_PRE, cases.MHC_PRE_NORMED, cases.MHC_MAPS, cases.MHC_HEAD
+SUBJECTS = (BOUNDARY, BOUNDARY_NORMED, PRE, PRE_NORMED, MAPS, HEAD)
+# T, n, D, gamma: one group of tokens and several, whole and not; widths that blocks divide and do not
+SMALL = [
+    *((subject, 37, 4, 257, False) for subject in SUBJECTS),
+    *((subject, 1, 4, 96, True) for subject in (BOUNDARY_NORMED, PRE, HEAD)),
+    *((subject, 64, 4, 640, True) for subject in (BOUNDARY, PRE_NORMED)),
+    *((subject, 5, 3, 160, False) for subject in (BOUNDARY_NORMED, MAPS)),
+    *((subject, 7, 1, 48, True) for subject in (BOUNDARY, PRE_NORMED)),
+    *((subject, 33, 2, 1000, True) for subject in (BOUNDARY_NORMED, HEAD)),
+    *((subject, 2, 4, 1, True) for subject in (BOUNDARY, PRE_NORMED, MAPS)),
+]
+LARGE = [
+    *((BOUNDARY_NORMED, T, 4, D) for D in (4096, 7168) for T in (1, 3, 16, 37, 64)),
+    *((BOUNDARY_NORMED, T, 4, 2560) for T in (2, 13)),
+    (BOUNDARY_NORMED, 16, 4, 8192),
+    (BOUNDARY_NORMED, 16, 3, 4096),
+    (BOUNDARY_NORMED, 9, 2, 1280),
+    (BOUNDARY_NORMED, 64, 1, 2048),
+    *((subject, 16, 4, 5003) for subject in SUBJECTS),
+    *((subject, T, 4, 4096) for subject in SUBJECTS if subject is not BOUNDARY_NORMED for T in (1, 16)),
+    *((subject, 64, 4, 7168) for subject in SUBJECTS if subject is not BOUNDARY_NORMED),
+]
+
+
+def name_of(value):
+    return value.name if isinstance(value, cases.Subject) else None
+
+
+@pytest.fixture
+def several(monkeypatch):
+    """Calls a function while few tokens are taken as many are: by several launches."""
+
+    def launched(function, *arguments):
+        call.forget()
+        with monkeypatch.context() as patch:
+            patch.setattr(configs, "few", lambda *_: None)
+            result = function(*arguments)
+        call.forget()
+        return result
+
+    return launched
+
+
+def outputs(subject, tensors):
+    return subject.call(**tensors, backend="triton")
+
+
+def assert_same(some, others):
+    assert [torch.equal(a, b) for a, b in zip(some, others, strict=True)].count(False) == 0
+
+
+def is_taken(x):
+    return few.chosen(x, x.numel() // x.shape[-1] // x.shape[-2]) is not None
+
+
+@pytest.mark.parametrize(("subject", "T", "n", "D", "gamma"), SMALL, ids=name_of)
+def test_bits_of_several_launches(subject, T, n, D, gamma, kernel_device, several, poisoned):
+    tensors = cases.Case(subject, (T,), n, D, bf16, gamma=gamma).inputs(kernel_device)
+    assert is_taken(tensors["x"])
+    expected = several(outputs, subject, tensors)
+    for _ in range(2):  # the second call with tickets that the first has set back, and replayed
+        assert_same(outputs(subject, tensors), expected)
+
+
+def test_against_fp64(kernel_device, poisoned):
+    for subject in (BOUNDARY, BOUNDARY_NORMED):
+        rows = accuracy.measure(cases.Case(subject, (6,), 4, 257, bf16), "triton", kernel_device)
+        assert [f"{r.output} {r.relative_error:.1e}" for r in rows if not r.passed] == []
+
+
+@pytest.mark.interpreted
+def test_tickets_are_set_back():
+    outputs(BOUNDARY, cases.Case(BOUNDARY, (37,), 4, 257, bf16).inputs("cpu"))
+    assert not tickets.tickets(-1, None).any()
+
+
+@pytest.mark.interpreted
+def test_without_tickets_nothing_is_finished(monkeypatch, poisoned):
+    """A count that is not zero: nobody is last, so it is the tickets by which a program knows."""
+    tensors = cases.Case(PRE, (1,), 4, 640, bf16).inputs("cpu")
+    monkeypatch.setitem(tickets._of_streams, (-1, None), torch.full((tickets.SET,), 1000, dtype=torch.int32))
+    assert outputs(PRE, tensors)[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("T", "n", "D", "dtype"), [(65, 4, 256, bf16), (4, 5, 256, bf16), (4, 4, 256, fp16), (4, 4, 256, fp32)]
+)
+def test_what_others_take(T, n, D, dtype):
+    assert not is_taken(torch.empty(T, n, D, dtype=dtype))
+
+
+# Without a GPU: tickets and replay
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU's tickets, on the CPU; capturing[0] says whether a graph is captured."""
+    capturing, made = [False], []
+
+    def zeros(index):
+        made.append(index)
+        return list(torch.zeros(4, tickets.SET, dtype=torch.int32))
+
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
+    monkeypatch.setattr(tickets, "_zeros", zeros)
+    monkeypatch.setattr(tickets, "_of_streams", {})
+    monkeypatch.setattr(tickets, "_reserves", {})
+    return capturing, made
+
+
+def test_every_stream_has_its_tickets(gpu):
+    _, made = gpu
+    places = [(index, stream) for index in (0, 1) for stream in (0, 7)]
+    found = {place: tickets.tickets(*place).data_ptr() for place in places}
+    assert len(set(found.values())) == len(places)
+    assert found == {place: tickets.tickets(*place).data_ptr() for place in places}
+    assert made == [0, 1], "one reserve for each GPU"
+
+
+def test_every_captured_launch_has_its_tickets(gpu):
+    """Of two graphs captured on one stream that run at once; and of a stream that goes on while one runs."""
+    capturing, made = gpu
+    of_stream = tickets.tickets(0, 7).data_ptr()
+    capturing[0] = True
+    captured = [tickets.tickets(0, 7).data_ptr() for _ in range(3)]
+    assert len({of_stream, *captured}) == 4
+    assert made == [0], "nothing is allocated in a capture"
+    capturing[0] = False
+    assert tickets.tickets(0, 7).data_ptr() == of_stream
+
+
+class Pretended:
+    """In place of a Triton kernel and of what is compiled of it: sees what it is started with."""
+
+    __name__, arg_names = "pretended", ["tickets_ptr", "x_ptr", "scale"]
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, grid):
+        def start(counts, x, scale, stream=None):
+            self.seen.append([v.data_ptr() if isinstance(v, torch.Tensor) else v for v in (counts, x)])
+            return self
+
+        return start
+
+
+def test_a_replayed_call_finds_its_tickets():
+    kernel = Pretended()
+    wrapped = tickets.Ticketed(kernel)
+
+    def pretend(tensors):
+        launch(wrapped, (1,), x_ptr=tensors[0], scale=2)
+        return [torch.empty(1)]
+
+    replayed = Replay(pretend, any_strides=False)
+    given = [torch.zeros(64) for _ in range(3)]
+    for x in given:
+        replayed([x])
+    assert all(plan is not None for plan in replayed.plans.values())
+    assert kernel.seen == [[tickets.tickets(-1, None).data_ptr(), x.data_ptr()] for x in given]
+
+
+# Without a GPU: what is compiled
+
+COMPILED = {
+    "sm_90": [
+        *((T, 4, D, True) for D in (4096, 7168) for T in (1, 16, 64)),
+        (64, 4, 7168, False),
+        (16, 4, 257, True),
+        (1, 1, 4096, True),
+        (16, 2, 1280, True),
+        (16, 3, 4096, True),
+    ],
+    "sm_80": [(16, 4, 4096, True), (64, 4, 7168, True), (16, 4, 257, True)],
+    "sm_100": [(16, 4, 4096, True)],
+    "sm_120": [(1, 4, 4096, True), (16, 4, 7168, True), (64, 4, 4096, False)],
+}
+compiled_only = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
+
+
+def compiled_for(target, monkeypatch, T, n, D, normed, boundary=True):
+    """What a boundary, or a pre, launches."""
+
+    def tensor(*shape, dtype=fp32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    M = configs.maps(n)
+    inputs = {"x": tensor(T, n, D, dtype=bf16), "phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M)}
+    inputs |= {"gamma": tensor(n, D), "layer_norm_weight": tensor(D) if normed else None, "options": PreOptions()}
+    if boundary:
+        inputs |= {"h_out": tensor(T, D, dtype=bf16), "h_post": tensor(T, n), "h_res": tensor(T, n, n)}
+    with cross_compile.compiling_for(target, monkeypatch) as kernels:
+        (contracts.mhc_post_pre_fwd if boundary else contracts.mhc_pre_fwd).launch(backend="triton", **inputs)
+    return kernels
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("target", "T", "n", "D", "normed"), [(target, *case) for target, found in COMPILED.items() for case in found]
+)
+def test_no_spills(target, T, n, D, normed, monkeypatch):
+    kernels = compiled_for(target, monkeypatch, T, n, D, normed)
+    assert [kernel.name for kernel in kernels] == ["mhc_few_fwd_kernel"], "one launch"
+    cross_compile.check(target, kernels)
+
+
+@compiled_only
+def test_pre_is_compiled_too(monkeypatch):
+    for normed in (False, True):
+        kernels = compiled_for("sm_90", monkeypatch, 16, 4, 4096, normed, boundary=False)
+        assert [kernel.name for kernel in kernels] == ["mhc_few_fwd_kernel"]
+        cross_compile.check("sm_90", kernels)
+
+
+@compiled_only
+def test_machine_code(monkeypatch):
+    """phi is on its way before anything waits; the product is one of the projection's; stores come before the ticket,
+    with a barrier for all threads between them; no floats are added in memory."""
+    (kernel,) = compiled_for("sm_90", monkeypatch, 16, 4, 4096, True)
+    ptx = kernel.assembly
+    first_wait = ptx.index("cp.async.wait_group")
+    assert ptx[:first_wait].count("cp.async.cg.shared.global [") >= 4 * 3, "four streams of 24 maps, 8 rows at a time"
+    assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in ptx
+    atomics = re.findall(r"\b(?:atom|red)\.\S+", ptx)
+    assert atomics == ["atom.global.gpu.acq_rel.add.u32"]
+    before, after = ptx.split(atomics[0])
+    assert "st.global" not in before[before.rindex("bar.sync") :]
+    assert "bar.sync" in after[: after.index("ld.global")]
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("subject", "T", "n", "D"), LARGE, ids=name_of)
+def test_bits_on_a_gpu(subject, T, n, D, several, poisoned):
+    tensors = cases.Case(subject, (T,), n, D, bf16).inputs("cuda")
+    if not is_taken(tensors["x"]):
+        pytest.skip("this GPU takes several launches")
+    expected = several(outputs, subject, tensors)
+    for _ in range(3):
+        assert_same(outputs(subject, tensors), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [4096, 7168])
+def test_bits_among_many(D):
+    tensors = cases.Case(BOUNDARY_NORMED, (4096,), 4, D, bf16).inputs("cuda")
+    whole = outputs(BOUNDARY_NORMED, tensors)
+    for rows in (slice(0, 1), slice(3, 19), slice(100, 164), slice(4095, 4096)):
+        per_token = ("x", "h_out", "h_post", "h_res")
+        some = {name: t[rows].clone() if name in per_token else t for name, t in tensors.items()}
+        assert_same(outputs(BOUNDARY_NORMED, some), [output[rows] for output in whole])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "D"), [(1, 4096), (16, 4096), (16, 7168), (64, 4096)])
+def test_same_bits_200_times_over_nan(T, D, poisoned):
+    """Each time over NaN, also the partial sums, beside a copy that keeps the memory busy."""
+    tensors = cases.Case(BOUNDARY_NORMED, (T,), 4, D, bf16).inputs("cuda")
+    first, busy = outputs(BOUNDARY_NORMED, tensors), torch.cuda.Stream()
+    large = torch.empty(64 * 2**20, device="cuda")
+    for _ in range(200):
+        with torch.cuda.stream(busy):
+            large.copy_(large)
+        nan = torch.full((8 * 2**20,), torch.nan, device="cuda")  # what is allocated next was this
+        del nan
+        assert_same(outputs(BOUNDARY_NORMED, tensors), first)
+
+
+@pytest.mark.gpu
+def test_two_streams_at_once():
+    drawn = [cases.Case(BOUNDARY_NORMED, (16,), 4, 4096, bf16, seed=seed).inputs("cuda") for seed in (1, 2)]
+    expected = [outputs(BOUNDARY_NORMED, tensors) for tensors in drawn]
+    streams = [torch.cuda.Stream() for _ in drawn]
+    torch.cuda.synchronize()
+    results = ([], [])
+    for _ in range(200):
+        for stream, tensors, found in zip(streams, drawn, results):
+            with torch.cuda.stream(stream):
+                found.append(outputs(BOUNDARY_NORMED, tensors))
+    torch.cuda.synchronize()
+    for found, outputs_there in zip(results, expected):
+        for some in found:
+            assert_same(some, outputs_there)
+
+
+def captured(tensors, launches):
+    """A graph of these launches, and the outputs of the last."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            results = outputs(BOUNDARY_NORMED, tensors)
+    return graph, results
+
+
+@pytest.mark.gpu
+def test_graphs_that_run_at_once():
+    """Two graphs, captured on the same stream, replayed on two others while a third launches the same."""
+    drawn = [cases.Case(BOUNDARY_NORMED, (16,), 4, 4096, bf16, seed=seed).inputs("cuda") for seed in (1, 2)]
+    expected = [outputs(BOUNDARY_NORMED, tensors) for tensors in drawn]
+    reserve = tickets._reserves[torch.cuda.current_device()]
+    left = len(reserve)
+    graphs = [captured(tensors, 5) for tensors in drawn]
+    assert len(reserve) == left - 2 * 5, "each captured launch has its own tickets, of those that were there"
+    streams = [torch.cuda.Stream() for _ in drawn]
+    for _ in range(50):
+        for _, results in graphs:
+            for result in results:
+                result.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for stream, (graph, _) in zip(streams, graphs):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        again = outputs(BOUNDARY_NORMED, drawn[0])
+        torch.cuda.synchronize()
+        assert_same(again, expected[0])
+        for (_, results), outputs_there in zip(graphs, expected):
+            assert_same(results, outputs_there)
+
+
+@pytest.mark.gpu
+def test_tickets_are_set_back_on_a_gpu():
+    outputs(BOUNDARY, cases.Case(BOUNDARY, (61,), 4, 4096, bf16).inputs("cuda"))
+    torch.cuda.synchronize()
+    assert not any(counts.any() for counts in tickets._of_streams.values())
+
+
+@pytest.mark.gpu
+def test_a_boundary_with_its_norm_is_one_launch():
+    tensors = cases.Case(BOUNDARY_NORMED, (16,), 4, 4096, bf16).inputs("cuda")
+    mhc_ops.mhc_post_pre(**tensors)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        mhc_ops.mhc_post_pre(**tensors)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() if "mhc" in event.key]
+    assert kernels == ["mhc_few_fwd_kernel"]

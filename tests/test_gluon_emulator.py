@@ -1,0 +1,87 @@
+"""The emulator of Gluon kernels shows what it says it shows: each fault below is one line of a right kernel."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+import gluon_emulator
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+STAGES, ROWS, COLUMNS = 2, 8, 16
+FAULTS = ("early read", "no fence", "few bytes", "wrong phase", "early store")
+
+
+@gluon.jit
+def producer(x_desc, tiles, full, empty, T, FAULT: gl.constexpr, BT: gl.constexpr, S: gl.constexpr):
+    steps = gl.cdiv(T, BT)
+    for step in range(steps):
+        stage = step % S
+        mbarrier.wait(empty.index(stage), (step // S % 2) ^ (0 if FAULT == "wrong phase" else 1))
+        mbarrier.expect(full.index(stage), x_desc.nbytes_per_cta // (2 if FAULT == "few bytes" else 1))
+        tma.async_copy_global_to_shared(x_desc, [step * BT, 0], full.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def consumer(y_desc, tiles, out, full, empty, T, FAULT: gl.constexpr, BT: gl.constexpr, S: gl.constexpr):
+    steps = gl.cdiv(T, BT)
+    for step in range(steps):
+        stage = step % S
+        if FAULT == "early read":
+            tile = tiles.index(stage).load(None)
+        mbarrier.wait(full.index(stage), step // S % 2)
+        if FAULT != "early read":
+            tile = tiles.index(stage).load(None)
+        mbarrier.arrive(empty.index(stage), count=1)
+        if FAULT != "early store":
+            tma.store_wait(0)
+        out.store(tile + tile)
+        if FAULT != "no fence":
+            fence_async_shared()
+        tma.async_copy_shared_to_global(y_desc, [step * BT, 0], out)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def doubling_kernel(x_desc, y_desc, T, FAULT: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr, S: gl.constexpr):
+    tiles = gl.allocate_shared_memory(x_desc.dtype, [S, BT, BD], x_desc.layout)
+    out = gl.allocate_shared_memory(y_desc.dtype, [BT, BD], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(S):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    gl.warp_specialize(
+        [
+            (consumer, (y_desc, tiles, out, full, empty, T, FAULT, BT, S)),
+            (producer, (x_desc, tiles, full, empty, T, FAULT, BT, S)),
+        ],
+        [1],
+        [24],
+    )
+
+
+def doubled(fault):
+    x = torch.randn(5 * ROWS - 3, COLUMNS)
+    y = torch.full_like(x, torch.nan)
+    layout = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float32)
+    x_desc, y_desc = (TensorDescriptor.from_tensor(tensor, [ROWS, COLUMNS], layout) for tensor in (x, y))
+    arguments = {"T": x.shape[0], "FAULT": fault, "BT": ROWS, "BD": COLUMNS, "S": STAGES}
+    gluon_emulator.run(doubling_kernel, (1,), x_desc=x_desc, y_desc=y_desc, **arguments)
+    return torch.equal(y, x + x)
+
+
+def test_a_right_kernel():
+    assert doubled("none")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(fault, monkeypatch):
+    monkeypatch.setattr(gluon_emulator, "PATIENCE", 0.2)
+    try:
+        right = doubled(fault)
+    except (AssertionError, TimeoutError):
+        return
+    assert not right
