@@ -134,16 +134,21 @@ class Plan:
         return [tensors[place] for place in self.results]
 
 
-class Descriptor:
-    """What Triton asks of a TensorDescriptor when it starts a kernel, of a tensor that is known by its address."""
+class Address:
+    __slots__ = ("address",)
 
-    address: int
-
-    def __init__(self, address: int, rest: dict[str, Any]) -> None:
-        self.__dict__ = {**rest, "base": self, "address": address}
+    def __init__(self, address: int) -> None:
+        self.address = address
 
     def data_ptr(self) -> int:
         return self.address
+
+
+class Descriptor:
+    """What Triton asks of a TensorDescriptor when it starts a kernel, of a tensor that is known by its address."""
+
+    def __init__(self, address: int, rest: dict[str, Any]) -> None:
+        self.__dict__ = {**rest, "base": Address(address)}
 
 
 def _contiguous(tensors: Tensors) -> bool:

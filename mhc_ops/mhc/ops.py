@@ -189,8 +189,8 @@ def mhc_post_pre(
     """The boundary between two layers in one call: `mhc_post` of one, then `mhc_pre` of the next.
 
     x, h_out, h_post, h_res: as in mhc_post; all others: the next layer's, as in mhc_pre
-    Returns x_next, and h_in, h_post, h_res of the next layer. x_next has the bits of mhc_post; in Triton the
-    projection for the next layer's maps is made while x_next is still in registers. Differentiable in everything.
+    Returns x_next, and h_in, h_post, h_res of the next layer. All have the bits of mhc_post and mhc_pre.
+    Differentiable in everything.
     """
     return run(
         prepare.post_pre,
@@ -369,6 +369,8 @@ def _check_carry(function: str, carry: Carry) -> None:
     if not isinstance(carry, Carry):
         got = type(carry).__name__
         raise TypeError(f"{function}: carry must be what mhc_enter or mhc_next returned, got {got}")
+    if carry.read is not None:
+        raise NotImplementedError(f"{function}: carry.read is reserved and must be None")
 
 
 def mhc_head(

@@ -15,12 +15,27 @@ from ..core.modes import watched
 from .ops import Carry, mhc_enter, mhc_leave, mhc_next, mhc_post
 
 
+class Unchanged:
+    """A tensor that the backward reads. Autograd itself sees no changes of those that a hook keeps."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.version = tensor, tensor._version
+
+    def read(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "HyperStack: a tensor that the backward needs was changed in place behind the forward: "
+                f"{list(self.tensor.shape)}, {self.tensor._version - self.version} times"
+            )
+        return self.tensor
+
+
 class Remade:
     """An x that is not kept: the x before it, and what was written into that."""
 
     def __init__(self, before: "Tensor | Remade", carry: Carry, h_out: Tensor, backend: str | None):
-        self.before, self.backend = before, backend
-        self.h_out, self.h_post, self.h_res = h_out.detach(), carry.h_post.detach(), carry.h_res.detach()
+        self.before, self.backend = Unchanged(before) if isinstance(before, Tensor) else before, backend
+        self.written = [Unchanged(tensor.detach()) for tensor in (h_out, carry.h_post, carry.h_res)]
         self.choice = backends.chosen()  # autograd makes it again in a thread that has none of its own
         self.made: Tensor | None = None
 
@@ -28,9 +43,9 @@ class Remade:
         """Until `forget`: the backward of the boundary behind this x reads it first, that of its own boundary last, and
         between them all that was made on the way to it is needed too."""
         if self.made is None:
-            before = self.before.x() if isinstance(self.before, Remade) else self.before
+            before = self.before.x() if isinstance(self.before, Remade) else self.before.read()
             with torch.no_grad(), backends.scope(self.choice):
-                self.made = mhc_post(before, self.h_out, self.h_post, self.h_res, backend=self.backend)
+                self.made = mhc_post(before, *(tensor.read() for tensor in self.written), backend=self.backend)
         return self.made
 
     def forget(self) -> None:
@@ -43,7 +58,12 @@ class Recompute(NamedTuple):
 
     every: int
     number: int
+    x: Tensor
     source: Tensor | Remade
+
+    def source_of(self, x: Tensor) -> Tensor | Remade:
+        """A hook may have put another x into the carry: that one is kept."""
+        return self.source if _same(x, self.x) else x.detach()
 
 
 class StackCarry(NamedTuple):
@@ -60,8 +80,8 @@ class StackCarry(NamedTuple):
 
 
 def begin(x: Tensor, every: int) -> StackCarry:
-    """every: keep x of every so many boundaries for the backward; 0 keeps all"""
-    return StackCarry(x, recompute=Recompute(every, 0, x) if every else None)
+    """every: keep x of every so many boundaries for the backward; 0 and 1 keep all"""
+    return StackCarry(x, recompute=Recompute(every, 0, x, x) if every > 1 else None)
 
 
 def boundary(before: StackCarry, *parameters: Any, backend: str | None, **own: Any) -> tuple[Tensor, StackCarry]:
@@ -69,20 +89,24 @@ def boundary(before: StackCarry, *parameters: Any, backend: str | None, **own: A
     recompute = before.recompute
     if before.h_post is None:
         h_in, carry = mhc_enter(before.x, *parameters, backend=backend, **own)
-        return h_in, StackCarry(*carry, recompute=recompute and Recompute(recompute.every, 0, carry.x.detach()))
+        return h_in, StackCarry(*carry, recompute=recompute and _kept_at(recompute.every, 0, carry.x))
     ended = _ended(before)
     if recompute is None or watched():
         h_in, carry = mhc_next(ended, before.h_out, *parameters, backend=backend, **own)
         return h_in, StackCarry(*carry)
-    every, number, source = recompute
+    every, number, source = recompute.every, recompute.number, recompute.source_of(ended.x)
     with _Kept() as kept:
         h_in, carry = mhc_next(ended, before.h_out, *parameters, backend=backend, **own)
-    after: Tensor | Remade = carry.x.detach()
-    if kept.may_leave_out and (number + 1) % every:
-        after = Remade(source, ended, before.h_out, backend)
+    after = _kept_at(every, number + 1, carry.x)
+    if kept.may_leave_out and after.number % every:
+        after = after._replace(source=Remade(source, ended, before.h_out, backend))
     kept.leave_out(ended.x, source, last=False)
-    kept.leave_out(carry.x, after, last=True)
-    return h_in, StackCarry(*carry, recompute=Recompute(every, number + 1, after))
+    kept.leave_out(carry.x, after.source, last=True)
+    return h_in, StackCarry(*carry, recompute=after)
+
+
+def _kept_at(every: int, number: int, x: Tensor) -> Recompute:
+    return Recompute(every, number, x.detach(), x.detach())
 
 
 def end(before: StackCarry, backend: str | None) -> Tensor:
@@ -92,7 +116,7 @@ def end(before: StackCarry, backend: str | None) -> Tensor:
         return mhc_leave(ended, before.h_out, backend=backend)
     with _Kept() as kept:
         x = mhc_leave(ended, before.h_out, backend=backend)
-    kept.leave_out(ended.x, recompute.source, last=False)
+    kept.leave_out(ended.x, recompute.source_of(ended.x), last=False)
     return x
 
 
@@ -106,14 +130,14 @@ class _Slot:
     """What autograd keeps in the place of a tensor."""
 
     def __init__(self, tensor: Tensor):
-        self.tensor: Tensor | None = tensor
+        self.kept: Unchanged | None = Unchanged(tensor)
         self.remade: Remade | None = None
         self.last = False  # of the two that read this x in the backward
 
     def unpacked(self) -> Tensor:
         if self.remade is None:
-            assert self.tensor is not None
-            return self.tensor
+            assert self.kept is not None
+            return self.kept.read()
         x = self.remade.x()
         if self.last:
             self.remade.forget()
@@ -125,7 +149,8 @@ class _Kept:
 
     def __init__(self) -> None:
         others = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self.may_leave_out = torch.is_grad_enabled() and not others
+        refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        self.may_leave_out = torch.is_grad_enabled() and refused is None and not others
         self.slots: list[_Slot] = []
 
     def pack(self, tensor: Tensor) -> _Slot:
@@ -147,8 +172,8 @@ class _Kept:
         """Keep how x is made again, where it is, in the place of x."""
         if isinstance(source, Remade):
             for slot in self.slots:
-                if slot.tensor is not None and _same(slot.tensor, x):
-                    slot.tensor, slot.remade, slot.last = None, source, last
+                if slot.kept is not None and _same(slot.kept.tensor, x):
+                    slot.kept, slot.remade, slot.last = None, source, last
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -19,7 +19,7 @@ class Carry(NamedTuple):
     `mhc_next` and `mhc_leave` take it.
 
     x: the streams that the sublayer read   h_post, h_res: what its output is written back with
-    read: the weights that the next sublayer reads with, where those are made here; None where it makes its own
+    read: reserved for weights that the next sublayer reads with; None, as it makes its own
     link: private. The gradient of x past the sublayer goes through it, and x has none there. None in a carry that was
     made without gradients, or with another x than the streams (`carry._replace(x=..., link=None)`)
     """

@@ -25,10 +25,10 @@ class HyperStack(nn.Sequential):
     Every connection runs through its own call, so that its hooks run; where they see x in an nn.Sequential, they see a
     carry, whose `x` is x as the connection read it.
 
-    recompute: with k > 0 only x of every k-th boundary is kept for the backward. The others are made again there from
+    recompute: with k > 1 only x of every k-th boundary is kept for the backward. The others are made again there from
     h_out and the maps, up to k − 1 at a time, with the same bits and without running the layers again. Nothing is left
     out under torch.compile, torch.func or a mode, where the values are the same; nor inside a checkpoint or other hooks
-    on what autograd keeps, which decide that themselves.
+    on what autograd keeps, which decide that themselves; nor by the reference, which keeps x in other forms.
     """
 
     def __init__(self, *connections: Any, recompute: int = 0):
@@ -40,7 +40,26 @@ class HyperStack(nn.Sequential):
         self.recompute = recompute
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """nn.Sequential calls it for every connection."""
+        """nn.Sequential calls it for every connection but those of insert and of stack[i] = connection."""
+        self._check(name, module)
+        super().add_module(name, module)
+
+    def insert(self, index: int, module: nn.Module) -> "HyperStack":
+        self._check(str(index), module)
+        super().insert(index, module)
+        return self
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        self._check(str(index), module)
+        super().__setitem__(index, module)
+
+    def __add__(self, other: nn.Sequential) -> "HyperStack":
+        return HyperStack(*super().__add__(other), recompute=self.recompute)
+
+    def __mul__(self, other: int) -> "HyperStack":
+        return HyperStack(*super().__mul__(other), recompute=self.recompute)
+
+    def _check(self, name: str, module: nn.Module | None) -> None:
         if not isinstance(module, HyperConnection):
             kind = type(module).__name__
             raise TypeError(f"HyperStack: connection {name} must be a HyperConnection, got {kind}")
@@ -49,7 +68,6 @@ class HyperStack(nn.Sequential):
             if (module.n, module.D) != (other.n, other.D):
                 sizes = f"n={module.n}, D={module.D}, but connection {first} has n={other.n}, D={other.D}"
                 raise ValueError(f"HyperStack: connection {name} has {sizes}")
-        super().add_module(name, module)
 
     def __getitem__(self, index: Any) -> Any:
         """A connection, or a stack of some of them."""

@@ -14,7 +14,7 @@ from ..core.check import check_count
 from ..core.launch import collected
 from . import contracts
 from .options import PreKeywords, checked, spelled_out
-from .prepare import check_kernel_limits
+from .prepare import check_kernel_limits, check_not_tilelang
 
 
 @spelled_out
@@ -46,6 +46,8 @@ def warmup(
     if name == "reference":
         return 0
     check_kernel_limits(function, x, name)
+    if layer_norm:
+        check_not_tilelang(f"{function} with layer_norm", name)
     if name != "triton":
         _step(x, gamma, layer_norm, parameter_dtype, **run)
         return 0
@@ -88,7 +90,6 @@ def _step(x: Tensor, gamma: bool, layer_norm: bool, dtype: torch.dtype, backend:
     pre = contracts.mhc_layer_pre.launch(**of_pre)
     of_post = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": pre.h_res, "backend": backend}
     contracts.mhc_layer_post.launch(link=pre.link, **of_post)
-    contracts.mhc_next_fwd.launch(link=pre.link, linked=True, **{**of_pre, **of_post})
     post = contracts.mhc_post_bwd.launch(**of_post, dx_next=x, residual=False)
     kept = {"inv_rms": pre.inv_rms, "h_mix": pre.h_mix}
     cotangents = {"dh_in": pre.h_in, "dh_post": post.dh_post, "dh_res": post.dh_res, "dx_next": x}

@@ -1,6 +1,8 @@
 """Calls by name, with and without gradients; and their replay: a call that is like an earlier one starts the same
 compiled kernels on its own tensors, and nothing else."""
 
+import gc
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +15,7 @@ from mhc_ops.core import call
 from mhc_ops.core.call import Request, run
 from mhc_ops.core.launch import launch
 from mhc_ops.core.op import op
-from mhc_ops.core.replay import Replay
+from mhc_ops.core.replay import Descriptor, Replay
 
 
 class Kernel:
@@ -307,6 +309,16 @@ def test_a_descriptor_is_of_the_tensor_of_its_call():
     again = torch.ones(4)
     (y,) = replay([again])
     assert started == [(again.data_ptr(), [4], "zero", y.data_ptr())]
+
+
+def test_a_descriptor_is_gone_with_its_call():
+    """Also where nobody looks for cycles, as in training loops that switch gc off."""
+    gc.disable()
+    try:
+        descriptor = weakref.ref(Descriptor(64, {"shape": [4]}))
+        assert descriptor() is None
+    finally:
+        gc.enable()
 
 
 def test_the_interpreter_records_nothing(kernel, scaled, monkeypatch):

@@ -324,6 +324,8 @@ def test_what_is_checked():
             function(carry, x, **further)
         with pytest.raises(TypeError, match=rf"^{name}: h_out must be a torch.Tensor, got NoneType$"):
             function(carry, None, **further)
+        with pytest.raises(NotImplementedError, match=rf"^{name}: carry.read is reserved and must be None$"):
+            function(carry._replace(read=carry.h_post), h_in, **further)
     with pytest.raises(ValueError, match=r"^mhc_enter: phi must be \[24, 96\], got \[3\]$"):
         mhc_ops.mhc_enter(x, own["alpha"], own["alpha"], own["bias"])
     for name, arguments in (("mhc_enter", (x,)), ("mhc_next", (carry, h_in))):
@@ -535,6 +537,42 @@ def test_a_loss_on_x_between(place):
     assert_close(with_loss(HyperStack(*made), 2), with_loss(nn.Sequential(*made), 1))
 
 
+def test_recompute_and_a_hook_that_replaces_x(place):
+    """The x of the hook is kept, as nothing says how to make it again."""
+
+    def gradients_with(recompute):
+        stack, x = HyperStack(*connections(place, 4), recompute=recompute), streams(place)
+        stack[1].register_forward_hook(lambda module, inputs, carry: carry._replace(x=carry.x * 2, link=None))
+        return step(stack, x)
+
+    assert_equal(gradients_with(3), gradients_with(0))
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 3])
+@pytest.mark.parametrize("number", [0, 1])
+def test_changes_in_place_are_seen(number, recompute, place):
+    outputs = []
+
+    class Kept(MLP):
+        def forward(self, x):
+            outputs.append(super().forward(x))
+            return outputs[-1]
+
+    stack, x = HyperStack(*connections(place, layer=Kept), recompute=recompute), streams(place)
+    out = stack(x)
+    with torch.no_grad():
+        outputs[number].mul_(3)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|was changed in place behind the forward"):
+        out.sum().backward()
+
+
+def test_recompute_where_hooks_are_not_allowed(place):
+    stack, x = HyperStack(*connections(place), recompute=2), streams(place)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        results = step(stack, x)
+    assert_equal(results, step(stack, x))
+
+
 def test_a_hook_that_returns_something_else():
     stack = HyperStack(*connections(("reference", "cpu"), 2))
     stack[1].register_forward_hook(lambda module, inputs, carry: carry.x)
@@ -597,6 +635,10 @@ def test_sizes_and_kinds_are_checked():
         HyperStack(one).append(other)
     with pytest.raises(TypeError, match=r"^HyperStack: connection 0 must be a HyperConnection, got Linear$"):
         HyperStack(nn.Linear(8, 8))
+    with pytest.raises(TypeError, match=r"^HyperStack: connection 0 must be a HyperConnection, got Linear$"):
+        HyperStack(one).insert(0, nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"^HyperStack: connection 1 has n=2, D=8, but connection 0 has n=4, D=8$"):
+        HyperStack(one, copy.deepcopy(one))[1] = other
     with pytest.raises(ValueError, match=r"^HyperStack: recompute must be 0 or more, got -1$"):
         HyperStack(one, recompute=-1)
     with pytest.raises(TypeError, match=r"^HyperStack: recompute must be an int, got bool$"):
@@ -619,6 +661,10 @@ def test_slices_and_repr():
     assert stack[0] is made[0]
     assert len(stack) == 4
     assert "recompute=3" in repr(stack)
+    for more in (stack + stack[:1], stack * 2, 2 * stack, HyperStack(*made[1:], recompute=3).insert(0, made[0])):
+        assert isinstance(more, HyperStack)
+        assert more.recompute == 3
+        assert len(more) > 3
     x = streams(("reference", "cpu"))
     assert HyperStack()(x) is x
     assert torch.equal(copy.deepcopy(stack)(x), stack(x))

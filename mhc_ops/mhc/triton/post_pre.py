@@ -1,7 +1,8 @@
 """The boundary between two layers: mHC post of one and pre of the next.
 
 Forward, on Hopper: one kernel makes x_next and projects it (boundary_fwd.py), then comes pre's finishing kernel.
-Elsewhere, and for few tokens: post, then pre. The bits are the same, so it is nobody's concern which was taken.
+Up to 64 tokens: one launch (few.py). Elsewhere: post, then pre. The bits are the same, so it is nobody's concern which
+was taken.
 Backward: one after the other.
 """
 

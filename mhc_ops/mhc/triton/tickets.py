@@ -6,6 +6,7 @@ graph captures, since that may be replayed on any stream. Sets come out of a res
 capture.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -45,9 +46,16 @@ def _zeros(index: int) -> list[Tensor]:
             return [torch.zeros(SET, dtype=torch.int32)]
         if torch._C._cuda_isCurrentStreamCapturing():  # then the graph itself sets them to zero before the kernel runs
             return [torch.zeros(SET, dtype=torch.int32, device=index)]
-        sets = list(torch.zeros(RESERVED, SET, dtype=torch.int32, device=index))
-        torch.cuda.current_stream(index).synchronize()  # other streams will use them
-        return sets
+    # By a thread of its own: what this one allocates may belong to a pool, as in the warm-up of torch.compile's CUDA
+    # graphs, which want all of it back.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_reserved, index).result()
+
+
+def _reserved(index: int) -> list[Tensor]:
+    sets = list(torch.zeros(RESERVED, SET, dtype=torch.int32, device=index))
+    torch.cuda.current_stream(index).synchronize()  # other streams will use them
+    return sets
 
 
 class Ticketed:

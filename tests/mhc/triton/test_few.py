@@ -1,6 +1,10 @@
 """Few tokens in one launch: the bits of many tokens, and the tickets by which the last program knows that it is."""
 
 import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,6 +142,15 @@ def test_every_stream_has_its_tickets(gpu):
     assert len(set(found.values())) == len(places)
     assert found == {place: tickets.tickets(*place).data_ptr() for place in places}
     assert made == [0, 1], "one reserve for each GPU"
+
+
+def test_what_stays_is_allocated_by_a_thread_of_its_own(monkeypatch):
+    """Whose allocations belong to no pool, as those of this thread may while CUDA graphs are made."""
+    threads = []
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(tickets, "_reserved", lambda index: threads.append(threading.get_ident()) or [index])
+    assert tickets._zeros(3) == [3]
+    assert threads != [threading.get_ident()]
 
 
 def test_every_captured_launch_has_its_tickets(gpu):
@@ -341,6 +354,25 @@ def test_graphs_that_run_at_once():
         assert_same(again, expected[0])
         for (_, results), outputs_there in zip(graphs, expected):
             assert_same(results, outputs_there)
+
+
+FIRST_IN_A_GRAPH = """
+import torch
+from torch import nn
+from mhc_ops import HyperConnection, HyperStack
+stack = HyperStack(*(HyperConnection(nn.Identity(), 4, 256, device="cuda") for _ in range(3)))
+x = torch.randn(16, 4, 256, dtype=torch.bfloat16, device="cuda")
+with torch.no_grad():
+    compiled = torch.compile(stack, mode="reduce-overhead")
+    found = [compiled(x).clone() for _ in range(4)]
+    assert all(torch.equal(y, stack(x)) for y in found)
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_tickets_in_graphs_of_torch_compile():
+    """In a process that has none yet."""
+    subprocess.run([sys.executable, "-c", FIRST_IN_A_GRAPH], check=True, cwd=Path(mhc_ops.__file__).parents[1])
 
 
 @pytest.mark.gpu

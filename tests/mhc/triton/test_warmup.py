@@ -95,6 +95,12 @@ def test_without_kernels_there_is_nothing_to_compile():
     assert mhc_ops.warmup(4, 24, device="cpu", backend="reference") == 0
 
 
+def test_what_tilelang_lacks_is_said(monkeypatch):
+    monkeypatch.setattr(mhc_ops.mhc.warmup, "choose", lambda *_: "tilelang")
+    with pytest.raises(NotImplementedError, match=r"^warmup with layer_norm: backend 'tilelang' does not have it"):
+        mhc_ops.warmup(4, 24, layer_norm=True, device="cpu")
+
+
 def test_a_typo_is_named():
     with pytest.raises(TypeError, match=r"warmup\(\) got an unexpected keyword argument 'sinkhorn_iter'"):
         mhc_ops.warmup(4, 24, device="cpu", backend="reference", sinkhorn_iter=3)
