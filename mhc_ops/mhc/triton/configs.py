@@ -387,10 +387,11 @@ class BoundaryFwd(Tile):
     registers: int = 0  # a thread, before the warp that only copies gives its own away
 
 
-# 32 tokens × 128 channels, 8 warps, 3 stages: 168 µs at T = 8192, D = 4096 (a copy of as many bytes 145), 53 at T = 4096,
-# D = 2560 (48), 108 at T = 16384, D = 1280, 294 at T = 8192, D = 7168 (252). A first version of it took 172, 60 and 302
-# at D = 4096, 2560 and 7168; with two groups of 16 tokens 174, 61 and 301; with 64 channels, whose rows are half as long,
-# 177 and more; with 256 channels of 16 tokens 191. 168 registers are what 12 warps can have: 8, and 4 of which one copies.
+# 32 tokens × 128 channels, 8 warps, 3 stages: 168 µs at T = 8192, D = 4096 (a copy of as many bytes 145), 53 at T =
+# 4096, D = 2560 (48), 108 at T = 16384, D = 1280, 294 at T = 8192, D = 7168 (252). A first version of it took 172, 60
+# and 302 at D = 4096, 2560 and 7168; with two groups of 16 tokens 174, 61 and 301; with 64 channels, whose rows are
+# half as long, 177 and more; with 256 channels of 16 tokens 191. 168 registers are what 12 warps can have: 8, and 4 of
+# which one copies.
 BOUNDARY_FWD = BoundaryFwd(32, 128, 8, 3, registers=168)
 FEWEST_ITEMS = 4
 
@@ -416,10 +417,10 @@ def split_k_in_bundles(n: int, D: int) -> SplitK:
 
 TABLE = 32  # columns of a boundary's table of tokens: h_res, h_pre, x_factor and the factors of the layer's norm
 # 16 tokens × 64 channels × 4 streams, 4 warps that compute, one that copies, 3 stages, two programs a multiprocessor:
-# 292 µs at T = 8192, D = 4096, 105 at T = 4096, D = 2560, 184 at T = 16384, D = 1280, 503 at T = 8192, D = 7168; with the
-# norm 302, 109, 191 and 526 (pass B and post's backward apart, without it: 412, 145, 265 and 763). Of a first version,
-# which took 298, 109 and 511: its copies alone 264; 2 stages with two tiles for the results 306; both parts of phi in
-# shared memory 319 to 324, both in registers 341; two groups of warps a program, with 6 stages, 301.
+# 292 µs at T = 8192, D = 4096, 105 at T = 4096, D = 2560, 184 at T = 16384, D = 1280, 503 at T = 8192, D = 7168; with
+# the norm 302, 109, 191 and 526 (pass B and post's backward apart, without it: 412, 145, 265 and 763). Of a first
+# version, which took 298, 109 and 511: its copies alone 264; 2 stages with two tiles for the results 306; both parts of
+# phi in shared memory 319 to 324, both in registers 341; two groups of warps a program, with 6 stages, 301.
 BOUNDARY_BWD = Tile(16, 64, 4, 3)
 # Of a thread when a program starts: half a multiprocessor's. Those that compute then get 232, those that copy keep 24.
 BOUNDARY_REGISTERS = 128
