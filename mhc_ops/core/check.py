@@ -60,6 +60,18 @@ def check_count(function: str, name: str, value: object) -> None:
         raise ValueError(f"{function}: {name} must be at least 1, got {value}")
 
 
+def check_flag(function: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{function}: {name} must be a bool, got {type(value).__name__}")
+
+
+def check_word(function: str, name: str, value: object, allowed: Sequence[str]) -> None:
+    if type(value) is not str:
+        raise TypeError(f"{function}: {name} must be a str, got {type(value).__name__}")
+    if value not in allowed:
+        raise ValueError(f"{function}: {name} must be {listed([repr(word) for word in allowed])}, got {value!r}")
+
+
 def check_numbers(function: str, **values: object) -> tuple[float, ...]:
     """The finite values as floats, as kernels are compiled for the type of a number. An eps is 0 or more."""
     for name, value in values.items():

@@ -99,7 +99,8 @@ def _stored(value: Tensor, result: Tensor) -> Tensor:
 
 def _post_pre_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     """The next layer reads x_next as it was stored."""
-    x_next = mhc_ops.mhc_post(**{name: tensors[name] for name in _POST}, backend="reference")
+    of_post: dict[str, Any] = {name: tensors[name] for name in _POST}
+    x_next = mhc_ops.mhc_post(**of_post, backend="reference")
     of_pre = {name: tensor for name, tensor in tensors.items() if name not in _POST}
     return x_next, *_pre_normed(_stored(x_next, results["x_next"]), **of_pre, **options)
 

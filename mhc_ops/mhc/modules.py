@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from ..core import backend as backends
 from ..core.check import check_count, check_tensors
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
-from .options import DEFAULTS, PreKeywords, checked, spelled_out
+from .options import DEFAULTS, PreKeywords, Residual, checked, spelled_out
 from .recompute import StackCarry, boundary
 
 MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
@@ -20,7 +20,7 @@ MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too
 class _Maps(nn.Module):
     """What the modules here have: phi [maps, nD], alpha [sections], bias [maps] and, if asked for, gamma [n, D].
 
-    sections: 3 for the n² + 2n maps of a layer, pre, post and res; 1 for the n of a head.
+    sections: 3 for the n² + 2n maps of a layer, pre, post and res; 2 for those without res; 1 for the n of a head.
     """
 
     phi: nn.Parameter
@@ -48,7 +48,9 @@ class _Maps(nn.Module):
             raise ValueError(f"{kind}: hc_eps must be below 1, got {found.hc_eps}")
         if found.post_mult <= 0:
             raise ValueError(f"{kind}: post_mult must be above 0, got {found.post_mult}")
-        maps = n if sections == 1 else n * n + 2 * n
+        if found.post_eps >= 1:
+            raise ValueError(f"{kind}: post_eps must be below 1, got {found.post_eps}")
+        maps = sum([n, n, n * n][:sections])
         self.n, self.D = n, D
         self.options = {name: getattr(found, name) for name in options}
         # What functions are given: every further option is looked at in every call.
@@ -81,6 +83,7 @@ class _Maps(nn.Module):
             "checkpoint": getattr(self, "checkpoint", False),
         }
         words = [f"n={self.n}", f"D={self.D}", *(f"{name}=True" for name, on in flags.items() if on)]
+        words += [f"{name}={self.further[name]!r}" for name in ("residual", "transposed") if name in self.further]
         return ", ".join(words + ([f"backend={self.backend!r}"] if self.backend else []))
 
 
@@ -142,8 +145,9 @@ class HyperConnection(_Maps):
 
     gamma: learn a norm weight [n, D]. layer_norm: h_in comes normed, as by an nn.RMSNorm in front of the layer, whose
     weight is `layer_norm_weight` [D], ones; that takes no pass of its own. checkpoint: keep only x for the backward and
-    run everything, the layer included, again there. Other options as in `mhc_pre`. Parameters are typed as torch's
-    default (fp32) unless dtype says otherwise. `HyperStack` runs several of these in a row faster.
+    run everything, the layer included, again there. Other options as in `mhc_pre`: with residual="identity" every
+    stream is kept as it is, and phi is [2n, nD], alpha [2], bias [2n]. Parameters are typed as torch's default (fp32)
+    unless dtype says otherwise. `HyperStack` runs several of these in a row faster.
     """
 
     @spelled_out
@@ -163,25 +167,30 @@ class HyperConnection(_Maps):
     ):
         if not callable(layer):
             raise TypeError(f"HyperConnection: layer must be callable, got {type(layer).__name__}")
-        super().__init__(n, D, 3, gamma, {**DEFAULTS._asdict(), **options}, backend, device, dtype)
+        residual = options.get("residual", DEFAULTS.residual)
+        if residual == Residual.LOGITS:
+            raise ValueError("HyperConnection: residual='logits' is no map to mix streams with; MHCBlock returns it")
+        sections = 2 if residual == Residual.IDENTITY else 3
+        super().__init__(n, D, sections, gamma, {**DEFAULTS._asdict(), **options}, backend, device, dtype)
         weight = nn.Parameter(torch.ones(D, device=device, dtype=dtype)) if layer_norm else None
         self.layer_norm_weight: nn.Parameter | None = weight
         self.layer, self.checkpoint = layer, checkpoint
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """phi = 0, alpha = 0.01, gamma and layer_norm_weight = 1; bias: h_pre random with sum 1, h_post = 1, h_res 4
-        above the rest on its diagonal (95 % of a stream stays where it is, n = 4). The wrapped layer is left as it is.
+        """phi = 0, alpha = 0.01, gamma and layer_norm_weight = 1; bias: h_pre random with sum 1, h_post = 1, h_res, if
+        there is one, 4 above the rest on its diagonal (95 % of a stream stays where it is, n = 4). The wrapped layer is
+        left as it is.
         """
         super().reset_parameters()
         weight = getattr(self, "layer_norm_weight", None)
         if weight is not None:
             nn.init.ones_(weight)
-        pre, post, res = self.bias.split([self.n, self.n, self.n**2])
+        pre, post, res = self.bias.tensor_split([self.n, 2 * self.n])
         share = torch.softmax(torch.randn(self.n, device=self.bias.device, dtype=torch.float32), 0)
         pre.copy_(torch.logit((share - self.options["hc_eps"]).clamp(1 - MOST, MOST)))
-        post.fill_(_logit(1 / self.options["post_mult"]))
-        res.copy_(4 * torch.eye(self.n, device=self.bias.device).flatten())
+        post.fill_(_logit((1 - self.options["post_eps"]) / self.options["post_mult"]))
+        res.copy_(4 * torch.eye(self.n, device=self.bias.device).flatten()[: len(res)])
 
     def forward(self, x: Tensor | StackCarry, /, *args: Any, **kwargs: Any) -> Any:
         """x_next; in a `HyperStack`, which hands a carry over in the place of x, the next carry in that of x_next"""

@@ -14,6 +14,7 @@ from .options import DEFAULTS, MapKeywords, PreKeywords, spelled_out
 from .reference import Carry
 
 Three = tuple[Tensor, Tensor, Tensor]
+Maps = tuple[Tensor, Tensor, Any]  # the last, h_res, is None with residual="identity"
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Rest = TypeVarTuple("Rest")  # what a layer returns besides h_out
 
@@ -109,15 +110,19 @@ def mhc_pre(
     layer_norm_weight: Tensor | None = None,
     backend: str | None = None,
     **options: Unpack[PreKeywords],
-) -> Three:
+) -> Maps:
     """What a layer reads from n residual streams, and the maps with which `mhc_post` writes its output back.
 
     z = (α0, α1, α2) · phi @ (gamma ⊙ v) · inv_rms + bias    inv_rms = rsqrt(mean(v²) + norm_eps)    v = x as [nD]
-    h_pre = σ(z_pre) + hc_eps    h_post = post_mult·σ(z_post)    h_res = sinkhorn(z_res)    h_in = Σ_i h_pre[i]·x[i]
+    h_pre = σ(z_pre) + hc_eps    h_post = post_mult·σ(z_post) + post_eps    h_res = sinkhorn(z_res)
+    h_in = Σ_i h_pre[i]·x[i]
 
     x: [..., n, D]   phi: [n² + 2n, nD]   alpha: [3]   bias: [n² + 2n]   gamma: [n, D] or None for ones
     layer_norm_weight: [D], the RMSNorm that a sublayer begins with: h_in comes out as
     layer_norm_weight ⊙ h_in · rsqrt(mean(h_in²) + layer_norm_eps), rounded once
+    residual: "identity" leaves every stream as it is: phi [2n, nD], alpha [2], bias [2n], and h_res is None; "logits"
+    returns z_res as h_res. transposed: h_res is [new, old] for `mhc_post`, which is to be told so too; the values of
+    this function are the same. sinkhorn_eps may be 0.
     Returns h_in [..., D] typed as x, h_post [..., n] and h_res [..., n, n], doubly stochastic. Differentiable in x,
     phi, alpha, bias, gamma and layer_norm_weight.
     """
@@ -144,7 +149,7 @@ def mhc_maps(
     *,
     backend: str | None = None,
     **options: Unpack[MapKeywords],
-) -> Three:
+) -> Maps:
     """The maps of `mhc_pre` alone, each with its gradient: what the streams are read, written and mixed with.
 
     Arguments as in mhc_pre. Returns h_pre [..., n], h_post [..., n] and h_res [..., n, n]; `mhc_read(x, h_pre)` is
@@ -162,13 +167,24 @@ def mhc_read(x: Tensor, h_pre: Tensor, *, backend: str | None = None) -> Tensor:
     return run(prepare.read, x=x, h_pre=h_pre, backend=backend)
 
 
-def mhc_post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, *, backend: str | None = None) -> Tensor:
+def mhc_post(
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    *,
+    transposed: bool = DEFAULTS.transposed,
+    backend: str | None = None,
+) -> Tensor:
     """Write a layer's output back into the streams: x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i].
 
     x: [..., n, D]   h_out: [..., D]   h_post: [..., n]   h_res: [..., n, n], the maps as `mhc_pre` returns them
+    Without h_res (None) every stream stays as it is: x_next[j] = h_post[j]·h_out + x[j].
+    transposed: h_res is [new, old]: x_next[j] = h_post[j]·h_out + Σ_i h_res[j, i]·x[i]
     Returns x_next, shaped and typed as x. Differentiable in everything.
     """
-    return run(prepare.post, x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend=backend)
+    of_residual = {"transposed": transposed} if transposed else {}  # every argument is looked at in every call
+    return run(prepare.post, x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend=backend, **of_residual)
 
 
 @spelled_out
@@ -176,7 +192,7 @@ def mhc_post_pre(
     x: Tensor,
     h_out: Tensor,
     h_post: Tensor,
-    h_res: Tensor,
+    h_res: Tensor | None,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
@@ -185,10 +201,10 @@ def mhc_post_pre(
     layer_norm_weight: Tensor | None = None,
     backend: str | None = None,
     **options: Unpack[PreKeywords],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Any]:
     """The boundary between two layers in one call: `mhc_post` of one, then `mhc_pre` of the next.
 
-    x, h_out, h_post, h_res: as in mhc_post; all others: the next layer's, as in mhc_pre
+    x, h_out, h_post, h_res: as in mhc_post; all others: the next layer's, as in mhc_pre; transposed is of both
     Returns x_next, and h_in, h_post, h_res of the next layer. All have the bits of mhc_post and mhc_pre.
     Differentiable in everything.
     """
@@ -277,6 +293,8 @@ def mhc_enter(
     gamma: Tensor | None = None,
     *,
     layer_norm_weight: Tensor | None = None,
+    shifted: bool = False,
+    read: Tensor | None = None,
     backend: str | None = None,
     **options: Unpack[PreKeywords],
 ) -> tuple[Tensor, Carry]:
@@ -290,8 +308,18 @@ def mhc_enter(
     Arguments as in mhc_pre. Returns h_in and what `mhc_next` or `mhc_leave` write the sublayer's output back with. The
     values are those of mhc_pre and mhc_post. A carry may be used more than once. It belongs to the backend that made
     it; another one takes it too, and then differentiates x as mhc_post does.
+
+    shifted: every sublayer reads with the weights that the one before made of its own x (DeepSeek V4.1), this one with
+    `read` [..., n], or stream 0 alone where that is None. The carry remembers: `carry.read` is h_pre of its sublayer.
+
+    >>> h_in, carry = mhc_enter(x, *parameters[0], shifted=True, norm_eps=1e-20)
+    >>> for own in parameters[1:]:
+    ...     h_in, carry = mhc_next(carry, layer(h_in), *own, norm_eps=1e-20)
+    >>> out = mhc_read(*mhc_leave(carry, layer(h_in)))
     """
     of_pre: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
+    if shifted or read is not None:
+        of_pre |= {"shifted": shifted, "read": read}
     return _enter("mhc_enter", x, layer_norm_weight=layer_norm_weight, backend=backend, **of_pre)
 
 
@@ -312,14 +340,17 @@ def mhc_next(
 
     carry: of the sublayer that ended; h_out: [..., D], what it returned; all others: the next one's, as in mhc_pre
     Returns h_in and the carry of the next sublayer, as mhc_enter does; `carry.x` is x between the two. The gradient
-    that x gets past the sublayer is not mixed by a pass of its own.
+    that x gets past the sublayer is not mixed by a pass of its own. With the carry of a shifted stack, h_in is read
+    with `carry.read`, whose gradient goes to the maps of the sublayer that ended.
     """
     _check_carry("mhc_next", carry)
     linked = torch.is_grad_enabled()
     of_pre: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
     of_pre |= {"layer_norm_weight": layer_norm_weight, "backend": backend}
-    if linked and not prepare.is_link_of_kernels(carry.link):
-        return _enter("mhc_next", _leave("mhc_next", carry, h_out, backend), **of_pre)
+    shifted = carry.read is not None
+    if (linked and not prepare.is_link_of_kernels(carry.link)) or shifted or carry.transposed:
+        of_shifted = {"shifted": True, "read": carry.read} if shifted else {}
+        return _enter("mhc_next", _leave("mhc_next", carry, h_out, backend), **of_pre, **of_shifted)
     parts = run(
         prepare.next_sublayer,
         link=carry.link if linked else None,
@@ -331,16 +362,18 @@ def mhc_next(
         **of_pre,
     )
     x_next, h_in, h_post, h_res, link = parts if linked else (*parts, None)
-    return h_in, Carry(x_next, h_post, h_res, None, link)
+    return h_in, Carry(x_next, h_post, h_res, None, link, bool(options.get("transposed")))
 
 
-def mhc_leave(carry: Carry, h_out: Tensor, *, backend: str | None = None) -> Tensor:
+def mhc_leave(carry: Carry, h_out: Tensor, *, backend: str | None = None) -> Any:
     """The end of a stack of sublayers: `mhc_post` of the last, whose carry and output h_out [..., D] these are.
 
-    Returns x, shaped and typed as that of the carry.
+    Returns x, shaped and typed as that of the carry; of a shifted stack x and the weights p [..., n] with which a next
+    sublayer would read: the model ends with `mhc_read(x, p)`.
     """
     _check_carry("mhc_leave", carry)
-    return _leave("mhc_leave", carry, h_out, backend)
+    x = _leave("mhc_leave", carry, h_out, backend)
+    return x if carry.read is None else (x, carry.read)
 
 
 def _enter(function: str, x: Tensor, **of_pre: Any) -> tuple[Tensor, Carry]:
@@ -348,11 +381,13 @@ def _enter(function: str, x: Tensor, **of_pre: Any) -> tuple[Tensor, Carry]:
         x = x.contiguous()  # once for both parts
     linked = torch.is_grad_enabled()
     parts = run(prepare.enter, function=function, x=x, linked=linked, **of_pre)
-    h_in, h_post, h_res, link = parts if linked else (*parts, None)
-    return h_in, Carry(x, h_post, h_res, None, link)
+    *parts, link = parts if linked else (*parts, None)
+    h_in, h_post, h_res, read = parts if of_pre.get("shifted") else (*parts, None)
+    return h_in, Carry(x, h_post, h_res, read, link, of_pre.get("transposed", False))
 
 
 def _leave(function: str, carry: Carry, h_out: Tensor, backend: str | None) -> Tensor:
+    of_residual = {"transposed": carry.transposed} if carry.transposed else {}
     return run(
         prepare.leave,
         function=function,
@@ -362,6 +397,7 @@ def _leave(function: str, carry: Carry, h_out: Tensor, backend: str | None) -> T
         h_post=carry.h_post,
         h_res=carry.h_res,
         backend=backend,
+        **of_residual,
     )
 
 
@@ -369,8 +405,6 @@ def _check_carry(function: str, carry: Carry) -> None:
     if not isinstance(carry, Carry):
         got = type(carry).__name__
         raise TypeError(f"{function}: carry must be what mhc_enter or mhc_next returned, got {got}")
-    if carry.read is not None:
-        raise NotImplementedError(f"{function}: carry.read is reserved and must be None")
 
 
 def mhc_head(
@@ -400,6 +434,15 @@ def mhc_head(
         hc_eps=hc_eps,
         backend=backend,
     )
+
+
+def mhc_mean(x: Tensor, *, backend: str | None = None) -> Tensor:
+    """The n streams as one, at the end of a model that learns no head: their mean.
+
+    x: [..., n, D]
+    Returns [..., D] typed as x. Differentiable.
+    """
+    return run(prepare.mean, x=x, backend=backend)
 
 
 def mhc_expand(x: Tensor, n: int) -> Tensor:

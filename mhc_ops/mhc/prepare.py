@@ -11,15 +11,17 @@ from ..core.check import (
     KERNEL_FLOATS,
     check_count,
     check_dtype,
+    check_flag,
     check_numbers,
     check_range,
     check_shapes,
     check_tensors,
 )
 from . import contracts, manual, reference
-from .options import MapKeywords, PreOptions, checked
+from .options import DEFAULTS, MapKeywords, PreOptions, Residual, checked
 
 MAX_STREAMS = 8  # of the kernels; the reference takes any n
+WITHOUT_KERNELS = ("post_eps", "residual", "transposed")  # options that no kernel reads
 
 
 def forward_pre(
@@ -32,7 +34,7 @@ def forward_pre(
     backend: str | None,
     **numbers: float,
 ) -> Any:
-    options = checked("mhc_forward_pre", numbers)._replace(sinkhorn_iters=0)
+    options = checked("mhc_forward_pre", {**numbers, "residual": Residual.LOGITS.value})
     returns = contracts.PreOutputs._fields[: 6 if outflag else 3]
     return _pre_on("mhc_forward_pre", x, phi, alpha, bias, gamma, None, options, backend, returns)
 
@@ -64,12 +66,13 @@ def _pre_on(
     backend: str | None,
     returns: tuple[str, ...],
 ) -> Any:
-    check_pre(function, x, phi, alpha, bias, gamma)
+    check_pre(function, x, phi, alpha, bias, gamma, options)
     check_layer_norm(function, x, layer_norm_weight)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
         return reference.mhc_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)[: len(returns)]
     check_kernels(function, x, layer_norm_weight, name)
+    check_kernel_options(function, options, name)
     inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
     return Request(contracts.mhc_pre_fwd, name, inputs, returns)
 
@@ -93,11 +96,12 @@ def maps(
 ) -> Any:
     function = "mhc_maps"
     options = checked(function, given, MapKeywords.__optional_keys__)
-    check_pre(function, x, phi, alpha, bias, gamma)
+    check_pre(function, x, phi, alpha, bias, gamma, options)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
         return reference.mhc_maps(x, phi, alpha, bias, gamma, options)[:3]
     check_kernel_limits(function, x, name)
+    check_kernel_options(function, options, name)
     check_not_tilelang(function, name)
     inputs = {"x": x, "phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, "options": options}
     return Request(contracts.mhc_maps_fwd, name, inputs, contracts.MapsOutputs._fields[:3])
@@ -116,12 +120,26 @@ def read(x: Tensor, h_pre: Tensor, backend: str | None) -> Any:
     return Request(contracts.mhc_read_fwd, name, {"x": x, "h_pre": h_pre}, "h_in")
 
 
-def post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, backend: str | None) -> Any:
-    check_post("mhc_post", x, h_out, h_post, h_res)
-    name = choose("mhc_post", "mhc", backend, x.device)
+def mean(x: Tensor, backend: str | None) -> Any:
+    function = "mhc_mean"
+    check_tensors(function, x=x)
+    check_streams(function, x)
+    name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        return reference.mhc_post(x, h_out, h_post, h_res)
-    check_kernel_limits("mhc_post", x, name)
+        return reference.mhc_mean(x)
+    raise without_kernels(function, name)
+
+
+def post(
+    x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor | None, backend: str | None, transposed: bool = False
+) -> Any:
+    function = "mhc_post"
+    check_post(function, x, h_out, h_post, h_res, transposed)
+    name = choose(function, "mhc", backend, x.device)
+    if name == "reference":
+        return reference.mhc_post(x, h_out, h_post, h_res, transposed)
+    check_kernel_limits(function, x, name)
+    check_kernel_residual(function, h_res, transposed, name)
     inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
     return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
 
@@ -130,7 +148,7 @@ def post_pre(
     x: Tensor,
     h_out: Tensor,
     h_post: Tensor,
-    h_res: Tensor,
+    h_res: Tensor | None,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
@@ -141,12 +159,16 @@ def post_pre(
 ) -> Any:
     function = "mhc_post_pre"
     options = checked(function, given)
-    check_boundary(function, x, h_out, h_post, h_res, phi, alpha, bias, gamma, layer_norm_weight)
+    check_post(function, x, h_out, h_post, h_res, options.transposed)
+    check_pre(function, x, phi, alpha, bias, gamma, options)
+    check_layer_norm(function, x, layer_norm_weight)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
         outputs = reference.mhc_post_pre(x, h_out, h_post, h_res, phi, alpha, bias, gamma, layer_norm_weight, options)
         return outputs[:4]
     check_kernels(function, x, layer_norm_weight, name)
+    check_kernel_residual(function, h_res, options.transposed, name)
+    check_kernel_options(function, options, name)
     inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
     inputs |= {"h_out": h_out, "h_post": h_post, "h_res": h_res}
     return Request(contracts.mhc_post_pre_fwd, name, inputs, contracts.PostPreOutputs._fields[:4])
@@ -162,17 +184,25 @@ def enter(
     layer_norm_weight: Tensor | None,
     linked: bool,
     backend: str | None,
+    shifted: bool = False,
+    read: Tensor | None = None,
     **given: Any,
 ) -> Any:
-    """h_in, h_post, h_res and, where linked, the link. function: mhc_layer, mhc_enter or mhc_next"""
-    options = checked(function, given)
-    check_pre(function, x, phi, alpha, bias, gamma)
+    """h_in, h_post, h_res; where shifted, h_pre; where linked, the link. function: mhc_layer, mhc_enter or mhc_next"""
+    options = checked_to_mix(function, given)
+    check_pre(function, x, phi, alpha, bias, gamma, options)
     check_layer_norm(function, x, layer_norm_weight)
+    check_shifted(function, x, shifted, read)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        h_in, carry = reference.mhc_enter(x, phi, alpha, bias, gamma, layer_norm_weight, options)
-        return (h_in, carry.h_post, carry.h_res, carry.link)[: 4 if linked else 3]
+        of_pre = (phi, alpha, bias, gamma, layer_norm_weight, options)
+        h_in, carry = reference.mhc_enter(x, *of_pre, shifted=shifted, read=read)
+        h_pre = (carry.read,) if shifted else ()
+        return h_in, carry.h_post, carry.h_res, *h_pre, *((carry.link,) if linked else ())
     check_kernels(function, x, layer_norm_weight, name)
+    check_kernel_options(function, options, name)
+    if shifted:
+        raise without_kernels(f"{function} with shifted=True", name)
     inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
     if linked:
         return Request(contracts.mhc_layer_pre, name, inputs, contracts.LayerPreOutputs._fields[:4])
@@ -185,15 +215,17 @@ def leave(
     x: Tensor,
     h_out: Tensor,
     h_post: Tensor,
-    h_res: Tensor,
+    h_res: Tensor | None,
     backend: str | None,
+    transposed: bool = False,
 ) -> Any:
-    check_post(function, x, h_out, h_post, h_res)
+    check_post(function, x, h_out, h_post, h_res, transposed)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        carry = reference.Carry(x, h_post, h_res, link=None if is_link_of_kernels(link) else link)
-        return reference.mhc_leave(carry, h_out)
+        usable = None if is_link_of_kernels(link) else link
+        return reference.mhc_leave(reference.Carry(x, h_post, h_res, None, usable, transposed), h_out)
     check_kernel_limits(function, x, name)
+    check_kernel_residual(function, h_res, transposed, name)
     inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
     if not is_link_of_kernels(link):
         return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
@@ -205,7 +237,7 @@ def next_sublayer(
     x: Tensor,
     h_out: Tensor,
     h_post: Tensor,
-    h_res: Tensor,
+    h_res: Tensor | None,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
@@ -215,16 +247,21 @@ def next_sublayer(
     backend: str | None,
     **given: Any,
 ) -> Any:
-    """x_next, h_in, h_post, h_res and, where linked, the link. With gradients, the carry has a link of kernels."""
+    """x_next, h_in, h_post, h_res and, where linked, the link. With gradients, the carry has a link of kernels. Of a
+    carry that is not shifted and whose h_res is [old, new]."""
     function = "mhc_next"
-    options = checked(function, given)
-    check_boundary(function, x, h_out, h_post, h_res, phi, alpha, bias, gamma, layer_norm_weight)
+    options = checked_to_mix(function, given)
+    check_post(function, x, h_out, h_post, h_res)
+    check_pre(function, x, phi, alpha, bias, gamma, options)
+    check_layer_norm(function, x, layer_norm_weight)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
         of_pre = (phi, alpha, bias, gamma, layer_norm_weight, options)
         h_in, carry = reference.mhc_next(reference.Carry(x, h_post, h_res), h_out, *of_pre)
         return (carry.x, h_in, carry.h_post, carry.h_res, carry.link)[: 5 if linked else 4]
     check_kernels(function, x, layer_norm_weight, name)
+    check_kernel_residual(function, h_res, False, name)
+    check_kernel_options(function, options, name)
     inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
     inputs |= {"h_out": h_out, "h_post": h_post, "h_res": h_res, "link": link, "linked": linked}
     returns = contracts.NextOutputs._fields[: 5 if linked else 4]
@@ -294,7 +331,8 @@ def backward(
     backend: str | None,
 ) -> Any:
     function = "mhc_backward"
-    check_pre(function, x, phi, alpha, bias, gamma)
+    options = checked(function, {"norm_eps": norm_eps, "hc_eps": hc_eps, "residual": Residual.LOGITS.value})
+    check_pre(function, x, phi, alpha, bias, gamma, options)
     *outer, n, D = x.shape
     shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
         "inv_rms": (inv_rms, (*outer,)),
@@ -308,7 +346,6 @@ def backward(
     given = {key: pair for key, pair in shapes.items() if pair[0] is not None or key in ("inv_rms", "h_mix")}
     check_tensors(function, x=x, **{key: tensor for key, (tensor, _) in given.items()})
     check_shapes(function, **given)
-    options = checked(function, {"norm_eps": norm_eps, "hc_eps": hc_eps})._replace(sinkhorn_iters=0)
     name = choose(function, "mhc", backend, x.device)
     maps: dict[str, Any] = {"inv_rms": inv_rms, "h_mix": h_mix, "dh_in": dh_in, "dh_post": dh_post, "dh_res": dh_res}
     if name == "reference":
@@ -332,35 +369,55 @@ def check_streams(function: str, x: Tensor) -> None:
         raise ValueError(f"{function}: x must be [..., n, D] with n and D at least 1, got {list(x.shape)}")
 
 
-def check_pre(function: str, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> None:
-    check_parameters(function, x, phi, alpha, bias, gamma)
-    n, D = x.shape[-2:]
-    M = n * n + 2 * n
-    check_shapes(function, phi=(phi, (M, n * D)), alpha=(alpha, (3,)), bias=(bias, (M,)))
-
-
-def check_post(function: str, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> None:
-    check_tensors(function, x=x, h_out=h_out, h_post=h_post, h_res=h_res)
-    check_streams(function, x)
-    *outer, n, D = x.shape
-    check_shapes(function, h_out=(h_out, (*outer, D)), h_post=(h_post, (*outer, n)), h_res=(h_res, (*outer, n, n)))
-
-
-def check_boundary(
+def check_pre(
     function: str,
     x: Tensor,
-    h_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
-    layer_norm_weight: Tensor | None,
+    options: PreOptions,
 ) -> None:
-    check_post(function, x, h_out, h_post, h_res)
-    check_pre(function, x, phi, alpha, bias, gamma)
-    check_layer_norm(function, x, layer_norm_weight)
+    check_parameters(function, x, phi, alpha, bias, gamma)
+    n, D = x.shape[-2:]
+    sections = [n, n] if options.residual == Residual.IDENTITY else [n, n, n * n]
+    M = sum(sections)
+    check_shapes(function, phi=(phi, (M, n * D)), alpha=(alpha, (len(sections),)), bias=(bias, (M,)))
+
+
+def check_post(
+    function: str, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor | None, transposed: bool = False
+) -> None:
+    """h_res is None where the residual is the identity."""
+    check_tensors(function, x=x, h_out=h_out, h_post=h_post)
+    check_streams(function, x)
+    check_flag(function, "transposed", transposed)
+    *outer, n, D = x.shape
+    check_shapes(function, h_out=(h_out, (*outer, D)), h_post=(h_post, (*outer, n)))
+    if h_res is not None:
+        check_tensors(function, x=x, h_res=h_res)
+        check_shapes(function, h_res=(h_res, (*outer, n, n)))
+    elif transposed:
+        raise ValueError(f"{function}: transposed=True has no meaning without h_res")
+
+
+def check_shifted(function: str, x: Tensor, shifted: bool, read: Tensor | None) -> None:
+    check_flag(function, "shifted", shifted)
+    if read is not None:
+        if not shifted:
+            raise ValueError(f"{function}: read has no meaning without shifted=True")
+        check_tensors(function, x=x, read=read)
+        check_shapes(function, read=(read, tuple(x.shape[:-1])))
+
+
+def checked_to_mix(function: str, given: dict[str, Any]) -> PreOptions:
+    """Of a function that mixes the streams with h_res itself."""
+    options = checked(function, given)
+    if options.residual == Residual.LOGITS:
+        raise ValueError(
+            f"{function}: residual='logits' is no map that streams could be mixed with; mhc_pre returns it"
+        )
+    return options
 
 
 def check_layer_norm(function: str, x: Tensor, layer_norm_weight: Tensor | None) -> None:
@@ -373,6 +430,25 @@ def check_kernels(function: str, x: Tensor, layer_norm_weight: Tensor | None, ba
     check_kernel_limits(function, x, backend)
     if layer_norm_weight is not None:
         check_not_tilelang(f"{function} with layer_norm_weight", backend)
+
+
+def check_kernel_options(function: str, options: PreOptions, backend: str) -> None:
+    """What no kernel reads is refused, not left out. Raw logits are what kernels make with 0 iterations."""
+    for name in WITHOUT_KERNELS:
+        value = getattr(options, name)
+        if value != getattr(DEFAULTS, name) and value != Residual.LOGITS:
+            raise without_kernels(f"{function} with {name}={value!r}", backend)
+
+
+def check_kernel_residual(function: str, h_res: Tensor | None, transposed: bool, backend: str) -> None:
+    if h_res is None:
+        raise without_kernels(f"{function} without h_res", backend)
+    if transposed:
+        raise without_kernels(f"{function} with transposed=True", backend)
+
+
+def without_kernels(what: str, backend: str) -> NotImplementedError:
+    return NotImplementedError(f"{what}: backend {backend!r} does not have it, 'reference' does")
 
 
 def check_not_tilelang(what: str, backend: str) -> None:

@@ -35,7 +35,9 @@ class Remade:
 
     def __init__(self, before: "Tensor | Remade", carry: Carry, h_out: Tensor, backend: str | None):
         self.before, self.backend = Unchanged(before) if isinstance(before, Tensor) else before, backend
-        self.written = [Unchanged(tensor.detach()) for tensor in (h_out, carry.h_post, carry.h_res)]
+        kept = {"h_out": h_out, "h_post": carry.h_post, "h_res": carry.h_res}  # no h_res where streams stay as they are
+        self.written = {name: Unchanged(tensor.detach()) for name, tensor in kept.items() if tensor is not None}
+        self.transposed = carry.transposed
         self.choice = backends.chosen()  # autograd makes it again in a thread that has none of its own
         self.made: Tensor | None = None
 
@@ -44,8 +46,9 @@ class Remade:
         between them all that was made on the way to it is needed too."""
         if self.made is None:
             before = self.before.x() if isinstance(self.before, Remade) else self.before.read()
+            written: Any = {"h_res": None} | {name: tensor.read() for name, tensor in self.written.items()}
             with torch.no_grad(), backends.scope(self.choice):
-                self.made = mhc_post(before, *(tensor.read() for tensor in self.written), backend=self.backend)
+                self.made = mhc_post(before, **written, transposed=self.transposed, backend=self.backend)
         return self.made
 
     def forget(self) -> None:
@@ -68,26 +71,32 @@ class Recompute(NamedTuple):
 
 class StackCarry(NamedTuple):
     """What stands in the place of x between two connections of a `HyperStack`: the `Carry` of the sublayer that ended,
-    and its h_out, which is still to be written. Before the first connection there is x alone."""
+    and its h_out, which is still to be written. Before the first connection there is x alone and, where the stack is
+    shifted, what it is read with, None for stream 0."""
 
     x: Tensor
     h_post: Tensor | None = None
     h_res: Tensor | None = None
     read: Tensor | None = None
     link: Tensor | None = None
+    transposed: bool = False
     h_out: Any = None  # what a layer returned, checked where it is written
     recompute: Recompute | None = None
+    shifted: bool = False
 
 
-def begin(x: Tensor, every: int) -> StackCarry:
-    """every: keep x of every so many boundaries for the backward; 0 and 1 keep all"""
-    return StackCarry(x, recompute=Recompute(every, 0, x, x) if every > 1 else None)
+def begin(x: Tensor, every: int, shifted: bool = False, read: Tensor | None = None) -> StackCarry:
+    """every: keep x of every so many boundaries for the backward; 0 and 1 keep all. shifted, read: of mhc_enter"""
+    recompute = Recompute(every, 0, x, x) if every > 1 else None
+    return StackCarry(x, read=read, recompute=recompute, shifted=shifted)
 
 
 def boundary(before: StackCarry, *parameters: Any, backend: str | None, **own: Any) -> tuple[Tensor, StackCarry]:
     """h_in of the next sublayer and its carry, in which h_out is still to be set. parameters, own: of that sublayer"""
     recompute = before.recompute
     if before.h_post is None:
+        if before.shifted:
+            own |= {"shifted": True, "read": before.read}
         h_in, carry = mhc_enter(before.x, *parameters, backend=backend, **own)
         return h_in, StackCarry(*carry, recompute=recompute and _kept_at(recompute.every, 0, carry.x))
     ended = _ended(before)
@@ -109,8 +118,8 @@ def _kept_at(every: int, number: int, x: Tensor) -> Recompute:
     return Recompute(every, number, x.detach(), x.detach())
 
 
-def end(before: StackCarry, backend: str | None) -> Tensor:
-    """x behind the last sublayer."""
+def end(before: StackCarry, backend: str | None) -> Any:
+    """x behind the last sublayer; shifted, x and what a next one would read it with."""
     ended, recompute = _ended(before), before.recompute
     if recompute is None or watched():
         return mhc_leave(ended, before.h_out, backend=backend)
@@ -122,8 +131,7 @@ def end(before: StackCarry, backend: str | None) -> Tensor:
 
 def _ended(carry: StackCarry) -> Carry:
     assert carry.h_post is not None
-    assert carry.h_res is not None
-    return Carry(carry.x, carry.h_post, carry.h_res, carry.read, carry.link)
+    return Carry(carry.x, carry.h_post, carry.h_res, carry.read, carry.link, carry.transposed)
 
 
 class _Slot:

@@ -1,8 +1,9 @@
 """The meaning of mHC in plain torch: any device, any float type, forward only; torch differentiates it.
 
-n streams of D channels, M = n² + 2n maps. Rows of phi: pre (n), post (n), res (n², row i·n + j for h_res[i, j]).
-Computed in fp32, or fp64 where x is fp64; autocast is off (a backward that is itself run inside an autocast block is
-torch's affair, and torch advises against it).
+n streams of D channels, M = n² + 2n maps. Rows of phi: pre (n), post (n), res (n², row i·n + j for h_res[i, j]). With
+the identity as residual there are no rows res, alpha is [2] and h_res is None everywhere. Computed in fp32, or fp64
+where x is fp64; autocast is off (a backward that is itself run inside an autocast block is torch's affair, and torch
+advises against it).
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.precision import accumulate, without_autocast
-from .options import PreOptions
+from .options import PreOptions, Residual
 
 
 class Carry(NamedTuple):
@@ -19,16 +20,18 @@ class Carry(NamedTuple):
     `mhc_next` and `mhc_leave` take it.
 
     x: the streams that the sublayer read   h_post, h_res: what its output is written back with
-    read: reserved for weights that the next sublayer reads with; None, as it makes its own
+    read: in a shifted stack the h_pre of this sublayer, with which the next one reads; None elsewhere, as it makes its
+    own. transposed: whether h_res is [new, old]
     link: private. The gradient of x past the sublayer goes through it, and x has none there. None in a carry that was
     made without gradients, or with another x than the streams (`carry._replace(x=..., link=None)`)
     """
 
     x: Tensor
     h_post: Tensor
-    h_res: Tensor
+    h_res: Tensor | None
     read: Tensor | None = None
     link: Tensor | None = None
+    transposed: bool = False
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
@@ -48,21 +51,22 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 
 def mhc_maps(
     x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, options: PreOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """What the streams are read, written and mixed with: h_pre, h_post, h_res; inv_rms, h_mix.
 
     z      = (α0, α1, α2) · h_mix · inv_rms + bias
-    h_pre  = σ(z_pre) + hc_eps      h_post = post_mult · σ(z_post)      h_res = sinkhorn(z_res)
+    h_pre  = σ(z_pre) + hc_eps      h_post = post_mult · σ(z_post) + post_eps
+    h_res  = sinkhorn(z_res), None or z_res: residual says which
     """
     n = x.shape[-2]
     with without_autocast(x):
         inv_rms, h_mix = project(accumulate(x), phi, gamma, options.norm_eps)
         z = h_mix * inv_rms[..., None] * per_row(alpha.to(h_mix.dtype), n) + bias.to(h_mix.dtype)
-        z_pre, z_post, z_res = z.split(section_sizes(n), -1)
+        z_pre, z_post, *z_res = z.split(section_sizes(n)[: alpha.shape[0]], -1)
         h_pre = torch.sigmoid(z_pre) + options.hc_eps
-        h_post = options.post_mult * torch.sigmoid(z_post)
-        h_res = z_res.unflatten(-1, (n, n))
-        if options.sinkhorn_iters:
+        h_post = options.post_mult * torch.sigmoid(z_post) + options.post_eps
+        h_res = None if options.residual == Residual.IDENTITY else z_res[0].unflatten(-1, (n, n))
+        if h_res is not None and options.residual == Residual.SINKHORN:
             h_res = sinkhorn(h_res, options.sinkhorn_iters, options.sinkhorn_eps)
     return h_pre, h_post, h_res, inv_rms.detach(), h_mix.detach()
 
@@ -90,7 +94,7 @@ def mhc_pre(
     gamma: Tensor | None,
     layer_norm_weight: Tensor | None,
     options: PreOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """What a layer reads, and the maps that write it back: h_in, h_post, h_res; inv_rms, h_mix, h_pre.
 
     mhc_maps, then mhc_read and the layer's norm, rounded once.
@@ -101,28 +105,49 @@ def mhc_pre(
     return h_in.to(x.dtype), h_post, h_res, inv_rms, h_mix, h_pre.detach()
 
 
-def mhc_post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
-    """x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]"""
-    with without_autocast(x):
-        wide = accumulate(x)
-        h_out, h_post, h_res = (tensor.to(wide.dtype) for tensor in (h_out, h_post, h_res))
-        return (h_res.mT @ wide + h_post[..., None] * h_out[..., None, :]).to(x.dtype)
-
-
-def mhc_post_pre(
+def mhc_shifted_pre(
     x: Tensor,
-    h_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor,
+    read: Tensor | None,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
     gamma: Tensor | None,
     layer_norm_weight: Tensor | None,
     options: PreOptions,
-) -> tuple[Tensor, ...]:
-    """mhc_post, then mhc_pre of the x_next that was stored."""
-    x_next = mhc_post(accumulate(x), h_out, h_post, h_res)
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """mhc_pre of a shifted stack: h_in, h_post, h_res; h_pre, with which the next sublayer reads, with its gradient.
+
+    h_in = Σ_i read[i] · x[i], where read is h_pre of the sublayer before; of the first, one-hot on stream 0 (None)
+    """
+    wide = accumulate(x)
+    h_pre, h_post, h_res, *_ = mhc_maps(wide, phi, alpha, bias, gamma, options)
+    h_in = mhc_read(wide, first_stream(wide) if read is None else read)
+    return layer_norm(h_in, layer_norm_weight, options.layer_norm_eps).to(x.dtype), h_post, h_res, h_pre
+
+
+def mhc_post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor | None, transposed: bool = False) -> Tensor:
+    """x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]; of h_res[j, i] where transposed; x[j] alone without h_res"""
+    with without_autocast(x):
+        wide = accumulate(x)
+        h_out, h_post = h_out.to(wide.dtype), h_post.to(wide.dtype)
+        mixed = wide if h_res is None else (h_res if transposed else h_res.mT).to(wide.dtype) @ wide
+        return (mixed + h_post[..., None] * h_out[..., None, :]).to(x.dtype)
+
+
+def mhc_post_pre(
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    options: PreOptions,
+) -> tuple[Any, ...]:
+    """mhc_post, then mhc_pre of the x_next that was stored. transposed is said of both h_res."""
+    x_next = mhc_post(accumulate(x), h_out, h_post, h_res, options.transposed)
     # Rounded as stored, but not in the backward: the two gradients of x_next meet before they are rounded.
     rounding = (x_next.to(x.dtype) - x_next).detach()
     stored = x_next + rounding.nan_to_num(0.0, torch.inf, -torch.inf)  # inf − inf: an inf stays what it is
@@ -130,22 +155,37 @@ def mhc_post_pre(
     return stored.to(x.dtype), h_in.to(x.dtype), *maps
 
 
-def mhc_enter(x: Tensor, *of_pre: Any) -> tuple[Tensor, Carry]:
-    """h_in of the first sublayer, and what `mhc_next` or `mhc_leave` write its output back with. of_pre: as mhc_pre"""
-    streams = accumulate(x)  # once: what x gets through h_in and past it meets before it is rounded
+def mhc_enter(x: Tensor, *of_pre: Any, shifted: bool = False, read: Tensor | None = None) -> tuple[Tensor, Carry]:
+    """h_in of the first sublayer, and what `mhc_next` or `mhc_leave` write its output back with.
+
+    of_pre: as mhc_pre, or where shifted, with read, as mhc_shifted_pre
+    """
+    *_, options = of_pre
+    streams = accumulate(x)  # once: what x gets through h_in, the maps and past them meets before it is rounded
+    link = streams if torch.is_grad_enabled() else None
+    if shifted:
+        h_in, h_post, h_res, h_pre = mhc_shifted_pre(streams, read, *of_pre)
+        return h_in.to(x.dtype), Carry(x, h_post, h_res, h_pre, link, options.transposed)
     h_in, h_post, h_res, *_ = mhc_pre(streams, *of_pre)
-    return h_in.to(x.dtype), Carry(x, h_post, h_res, link=streams if torch.is_grad_enabled() else None)
+    return h_in.to(x.dtype), Carry(x, h_post, h_res, None, link, options.transposed)
 
 
 def mhc_leave(carry: Carry, h_out: Tensor) -> Tensor:
-    """mhc_post of the sublayer that returned h_out"""
+    """mhc_post of the sublayer that returned h_out. A shifted model ends with mhc_read of it and carry.read."""
     streams = carry.x if carry.link is None else carry.link
-    return mhc_post(streams, h_out, carry.h_post, carry.h_res).to(carry.x.dtype)
+    return mhc_post(streams, h_out, carry.h_post, carry.h_res, carry.transposed).to(carry.x.dtype)
 
 
 def mhc_next(carry: Carry, h_out: Tensor, *of_pre: Any) -> tuple[Tensor, Carry]:
-    """mhc_post of the sublayer that returned h_out, then mhc_pre of the next"""
-    return mhc_enter(mhc_leave(carry, h_out), *of_pre)
+    """mhc_post of the sublayer that returned h_out, then mhc_pre of the next, which in a shifted stack reads with
+    carry.read: the gradient of those weights goes to the maps that were made one boundary earlier."""
+    shifted = carry.read is not None
+    return mhc_enter(mhc_leave(carry, h_out), *of_pre, shifted=shifted, read=carry.read)
+
+
+def mhc_mean(x: Tensor) -> Tensor:
+    """The streams as one at the end of a model: their mean"""
+    return accumulate(x).mean(-2).to(x.dtype)
 
 
 def mhc_head(
@@ -171,16 +211,21 @@ def project(wide: Tensor, phi: Tensor, gamma: Tensor | None, norm_eps: float) ->
     return torch.rsqrt(v.square().mean(-1) + norm_eps), scaled @ phi.to(v.dtype).T
 
 
+def first_stream(wide: Tensor) -> Tensor:
+    """One-hot on stream 0, [..., n]"""
+    return torch.eye(1, wide.shape[-2], dtype=wide.dtype, device=wide.device).expand(wide.shape[:-1])
+
+
 def weighted_sum(weights: Tensor, wide: Tensor) -> Tensor:
     """Σ_i weights[i] · x[i]"""
     return (weights[..., None] * wide).sum(-2)
 
 
 def section_sizes(n: int) -> list[int]:
-    """Rows of phi, alpha and bias per section: pre, post, res."""
+    """Rows of phi and bias per section, an element of alpha: pre, post, res."""
     return [n, n, n * n]
 
 
 def per_row(alpha: Tensor, n: int) -> Tensor:
-    """alpha [3] spread over the M rows of its sections."""
+    """alpha [3] spread over the M rows of its sections; [2], over the 2n of pre and post."""
     return torch.cat([a.expand(size) for a, size in zip(alpha.unbind(), section_sizes(n))])

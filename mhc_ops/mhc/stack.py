@@ -4,9 +4,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.check import check_flag
+from ..core.precision import accumulate
 from . import recompute as between
 from .modules import HyperConnection
+from .ops import mhc_read
 from .recompute import StackCarry
+from .reference import first_stream
 
 
 class HyperStack(nn.Sequential):
@@ -29,15 +33,27 @@ class HyperStack(nn.Sequential):
     h_out and the maps, up to k − 1 at a time, with the same bits and without running the layers again. Nothing is left
     out under torch.compile, torch.func or a mode, where the values are the same; nor inside a checkpoint or other hooks
     on what autograd keeps, which decide that themselves; nor by the reference, which keeps x in other forms.
+
+    shifted: every sublayer reads with the weights h_pre of the one before, the first stream 0 alone, and the streams
+    are contracted with those of the last: x [..., n, D] becomes [..., D], and no head is needed (DeepSeek V4.1, whose
+    connections have norm_eps=1e-20: that is theirs to say). The stages of a pipeline hand x and these weights
+    p [..., n] on: a stack with last=False returns (x, p), one with first=False takes that pair, or its two parts as two
+    arguments. Slices of a shifted stack are such stages: `stack[2:](stack[:2](x))` is `stack(x)`.
     """
 
-    def __init__(self, *connections: Any, recompute: int = 0):
+    def __init__(
+        self, *connections: Any, recompute: int = 0, shifted: bool = False, first: bool = True, last: bool = True
+    ):
         if not isinstance(recompute, int) or isinstance(recompute, bool):
             raise TypeError(f"HyperStack: recompute must be an int, got {type(recompute).__name__}")
         if recompute < 0:
             raise ValueError(f"HyperStack: recompute must be 0 or more, got {recompute}")
+        for name, value in (("shifted", shifted), ("first", first), ("last", last)):
+            check_flag("HyperStack", name, value)
+        if not shifted and not (first and last):
+            raise ValueError(f"HyperStack: {'last' if first else 'first'}=False has no meaning without shifted=True")
         super().__init__(*connections)
-        self.recompute = recompute
+        self.recompute, self.shifted, self.first, self.last = recompute, shifted, first, last
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """nn.Sequential calls it for every connection but those of insert and of stack[i] = connection."""
@@ -54,10 +70,16 @@ class HyperStack(nn.Sequential):
         super().__setitem__(index, module)
 
     def __add__(self, other: nn.Sequential) -> "HyperStack":
-        return HyperStack(*super().__add__(other), recompute=self.recompute)
+        if isinstance(other, HyperStack) and other.shifted != self.shifted:
+            raise ValueError("HyperStack: a shifted stack and one that is not make no stack")
+        last = other.last if isinstance(other, HyperStack) else self.last
+        return HyperStack(*super().__add__(other), **{**self._settings(), "last": last})
 
     def __mul__(self, other: int) -> "HyperStack":
-        return HyperStack(*super().__mul__(other), recompute=self.recompute)
+        return HyperStack(*super().__mul__(other), **self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {"recompute": self.recompute, "shifted": self.shifted, "first": self.first, "last": self.last}
 
     def _check(self, name: str, module: nn.Module | None) -> None:
         if not isinstance(module, HyperConnection):
@@ -73,23 +95,45 @@ class HyperStack(nn.Sequential):
         """A connection, or a stack of some of them."""
         found: Any = super().__getitem__(index)
         if isinstance(index, slice):
-            found.recompute = self.recompute
+            found.recompute, found.shifted = self.recompute, self.shifted
+            span = range(len(self))[index]
+            if self.shifted:
+                found.first, found.last = self.first and span.start == 0, self.last and span.stop == len(self)
         return found
 
     def forward(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        carry, rests, any_rest, backend = between.begin(x, self.recompute), [], False, None
+        read = None
+        if not self.first:
+            (x, read), args = self._pair(x, *args)
+        carry, rests, any_rest, backend = between.begin(x, self.recompute, self.shifted, read), [], False, None
         for name, connection in self._modules.items():
             result = connection(carry, *args, **kwargs)
             carry, rest = _split(name, result)
             rests.append(rest or ())
             any_rest = any_rest or rest is not None
             backend = getattr(connection, "backend", None)
-        if carry.h_post is not None:
-            x = between.end(carry, backend)
-        return (x, rests) if any_rest else x
+        out: Any = x if carry.h_post is None else between.end(carry, backend)
+        if self.shifted:
+            if carry.h_post is None:
+                out = x, first_stream(accumulate(x)) if read is None else read
+            out = mhc_read(*out, backend=backend) if self.last else out
+        return (out, rests) if any_rest else out
+
+    @staticmethod
+    def _pair(*args: Any) -> tuple[Any, Any]:
+        """(x, p), given as a pair or as its two parts, and the extras."""
+        if isinstance(args[0], tuple):
+            args = (*args[0], *args[1:])
+        if len(args) < 2 or not isinstance(args[1], Tensor):
+            got = ", ".join(type(argument).__name__ for argument in args[:2])
+            raise TypeError(f"HyperStack: with first=False the input must be (x, p), got {got}")
+        return args[:2], args[2:]
 
     def extra_repr(self) -> str:
-        return f"recompute={self.recompute}" if self.recompute else ""
+        settings = self._settings()
+        shown = [name for name in ("recompute", "shifted") if settings[name]]
+        shown += [name for name in ("first", "last") if not settings[name]]
+        return ", ".join(f"{name}={settings[name]}" for name in shown)
 
 
 def _split(name: str, result: Any) -> tuple[StackCarry, tuple[Any, ...] | None]:

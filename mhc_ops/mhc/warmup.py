@@ -13,8 +13,8 @@ from ..core.backend import choose
 from ..core.check import check_count
 from ..core.launch import collected
 from . import contracts
-from .options import PreKeywords, checked, spelled_out
-from .prepare import check_kernel_limits, check_not_tilelang
+from .options import PreKeywords, spelled_out
+from .prepare import check_kernel_limits, check_kernel_options, check_not_tilelang, checked_to_mix
 
 
 @spelled_out
@@ -40,12 +40,13 @@ def warmup(
     function = "warmup"
     for name, count in (("n", n), ("D", D), ("tokens", tokens)):
         check_count(function, name, count)
-    run: dict[str, Any] = {"options": checked(function, options)}
+    run: dict[str, Any] = {"options": checked_to_mix(function, dict(options))}
     x = torch.zeros(tokens, n, D, dtype=dtype, device=device)
     name = run["backend"] = choose(function, "mhc", backend, x.device)
     if name == "reference":
         return 0
     check_kernel_limits(function, x, name)
+    check_kernel_options(function, run["options"], name)
     if layer_norm:
         check_not_tilelang(f"{function} with layer_norm", name)
     if name != "triton":

@@ -118,7 +118,10 @@ POST = [
     ({"h_out": torch.zeros(2, 3, N, D)}, ValueError, "h_out must be [2, 3, 16], got [2, 3, 4, 16]"),
     ({"h_post": torch.zeros(2, 3)}, ValueError, "h_post must be [2, 3, 4], got [2, 3]"),
     ({"h_res": torch.zeros(2, 3, N, 3)}, ValueError, "h_res must be [2, 3, 4, 4], got [2, 3, 4, 3]"),
-    ({"h_res": None}, TypeError, "h_res must be a torch.Tensor, got NoneType"),
+    ({"h_res": 1.0}, TypeError, "h_res must be a torch.Tensor, got float"),
+    ({"h_post": None}, TypeError, "h_post must be a torch.Tensor, got NoneType"),
+    ({"transposed": 1}, TypeError, "transposed must be a bool, got int"),
+    ({"h_res": None, "transposed": True}, ValueError, "transposed=True has no meaning without h_res"),
     ({"h_out": torch.zeros(2, 3, D, dtype=torch.int32)}, TypeError,
      "h_out must be bfloat16, float16, float32 or float64, got int32"),
     ({"h_post": torch.zeros(2, 3, N, device="meta")}, ValueError, "h_post must be on cpu as x is, got meta"),
@@ -135,8 +138,22 @@ PRE = [case for case in FORWARD if "x" not in case[0]] + [
     ({"post_mult": NAN}, ValueError, "post_mult must be finite, got nan"),
     ({"post_mult": -INF}, ValueError, "post_mult must be finite, got -inf"),
     ({"post_mult": False}, TypeError, "post_mult must be a number, got bool"),
-]
-LAYER = [*PRE, ({"layer": None}, TypeError, "layer must be callable, got NoneType")]
+    ({"post_eps": -1.0}, ValueError, "post_eps must be finite and 0 or more, got -1.0"),
+    ({"transposed": None}, TypeError, "transposed must be a bool, got NoneType"),
+    ({"residual": None}, TypeError, "residual must be a str, got NoneType"),
+    ({"residual": "none"}, ValueError, "residual must be 'sinkhorn', 'identity' or 'logits', got 'none'"),
+    ({"residual": "identity"}, ValueError, "phi must be [8, 64], got [24, 64]"),
+    *(({"residual": residual, name: value}, ValueError, f"{name}={value} has no meaning with residual={residual!r}")
+      for residual, name, value in (
+          ("identity", "sinkhorn_iters", 3), ("identity", "sinkhorn_eps", 0.0), ("identity", "transposed", True),
+          ("logits", "sinkhorn_iters", 3), ("logits", "sinkhorn_eps", 0.0))),
+]  # fmt: skip
+LAYER = [
+    *PRE,
+    ({"layer": None}, TypeError, "layer must be callable, got NoneType"),
+    ({"residual": "logits"}, ValueError,
+     "residual='logits' is no map that streams could be mixed with; mhc_pre returns it"),
+]  # fmt: skip
 HEAD = [
     ({"phi": torch.zeros(M, N * D)}, ValueError, "phi must be [4, 64], got [24, 64]"),
     ({"alpha": torch.zeros(3)}, ValueError, "alpha must be [1] or [], got [3]"),

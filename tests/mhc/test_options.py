@@ -43,7 +43,7 @@ def test_maps_alone_have_no_norm():
 @pytest.mark.parametrize("op", [mhc_pre_fwd, mhc_pre_bwd], ids=lambda op: op.name)
 def test_the_schema_has_them_all(op):
     schema = op.traced._opoverload._schema
-    kinds = {float: "float", int: "int"}
+    kinds = {float: "float", int: "int", bool: "bool", str: "str"}
     found = {argument.name: str(argument.type) for argument in schema.arguments}
     assert {name: found[name] for name in PreOptions._fields} == {
         name: kinds[kind] for name, kind in PreOptions.__annotations__.items()

@@ -1,5 +1,7 @@
 """What a program of a user sees of every public name; `mypy --strict` reads it, nobody runs it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import assert_type
@@ -25,17 +27,23 @@ with mhc_ops.use_backend("triton", conv="hip"):
     either = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
     found: either = mhc_ops.mhc_forward_pre(t, t, t, t, outflag=flag)
 
-assert_type(mhc_ops.mhc_pre(t, t, t, t, post_mult=1, sinkhorn_iters=3), tuple[Tensor, Tensor, Tensor])
+assert_type(mhc_ops.mhc_pre(t, t, t, t, post_mult=1, sinkhorn_iters=3), tuple[Tensor, Tensor, Any])
+assert_type(mhc_ops.mhc_pre(t, t, t, t, residual="identity", post_eps=1e-6)[2], Any)
 assert_type(mhc_ops.mhc_post(t, t, t, t, backend="reference"), Tensor)
-assert_type(mhc_ops.mhc_post_pre(t, t, t, t, t, t, t), tuple[Tensor, Tensor, Tensor, Tensor])
-assert_type(mhc_ops.mhc_maps(t, t, t, t, post_mult=1), tuple[Tensor, Tensor, Tensor])
+assert_type(mhc_ops.mhc_post(t, t, t, None), Tensor)
+assert_type(mhc_ops.mhc_post(t, t, t, t, transposed=True), Tensor)
+assert_type(mhc_ops.mhc_post_pre(t, t, t, t, t, t, t), tuple[Tensor, Tensor, Tensor, Any])
+assert_type(mhc_ops.mhc_maps(t, t, t, t, post_mult=1), tuple[Tensor, Tensor, Any])
 assert_type(mhc_ops.mhc_read(t, t, backend="triton"), Tensor)
 assert_type(mhc_ops.mhc_enter(t, t, t, t, layer_norm_weight=t, layer_norm_eps=1e-5), tuple[Tensor, mhc_ops.Carry])
 h_in, carry = mhc_ops.mhc_next(mhc_ops.mhc_enter(t, t, t, t)[1], t, t, t, t, t, sinkhorn_iters=3)
 assert_type(carry, mhc_ops.Carry)
 assert_type(carry.x, Tensor)
 assert_type(carry.read, Tensor | None)
-assert_type(mhc_ops.mhc_leave(carry, t), Tensor)
+ended: Tensor = mhc_ops.mhc_leave(carry, t)
+h_in, carry = mhc_ops.mhc_enter(t, t, t, t, shifted=True, read=None)
+ended, read = mhc_ops.mhc_leave(carry, t)
+assert_type(mhc_ops.mhc_mean(t), Tensor)
 assert_type(mhc_ops.mhc_layer(t, torch.tanh, t, t, t), Tensor)
 assert_type(mhc_ops.mhc_layer(t, two, t, t, t, hc_eps=0.0), tuple[Tensor, int])
 assert_type(mhc_ops.mhc_head(t, t, t, t, t), Tensor)
@@ -69,6 +77,7 @@ assert_type(mhc_ops.HyperHead(4, 8, gamma=True).forward(t), Tensor)
 assert_type(mhc_ops.ShortConv(4, 8, device="cpu").forward(t), Tensor)
 assert_type(mhc_ops.HyperConnection(nn.Linear(8, 8), 4, 8).phi, nn.Parameter)
 assert_type(mhc_ops.HyperStack(mhc_ops.HyperConnection(nn.Linear(8, 8), 4, 8, layer_norm=True)).recompute, int)
+assert_type(mhc_ops.HyperStack(shifted=True, first=False, last=False).shifted, bool)
 
 # Each of these must be an error: --strict reports an ignore that is not needed.
 mhc_ops.mhc_pre(t, t, t)  # type: ignore[call-arg]

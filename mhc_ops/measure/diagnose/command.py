@@ -210,7 +210,7 @@ def _sigma(op: str, tensors: Tensors) -> float:
         return Case.sigma
     of_pre: dict[str, Any] = {name: tensors[name] for name in cases.MHC_PRE.inputs if name in tensors}
     if op == cases.MHC_POST_PRE.name:
-        of_post = {name: tensors[name] for name in cases.MHC_POST.inputs}
+        of_post: dict[str, Any] = {name: tensors[name] for name in cases.MHC_POST.inputs}
         of_pre["x"] = mhc_ops.mhc_post(**of_post, backend="reference")
     logits = tensors["logits"] if op == "sinkhorn" else mhc_ops.mhc_forward_pre(**of_pre, backend="reference")[2]
     return round(float(logits.double().std()), 3)
