@@ -213,7 +213,7 @@ def project(wide: Tensor, phi: Tensor, gamma: Tensor | None, norm_eps: float) ->
 
 def first_stream(wide: Tensor) -> Tensor:
     """One-hot on stream 0, [..., n]"""
-    return torch.eye(1, wide.shape[-2], dtype=wide.dtype, device=wide.device).expand(wide.shape[:-1])
+    return torch.eye(1, wide.shape[-2], dtype=wide.dtype, device=wide.device)[0].expand(wide.shape[:-1])
 
 
 def weighted_sum(weights: Tensor, wide: Tensor) -> Tensor:

@@ -1,0 +1,649 @@
+"""The shifted form, where a sublayer reads with the weights of the one before, and the other maps: against plain fp64
+loops that know nothing of the reference."""
+
+import copy
+from itertools import product
+
+import pytest
+import shifted_oracle
+import torch
+from mhc_kernels import bf16, fp16, fp32
+from torch import nn
+
+import mhc_ops
+from mhc_ops import HyperConnection, HyperStack
+from mhc_ops.measure import accuracy, cases
+from mhc_ops.mhc import prepare
+from mhc_ops.mhc.options import DEFAULTS
+
+fp64 = torch.float64
+T, D = 5, 7  # sizes that are a multiple of nothing
+OPTIONS = {
+    "standard": {},
+    "identity": {"residual": "identity"},
+    "identity of Hy4": {"residual": "identity", "post_eps": 1e-6, "norm_eps": 1e-5},
+    "post_eps": {"post_eps": 0.25, "post_mult": 1.5},
+    "transposed": {"transposed": True},
+    "no eps": {"sinkhorn_eps": 0.0, "hc_eps": 0.0},
+    "norm_eps of V4.1": {"norm_eps": 1e-20},
+    "all else": {"norm_eps": 1e-2, "hc_eps": 1e-2, "sinkhorn_iters": 3, "sinkhorn_eps": 1e-3, "layer_norm_eps": 1e-2,
+                 "transposed": True, "post_eps": 0.1},
+}  # fmt: skip
+by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+both_forms = pytest.mark.parametrize("shifted", [False, True], ids=["standard form", "shifted"])
+
+
+def layer(h_in):
+    return torch.tanh(h_in) + 0.5 * h_in
+
+
+def sublayers(options, outer, n, D, dtype, gamma=True, norm=True, scale=1.0, parameter_dtype=fp32):
+    """x, and the parameters of a sublayer for each of the options, by their names; all need a gradient."""
+    drawn = []
+    for number, own in enumerate(options):
+        seed = cases.SEED + number
+        case = cases.Case(
+            cases.MHC_PRE_NORMED,
+            outer,
+            n,
+            D,
+            dtype,
+            gamma=gamma,
+            scale=scale,
+            parameter_dtype=parameter_dtype,
+            seed=seed,
+        )
+        tensors = case.inputs()
+        if own.get("residual") == "identity":
+            tensors |= {name: tensors[name][: 2 * n].clone() for name in ("phi", "bias")}
+            tensors["alpha"] = tensors["alpha"][:2].clone()
+        if not norm:
+            del tensors["layer_norm_weight"]
+        drawn.append(tensors)
+    x, *_ = [tensors.pop("x") for tensors in drawn]
+    if dtype == fp64:
+        drawn = [{name: t.double() for name, t in own.items()} for own in drawn]
+    return x.requires_grad_(), [{k: t.requires_grad_() for k, t in own.items()} for own in drawn]
+
+
+def in_a_loop(x, parameters, options, shifted=False, read=None):
+    """x behind all sublayers; shifted, x, p and what they are contracted to."""
+    of_shifted = {"shifted": True, "read": read} if shifted else {}
+    h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], **options[0], **of_shifted)
+    for own, given in zip(parameters[1:], options[1:]):
+        h_in, carry = mhc_ops.mhc_next(carry, layer(h_in), **own, **given)
+    out = mhc_ops.mhc_leave(carry, layer(h_in))
+    return (*out, mhc_ops.mhc_read(*out)) if shifted else (out,)
+
+
+def in_oracle(x, parameters, options, shifted=False, read=None, scaled=None):
+    out = shifted_oracle.stack(x, [layer] * len(parameters), parameters, options, read, shifted, scaled)
+    return (*out, shifted_oracle.contract(*out)) if shifted else (out,)
+
+
+def leaves_of(x, parameters, *more):
+    return [x, *(tensor for own in parameters for tensor in own.values()), *more]
+
+
+def in_doubles(x, parameters):
+    wide = [{name: t.detach().double().requires_grad_() for name, t in own.items()} for own in parameters]
+    return x.detach().double().requires_grad_(), wide
+
+
+def random_cotangents(outputs):
+    generator = torch.Generator().manual_seed(cases.SEED + 3)
+    return [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+
+
+def results_of(outputs, leaves):
+    """The outputs, and their gradients for random cotangents."""
+    found = torch.autograd.grad(outputs, leaves, random_cotangents(outputs), materialize_grads=True)
+    return [*outputs, *found]
+
+
+def exact(outputs, leaves, scaled=(), dtypes=None):
+    """The same in fp64, and of each gradient the size of the terms it adds up.
+
+    scaled: as the oracle has it; dtypes: of the outputs, and so of their cotangents, that these are compared with
+    """
+
+    def by_place(cotangents):
+        found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, materialize_grads=True)
+        return dict(enumerate(found))
+
+    cotangents = random_cotangents(outputs)
+    if dtypes is not None:
+        cotangents = [c.to(dtype).double() for c, dtype in zip(cotangents, dtypes, strict=True)]
+    found = accuracy.exact_gradients(by_place, [*outputs, *scaled], cotangents)
+    return [*(accuracy.Exact(output.detach()) for output in outputs), *found.values()]
+
+
+def assert_close(results, expected):
+    assert [i for i, (r, e) in enumerate(zip(results, expected, strict=True)) if not accuracy.close(r, e)] == []
+
+
+def assert_equal(results, expected):
+    assert [torch.equal(r, e) for r, e in zip(results, expected, strict=True)].count(False) == 0
+
+
+def assert_like_the_oracle(options, n=3, dtype=fp64, shifted=True, outer=(T,), **drawn):
+    x, parameters = sublayers(options, outer, n, D, dtype, **drawn)
+    results = results_of(in_a_loop(x, parameters, options, shifted), leaves_of(x, parameters))
+    wide, double = in_doubles(x, parameters)
+    scaled = []
+    outputs = in_oracle(wide, double, options, shifted, scaled=scaled)
+    assert_close(results, exact(outputs, leaves_of(wide, double), scaled))
+
+
+# Against the loops
+
+
+@both_forms
+@by_options
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
+def test_plain_loops(depth, options, shifted):
+    """In fp64, forward and backward, to 1e-12."""
+    assert_like_the_oracle([options] * depth, shifted=shifted, gamma=depth % 2 == 0, norm=depth % 2 == 1)
+
+
+@both_forms
+@by_options
+def test_plain_loops_in_fp32(options, shifted):
+    assert_like_the_oracle([options] * 3, n=4, dtype=fp32, shifted=shifted)
+
+
+@both_forms
+def test_sublayers_of_different_options(shifted):
+    """The carry knows what its own sublayer is written back with."""
+    assert_like_the_oracle(list(OPTIONS.values()), shifted=shifted)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_streams(n):
+    for dtype, options in product((fp64, fp32), ({}, {"residual": "identity"})):
+        assert_like_the_oracle([options] * 2, n=n, dtype=dtype, gamma=n % 2 == 0, norm=n % 3 == 0)
+
+
+@both_forms
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("options", [{"norm_eps": 1e-20}, {"residual": "identity"}], ids=str)
+def test_scales(options, scale, shifted):
+    assert_like_the_oracle([options] * 2, dtype=fp32, scale=scale, shifted=shifted)
+
+
+@both_forms
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"residual": "identity"}], ids=str)
+def test_no_and_one_token(options, tokens, shifted, poisoned):
+    assert_like_the_oracle([options] * 2, dtype=fp32, outer=(tokens,), shifted=shifted)
+
+
+@pytest.mark.parametrize("outer", [(), (2, 2), (2, 0)], ids=str)
+def test_leading_dimensions(outer):
+    x, parameters = sublayers([{}] * 2, outer, 3, D, fp64)
+    results = results_of(in_a_loop(x, parameters, [{}] * 2, True), leaves_of(x, parameters))
+    flat = x.detach().reshape(-1, 3, D).requires_grad_()
+    outputs = [o.reshape(r.shape) for o, r in zip(in_oracle(flat, parameters, [{}] * 2, True), results)]
+    found = exact(outputs, leaves_of(flat, parameters))
+    found[3] = accuracy.Exact(found[3].value.reshape(x.shape))
+    assert_close(results, found)
+
+
+# One rounding in every type
+
+KINDS = [  # dtype of x, of the parameters, n, gamma, norm
+    (bf16, fp32, 4, True, True),
+    (bf16, bf16, 3, False, False),
+    (fp16, fp32, 4, False, True),
+    (fp16, fp32, 1, True, True),
+    (fp32, bf16, 5, True, False),
+    (fp32, fp64, 2, False, True),
+]
+
+
+def sublayer(x, read, h_out, own, options):
+    """One shifted sublayer around a layer whose output is given: h_in, x_next, p."""
+    h_in, carry = mhc_ops.mhc_enter(x, **own, **options, shifted=True, read=read)
+    return h_in, *mhc_ops.mhc_leave(carry, h_out)
+
+
+def sublayer_in_oracle(x, read, h_out, own, options, scaled):
+    h_ins = []
+
+    def keep(h_in):
+        h_ins.append(h_in)
+        return h_out
+
+    out = shifted_oracle.stack(x, [keep], [own], [options], read, True, scaled)
+    return h_ins[0], *out
+
+
+@by_options
+@pytest.mark.parametrize(("dtype", "parameter_dtype", "n", "gamma", "norm"), KINDS, ids=str)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_types(dtype, parameter_dtype, n, gamma, norm, scale, options):
+    """x, what it is read with, h_out and all parameters: outputs and gradients are rounded once."""
+    x, (own,) = sublayers([options], (40,), n, 33, dtype, gamma, norm, scale, parameter_dtype)
+    generator = torch.Generator().manual_seed(cases.SEED + 5)
+    read = torch.sigmoid(torch.randn(40, n, generator=generator)).requires_grad_()
+    h_out = (scale * torch.randn(40, 33, generator=generator)).to(dtype).requires_grad_()
+    outputs = sublayer(x, read, h_out, own, options)
+    assert [output.dtype for output in outputs] == [dtype, dtype, fp32]
+    results = results_of(outputs, leaves_of(x, [own], read, h_out))
+    wide, (double,) = in_doubles(x, [own])
+    of_read, of_h_out = (t.detach().double().requires_grad_() for t in (read, h_out))
+    scaled = []
+    expected = sublayer_in_oracle(wide, of_read, of_h_out, double, options, scaled)
+    found = exact(expected, leaves_of(wide, [double], of_read, of_h_out), scaled, [o.dtype for o in outputs])
+    assert_close([r.float() if r.dtype == fp64 else r for r in results], found)  # of an fp64 parameter: fp32 sums
+
+
+@both_forms
+@pytest.mark.parametrize("dtype", [bf16, fp16, fp32])
+def test_bits_of_a_loop(dtype, shifted):
+    """The boundary in one call has the bits of its parts, with and without gradients; the same each time."""
+    for options in OPTIONS.values():
+        x, parameters = sublayers([options] * 3, (5,), 3, D, dtype)
+        outputs = in_a_loop(x, parameters, [options] * 3, shifted)
+        assert_equal(in_a_loop(x, parameters, [options] * 3, shifted), outputs)
+        with torch.no_grad():
+            assert_equal(in_a_loop(x, parameters, [options] * 3, shifted), outputs)
+            assert_equal(by_parts(x, parameters, options, shifted), outputs)
+
+
+def by_parts(x, parameters, options, shifted):
+    """Of mhc_maps, mhc_read and mhc_post, where nothing is fused."""
+    of_post = {"transposed": options.get("transposed", False)}
+    of_maps = {name: value for name, value in options.items() if name != "layer_norm_eps"}
+    p = torch.tensor([1.0, 0, 0]).expand(x.shape[:-1])
+    for own in parameters:
+        weight = own["layer_norm_weight"]
+        maps = {name: t for name, t in own.items() if name != "layer_norm_weight"}
+        h_pre, h_post, h_res = mhc_ops.mhc_maps(x, **maps, **of_maps)
+        wide = mhc_ops.mhc_read(x.float(), p if shifted else h_pre)
+        factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + options.get("layer_norm_eps", 1e-6))
+        h_in = (weight * wide * factor).to(x.dtype)
+        x, p = mhc_ops.mhc_post(x, layer(h_in), h_post, h_res, **of_post), h_pre
+    return (x, p, mhc_ops.mhc_read(x, p)) if shifted else (x,)
+
+
+@by_options
+def test_functions_take_them(options):
+    """mhc_pre, mhc_post, mhc_post_pre, mhc_layer: one sublayer, its boundary, and all in one."""
+    x, parameters = sublayers([options] * 2, (T,), 3, D, fp64)
+    of_post = {"transposed": options.get("transposed", False)}
+    leaves = leaves_of(x, parameters)
+    h_in, h_post, h_res = mhc_ops.mhc_pre(x, **parameters[0], **options)
+    assert (h_res is None) == (options.get("residual") == "identity")
+    x_next = mhc_ops.mhc_post(x, layer(h_in), h_post, h_res, **of_post)
+    h_in, h_post, h_res = mhc_ops.mhc_pre(x_next, **parameters[1], **options)
+    apart = mhc_ops.mhc_post(x_next, layer(h_in), h_post, h_res, **of_post)
+    h_in, h_post, h_res = mhc_ops.mhc_pre(x, **parameters[0], **options)
+    x_next, h_in, *maps = mhc_ops.mhc_post_pre(x, layer(h_in), h_post, h_res, **parameters[1], **options)
+    fused = mhc_ops.mhc_post(x_next, layer(h_in), *maps, **of_post)
+    layers = mhc_ops.mhc_layer(x, layer, **parameters[0], **options)
+    layers = mhc_ops.mhc_layer(layers, layer, **parameters[1], **options)
+    expected = exact(in_oracle(x, parameters, [options] * 2), leaves)
+    for out in (apart, fused, layers):
+        assert_close(results_of([out], leaves), expected)
+
+
+def test_logits():
+    """h_res is what Sinkhorn would have got; the rest is that of mhc_pre."""
+    x, (own,) = sublayers([{}], (T,), 3, D, fp64)
+    h_in, h_post, logits = mhc_ops.mhc_pre(x, **own, residual="logits")
+    expected = mhc_ops.mhc_pre(x, **own)
+    assert_equal([h_in, h_post, mhc_ops.sinkhorn(logits)], expected)
+    del own["layer_norm_weight"]
+    _, *forward_pre = mhc_ops.mhc_forward_pre(x, **own)
+    assert_equal([h_post, logits], forward_pre)
+    assert_equal(mhc_ops.mhc_maps(x, **own, residual="logits")[1:], forward_pre)
+
+
+def test_sinkhorn_without_eps():
+    """Megatron's main, TransformerEngine and fla: exp, then rows and columns in turn, in the logarithm here."""
+    logits = 3 * torch.randn(20, 4, 4, dtype=fp64, generator=torch.Generator().manual_seed(cases.SEED))
+    z = logits
+    for _ in range(20):
+        z = z - z.logsumexp(-1, keepdim=True)
+        z = z - z.logsumexp(-2, keepdim=True)
+    assert accuracy.close(mhc_ops.sinkhorn(logits, eps=0), z.exp())
+    assert accuracy.close(mhc_ops.sinkhorn(logits.float(), eps=0), mhc_ops.sinkhorn(logits.float().double(), eps=0))
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16, fp32, fp64])
+@pytest.mark.parametrize(("outer", "n"), [((40,), 3), ((1,), 1), ((0,), 4), ((2, 3), 8)], ids=str)
+def test_mean(outer, n, dtype):
+    x = cases.Case(cases.MHC_PRE, outer, n, 33, fp32).inputs()["x"].to(dtype).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    out, expected = mhc_ops.mhc_mean(x), shifted_oracle.mean(wide.reshape(-1, n, 33)).reshape(*outer, 33)
+    assert out.dtype == dtype
+    assert_close(results_of([out], [x]), exact([expected], [wide], dtypes=[dtype]))
+    with torch.autocast("cpu", bf16):
+        assert torch.equal(mhc_ops.mhc_mean(x), out)
+
+
+# Derivatives of every order
+
+
+@both_forms
+@pytest.mark.parametrize("name", ["standard", "identity of Hy4", "transposed", "no eps"])
+def test_gradgradcheck(name, shifted):
+    options = [{**OPTIONS[name], "layer_norm_eps": 0.1}] * 2
+    if name != "identity of Hy4":
+        options = [{**own, "sinkhorn_iters": 2} for own in options]
+    x, parameters = sublayers(options, (1,), 2, 2, fp64)
+    names = [list(own) for own in parameters]
+
+    def call(x, *values):
+        values = iter(values)
+        return in_a_loop(x, [{name: next(values) for name in own} for own in names], options, shifted)[-1]
+
+    leaves = leaves_of(x, parameters)
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+def test_the_gradient_of_p_is_one_boundary_earlier():
+    """Of the two h_pre, the first reads x between the sublayers, and the second nothing but the end."""
+    x, parameters = sublayers([{}] * 2, (T,), 3, D, fp64)
+    h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], shifted=True)
+    h_next, after = mhc_ops.mhc_next(carry, layer(h_in), **parameters[1])
+    dread = torch.autograd.grad(h_next.sum(), [carry.read, parameters[1]["phi"]], allow_unused=True, retain_graph=True)
+    assert dread[0].abs().max() > 0
+    assert dread[1] is None
+    out, p = mhc_ops.mhc_leave(after, layer(h_next))
+    assert p is after.read
+    rows = torch.autograd.grad(mhc_ops.mhc_read(out, p).sum(), parameters[1]["phi"])[0].abs().amax(-1)
+    assert (rows[:3] > 0).all()
+
+
+def test_a_carry_used_twice():
+    """Two ways on from one carry."""
+    x, parameters = sublayers([{}] * 2, (T,), 3, D, fp64)
+    h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], shifted=True)
+    h_next, after = mhc_ops.mhc_next(carry, layer(h_in), **parameters[1])
+    out = [*mhc_ops.mhc_leave(after, layer(h_next)), *mhc_ops.mhc_leave(carry, layer(h_in))]
+    expected = [*in_oracle(x, parameters, [{}] * 2, True)[:2], *in_oracle(x, parameters[:1], [{}], True)[:2]]
+    leaves = leaves_of(x, parameters)
+    assert_close(results_of(out, leaves), exact(expected, leaves))
+
+
+def test_a_carry_made_without_gradients():
+    x, parameters = sublayers([{}] * 2, (T,), 3, D, fp64)
+    with torch.no_grad():
+        h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], shifted=True)
+    assert carry.link is None
+    h_next, after = mhc_ops.mhc_next(carry, layer(h_in), **parameters[1])
+    out, p = mhc_ops.mhc_leave(after, layer(h_next))
+    assert_close([out, p], [accuracy.Exact(e.detach()) for e in in_oracle(x, parameters, [{}] * 2, True)[:2]])
+    assert torch.autograd.grad(out.sum(), x)[0].abs().max() > 0
+
+
+# The modules
+
+
+def connections(depth=3, n=3, **options):
+    """Random maps, so that streams differ and every row of phi matters."""
+    torch.manual_seed(cases.SEED)
+    made = [HyperConnection(nn.Sequential(nn.Linear(D, D), nn.Tanh()), n, D, **options) for _ in range(depth)]
+    for connection in made:
+        with torch.no_grad():
+            connection.phi.normal_(std=0.3)
+            connection.alpha.fill_(1.1)
+    return made
+
+
+def streams(n=3, dtype=fp64):
+    return torch.randn(T, n, D, dtype=dtype, generator=torch.Generator().manual_seed(cases.SEED)).requires_grad_()
+
+
+def parameters_of(connection):
+    names = ("phi", "alpha", "bias", "gamma", "layer_norm_weight")
+    return {name: getattr(connection, name) for name in names if getattr(connection, name) is not None}
+
+
+@both_forms
+@by_options
+def test_stack(options, shifted):
+    made = [c.double() for c in connections(gamma=True, layer_norm=True, **options)]
+    stack, x = HyperStack(*made, shifted=shifted), streams()
+    parameters = [parameters_of(connection) for connection in made]
+    out = shifted_oracle.stack(x, [c.layer for c in made], parameters, [options] * 3, shifted=shifted)
+    expected = shifted_oracle.contract(*out) if shifted else out
+    leaves = [x, *stack.parameters()]
+    assert_close(results_of([stack(x)], leaves), exact([expected], leaves))
+    assert_equal(
+        results_of([stack(x)], leaves), results_of([HyperStack(*made, shifted=shifted, recompute=2)(x)], leaves)
+    )
+    if not shifted:
+        assert_close(results_of([nn.Sequential(*made)(x)], leaves), exact([expected], leaves))
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=str)
+def test_stages_of_a_pipeline(options):
+    made = connections(4, norm_eps=1e-20, **options)
+    whole, x = HyperStack(*made, shifted=True), streams(dtype=fp32)
+    leaves = [x, *whole.parameters()]
+    expected = results_of([whole(x)], leaves)
+    for cut in range(1, 4):
+        assert_equal(results_of([whole[cut:](whole[:cut](x))], leaves), expected)
+        assert_equal(results_of([whole[cut:](*whole[:cut](x))], leaves), expected)
+    first = HyperStack(*made[:1], shifted=True, last=False)
+    middle = HyperStack(*made[1:3], shifted=True, first=False, last=False)
+    last = HyperStack(made[3], shifted=True, first=False)
+    assert_equal(results_of([last(middle(first(x)))], leaves), expected)
+    x_next, p = middle(first(x))
+    assert (x_next.shape, p.shape, p.dtype) == ((T, 3, D), (T, 3), fp32)
+    assert torch.equal((first + middle + last)(x), whole(x))
+    assert [(s.first, s.last) for s in (whole[:2], whole[1:], whole[1:3], whole[:], middle * 2)] == [
+        (True, False), (False, True), (False, False), (True, True), (False, False)]  # fmt: skip
+
+
+def test_extras_and_rests_of_stages():
+    def several(h, scale, *, shift):
+        return h * scale + shift, "cache"
+
+    made = [HyperConnection(several, 3, D) for _ in range(2)]
+    whole, x = HyperStack(*made, shifted=True), streams(dtype=fp32)
+    out, rests = whole(x, 2.0, shift=1.0)
+    assert rests == [("cache",), ("cache",)]
+    pair, rests = whole[:1](x, 2.0, shift=1.0)
+    assert rests == [("cache",)]
+    assert torch.equal(whole[1:](pair, 2.0, shift=1.0)[0], out)
+    assert torch.equal(whole[1:](*pair, 2.0, shift=1.0)[0], out)
+
+
+def test_hooks_see_the_carry():
+    whole, x = HyperStack(*connections(2), shifted=True), streams(dtype=fp32)
+    seen = []
+    whole[1].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    whole[1].register_full_backward_hook(lambda module, dinputs, doutputs: None)
+    whole(x).sum().backward()
+    assert seen[0].read.shape == (T, 3)
+    assert seen[0].x is x or torch.equal(seen[0].x, x)
+    assert x.grad.abs().max() > 0
+
+
+def test_compile():
+    torch.compiler.reset()
+    whole, x = HyperStack(*connections(2), shifted=True), streams(dtype=fp32)
+    compiled = torch.compile(whole, fullgraph=True, dynamic=True, backend="aot_eager")
+    leaves = [x, *whole.parameters()]
+    expected = [r.double() for r in results_of([whole(x)], leaves)]
+    assert_close(results_of([compiled(x)], leaves), expected)
+
+
+def test_autocast_and_inference_mode():
+    whole, x = HyperStack(*connections(2), shifted=True), streams(dtype=fp32)
+    with torch.autocast("cpu", bf16):
+        assert whole(x).dtype == fp32
+    with torch.inference_mode():
+        assert torch.equal(whole(x.detach()), whole(x))
+
+
+def test_a_fresh_shifted_model_is_a_residual_network():
+    layers = [nn.Linear(D, D) for _ in range(3)]
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(cases.SEED))
+    for options in ({}, {"residual": "identity"}, {"residual": "identity", "post_eps": 0.25}, {"transposed": True}):
+        made = HyperStack(*(HyperConnection(inner, 4, D, norm_eps=1e-20, **options) for inner in layers), shifted=True)
+        expected = x
+        for inner in layers:
+            expected = expected + inner(expected)
+        # h_pre is a sigmoid in fp32 + 1e-6 from a logit, and the columns of h_res sum to 1 up to eps
+        assert torch.allclose(made(mhc_ops.mhc_expand(x, 4)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_state():
+    """Keys as ever; the identity has no rows for a map that it does not have."""
+    made = connections(2, n=4, residual="identity", post_eps=1e-6, layer_norm=True, gamma=True)
+    stack = HyperStack(*made, shifted=True)
+    own = ("phi", "alpha", "bias", "gamma", "layer_norm_weight", "layer.0.weight", "layer.0.bias")
+    assert list(stack.state_dict()) == [f"{i}.{name}" for i in range(2) for name in own]
+    assert [tuple(t.shape) for t in list(stack.state_dict().values())[:3]] == [(8, 4 * D), (2,), (8,)]
+    other = copy.deepcopy(stack)
+    other[0].reset_parameters()
+    other.load_state_dict(stack.state_dict())
+    x = streams(4, fp32)
+    assert torch.equal(other(x), stack(x))
+    standard = HyperStack(*connections(2))
+    assert list(HyperStack(*connections(2), shifted=True).state_dict()) == list(standard.state_dict())
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0.phi"):
+        standard.load_state_dict(stack.state_dict(), strict=False)
+
+
+def test_repr():
+    stack = HyperStack(*connections(1, residual="identity"), shifted=True, first=False, recompute=2)
+    assert "recompute=2, shifted=True, first=False" in repr(stack)
+    assert "n=3, D=7, residual='identity'" in repr(stack)
+    assert "transposed=True" in repr(connections(1, transposed=True)[0])
+
+
+# What is refused
+
+
+def test_combinations_without_meaning():
+    one = HyperConnection(nn.Identity(), 2, 8)
+    bad = [
+        (lambda: HyperStack(one, first=False), ValueError,
+         "HyperStack: first=False has no meaning without shifted=True"),
+        (lambda: HyperStack(one, last=False), ValueError,
+         "HyperStack: last=False has no meaning without shifted=True"),
+        (lambda: HyperStack(one, shifted=1), TypeError, "HyperStack: shifted must be a bool, got int"),
+        (lambda: HyperStack(one) + HyperStack(one, shifted=True), ValueError,
+         "HyperStack: a shifted stack and one that is not make no stack"),
+        (lambda: HyperStack(one, shifted=True, first=False)(torch.zeros(3, 2, 8)), TypeError,
+         r"HyperStack: with first=False the input must be \(x, p\), got Tensor"),
+        (lambda: HyperStack(one, shifted=True, first=False)(torch.zeros(3, 2, 8), torch.zeros(3, 4)), ValueError,
+         r"mhc_enter: read must be \[3, 2\], got \[3, 4\]"),
+        (lambda: HyperConnection(nn.Identity(), 2, 8, residual="logits"), ValueError,
+         "HyperConnection: residual='logits' is no map to mix streams with; MHCBlock returns it"),
+        (lambda: HyperConnection(nn.Identity(), 2, 8, residual="identity", transposed=True), ValueError,
+         "HyperConnection: transposed=True has no meaning with residual='identity'"),
+        (lambda: HyperConnection(nn.Identity(), 2, 8, post_eps=1.0), ValueError,
+         "HyperConnection: post_eps must be below 1, got 1.0"),
+    ]  # fmt: skip
+    for call, error, message in bad:
+        with pytest.raises(error, match=f"^{message}$"):
+            call()
+
+
+def test_read_is_checked():
+    x, (own,) = sublayers([{}], (T,), 3, D, fp32)
+    with pytest.raises(ValueError, match=r"^mhc_enter: read has no meaning without shifted=True$"):
+        mhc_ops.mhc_enter(x, **own, read=torch.zeros(T, 3))
+    with pytest.raises(ValueError, match=r"^mhc_enter: read must be \[5, 3\], got \[3\]$"):
+        mhc_ops.mhc_enter(x, **own, shifted=True, read=torch.zeros(3))
+    with pytest.raises(TypeError, match=r"^mhc_enter: read must be a torch.Tensor, got float$"):
+        mhc_ops.mhc_enter(x, **own, shifted=True, read=1.0)
+    with pytest.raises(TypeError, match=r"^mhc_enter: shifted must be a bool, got str$"):
+        mhc_ops.mhc_enter(x, **own, shifted="yes")
+    with pytest.raises(TypeError, match=r"^mhc_mean: x must be a torch.Tensor, got NoneType$"):
+        mhc_ops.mhc_mean(None)
+    with pytest.raises(ValueError, match=r"^mhc_mean: x must be \[..., n, D\] with n and D at least 1, got \[7\]$"):
+        mhc_ops.mhc_mean(torch.zeros(7))
+
+
+REFUSED = {
+    "post_eps": (0.5, "with post_eps=0.5"),
+    "residual": ("identity", "with residual='identity'"),
+    "transposed": (True, "with transposed=True"),
+}
+
+
+def test_every_option_without_kernels_is_refused():
+    assert set(REFUSED) == set(prepare.WITHOUT_KERNELS)
+    assert all(value != getattr(DEFAULTS, name) for name, (value, _) in REFUSED.items())
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", REFUSED)
+def test_kernels_refuse_options(name):
+    """By one sentence, in every function that takes them, and the module; nothing runs on another backend instead."""
+    value, words = REFUSED[name]
+    options = {name: value}
+    x, (own,) = sublayers([options], (T,), 3, D, fp32)
+    maps = {key: t for key, t in own.items() if key != "layer_norm_weight"}
+    h_out, h_post, h_res = torch.zeros(T, D), torch.zeros(T, 3), torch.zeros(T, 3, 3)
+    _, (plain,) = sublayers([{}], (T,), 3, D, fp32)
+    _, carry = mhc_ops.mhc_enter(x, **plain, backend="triton")
+    connection = HyperConnection(torch.tanh, 3, D, backend="triton", **options)
+    calls = {
+        "mhc_pre": lambda: mhc_ops.mhc_pre(x, **own, **options, backend="triton"),
+        "mhc_maps": lambda: mhc_ops.mhc_maps(x, **maps, **options, backend="triton"),
+        "mhc_post_pre": lambda: mhc_ops.mhc_post_pre(x, h_out, h_post, h_res, **own, **options, backend="triton"),
+        "mhc_layer": lambda: mhc_ops.mhc_layer(x, torch.tanh, **own, **options, backend="triton"),
+        "mhc_enter": lambda: mhc_ops.mhc_enter(x, **own, **options, backend="triton"),
+        "mhc_next": lambda: mhc_ops.mhc_next(carry, h_out, **own, **options, backend="triton"),
+        "warmup": lambda: mhc_ops.warmup(3, D, device="cpu", backend="triton", **options),
+        "mhc_layer ": lambda: connection(x),
+        "mhc_enter ": lambda: HyperStack(connection)(x),
+    }
+    for function, call in calls.items():
+        message = f"^{function.strip()} {words}: backend 'triton' does not have it, 'reference' does$"
+        with pytest.raises(NotImplementedError, match=message):
+            call()
+
+
+@pytest.mark.interpreted
+def test_kernels_refuse_the_rest():
+    x, (own,) = sublayers([{}], (T,), 3, D, fp32)
+    h_out, h_post, h_res = torch.zeros(T, D), torch.zeros(T, 3), torch.zeros(T, 3, 3)
+    carries = {
+        given: mhc_ops.mhc_enter(x, **own, **options, backend="reference")[1]
+        for given, options in (("shifted", {"shifted": True}), ("transposed", {"transposed": True}))
+    }
+    calls = {
+        "mhc_mean": lambda: mhc_ops.mhc_mean(x, backend="triton"),
+        "mhc_enter with shifted=True": lambda: mhc_ops.mhc_enter(x, **own, shifted=True, backend="triton"),
+        "mhc_next with shifted=True": lambda: mhc_ops.mhc_next(carries["shifted"], h_out, **own, backend="triton"),
+        "mhc_next with transposed=True": lambda: mhc_ops.mhc_next(
+            carries["transposed"], h_out, **own, backend="triton"
+        ),
+        "mhc_leave with transposed=True": lambda: mhc_ops.mhc_leave(carries["transposed"], h_out, backend="triton"),
+        "mhc_leave without h_res": lambda: mhc_ops.mhc_leave(
+            carries["shifted"]._replace(h_res=None), h_out, backend="triton"
+        ),
+        "mhc_post without h_res": lambda: mhc_ops.mhc_post(x, h_out, h_post, None, backend="triton"),
+        "mhc_post with transposed=True": lambda: mhc_ops.mhc_post(
+            x, h_out, h_post, h_res, transposed=True, backend="triton"
+        ),
+        "mhc_post_pre without h_res": lambda: mhc_ops.mhc_post_pre(x, h_out, h_post, None, **own, backend="triton"),
+    }
+    for words, call in calls.items():
+        with pytest.raises(
+            NotImplementedError, match=f"^{words}: backend 'triton' does not have it, 'reference' does$"
+        ):
+            call()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("n", [3, 4])
+def test_kernels_return_logits(n):
+    """They make them already, for mhc_forward_pre."""
+    x, (own,) = sublayers([{}], (T,), n, D, fp32, norm=False)
+    wide, (double,) = in_doubles(x, [own])
+    for function in (mhc_ops.mhc_pre, mhc_ops.mhc_maps):
+        results = results_of(function(x, **own, residual="logits", backend="triton"), leaves_of(x, [own]))
+        expected = function(wide, **double, residual="logits", backend="reference")
+        assert_close(results, exact(expected, leaves_of(wide, [double])))
