@@ -13,7 +13,7 @@ from torch import nn
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
 from mhc_ops.measure import accuracy, cases
-from mhc_ops.mhc import prepare
+from mhc_ops.mhc import prepare, recompute
 from mhc_ops.mhc.options import DEFAULTS
 
 fp64 = torch.float64
@@ -418,6 +418,15 @@ def test_stack(options, shifted):
     )
     if not shifted:
         assert_close(results_of([nn.Sequential(*made)(x)], leaves), exact([expected], leaves))
+
+
+@by_options
+def test_x_is_made_again_as_it_was_written(options):
+    """What recompute does in the backward of kernels."""
+    x, (own,) = sublayers([options], (T,), 3, D, bf16)
+    h_in, carry = mhc_ops.mhc_enter(x, **own, **options)
+    remade = recompute.Remade(x.detach(), carry, h_in, "reference")
+    assert torch.equal(remade.x(), mhc_ops.mhc_leave(carry, h_in))
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=str)
