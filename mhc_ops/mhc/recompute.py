@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..core import backend as backends
 from ..core.modes import watched
-from .ops import Carry, mhc_enter, mhc_leave, mhc_next, mhc_post
+from .ops import Carry, mhc_enter, mhc_leave, mhc_next, mhc_post, mhc_read
+from .reference import first_stream
 
 
 class Unchanged:
@@ -118,15 +119,27 @@ def _kept_at(every: int, number: int, x: Tensor) -> Recompute:
     return Recompute(every, number, x.detach(), x.detach())
 
 
-def end(before: StackCarry, backend: str | None) -> Any:
-    """x behind the last sublayer; shifted, x and what a next one would read it with."""
+def end(before: StackCarry, backend: str | None, contracted: bool = False) -> Any:
+    """x behind the last sublayer; shifted, x and what a next one would read it with, or both contracted."""
+    ended = _left(before, backend) if before.h_post is not None else _nothing_ran(before)
+    return mhc_read(*ended, backend=backend) if contracted else ended
+
+
+def _left(before: StackCarry, backend: str | None) -> Any:
     ended, recompute = _ended(before), before.recompute
     if recompute is None or watched():
         return mhc_leave(ended, before.h_out, backend=backend)
     with _Kept() as kept:
-        x = mhc_leave(ended, before.h_out, backend=backend)
+        left = mhc_leave(ended, before.h_out, backend=backend)
     kept.leave_out(ended.x, recompute.source_of(ended.x), last=False)
-    return x
+    return left
+
+
+def _nothing_ran(before: StackCarry) -> Any:
+    """Of a stack without connections."""
+    if not before.shifted:
+        return before.x
+    return before.x, first_stream(before.x) if before.read is None else before.read
 
 
 def _ended(carry: StackCarry) -> Carry:

@@ -211,9 +211,10 @@ def project(wide: Tensor, phi: Tensor, gamma: Tensor | None, norm_eps: float) ->
     return torch.rsqrt(v.square().mean(-1) + norm_eps), scaled @ phi.to(v.dtype).T
 
 
-def first_stream(wide: Tensor) -> Tensor:
-    """One-hot on stream 0, [..., n]"""
-    return torch.eye(1, wide.shape[-2], dtype=wide.dtype, device=wide.device)[0].expand(wide.shape[:-1])
+def first_stream(x: Tensor) -> Tensor:
+    """One-hot on stream 0, [..., n], typed as maps are"""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.eye(1, x.shape[-2], dtype=dtype, device=x.device)[0].expand(x.shape[:-1])
 
 
 def weighted_sum(weights: Tensor, wide: Tensor) -> Tensor:

@@ -5,12 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.check import check_flag
-from ..core.precision import accumulate
 from . import recompute as between
 from .modules import HyperConnection
-from .ops import mhc_read
 from .recompute import StackCarry
-from .reference import first_stream
 
 
 class HyperStack(nn.Sequential):
@@ -112,11 +109,7 @@ class HyperStack(nn.Sequential):
             rests.append(rest or ())
             any_rest = any_rest or rest is not None
             backend = getattr(connection, "backend", None)
-        out: Any = x if carry.h_post is None else between.end(carry, backend)
-        if self.shifted:
-            if carry.h_post is None:
-                out = x, first_stream(accumulate(x)) if read is None else read
-            out = mhc_read(*out, backend=backend) if self.last else out
+        out = between.end(carry, backend, contracted=self.shifted and self.last)
         return (out, rests) if any_rest else out
 
     @staticmethod

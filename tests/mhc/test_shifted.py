@@ -449,6 +449,17 @@ def test_stages_of_a_pipeline(options):
         (True, False), (False, True), (False, False), (True, True), (False, False)]  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [bf16, fp32, fp64])
+def test_a_stack_of_nothing(dtype):
+    x = streams(dtype=dtype)
+    assert torch.equal(HyperStack(shifted=True)(x), x[:, 0])
+    same, p = HyperStack(shifted=True, last=False)(x)
+    assert same is x
+    assert p.tolist() == [[1.0, 0, 0]] * T
+    assert p.dtype == (fp64 if dtype == fp64 else fp32)
+    assert torch.equal(HyperStack(shifted=True, first=False)(x, p.roll(1, -1)), x[:, 1])
+
+
 def test_extras_and_rests_of_stages():
     def several(h, scale, *, shift):
         return h * scale + shift, "cache"
