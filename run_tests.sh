@@ -22,7 +22,7 @@ tests() {
     local marked=$1 code=0
     shift
     # A thread each: workers that take all cores each wait for one another, up to 40 times as long.
-    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} pytest -n auto --timeout 600 -m "$marked" "$@" || code=$?
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} pytest -n auto --dist worksteal --timeout 600 -m "$marked" "$@" || code=$?
     if [ "$code" -eq 5 ] && [ "$#" -gt 0 ]; then
         empty=$((empty + 1))
     elif [ "$code" -ne 0 ]; then

@@ -39,8 +39,8 @@ def record(options: argparse.Namespace) -> None:
             small = next(iter(case.inputs().values())).numel() <= options.largest
             if options.only in str(case) and small and selection.runs(case, backend, device):
                 found |= hashes(case, backend, device)
+                options.files[0].write_text(json.dumps(found, indent=1) + "\n")  # what is there if somebody ends it
                 print(f"\r{len(found)}", end="", file=sys.stderr, flush=True)
-    options.files[0].write_text(json.dumps(found, indent=1) + "\n")
     print(f"\r{len(found)} hashes")
 
 

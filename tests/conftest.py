@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mhc_ops.core import call
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.measure import cases, speed, training_step
 
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items):
 def kernel_device(request):
     """Where Triton kernels can be executed."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_calls():
+    """A call like an earlier one is neither checked nor prepared again; tests run in any order."""
+    call.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .boundary_common import barrier, by_rows, by_streams, columns4, columns16, described, n, narrow, widen
+from .boundary_common import advance, barrier, by_rows, by_streams, columns4, columns16, described, n, narrow, widen
 from .boundary_tiles import (
     BLOCK_D,
     BLOCK_T,
@@ -60,15 +60,6 @@ STAGES = gl.constexpr(configs.BOUNDARY_BWD.stages)
 _PER_TOKEN = 2 * (2 * BLOCK_D.value * (n.value + 1) + 2 * MAPS.value) + 4 * (DOTS.value + TABLE.value)
 STAGE_BYTES = gl.constexpr(BLOCK_T.value * _PER_TOKEN)
 COPYING_REGISTERS = gl.constexpr(24)  # of a thread that only copies: the least there is; the others share the rest
-
-
-@gluon.jit
-def advance(stage, phase):
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
 
 
 # Barriers. A stage is filled and emptied in turn; `phase` is the parity of how often it was before, the same in both
@@ -104,7 +95,7 @@ def copy_in(descriptors, phi_desc, stages, phi_1, barriers, T, D):
         tma.async_copy_global_to_shared(h_res_desc, [t, 0], ready, h_ress.index(stage))
         tma.async_copy_global_to_shared(dh_mix_desc, [0, t, 0], ready, dh_mixes.index(stage))
         tma.async_copy_global_to_shared(table_desc, [t, 0], ready, tables.index(stage))
-        stage, phase = advance(stage, phase)
+        stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -196,7 +187,7 @@ def compute(parameters, outputs, stages, phi_1, weights, dlink_out, dh_out_out, 
         barrier()  # all warps have read the stage
         mbarrier.arrive(empty.index(stage), count=1)
         store_dots(dots_ptr + t.to(gl.int64) * DOTS, x, h_out, right, T - t)
-        stage, phase = advance(stage, phase)
+        stage, phase = advance(stage, phase, STAGES)
 
     tma.store_wait(0)
     store_A(A_ptr, A, gl.program_id(1), d0, D, 0, 16)

@@ -78,3 +78,13 @@ def columns16(table, TILE: gl.constexpr):
     c2, c6, c10, c14 = columns4(by4_2, TILE)
     c3, c7, c11, c15 = columns4(by4_3, TILE)
     return c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15
+
+
+# The next of COUNT places that are used in turn, and the parity of how often it was used before
+@gluon.jit
+def advance(at, phase, COUNT: gl.constexpr):
+    at += 1
+    if at == COUNT:
+        at = 0
+        phase ^= 1
+    return at, phase

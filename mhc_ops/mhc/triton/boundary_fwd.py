@@ -26,7 +26,20 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .boundary_common import M, barrier, by_rows, by_streams, columns4, columns16, described, n, narrow, shared, widen
+from .boundary_common import (
+    M,
+    advance,
+    barrier,
+    by_rows,
+    by_streams,
+    columns4,
+    columns16,
+    described,
+    n,
+    narrow,
+    shared,
+    widen,
+)
 from .parts import LANE as COLUMNS_OF_LANE
 from .parts import phi_parts
 
@@ -144,15 +157,6 @@ def end_products(products):
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def advance(at, phase, COUNT: gl.constexpr):
-    at += 1
-    if at == COUNT:
-        at = 0
-        phase ^= 1
-    return at, phase
 
 
 # The program's (bundle, block of tokens), bundle after bundle, and how many blocks of tokens there are

@@ -3,8 +3,6 @@ they are launched one after the other."""
 
 from functools import cache, partial
 
-import torch
-
 from ...core import device
 from ..composed import next_bwd
 from . import configs
@@ -30,8 +28,8 @@ def is_one_kernel(*, x, h_out, h_post, h_res, dh_in, dx_next, dlink_next, **_):
     enough = x.numel() >= configs.BOUNDARY_TOKENS * n * D
     if configs.boundary_bwd(n, D, x.dtype, enough, device.of(x.device)) is None or boundary_pass() is None:
         return False
-    wide = all(tensor.dtype == torch.float32 for tensor in (h_post, h_res))
-    narrow = all(tensor.dtype == torch.bfloat16 for tensor in (h_out, dh_in, dlink_next))
+    wide = all(tensor.dtype == configs.MAPS_DTYPE for tensor in (h_post, h_res))
+    narrow = all(tensor.dtype == configs.BOUNDARY_DTYPE for tensor in (h_out, dh_in, dlink_next))
     described = (x, h_out, h_post, h_res, dh_in, dlink_next)
     return wide and narrow and all(tensor.data_ptr() % 16 == 0 for tensor in described)
 

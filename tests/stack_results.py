@@ -1,0 +1,49 @@
+"""Where a stack is tested, what it gives, and what that is held to."""
+
+import pytest
+import torch
+
+from mhc_ops.measure import accuracy
+
+# a backend, and a device where it runs
+PLACES = [
+    pytest.param(("reference", "cpu"), id="reference"),
+    pytest.param(("triton", "cpu"), marks=pytest.mark.interpreted, id="interpreted"),
+    pytest.param(("triton", "cuda"), marks=pytest.mark.gpu, id="triton"),
+]
+
+
+def random_cotangents(outputs):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+
+
+def gradients(out, leaves):
+    """The outputs, and their gradients for random cotangents."""
+    outputs = out if isinstance(out, tuple) else (out,)
+    found = torch.autograd.grad(outputs, leaves, random_cotangents(outputs), materialize_grads=True)
+    return [*outputs, *found]
+
+
+def exact(out, leaves):
+    """The same of fp64 tensors, and of each gradient the size of the terms that it adds up."""
+    outputs = out if isinstance(out, tuple) else (out,)
+
+    def by_place(cotangents):
+        found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, materialize_grads=True)
+        return dict(enumerate(found))
+
+    found = accuracy.exact_gradients(by_place, outputs, random_cotangents(outputs))
+    return [*(accuracy.Exact(output.detach()) for output in outputs), *found.values()]
+
+
+def assert_close(results, expected):
+    truths = [e if isinstance(e, accuracy.Exact) else e.double() for e in expected]
+    wrong = [
+        i for i, (result, truth) in enumerate(zip(results, truths, strict=True)) if not accuracy.close(result, truth)
+    ]
+    assert wrong == []
+
+
+def assert_equal(results, expected):
+    assert [torch.equal(r, e) for r, e in zip(results, expected, strict=True)].count(False) == 0
