@@ -35,13 +35,14 @@ def any_layout(tensor: Tensor) -> Tensor:
 
 
 class Request(NamedTuple):
-    """returns: the output or outputs that the public function returns, in order; layouts: how the op takes a tensor,
-    where that is not contiguous, as a function that returns the tensor itself where it is already so."""
+    """returns: the output or outputs that the public function returns, in order, None in the place of one that is not
+    there; layouts: how the op takes a tensor, where that is not contiguous, as a function that returns the tensor
+    itself where it is already so."""
 
     op: Op
     backend: str
     inputs: dict[str, Any]
-    returns: str | tuple[str, ...]
+    returns: str | tuple[str | None, ...]
     layouts: Mapping[str, Layout] = {}
 
     def laid_out(self) -> dict[str, Any]:
@@ -60,6 +61,7 @@ class Kept(NamedTuple):
     taken: list[int] | None  # None: all, in this order
     copied: list[tuple[int, Layout]]  # those that are first copied into another layout
     single: bool
+    missing: list[int]  # places of what is returned where None stands
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         if self.taken is not None:
@@ -67,7 +69,13 @@ class Kept(NamedTuple):
         for place, layout in self.copied:
             tensors[place] = layout(tensors[place])
         results = self.call(tensors)
-        return results[0] if self.single else tuple(results)
+        if self.single:
+            return results[0]
+        if self.missing:
+            results = list(results)
+            for place in self.missing:
+                results.insert(place, None)  # type: ignore[arg-type]
+        return tuple(results)
 
 
 def run(prepare: Callable[..., Any], **arguments: Any) -> Any:
@@ -101,7 +109,7 @@ def answer(prepared: Any) -> Any:
     outputs = prepared.op(backend=prepared.backend, **prepared.laid_out())
     if isinstance(prepared.returns, str):
         return getattr(outputs, prepared.returns)
-    return tuple([getattr(outputs, name) for name in prepared.returns])
+    return tuple([None if name is None else getattr(outputs, name) for name in prepared.returns])
 
 
 def first_call(prepared: Any, tensors: list[Tensor], key: tuple[Any, ...]) -> Any:
@@ -109,7 +117,9 @@ def first_call(prepared: Any, tensors: list[Tensor], key: tuple[Any, ...]) -> An
     if not isinstance(prepared, Request) or len(places) < len(tensors):
         return answer(prepared)  # of a tensor that is given twice it cannot be told which of two the next call means
     single = isinstance(prepared.returns, str)
-    returns = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
+    places_of = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
+    returns = tuple(name for name in places_of if name is not None)
+    missing = [place for place, name in enumerate(places_of) if name is None]
     laid_out = prepared.laid_out()
     names = [name for name, value in laid_out.items() if isinstance(value, Tensor)]
     taken = [places[id(prepared.inputs[name])] for name in names]
@@ -119,7 +129,7 @@ def first_call(prepared: Any, tensors: list[Tensor], key: tuple[Any, ...]) -> An
         if laid_out[name] is not prepared.inputs[name]
     ]
     call = Call(prepared.op, prepared.backend, laid_out, returns, replayed=True)
-    kept = Kept(call, None if taken == list(range(len(tensors))) else taken, copied, single)
+    kept = Kept(call, None if taken == list(range(len(tensors))) else taken, copied, single, missing)
     if len(_calls) >= MOST_KEYS:
         _calls.clear()
     alike = _calls.setdefault(key, [])

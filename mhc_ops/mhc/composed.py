@@ -17,6 +17,7 @@ def post_pre_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
         h_out,
         h_post,
         h_res,
+        options,
         x_next,
         dx_next,
         dh_in,
@@ -32,6 +33,7 @@ def post_pre_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
         whole = torch.empty_like(x, dtype=torch.float32)
         mhc_pre_bwd(
             x=x_next,
+            options=options,
             dh_in=dh_in,
             dh_post=dh_post_next,
             dh_res=dh_res_next,
@@ -45,6 +47,7 @@ def post_pre_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
             h_out=h_out,
             h_post=h_post,
             h_res=h_res,
+            transposed=options.transposed,
             dx_next=whole,
             residual=True,
             dx=dx,
@@ -59,10 +62,27 @@ def post_pre_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
 def next_fwd(mhc_post_fwd: Launcher, mhc_pre_fwd: Launcher) -> Launcher:
     """mhc_next_fwd: post, then pre, with the bits of both."""
 
-    def mhc_next_fwd(*, link, linked, x, h_out, h_post, h_res, x_next, h_post_next, h_res_next, link_next, **of_pre):
+    def mhc_next_fwd(
+        *,
+        link,
+        linked,
+        x,
+        h_out,
+        h_post,
+        h_res,
+        read,
+        options,
+        x_next,
+        h_post_next,
+        h_res_next,
+        h_pre_next,
+        link_next,
+        **of_pre,
+    ):
         """of_pre: what else pre takes and fills, of the next sublayer. Nobody reads the links."""
-        mhc_post_fwd(x=x, h_out=h_out, h_post=h_post, h_res=h_res, x_next=x_next)
-        mhc_pre_fwd(x=x_next, h_post=h_post_next, h_res=h_res_next, **of_pre)
+        assert read is None, "only backends whose own boundary does it are shifted"
+        mhc_post_fwd(x=x, h_out=h_out, h_post=h_post, h_res=h_res, transposed=options.transposed, x_next=x_next)
+        mhc_pre_fwd(x=x_next, options=options, h_post=h_post_next, h_res=h_res_next, **of_pre)
 
     return mhc_next_fwd
 
@@ -77,11 +97,13 @@ def next_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
         h_out,
         h_post,
         h_res,
+        options,
         x_next,
         dx_next,
         dh_in,
         dh_post_next,
         dh_res_next,
+        dh_pre_next,
         dlink_next,
         dlink,
         dh_out,
@@ -92,9 +114,11 @@ def next_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
         """of_pre: what else pre's backward takes and fills, of the next sublayer"""
         mhc_pre_bwd(
             x=x_next,
+            options=options,
             dh_in=dh_in,
             dh_post=dh_post_next,
             dh_res=dh_res_next,
+            dh_pre=dh_pre_next,
             dx_next=dlink_next,
             dx_added=dx_next,
             dx=dlink,
@@ -105,6 +129,7 @@ def next_bwd(mhc_pre_bwd: Launcher, mhc_post_bwd: Launcher) -> Launcher:
             h_out=h_out,
             h_post=h_post,
             h_res=h_res,
+            transposed=options.transposed,
             dx_next=dlink,
             residual=False,
             dx=x.new_empty(0),

@@ -1,7 +1,8 @@
 """The contracts of the mHC kernels and how their gradients are made of one another.
 
 A backend's launcher has the contract's name and takes its inputs and its outputs by their names. Inputs are checked and
-contiguous. T is the product of the leading dimensions, M = n² + 2n.
+contiguous. T is the product of the leading dimensions, M = n² + 2n, or 2n where the residual is the identity: then
+h_res is None as an input and empty as an output.
 """
 
 from typing import NamedTuple
@@ -44,7 +45,8 @@ class PreOutputs(NamedTuple):
 
 
 class PreGradients(NamedTuple):
-    """An output that nobody wants is empty: dgamma without gamma, dlayer_norm_weight without that weight."""
+    """An output that nobody wants is empty: dgamma without gamma, dlayer_norm_weight without that weight, dread where
+    h_in is not shifted."""
 
     dx: Tensor
     dphi: Tensor
@@ -52,6 +54,7 @@ class PreGradients(NamedTuple):
     dbias: Tensor
     dgamma: Tensor
     dlayer_norm_weight: Tensor
+    dread: Tensor
 
 
 @op("mhc")
@@ -68,9 +71,9 @@ def mhc_pre_fwd(
     return PreOutputs(
         h_in=_h_in(x),
         h_post=_map(x, n),
-        h_res=_map(x, n, n),
+        h_res=_h_res(x, phi),
         inv_rms=_map(x),
-        h_mix=_map(x, n * n + 2 * n),
+        h_mix=_map(x, phi.shape[0]),
         h_pre=_map(x, n),
     )
 
@@ -84,18 +87,25 @@ def mhc_pre_bwd(
     gamma: Tensor | None,
     layer_norm_weight: Tensor | None,
     options: PreOptions,
+    read: Tensor | None,
     inv_rms: Tensor,
     h_mix: Tensor,
     dh_in: Tensor | None,
     dh_post: Tensor | None,
     dh_res: Tensor | None,
+    dh_pre: Tensor | None,
     dx_next: Tensor | None,
 ) -> PreGradients:
-    """With dx_next (and Sinkhorn), dx includes Σ_j h_res[i, j]·dx_next[j]."""
-    return PreGradients(torch.empty_like(x), *_of_parameters(phi, alpha, bias, gamma, layer_norm_weight))
+    """With dx_next, dx includes Σ_j h_res[i, j]·dx_next[j], of the h_res that mixes streams. dh_pre is given where
+    h_in was read with `read`; else it follows from dh_in."""
+    return PreGradients(
+        torch.empty_like(x),
+        *_of_parameters(phi, alpha, bias, gamma, layer_norm_weight),
+        dread=_of_optional(read, phi),
+    )
 
 
-mhc_pre_fwd.gradient_is(mhc_pre_bwd, dx_next=None)
+mhc_pre_fwd.gradient_is(mhc_pre_bwd, read=None, dh_pre=None, dx_next=None)
 
 
 class PostOutputs(NamedTuple):
@@ -103,7 +113,7 @@ class PostOutputs(NamedTuple):
 
 
 class PostGradients(NamedTuple):
-    """dx is empty where the caller has no use for it."""
+    """dx is empty where the caller has no use for it, dh_res without h_res."""
 
     dx: Tensor
     dh_out: Tensor
@@ -112,20 +122,20 @@ class PostGradients(NamedTuple):
 
 
 @op("mhc")
-def mhc_post_fwd(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> PostOutputs:
+def mhc_post_fwd(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor | None, transposed: bool) -> PostOutputs:
     return PostOutputs(x_next=torch.empty_like(x))
 
 
 @op("mhc")
 def mhc_post_bwd(
-    x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, dx_next: Tensor, residual: bool
+    x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor | None, transposed: bool, dx_next: Tensor, residual: bool
 ) -> PostGradients:
     """residual: whether dx is wanted"""
     return PostGradients(
         dx=torch.empty_like(x) if residual else x.new_empty(0),
         dh_out=torch.empty_like(h_out),
         dh_post=torch.empty_like(h_post),
-        dh_res=torch.empty_like(h_res),
+        dh_res=_of_optional(h_res, h_post),
     )
 
 
@@ -138,10 +148,13 @@ mhc_post_fwd.gradient_is(mhc_post_bwd, residual=True)
 # it is and x nothing, and pre's backward mixes dx_next into its own dx. Correct only as a pair: ops.py
 # owns it, in mhc_layer and in the functions with a carry.
 class LayerPreOutputs(NamedTuple):
+    """h_pre is empty where h_in is not shifted: nobody reads with it then."""
+
     h_in: Tensor
     h_post: Tensor
     h_res: Tensor
     link: Tensor
+    h_pre: Tensor
     inv_rms: Tensor
     h_mix: Tensor
 
@@ -149,6 +162,7 @@ class LayerPreOutputs(NamedTuple):
 @op("mhc", unwritten=("link",))
 def mhc_layer_pre(
     x: Tensor,
+    read: Tensor | None,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
@@ -156,19 +170,23 @@ def mhc_layer_pre(
     layer_norm_weight: Tensor | None,
     options: PreOptions,
 ) -> LayerPreOutputs:
+    """Shifted, h_in is read with `read`."""
     n = x.shape[-2]
     return LayerPreOutputs(
         h_in=_h_in(x),
         h_post=_map(x, n),
-        h_res=_map(x, n, n),
+        h_res=_h_res(x, phi),
         link=_link(x),
+        h_pre=_h_pre(x, read),
         inv_rms=_map(x),
-        h_mix=_map(x, n * n + 2 * n),
+        h_mix=_map(x, phi.shape[0]),
     )
 
 
 @op("mhc")
-def mhc_layer_post(link: Tensor, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> PostOutputs:
+def mhc_layer_post(
+    link: Tensor, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor | None, transposed: bool
+) -> PostOutputs:
     return PostOutputs(x_next=torch.empty_like(x))
 
 
@@ -176,8 +194,9 @@ mhc_layer_pre.gradient_is(mhc_pre_bwd, renamed={"dx_next": "dlink"})
 
 
 @mhc_layer_post.gradient
-def mhc_layer_post_gradient(run, x, h_out, h_post, h_res, dx_next):
-    gradients = run(mhc_post_bwd, x=x, h_out=h_out, h_post=h_post, h_res=h_res, dx_next=dx_next, residual=False)
+def mhc_layer_post_gradient(run, x, h_out, h_post, h_res, transposed, dx_next):
+    of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "transposed": transposed}
+    gradients = run(mhc_post_bwd, **of_post, dx_next=dx_next, residual=False)
     return by_input(gradients) | {"x": None, "link": dx_next}
 
 
@@ -209,7 +228,7 @@ def mhc_post_pre_fwd(
     x: Tensor,
     h_out: Tensor,
     h_post: Tensor,
-    h_res: Tensor,
+    h_res: Tensor | None,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
@@ -222,9 +241,9 @@ def mhc_post_pre_fwd(
         x_next=torch.empty_like(x),
         h_in=_h_in(x),
         h_post_next=_map(x, n),
-        h_res_next=_map(x, n, n),
+        h_res_next=_h_res(x, phi),
         inv_rms=_map(x),
-        h_mix=_map(x, n * n + 2 * n),
+        h_mix=_map(x, phi.shape[0]),
     )
 
 
@@ -233,7 +252,7 @@ def mhc_post_pre_bwd(
     x: Tensor,
     h_out: Tensor,
     h_post: Tensor,
-    h_res: Tensor,
+    h_res: Tensor | None,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
@@ -252,7 +271,7 @@ def mhc_post_pre_bwd(
         torch.empty_like(x),
         torch.empty_like(h_out),
         torch.empty_like(h_post),
-        torch.empty_like(h_res),
+        _of_optional(h_res, h_post),
         *_of_parameters(phi, alpha, bias, gamma, layer_norm_weight),
     )
 
@@ -264,13 +283,14 @@ mhc_post_pre_fwd.gradient_is(mhc_post_pre_bwd)
 # dx of the next sublayer is made once, rounded as x is stored, and handed to `link` as it is: the sublayer before mixes
 # it with its h_res while it makes its own dx.
 class NextOutputs(NamedTuple):
-    """link_next is a single element where the caller asked for none."""
+    """link_next is a single element where the caller asked for none; h_pre_next as in LayerPreOutputs."""
 
     x_next: Tensor
     h_in: Tensor
     h_post_next: Tensor
     h_res_next: Tensor
     link_next: Tensor
+    h_pre_next: Tensor
     inv_rms: Tensor
     h_mix: Tensor
 
@@ -287,6 +307,7 @@ class NextGradients(NamedTuple):
     dbias: Tensor
     dgamma: Tensor
     dlayer_norm_weight: Tensor
+    dread: Tensor
 
 
 @op("mhc", unwritten=("link_next",))
@@ -295,7 +316,8 @@ def mhc_next_fwd(
     x: Tensor,
     h_out: Tensor,
     h_post: Tensor,
-    h_res: Tensor,
+    h_res: Tensor | None,
+    read: Tensor | None,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
@@ -310,10 +332,11 @@ def mhc_next_fwd(
         x_next=torch.empty_like(x),
         h_in=_h_in(x),
         h_post_next=_map(x, n),
-        h_res_next=_map(x, n, n),
+        h_res_next=_h_res(x, phi),
         link_next=_link(x) if linked else x.new_empty(1),
+        h_pre_next=_h_pre(x, read),
         inv_rms=_map(x),
-        h_mix=_map(x, n * n + 2 * n),
+        h_mix=_map(x, phi.shape[0]),
     )
 
 
@@ -322,7 +345,8 @@ def mhc_next_bwd(
     x: Tensor,
     h_out: Tensor,
     h_post: Tensor,
-    h_res: Tensor,
+    h_res: Tensor | None,
+    read: Tensor | None,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
@@ -336,6 +360,7 @@ def mhc_next_bwd(
     dh_in: Tensor | None,
     dh_post_next: Tensor | None,
     dh_res_next: Tensor | None,
+    dh_pre_next: Tensor | None,
     dlink_next: Tensor | None,
 ) -> NextGradients:
     """dx_next: what x_next gets from elsewhere; dlink_next reaches it through h_res of the next sublayer."""
@@ -343,8 +368,9 @@ def mhc_next_bwd(
         torch.empty_like(x),
         torch.empty_like(h_out),
         torch.empty_like(h_post),
-        torch.empty_like(h_res),
+        _of_optional(h_res, h_post),
         *_of_parameters(phi, alpha, bias, gamma, layer_norm_weight),
+        dread=_of_optional(read, phi),
     )
 
 
@@ -375,7 +401,7 @@ def mhc_maps_fwd(
 ) -> MapsOutputs:
     n = x.shape[-2]
     return MapsOutputs(
-        h_pre=_map(x, n), h_post=_map(x, n), h_res=_map(x, n, n), inv_rms=_map(x), h_mix=_map(x, n * n + 2 * n)
+        h_pre=_map(x, n), h_post=_map(x, n), h_res=_h_res(x, phi), inv_rms=_map(x), h_mix=_map(x, phi.shape[0])
     )
 
 
@@ -454,6 +480,28 @@ def mhc_head_bwd(
 mhc_head_fwd.gradient_is(mhc_head_bwd)
 
 
+class MeanOutputs(NamedTuple):
+    out: Tensor
+
+
+class MeanGradients(NamedTuple):
+    dx: Tensor
+
+
+@op("mhc")
+def mhc_mean_fwd(x: Tensor, n: int) -> MeanOutputs:
+    """n: streams of x, which the gradient does not keep"""
+    return MeanOutputs(out=_h_in(x))
+
+
+@op("mhc")
+def mhc_mean_bwd(n: int, dout: Tensor) -> MeanGradients:
+    return MeanGradients(dx=dout.new_empty((*dout.shape[:-1], n, dout.shape[-1])))
+
+
+mhc_mean_fwd.gradient_is(mhc_mean_bwd)
+
+
 def _h_in(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-2], x.shape[-1]))
 
@@ -461,6 +509,17 @@ def _h_in(x: Tensor) -> Tensor:
 def _map(x: Tensor, *shape: int) -> Tensor:
     """fp32, of this shape behind the leading dimensions of x."""
     return x.new_empty((*x.shape[:-2], *shape), dtype=torch.float32)
+
+
+def _h_res(x: Tensor, phi: Tensor) -> Tensor:
+    """Empty where phi has no rows for it."""
+    n = x.shape[-2]
+    return _map(x, n, n) if phi.shape[0] > 2 * n else x.new_empty(0, dtype=torch.float32)
+
+
+def _h_pre(x: Tensor, read: Tensor | None) -> Tensor:
+    """Empty where h_in is not shifted."""
+    return x.new_empty(0, dtype=torch.float32) if read is None else _map(x, x.shape[-2])
 
 
 def _link(x: Tensor) -> Tensor:
@@ -480,5 +539,5 @@ def _of_parameters(
     return *_of_maps(phi, alpha, bias, gamma), _of_optional(layer_norm_weight, phi)
 
 
-def _of_optional(parameter: Tensor | None, phi: Tensor) -> Tensor:
-    return phi.new_empty(0) if parameter is None else torch.empty_like(parameter)
+def _of_optional(tensor: Tensor | None, beside: Tensor) -> Tensor:
+    return beside.new_empty(0) if tensor is None else torch.empty_like(tensor)

@@ -347,8 +347,8 @@ def mhc_next(
     linked = torch.is_grad_enabled()
     of_pre: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
     of_pre |= {"layer_norm_weight": layer_norm_weight, "backend": backend}
-    shifted = carry.read is not None
-    if (linked and not prepare.is_link_of_kernels(carry.link)) or shifted or carry.transposed:
+    shifted, transposed = carry.read is not None, bool(options.get("transposed"))
+    if (linked and not prepare.is_link_of_kernels(carry.link)) or carry.transposed != transposed:
         of_shifted = {"shifted": True, "read": carry.read} if shifted else {}
         return _enter("mhc_next", _leave("mhc_next", carry, h_out, backend), **of_pre, **of_shifted)
     parts = run(
@@ -359,10 +359,11 @@ def mhc_next(
         h_post=carry.h_post,
         h_res=carry.h_res,
         linked=linked,
+        **({"read": carry.read} if shifted else {}),
         **of_pre,
     )
-    x_next, h_in, h_post, h_res, link = parts if linked else (*parts, None)
-    return h_in, Carry(x_next, h_post, h_res, None, link, bool(options.get("transposed")))
+    x_next, h_in, *parts = parts
+    return h_in, _carried(x_next, parts, shifted, linked, transposed)
 
 
 def mhc_leave(carry: Carry, h_out: Tensor, *, backend: str | None = None) -> Any:
@@ -379,11 +380,18 @@ def mhc_leave(carry: Carry, h_out: Tensor, *, backend: str | None = None) -> Any
 def _enter(function: str, x: Tensor, **of_pre: Any) -> tuple[Tensor, Carry]:
     if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_contiguous():
         x = x.contiguous()  # once for both parts
-    linked = torch.is_grad_enabled()
-    parts = run(prepare.enter, function=function, x=x, linked=linked, **of_pre)
-    *parts, link = parts if linked else (*parts, None)
-    h_in, h_post, h_res, read = parts if of_pre.get("shifted") else (*parts, None)
-    return h_in, Carry(x, h_post, h_res, read, link, of_pre.get("transposed", False))
+    linked, shifted = torch.is_grad_enabled(), bool(of_pre.get("shifted"))
+    if shifted and of_pre.get("read") is None and isinstance(x, Tensor) and x.dim() > 1:
+        of_pre["read"] = reference.first_stream(x)
+    h_in, *parts = run(prepare.enter, function=function, x=x, linked=linked, **of_pre)
+    return h_in, _carried(x, parts, shifted, linked, of_pre.get("transposed", False))
+
+
+def _carried(x: Tensor, parts: list[Any], shifted: bool, linked: bool, transposed: bool) -> Carry:
+    """parts: h_post, h_res; where shifted, h_pre; where linked, the link"""
+    h_post, h_res, *rest = parts
+    link = rest.pop() if linked else None
+    return Carry(x, h_post, h_res, rest[0] if shifted else None, link, transposed)
 
 
 def _leave(function: str, carry: Carry, h_out: Tensor, backend: str | None) -> Tensor:

@@ -21,7 +21,7 @@ from . import contracts, manual, reference
 from .options import DEFAULTS, MapKeywords, PreOptions, Residual, checked
 
 MAX_STREAMS = 8  # of the kernels; the reference takes any n
-WITHOUT_KERNELS = ("post_eps", "residual", "transposed")  # options that no kernel reads
+NOT_IN_TILELANG = ("post_eps", "residual", "transposed")  # options that only Triton's kernels read
 
 
 def forward_pre(
@@ -66,6 +66,7 @@ def _pre_on(
     backend: str | None,
     returns: tuple[str, ...],
 ) -> Any:
+    """returns: outputs of the op"""
     check_pre(function, x, phi, alpha, bias, gamma, options)
     check_layer_norm(function, x, layer_norm_weight)
     name = choose(function, "mhc", backend, x.device)
@@ -74,7 +75,13 @@ def _pre_on(
     check_kernels(function, x, layer_norm_weight, name)
     check_kernel_options(function, options, name)
     inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
-    return Request(contracts.mhc_pre_fwd, name, inputs, returns)
+    return Request(contracts.mhc_pre_fwd, name, inputs, _there(returns, options))
+
+
+def _there(outputs: tuple[str, ...], options: PreOptions) -> tuple[str | None, ...]:
+    """What a function returns of these: no h_res where the residual is the identity."""
+    without = ("h_res", "h_res_next") if options.residual == Residual.IDENTITY else ()
+    return tuple(None if name in without else name for name in outputs)
 
 
 def _of_pre(
@@ -104,7 +111,7 @@ def maps(
     check_kernel_options(function, options, name)
     check_not_tilelang(function, name)
     inputs = {"x": x, "phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, "options": options}
-    return Request(contracts.mhc_maps_fwd, name, inputs, contracts.MapsOutputs._fields[:3])
+    return Request(contracts.mhc_maps_fwd, name, inputs, _there(contracts.MapsOutputs._fields[:3], options))
 
 
 def read(x: Tensor, h_pre: Tensor, backend: str | None) -> Any:
@@ -127,7 +134,9 @@ def mean(x: Tensor, backend: str | None) -> Any:
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
         return reference.mhc_mean(x)
-    raise without_kernels(function, name)
+    check_kernel_limits(function, x, name)
+    check_not_tilelang(function, name)
+    return Request(contracts.mhc_mean_fwd, name, {"x": x, "n": x.shape[-2]}, "out")
 
 
 def post(
@@ -140,7 +149,7 @@ def post(
         return reference.mhc_post(x, h_out, h_post, h_res, transposed)
     check_kernel_limits(function, x, name)
     check_kernel_residual(function, h_res, transposed, name)
-    inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
+    inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "transposed": transposed}
     return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
 
 
@@ -171,7 +180,7 @@ def post_pre(
     check_kernel_options(function, options, name)
     inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
     inputs |= {"h_out": h_out, "h_post": h_post, "h_res": h_res}
-    return Request(contracts.mhc_post_pre_fwd, name, inputs, contracts.PostPreOutputs._fields[:4])
+    return Request(contracts.mhc_post_pre_fwd, name, inputs, _there(contracts.PostPreOutputs._fields[:4], options))
 
 
 def enter(
@@ -202,11 +211,13 @@ def enter(
     check_kernels(function, x, layer_norm_weight, name)
     check_kernel_options(function, options, name)
     if shifted:
-        raise without_kernels(f"{function} with shifted=True", name)
+        check_not_tilelang(f"{function} with shifted=True", name)
     inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
-    if linked:
-        return Request(contracts.mhc_layer_pre, name, inputs, contracts.LayerPreOutputs._fields[:4])
-    return Request(contracts.mhc_pre_fwd, name, inputs, contracts.PreOutputs._fields[:3])
+    returns = _there(("h_in", "h_post", "h_res"), options) + (("h_pre",) if shifted else ())
+    if linked or shifted:
+        returns += ("link",) if linked else ()
+        return Request(contracts.mhc_layer_pre, name, inputs | {"read": read}, returns)
+    return Request(contracts.mhc_pre_fwd, name, inputs, returns)
 
 
 def leave(
@@ -226,7 +237,7 @@ def leave(
         return reference.mhc_leave(reference.Carry(x, h_post, h_res, None, usable, transposed), h_out)
     check_kernel_limits(function, x, name)
     check_kernel_residual(function, h_res, transposed, name)
-    inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
+    inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "transposed": transposed}
     if not is_link_of_kernels(link):
         return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
     return Request(contracts.mhc_layer_post, name, {"link": link, **inputs}, "x_next", {"link": any_layout})
@@ -245,26 +256,33 @@ def next_sublayer(
     layer_norm_weight: Tensor | None,
     linked: bool,
     backend: str | None,
+    read: Tensor | None = None,
     **given: Any,
 ) -> Any:
-    """x_next, h_in, h_post, h_res and, where linked, the link. With gradients, the carry has a link of kernels. Of a
-    carry that is not shifted and whose h_res is [old, new]."""
+    """x_next, h_in, h_post, h_res; where read is given, h_pre; where linked, the link. With gradients, the carry has a
+    link of kernels. transposed is said of both h_res."""
     function = "mhc_next"
     options = checked_to_mix(function, given)
-    check_post(function, x, h_out, h_post, h_res)
+    check_post(function, x, h_out, h_post, h_res, options.transposed)
+    check_shifted(function, x, read is not None, read)
     check_pre(function, x, phi, alpha, bias, gamma, options)
     check_layer_norm(function, x, layer_norm_weight)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
         of_pre = (phi, alpha, bias, gamma, layer_norm_weight, options)
-        h_in, carry = reference.mhc_next(reference.Carry(x, h_post, h_res), h_out, *of_pre)
-        return (carry.x, h_in, carry.h_post, carry.h_res, carry.link)[: 5 if linked else 4]
+        ended = reference.Carry(x, h_post, h_res, read, None, options.transposed)
+        h_in, carry = reference.mhc_next(ended, h_out, *of_pre)
+        found = (carry.x, h_in, carry.h_post, carry.h_res)
+        return found + (() if read is None else (carry.read,)) + ((carry.link,) if linked else ())
     check_kernels(function, x, layer_norm_weight, name)
-    check_kernel_residual(function, h_res, False, name)
+    check_kernel_residual(function, h_res, options.transposed, name)
     check_kernel_options(function, options, name)
+    if read is not None:
+        check_not_tilelang(f"{function} of a shifted stack", name)
     inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
-    inputs |= {"h_out": h_out, "h_post": h_post, "h_res": h_res, "link": link, "linked": linked}
-    returns = contracts.NextOutputs._fields[: 5 if linked else 4]
+    inputs |= {"h_out": h_out, "h_post": h_post, "h_res": h_res, "read": read, "link": link, "linked": linked}
+    returns = _there(("x_next", "h_in", "h_post_next", "h_res_next"), options)
+    returns += (() if read is None else ("h_pre_next",)) + (("link_next",) if linked else ())
     return Request(contracts.mhc_next_fwd, name, inputs, returns, {"link": any_layout})
 
 
@@ -351,7 +369,13 @@ def backward(
     if name == "reference":
         return manual.mhc_pre_bwd(x, phi, alpha, bias, gamma, **maps, hc_eps=options.hc_eps)
     check_kernel_limits(function, x, name)
-    inputs = {**_of_pre(x, phi, alpha, bias, gamma, None, options), **maps, "dx_next": None}
+    inputs = {
+        **_of_pre(x, phi, alpha, bias, gamma, None, options),
+        **maps,
+        "dx_next": None,
+        "read": None,
+        "dh_pre": None,
+    }
     returns = contracts.PreGradients._fields[: 4 if gamma is None else 5]
     return Request(contracts.mhc_pre_bwd, name, inputs, returns)
 
@@ -434,21 +458,17 @@ def check_kernels(function: str, x: Tensor, layer_norm_weight: Tensor | None, ba
 
 def check_kernel_options(function: str, options: PreOptions, backend: str) -> None:
     """What no kernel reads is refused, not left out. Raw logits are what kernels make with 0 iterations."""
-    for name in WITHOUT_KERNELS:
+    for name in NOT_IN_TILELANG:
         value = getattr(options, name)
         if value != getattr(DEFAULTS, name) and value != Residual.LOGITS:
-            raise without_kernels(f"{function} with {name}={value!r}", backend)
+            check_not_tilelang(f"{function} with {name}={value!r}", backend)
 
 
 def check_kernel_residual(function: str, h_res: Tensor | None, transposed: bool, backend: str) -> None:
     if h_res is None:
-        raise without_kernels(f"{function} without h_res", backend)
+        check_not_tilelang(f"{function} without h_res", backend)
     if transposed:
-        raise without_kernels(f"{function} with transposed=True", backend)
-
-
-def without_kernels(what: str, backend: str) -> NotImplementedError:
-    return NotImplementedError(f"{what}: backend {backend!r} does not have it, 'reference' does")
+        check_not_tilelang(f"{function} with transposed=True", backend)
 
 
 def check_not_tilelang(what: str, backend: str) -> None:

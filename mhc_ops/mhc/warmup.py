@@ -13,7 +13,7 @@ from ..core.backend import choose
 from ..core.check import check_count
 from ..core.launch import collected
 from . import contracts
-from .options import PreKeywords, spelled_out
+from .options import PreKeywords, Residual, spelled_out
 from .prepare import check_kernel_limits, check_kernel_options, check_not_tilelang, checked_to_mix
 
 
@@ -80,26 +80,35 @@ def _signature(compilation: Any) -> tuple[Any, ...]:
 def _step(x: Tensor, gamma: bool, layer_norm: bool, dtype: torch.dtype, backend: str, options: Any) -> None:
     """The ops of a training step of a stack and of a forward without gradients, on zeros."""
     n, D = x.shape[-2:]
-    M = n * n + 2 * n
+    sections = [n, n] if options.residual == Residual.IDENTITY else [n, n, n * n]
+    M = sum(sections)
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=x.device)
 
-    maps = {"phi": zeros(M, n * D), "alpha": zeros(3), "bias": zeros(M), "gamma": zeros(n, D) if gamma else None}
+    maps = {
+        "phi": zeros(M, n * D),
+        "alpha": zeros(len(sections)),
+        "bias": zeros(M),
+        "gamma": zeros(n, D) if gamma else None,
+    }
     weight = zeros(D) if layer_norm else None
     of_pre = {"x": x, **maps, "layer_norm_weight": weight, "options": options, "backend": backend}
-    pre = contracts.mhc_layer_pre.launch(**of_pre)
-    of_post = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": pre.h_res, "backend": backend}
+    pre = contracts.mhc_layer_pre.launch(**of_pre, read=None)
+    h_res = pre.h_res if pre.h_res.numel() else None
+    of_boundary = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": h_res, "backend": backend}
+    of_post = {**of_boundary, "transposed": options.transposed}
     contracts.mhc_layer_post.launch(link=pre.link, **of_post)
     post = contracts.mhc_post_bwd.launch(**of_post, dx_next=x, residual=False)
-    kept = {"inv_rms": pre.inv_rms, "h_mix": pre.h_mix}
-    cotangents = {"dh_in": pre.h_in, "dh_post": post.dh_post, "dh_res": post.dh_res, "dx_next": x}
+    dh_res = post.dh_res if post.dh_res.numel() else None
+    kept = {"inv_rms": pre.inv_rms, "h_mix": pre.h_mix, "read": None, "dh_pre": None}
+    cotangents = {"dh_in": pre.h_in, "dh_post": post.dh_post, "dh_res": dh_res, "dx_next": x}
     contracts.mhc_pre_bwd.launch(**of_pre, **kept, **cotangents)
     contracts.mhc_pre_fwd.launch(**of_pre)
 
-    of_next = {**of_pre, **of_post}
+    of_next = {**of_pre, **of_boundary, "read": None}
     between = contracts.mhc_next_fwd.launch(**of_next, link=pre.link, linked=True)
     contracts.mhc_next_fwd.launch(**of_next, link=None, linked=False)
     kept = {"x_next": x, "inv_rms": between.inv_rms, "h_mix": between.h_mix, "dx_next": None, "dlink_next": x}
-    cotangents = {"dh_in": pre.h_in, "dh_post_next": post.dh_post, "dh_res_next": post.dh_res}
+    cotangents = {"dh_in": pre.h_in, "dh_post_next": post.dh_post, "dh_res_next": dh_res, "dh_pre_next": None}
     contracts.mhc_next_bwd.launch(**of_next, **kept, **cotangents)

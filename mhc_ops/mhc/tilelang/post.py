@@ -146,7 +146,8 @@ def mhc_post_bwd_kernel(*, n, D, dtype, out_dtype, grad_dtype, residual, threads
     return mhc_post_bwd
 
 
-def mhc_post_fwd(*, x, h_out, h_post, h_res, x_next):
+def mhc_post_fwd(*, x, h_out, h_post, h_res, transposed, x_next):
+    assert h_res is not None and not transposed, "prepare.py refuses it"
     n, D = x.shape[-2:]
     T = h_out.numel() // D
     if T == 0:
@@ -166,12 +167,13 @@ def mhc_post_fwd(*, x, h_out, h_post, h_res, x_next):
     )
 
 
-def mhc_layer_post(*, link, x, h_out, h_post, h_res, x_next):
+def mhc_layer_post(*, link, **arguments):
     """Nobody reads the link."""
-    mhc_post_fwd(x=x, h_out=h_out, h_post=h_post, h_res=h_res, x_next=x_next)
+    mhc_post_fwd(**arguments)
 
 
-def mhc_post_bwd(*, x, h_out, h_post, h_res, dx_next, residual, dx, dh_out, dh_post, dh_res):
+def mhc_post_bwd(*, x, h_out, h_post, h_res, transposed, dx_next, residual, dx, dh_out, dh_post, dh_res):
+    assert h_res is not None and not transposed, "prepare.py refuses it"
     n, D = x.shape[-2:]
     T = h_out.numel() // D
     if T == 0:

@@ -99,10 +99,13 @@ def mhc_pre_bwd(
     dgamma,
     layer_norm_weight=None,
     dlayer_norm_weight=None,
+    read=None,
+    dread=None,
+    dh_pre=None,
     dx_added=None,
 ):
     """dx_next reaches dx through h_res, dx_added as it is."""
-    assert layer_norm_weight is None, "prepare.py refuses it"
+    assert layer_norm_weight is None and read is None, "prepare.py refuses it"
     mixed, both = dx_next is not None, dx_next is not None and dx_added is not None
     dx_next = dx_next if mixed else dx_added
     n, D = x.shape[-2:]

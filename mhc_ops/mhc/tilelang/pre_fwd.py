@@ -205,8 +205,9 @@ def mhc_pre_fwd(*, x, phi, alpha, bias, gamma, options, layer_norm_weight=None, 
         finish(x=x, partials=project(x, phi, gamma), alpha=alpha, bias=bias, options=options, **outputs)
 
 
-def mhc_layer_pre(*, link, **arguments):
-    """Nobody reads the link."""
+def mhc_layer_pre(*, link, read, h_pre, **arguments):
+    """Nobody reads the link; h_pre is empty."""
+    assert read is None, "prepare.py refuses it"
     mhc_pre_fwd(**arguments)
 
 

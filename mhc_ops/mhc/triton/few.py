@@ -51,7 +51,7 @@ def chosen_of(values, j, first: tl.constexpr, n: tl.constexpr):
     return value
 
 
-# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]; without h_out x_next is x, and given
+# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], or + x[j] without h_res; without h_out x_next is x, and given
 # partials[piece, t, m] = Σ_{k in slice} x_next[t, k]·phi[m, k];  partials[piece, t, M] = Σ_{k in slice} x_next[t, k]²
 # then, by the last program of a group of tokens, what mhc_pre_finish_kernel computes
 @triton.jit(do_not_specialize=["T", "iters"])
@@ -67,6 +67,7 @@ def mhc_few_fwd_kernel(
     partials_ptr,
     alpha_ptr,
     bias_ptr,
+    read_ptr,
     layer_norm_weight_ptr,
     h_in_ptr,
     h_post_next_ptr,
@@ -79,12 +80,14 @@ def mhc_few_fwd_kernel(
     norm_eps,
     hc_eps,
     post_mult,
+    post_eps,
     iters,
     sinkhorn_eps,
     layer_norm_eps,
     n: tl.constexpr,
     N: tl.constexpr,
     M: tl.constexpr,  # n in the head
+    TRANSPOSED: tl.constexpr,
     SLICE_BLOCKS: tl.constexpr,  # of channels
     PIECES: tl.constexpr,
     BUNDLE_PIECES: tl.constexpr,
@@ -109,7 +112,7 @@ def mhc_few_fwd_kernel(
     dtype = x_ptr.dtype.element_ty
 
     if h_out_ptr is not None:
-        h_post, h_res = load_maps(h_post_ptr, h_res_ptr, row, is_row, n)
+        h_post, h_res = load_maps(h_post_ptr, h_res_ptr, row, is_row, n, TRANSPOSED)
     minus_mix = tl.zeros([2 * BLOCK_M, BLOCK_T], tl.float32)
     squares = tl.zeros([BLOCK_T, LANES], tl.float32)
     begin = piece * SLICE_BLOCKS
@@ -127,10 +130,15 @@ def mhc_few_fwd_kernel(
             if h_out_ptr is None:
                 x = chosen_of(streams, j, 0, n)
             else:
-                mixed = chosen_of(h_post, j, 0, n) * h_out.to(tl.float32)
-                for i in tl.static_range(n):
-                    weight = tl.broadcast_to(chosen_of(h_res, j, i * n, n), mixed.shape)
-                    mixed = tl.fma(weight, streams[i].to(tl.float32), mixed)
+                wide, weight = h_out.to(tl.float32), chosen_of(h_post, j, 0, n)
+                if h_res_ptr is None:  # as mix in post.py
+                    own = chosen_of(streams, j, 0, n).to(tl.float32)
+                    mixed = tl.fma(tl.broadcast_to(weight, wide.shape), wide, own)
+                else:
+                    mixed = weight * wide
+                    for i in tl.static_range(n):
+                        weight = tl.broadcast_to(chosen_of(h_res, j, i * n, n), mixed.shape)
+                        mixed = tl.fma(weight, streams[i].to(tl.float32), mixed)
                 x = mixed.to(dtype)
                 tl.store(x_next_ptr + (row * n + j) * D + d, x, mask=in_tile)
             # Subtracted as in mhc_pre_project_kernel.
@@ -176,9 +184,11 @@ def mhc_few_fwd_kernel(
         g = tl.arange(0, BLOCK_G)[None, :]
         tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=in_batch[:, None] & (g < n))
         tl.debug_barrier()
+        weights_ptr = h_pre_ptr if read_ptr is None else read_ptr
         h_pre = ()
         for i in tl.static_range(n):
-            h_pre = h_pre + (tl.load(h_pre_ptr + rows * n + i, mask=in_batch[:, None], other=0.0),)
+            weight = tl.load(weights_ptr + rows * n + i, mask=in_batch[:, None], other=0.0)
+            h_pre = h_pre + (weight.to(tl.float32),)
         factor = None
         if h_in_ptr is not None:
             if BLOCKS == 1:
@@ -217,6 +227,7 @@ def mhc_few_fwd_kernel(
             T,
             hc_eps,
             post_mult,
+            post_eps,
             iters,
             sinkhorn_eps,
             n,
@@ -258,6 +269,7 @@ def few_fwd(
     h_post_next=None,
     h_res_next=None,
     h_pre=None,
+    read=None,
 ):
     """tile: as chosen. Without h_out, h_post, h_res and x_next a pre of x; the others as in `finish`."""
     n, D = x.shape[-2:]
@@ -278,6 +290,7 @@ def few_fwd(
         partials_ptr=partials,
         alpha_ptr=alpha,
         bias_ptr=bias,
+        read_ptr=read,
         layer_norm_weight_ptr=layer_norm_weight,
         h_in_ptr=h_in,
         h_post_next_ptr=h_post_next,
@@ -290,12 +303,14 @@ def few_fwd(
         norm_eps=options.norm_eps,
         hc_eps=options.hc_eps,
         post_mult=options.post_mult,
+        post_eps=options.post_eps,
         iters=options.sinkhorn_iters,
         sinkhorn_eps=options.sinkhorn_eps,
         layer_norm_eps=options.layer_norm_eps if normed else None,
         n=n,
         N=next_power_of_2(n),
         M=M,
+        TRANSPOSED=options.transposed,
         SLICE_BLOCKS=split.steps // n,
         PIECES=split.pieces,
         BUNDLE_PIECES=split.bundle_pieces,

@@ -19,10 +19,10 @@ def mhc_next_bwd(**arguments):
         composition(**arguments)
 
 
-def is_one_kernel(*, x, h_out, h_post, h_res, dh_in, dx_next, dlink_next, **_):
+def is_one_kernel(*, x, h_out, h_post, h_res, options, dh_in, dx_next, dlink_next, **_):
     """Where all gradients come that a sublayer in a stack gets, and no other (somebody looked at x in between), in
     tensors that can be copied block by block."""
-    if dh_in is None or dlink_next is None or dx_next is not None:
+    if h_res is None or options.transposed or dh_in is None or dlink_next is None or dx_next is not None:
         return False
     n, D = x.shape[-2:]
     enough = x.numel() >= configs.BOUNDARY_TOKENS * n * D
@@ -45,6 +45,7 @@ def as_one_kernel(
     dh_in,
     dh_post_next,
     dh_res_next,
+    dh_pre_next,
     dlink_next,
     dlink,
     dh_out,
@@ -60,6 +61,7 @@ def as_one_kernel(
         dh_in=dh_in,
         dh_post=dh_post_next,
         dh_res=dh_res_next,
+        dh_pre=dh_pre_next,
         dx_next=dlink_next,
         dx=dlink,
         boundary=partial(boundary_pass(), **of_post),

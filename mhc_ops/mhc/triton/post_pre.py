@@ -17,9 +17,10 @@ from .pre_finish import finish
 from .pre_fwd import mhc_pre_fwd
 
 
-def mhc_post_pre_fwd(*, x, h_out, h_post, h_res, phi, gamma, x_next, h_post_next, h_res_next, **of_finish):
+def mhc_post_pre_fwd(*, x, h_out, h_post, h_res, phi, gamma, options, x_next, h_post_next, h_res_next, **of_finish):
     """of_finish: what else pre's finishing kernel takes and fills, of the next layer"""
     of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "x_next": x_next}
+    of_finish["options"] = options
     T = x.numel() // phi.shape[1]
     tile = few.chosen(x, T)
     if tile is not None and T:
@@ -27,16 +28,18 @@ def mhc_post_pre_fwd(*, x, h_out, h_post, h_res, phi, gamma, x_next, h_post_next
         few.few_fwd(tile=tile, **of_post, phi=phi, gamma=gamma, **maps, **of_finish)
         return
     of_finish |= {"x": x_next, "h_post": h_post_next, "h_res": h_res_next}
-    if is_fused(**of_post):
+    if is_fused(**of_post) and not options.transposed:
         partials, split = post_project()(**of_post, phi=phi, gamma=gamma)
         finish(**of_finish, partials=partials, split=split)
     else:
-        mhc_post_fwd(**of_post)
+        mhc_post_fwd(**of_post, transposed=options.transposed)
         mhc_pre_fwd(**of_finish, phi=phi, gamma=gamma)
 
 
 def is_fused(*, x, h_out, h_post, h_res, x_next):
     """Whether the boundary's kernel takes these tensors. It copies blocks, which begin and are wide in 16 bytes."""
+    if h_res is None:
+        return False
     n, D = x.shape[-2:]
     return (
         configs.boundary_fwd(n, D, h_out.numel() // D, device.of(x.device)) is not None
@@ -57,9 +60,9 @@ def post_project():
     return post_project
 
 
-def mhc_next_fwd(*, link, linked, link_next, **arguments):
+def mhc_next_fwd(*, link, linked, link_next, read, h_pre_next, **arguments):
     """Nobody reads the links."""
-    mhc_post_pre_fwd(**arguments)
+    mhc_post_pre_fwd(**arguments, read=read, h_pre=None if read is None else h_pre_next)
 
 
 mhc_post_pre_bwd = post_pre_bwd(mhc_pre_bwd, mhc_post_bwd)

@@ -49,7 +49,7 @@ def mhc_pre_dh_pre_kernel(
         in_row = (t < T)[:, None, None] & (d < D)
         dh_in = tl.load(dh_in_ptr + t[:, None, None] * D + d, mask=in_row, other=0.0).to(tl.float32)
         products += x * dh_in
-    dh_pre = tl.sum(products, axis=2)
+    dh_pre = tl.sum(products, axis=2).to(dh_pre_ptr.dtype.element_ty)
     tl.store(dh_pre_ptr + t[:, None] * n + i[None, :], dh_pre, mask=(t < T)[:, None] & (i < n)[None, :])
 
 
@@ -64,7 +64,7 @@ def dot_parts(left, right, total, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
-#            + Σ_j h_res[t, i, j]·dx_next[t, j] + dx_added[t, i], each where it is given
+#            + Σ_j h_res[t, i, j]·dx_next[t, j] (dx_next[t, i] without h_res) + dx_added[t, i], each where it is given
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
 # With the layer's norm, dh_in is of its output: dh_in = r·(weight ⊙ dh_in) − c·h_in in the above, and
 # dweight[slice] = Σ_{t in slice} r·h_in ⊙ dh_in
@@ -142,6 +142,9 @@ def mhc_pre_dx_kernel(
             product = tl.dot((x if PARTS == 2 else wide).T, dh_mix[p], product, input_precision=PRECISION)
         minus_A -= product  # subtracted for the reason given in mhc_pre_project_kernel
         dx = x_factor * wide
+        if dx_next_ptr is not None and h_res_ptr is None:
+            of_next = tl.load(dx_next_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
+            dx += of_next.to(tl.float32)
         if dx_added_ptr is not None:
             added = tl.load(dx_added_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
             dx += added.to(tl.float32)
@@ -201,12 +204,15 @@ def mhc_pre_bwd(
     dgamma,
     layer_norm_weight=None,
     dlayer_norm_weight=None,
+    read=None,
+    dread=None,
     dh_pre=None,
     dx_added=None,
     boundary=None,
 ):
-    """dx_next reaches dx through h_res, dx_added as it is. dh_pre: where it is given, and no dh_in. boundary: what
-    makes dx in pass B's place, and more; it takes what there is of a token as one table"""
+    """dx_next reaches dx through h_res, dx_added as it is. dh_pre is given where h_in was read with `read`, or is not
+    there; dread is then what pass A makes. boundary: what makes dx in pass B's place, and more; it takes what there is
+    of a token as one table"""
     n, D = x.shape[-2:]
     M, T = phi.shape[0], inv_rms.numel()
     padded = configs.padded_maps(M)
@@ -223,16 +229,20 @@ def mhc_pre_bwd(
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     iters = options.sinkhorn_iters
-    assert dx_next is None or iters > 0
+    has_h_res = dx_next is not None and M > 2 * n
+    assert iters > 0 or not has_h_res
     table = None if boundary is None else scratch(T, configs.TABLE)
     if table is None:
         h_pre, x_factor = scratch(T, n), scratch(T)
-        h_res = None if dx_next is None else scratch(T, n, n)
+        h_res = scratch(T, n, n) if has_h_res else None
     else:
         h_pre = x_factor = h_res = table
     factors = None
-    if dh_in is not None and layer_norm_weight is not None:
-        dh_pre, factors = normed_dh_pre(
+    if dh_in is None:
+        if read is not None:
+            dread.zero_()
+    elif layer_norm_weight is not None:
+        of_pass_a, factors = normed_dh_pre(
             x=x,
             dy=dh_in,
             layer_norm_weight=layer_norm_weight,
@@ -241,17 +251,19 @@ def mhc_pre_bwd(
             alpha=alpha,
             bias=bias,
             options=options,
+            read=read,
+            dread=dread,
             table=table,
         )
-    elif dh_in is not None:
-        dh_pre = scratch(T, n)
+    else:
+        of_pass_a = scratch(T, n) if read is None else dread
         pass_a = configs.dh_pre(n, D, exact.parts == 1, on)
         launch(
             mhc_pre_dh_pre_kernel,
             (cdiv(T, pass_a.block_t),),
             x_ptr=x,
             dh_in_ptr=dh_in,
-            dh_pre_ptr=dh_pre,
+            dh_pre_ptr=of_pass_a,
             T=T,
             D=D,
             n=n,
@@ -260,12 +272,14 @@ def mhc_pre_bwd(
             BLOCK_D=pass_a.block_d,
             num_warps=pass_a.warps,
         )
+    if dh_in is not None and read is None:
+        dh_pre = of_pass_a
 
     dmaps = configs.dmaps(n, on)
     programs = cdiv(T, dmaps.block_t)
     dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
     sums = scratch(programs, 2, M)
-    through_sinkhorn = iters > 0 and not (dh_res is None and h_res is None)
+    through_sinkhorn = iters > 0 and M > 2 * n and not (dh_res is None and h_res is None)
     launch(
         mhc_pre_dmaps_kernel,
         (programs,),
@@ -278,6 +292,7 @@ def mhc_pre_bwd(
         bias_ptr=bias,
         dh_mix_ptr=dh_mix,
         x_factor_ptr=x_factor,
+        read_ptr=read,
         h_pre_ptr=h_pre,
         h_res_ptr=h_res,
         sums_ptr=sums,
@@ -292,9 +307,10 @@ def mhc_pre_bwd(
         N=next_power_of_2(n),
         M=M,
         PARTS=exact.parts,
+        TRANSPOSED=options.transposed,
         TABLE=0 if table is None else configs.TABLE,
         BLOCK_T=dmaps.block_t,
-        BLOCK_G=next_power_of_2(padded - (n * n if M > n else 0)),
+        BLOCK_G=next_power_of_2(padded - (n * n if M > 2 * n else 0)),
         BLOCK_M=padded,
         num_warps=dmaps.warps,
     )

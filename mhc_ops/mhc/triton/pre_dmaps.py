@@ -8,8 +8,9 @@ from .sinkhorn import matrices, sinkhorn_back, sinkhorn_keeping
 
 
 # m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
-# dz_res = dh_res back through Sinkhorn, or as it is where iters is 0
-# dh_mix = dz·inv_rms, stored in parts;  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  h_pre = σ(z_pre) + hc_eps
+# dz_res = dh_res back through Sinkhorn, or as it is where iters is 0; none where M is 2n
+# dh_mix = dz·inv_rms, stored in parts;  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix
+# h_pre, what pass B weighs dh_in with: σ(z_pre) + hc_eps, or `read` where that is given
 # sums[program] = Σ_t dz, Σ_t dz·m
 @triton.jit(do_not_specialize=["T", "iters"])
 def mhc_pre_dmaps_kernel(
@@ -22,8 +23,9 @@ def mhc_pre_dmaps_kernel(
     bias_ptr,
     dh_mix_ptr,
     x_factor_ptr,
+    read_ptr,
     h_pre_ptr,
-    h_res_ptr,  # where pass B asks for h_res it is written, transposed: [T, j, i]; in a table as it is
+    h_res_ptr,  # where pass B asks for h_res it is written: [T, new, old]; in a table [T, old, new]
     sums_ptr,
     divisors_ptr,
     T,
@@ -36,6 +38,7 @@ def mhc_pre_dmaps_kernel(
     N: tl.constexpr,
     M: tl.constexpr,
     PARTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # h_res as it is made and differentiated is [new, old]
     TABLE: tl.constexpr,  # columns of one table with h_res, h_pre and x_factor of a token in a row; 0: they are apart
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -61,19 +64,24 @@ def mhc_pre_dmaps_kernel(
     slope = gate * tl.sigmoid(-z)
     dz = tl.zeros([BLOCK_T, BLOCK_G], tl.float32)
     if dh_pre_ptr is not None:
-        dz += slope * tl.load(dh_pre_ptr + rows * n + g, mask=in_batch & (g < n), other=0.0)
+        dh_pre = tl.load(dh_pre_ptr + rows * n + g, mask=in_batch & (g < n), other=0.0)
+        dz += slope * dh_pre.to(tl.float32)
     if dh_post_ptr is not None:
         dh_post = tl.load(dh_post_ptr + rows * n + (g - n), mask=is_gate & (g >= n), other=0.0)
         dz += post_mult * slope * dh_post.to(tl.float32)
     dinv = tl.sum(alpha * dz * h_mix, axis=1)[:, None]
     h_pre_at = h_pre_ptr + (rows * n + g if TABLE == 0 else rows * TABLE + n * n + g)
-    tl.store(h_pre_at, gate + hc_eps, mask=in_batch & (g < n))
+    if read_ptr is None:
+        h_pre = gate + hc_eps
+    else:
+        h_pre = tl.load(read_ptr + rows * n + g, mask=in_batch & (g < n), other=0.0).to(tl.float32)
+    tl.store(h_pre_at, h_pre, mask=in_batch & (g < n))
     store_parts(dh_mix_ptr, rows, m, dz * inv_rms, in_batch & (m < BLOCK_M), T, PARTS, BLOCK_M)
     in_sums = tl.arange(0, BLOCK_G) < GATES
     tl.store(sums + tl.arange(0, BLOCK_G), tl.sum(dz, axis=0), mask=in_sums)
     tl.store(sums + M + tl.arange(0, BLOCK_G), tl.sum(dz * normed, axis=0), mask=in_sums)
 
-    if M > n:
+    if M > 2 * n:
         at, present = matrices(t, T, n, N)
         token = t[:, None, None]
         m = 2 * n + at - token * (n * n)
@@ -89,8 +97,8 @@ def mhc_pre_dmaps_kernel(
             h_res = sinkhorn_keeping(z, divisors_ptr, t, T, iters, sinkhorn_eps, n, N)
             if h_res_ptr is not None:
                 i, j = tl.arange(0, N)[None, :, None], tl.arange(0, N)[None, None, :]
-                h_res_at = h_res_ptr + (token * (n * n) + j * n + i if TABLE == 0 else token * TABLE + i * n + j)
-                tl.store(h_res_at, h_res, mask=present)
+                in_place = i * n + j if (TABLE == 0) == TRANSPOSED else j * n + i
+                tl.store(h_res_ptr + token * (n * n if TABLE == 0 else TABLE) + in_place, h_res, mask=present)
             if dh_res_ptr is not None:
                 dz = tl.where(present, sinkhorn_back(z, h_res, dz, divisors_ptr, t, T, iters, n, N), 0.0)
         dinv += alpha_res * tl.sum(tl.sum(dz * h_mix, axis=2), axis=1)[:, None]

@@ -87,6 +87,7 @@ def store_maps(
     T,
     hc_eps,
     post_mult,
+    post_eps,
     iters,
     sinkhorn_eps,
     n: tl.constexpr,
@@ -106,7 +107,8 @@ def store_maps(
     if h_pre_ptr is not None:
         tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=is_gate & (g < n))
     if M > n:
-        tl.store(h_post_ptr + rows * n + (g - n), post_mult * gate, mask=is_gate & (g >= n))
+        tl.store(h_post_ptr + rows * n + (g - n), post_mult * gate + post_eps, mask=is_gate & (g >= n))
+    if M > 2 * n:
         at, is_res = matrices(t, T, n, N)
         token = t[:, None, None]
         m = 2 * n + at - token * (n * n)
@@ -168,14 +170,15 @@ def store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch,
 
 
 # h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
-# h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post);  h_res = sinkhorn(z_res), or z_res where iters is 0
-# h_in = Σ_i h_pre[i]·x[i], where it is asked for
+# h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post) + post_eps;  h_res = sinkhorn(z_res), or z_res where iters is
+# 0, or none where M is 2n;  h_in = Σ_i h_pre[i]·x[i], or of read[i] where that is given, if it is asked for
 @triton.jit(do_not_specialize=["T", "blocks_each", "iters"])
 def mhc_pre_finish_kernel(
     x_ptr,
     partials_ptr,
     alpha_ptr,
     bias_ptr,
+    read_ptr,
     h_in_ptr,
     h_post_ptr,
     h_res_ptr,
@@ -188,6 +191,7 @@ def mhc_pre_finish_kernel(
     norm_eps,
     hc_eps,
     post_mult,
+    post_eps,
     iters,
     sinkhorn_eps,
     n: tl.constexpr,
@@ -221,13 +225,17 @@ def mhc_pre_finish_kernel(
         GROUP_PIECES,
         BLOCK_G,
     )
-    h_pre = gate + hc_eps
+    if read_ptr is None:
+        weights = gate + hc_eps
+    else:
+        g = tl.arange(0, BLOCK_G)[None, :]
+        weights = tl.load(read_ptr + rows * n + g, mask=in_batch[:, None] & (g < n), other=0.0).to(tl.float32)
 
     if h_in_ptr is not None:
         begin = tl.program_id(1) * blocks_each
         for block in range(begin, tl.minimum(begin + blocks_each, tl.cdiv(D, BLOCK_D))):
             d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-            h_in = read(x_ptr, rows, d, in_batch, h_pre, D, n, BLOCK_G)
+            h_in = read(x_ptr, rows, d, in_batch, weights, D, n, BLOCK_G)
             store_h_in(h_in_ptr, None, h_in, None, rows, d, in_batch, D)
 
     if tl.program_id(1) == 0:
@@ -248,6 +256,7 @@ def mhc_pre_finish_kernel(
             T,
             hc_eps,
             post_mult,
+            post_eps,
             iters,
             sinkhorn_eps,
             n,
@@ -281,7 +290,7 @@ def mhc_pre_normed_read_kernel(
     rows = t[:, None]
     h_pre = ()
     for i in tl.static_range(n):
-        h_pre = h_pre + (tl.load(h_pre_ptr + rows * n + i, mask=in_batch[:, None], other=0.0),)
+        h_pre = h_pre + (tl.load(h_pre_ptr + rows * n + i, mask=in_batch[:, None], other=0.0).to(tl.float32),)
     if WHOLE_ROWS:
         d = tl.arange(0, BLOCK_D)[None, :]
         h_in = weigh(load_streams(x_ptr, rows, d, in_batch, D, n), h_pre, n)
@@ -315,14 +324,16 @@ def finish(
     h_post=None,
     h_res=None,
     h_pre=None,
+    read=None,
 ):
-    """From the sums of `project`. A head has neither h_post nor h_res; h_pre and h_in where somebody wants them. With a
-    norm, h_in has a kernel of its own: it takes whole rows, several warps a token, of which one would do Sinkhorn."""
+    """From the sums of `project`. A head has neither h_post nor h_res; h_pre and h_in where somebody wants them. read:
+    what h_in is read with, where that is not h_pre. With a norm, h_in has a kernel of its own: it takes whole rows,
+    several warps a token, of which one would do Sinkhorn."""
     n, D = x.shape[-2:]
     T, M = partials.shape[1], partials.shape[2] - 1
     on = device.of(x.device)
     normed = layer_norm_weight is not None
-    if normed and h_pre is None:
+    if normed and h_pre is None and read is None:
         h_pre = torch.empty((T, n), dtype=torch.float32, device=x.device)
     tile = configs.finish(D, on)
     token_blocks, channel_blocks = cdiv(T, tile.block_t), cdiv(D, tile.block_d)
@@ -337,6 +348,7 @@ def finish(
         partials_ptr=partials,
         alpha_ptr=alpha,
         bias_ptr=bias,
+        read_ptr=None if maps_only else read,
         h_in_ptr=None if normed else h_in,
         h_post_ptr=h_post,
         h_res_ptr=h_res,
@@ -349,6 +361,7 @@ def finish(
         norm_eps=options.norm_eps,
         hc_eps=options.hc_eps,
         post_mult=options.post_mult,
+        post_eps=options.post_eps,
         iters=options.sinkhorn_iters,
         sinkhorn_eps=options.sinkhorn_eps,
         n=n,
@@ -368,7 +381,7 @@ def finish(
             mhc_pre_normed_read_kernel,
             (cdiv(T, tile.block_t),),
             x_ptr=x,
-            h_pre_ptr=h_pre,
+            h_pre_ptr=h_pre if read is None else read,
             layer_norm_weight_ptr=layer_norm_weight,
             h_in_ptr=h_in,
             T=T,

@@ -185,9 +185,9 @@ def mhc_maps_fwd(**arguments):
     mhc_pre_fwd(**arguments, h_in=None)
 
 
-def mhc_layer_pre(*, link, **arguments):
+def mhc_layer_pre(*, link, read, h_pre, **arguments):
     """Nobody reads the link."""
-    mhc_pre_fwd(**arguments)
+    mhc_pre_fwd(**arguments, read=read, h_pre=None if read is None else h_pre)
 
 
 def mhc_head_fwd(*, norm_eps, hc_eps, out, **arguments):

@@ -27,6 +27,7 @@ def mhc_pre_normed_dh_pre_kernel(
     inv_rms_ptr,
     alpha_ptr,
     bias_ptr,
+    read_ptr,  # what h_in was read with, where that is not σ(z_pre) + hc_eps
     dh_pre_ptr,
     factors_ptr,
     T,
@@ -53,8 +54,11 @@ def mhc_pre_normed_dh_pre_kernel(
     of_h_in = ()
     squares = tl.zeros([BLOCK_T, BLOCK_D // LANE], tl.float32)
     for i in tl.static_range(n):
-        h_mix = tl.load(h_mix_ptr + rows * M + i, mask=is_row, other=0.0)
-        h_pre = h_pre + (tl.sigmoid(h_mix * inv_rms * alpha + tl.load(bias_ptr + i).to(tl.float32)) + hc_eps,)
+        if read_ptr is None:
+            h_mix = tl.load(h_mix_ptr + rows * M + i, mask=is_row, other=0.0)
+            h_pre = h_pre + (tl.sigmoid(h_mix * inv_rms * alpha + tl.load(bias_ptr + i).to(tl.float32)) + hc_eps,)
+        else:
+            h_pre = h_pre + (tl.load(read_ptr + rows * n + i, mask=is_row, other=0.0).to(tl.float32),)
         of_dy = of_dy + (squares,)
         of_h_in = of_h_in + (squares,)
 
@@ -86,17 +90,18 @@ def mhc_pre_normed_dh_pre_kernel(
     c = r * r * r / D * along
     for i in tl.static_range(n):
         dh_pre = r * dots[i] - c * tl.sum(of_h_in[i], axis=1, keep_dims=True)
-        tl.store(dh_pre_ptr + rows * n + i, dh_pre, mask=is_row)
+        tl.store(dh_pre_ptr + rows * n + i, dh_pre.to(dh_pre_ptr.dtype.element_ty), mask=is_row)
     r_at = factors_ptr + (rows if TABLE == 0 else rows * TABLE + (n * n + n + 1))
     tl.store(r_at, r, mask=is_row)
     tl.store(r_at + (T if TABLE == 0 else 1), c, mask=is_row)
 
 
-def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, options, table=None):
-    """dh_pre [T, n], and the factors [2, T] that pass B makes dh_in with, or the table that they are written to."""
+def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, options, read, dread, table=None):
+    """dh_pre [T, n], in dread where h_in was read with `read`, and the factors [2, T] that pass B makes dh_in with, or
+    the table that they are written to."""
     n, D = x.shape[-2:]
     T, M, on = inv_rms.numel(), h_mix.shape[-1], device.of(x.device)
-    dh_pre = torch.empty((T, n), dtype=torch.float32, device=x.device)
+    dh_pre = torch.empty((T, n), dtype=torch.float32, device=x.device) if read is None else dread
     factors = torch.empty((2, T), dtype=torch.float32, device=x.device) if table is None else table
     tile = configs.normed_dh_pre(n, D, on)
     launch(
@@ -109,6 +114,7 @@ def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, opti
         inv_rms_ptr=inv_rms,
         alpha_ptr=alpha,
         bias_ptr=bias,
+        read_ptr=read,
         dh_pre_ptr=dh_pre,
         factors_ptr=factors,
         T=T,

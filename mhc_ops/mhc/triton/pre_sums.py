@@ -103,7 +103,7 @@ def mhc_pre_dalpha_kernel(
     if PARTS > 1:
         by_row += column_sums(missing_ptr, blocks, M, M, BLOCK_R, BLOCK_M)
     section = (m >= n).to(tl.int32) + (m >= 2 * n).to(tl.int32)
-    for s in tl.static_range(3 if M > n else 1):
+    for s in tl.static_range(3 if M > 2 * n else 2 if M > n else 1):
         dalpha = tl.sum(tl.where((section == s) & (m < M), by_row, 0.0), axis=0)
         tl.store(dalpha_ptr + s, dalpha.to(dalpha_ptr.dtype.element_ty))
 

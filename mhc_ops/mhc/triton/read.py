@@ -1,4 +1,4 @@
-"""mHC read: the weighted sum of the streams, and its gradients. One pass over x each way."""
+"""mHC read and mean: the weighted sum of the streams and their mean, with gradients. One pass over x each way."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from ...core.sizes import cdiv, next_power_of_2
 from . import configs
 
 
-# h_in = Σ_i h_pre[i]·x[i]
+# h_in = Σ_i h_pre[i]·x[i], or the mean without h_pre
 @triton.jit(do_not_specialize=["T"])
 def mhc_read_fwd_kernel(
     x_ptr, h_pre_ptr, h_in_ptr, T, D, n: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
@@ -21,8 +21,13 @@ def mhc_read_fwd_kernel(
     in_tile = in_batch & (d < D)
     h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for i in tl.static_range(n):
-        weight = tl.load(h_pre_ptr + t * n + i, mask=in_batch, other=0.0).to(tl.float32)
-        h_in += weight * tl.load(x_ptr + (t * n + i) * D + d, mask=in_tile, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + (t * n + i) * D + d, mask=in_tile, other=0.0).to(tl.float32)
+        if h_pre_ptr is None:
+            h_in += x
+        else:
+            h_in += tl.load(h_pre_ptr + t * n + i, mask=in_batch, other=0.0).to(tl.float32) * x
+    if h_pre_ptr is None:
+        h_in = h_in / n
     tl.store(h_in_ptr + t * D + d, h_in.to(h_in_ptr.dtype.element_ty), mask=in_tile)
 
 
@@ -58,6 +63,17 @@ def mhc_read_bwd_kernel(
         tl.store(dx_ptr + maps[:, :, None] * D + d, dx.to(dx_ptr.dtype.element_ty), mask=in_tile)
     dh_pre = tl.sum(products, axis=2)
     tl.store(dh_pre_ptr + maps, dh_pre.to(dh_pre_ptr.dtype.element_ty), mask=is_map)
+
+
+# dx[i] = dout / n
+@triton.jit(do_not_specialize=["T"])
+def mhc_mean_bwd_kernel(dout_ptr, dx_ptr, T, D, n: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    t = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    in_tile = (t < T) & (d < D)
+    dx = tl.load(dout_ptr + t * D + d, mask=in_tile, other=0.0).to(tl.float32) / n
+    for i in tl.static_range(n):
+        tl.store(dx_ptr + (t * n + i) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=in_tile)
 
 
 def mhc_read_fwd(*, x, h_pre, h_in):
@@ -98,6 +114,29 @@ def mhc_read_bwd(*, x, h_pre, dh_in, dx, dh_pre):
         n=n,
         BLOCK_T=tile.block_t,
         BLOCK_N=next_power_of_2(n),
+        BLOCK_D=tile.block_d,
+        num_warps=tile.warps,
+    )
+
+
+def mhc_mean_fwd(*, x, n, out):
+    mhc_read_fwd(x=x, h_pre=None, h_in=out)
+
+
+def mhc_mean_bwd(*, n, dout, dx):
+    D = dout.shape[-1]
+    T, tile = dout.numel() // D, configs.post_fwd(n, D, dout.dtype == torch.float32, device.of(dout.device))
+    if T == 0:
+        return
+    launch(
+        mhc_mean_bwd_kernel,
+        (cdiv(T, tile.block_t), cdiv(D, tile.block_d)),
+        dout_ptr=dout,
+        dx_ptr=dx,
+        T=T,
+        D=D,
+        n=n,
+        BLOCK_T=tile.block_t,
         BLOCK_D=tile.block_d,
         num_warps=tile.warps,
     )
