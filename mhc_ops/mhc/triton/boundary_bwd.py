@@ -13,7 +13,8 @@ matrix units (boundary_tiles.py):
     dh_res  = x · dlinkᵀ per token      four tokens at once, of which the diagonal blocks are kept
     dh_post = h_out · dlinkᵀ            likewise
 
-The dots of dh_res and dh_post are of the program's channels only: mhc_boundary_dots_kernel adds them up.
+The dots of dh_res and dh_post are of the program's channels only: mhc_boundary_dots_kernel adds them up. So are those
+that pass A makes elsewhere, in a shifted stack: dread = <dh_in, x_next>, on which nothing in this kernel depends.
 """
 
 from functools import partial
@@ -29,36 +30,45 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .boundary_common import advance, barrier, by_rows, by_streams, columns4, columns16, described, n, narrow, widen
+from .boundary_common import (
+    advance,
+    barrier,
+    by_rows,
+    by_streams,
+    columns4,
+    columns16,
+    described,
+    mixed,
+    mixing,
+    n,
+    narrow,
+    widen,
+)
 from .boundary_tiles import (
     BLOCK_D,
     BLOCK_T,
-    CHANNELS,
     COLUMNS_4,
     COLUMNS_16,
     COLUMNS_32,
-    DOTS,
     FROM_MEMORY,
     ONE_EACH,
-    SHARED_MAPS,
+    SHARED_MAPS_16,
+    SHARED_MAPS_32,
     TILE,
     as_left,
     dlink_as_right,
     h_out_as_left,
     load_streams,
-    mixed,
+    no_tokens,
     own_sums,
     store_A,
     store_dots,
+    store_read_dots,
     with_tokens,
     x_as_left,
 )
 
-MAPS = gl.constexpr(configs.padded_maps(configs.maps(configs.BOUNDARY_STREAMS)))  # with zeros
-TABLE = gl.constexpr(configs.TABLE)
 STAGES = gl.constexpr(configs.BOUNDARY_BWD.stages)
-_PER_TOKEN = 2 * (2 * BLOCK_D.value * (n.value + 1) + 2 * MAPS.value) + 4 * (DOTS.value + TABLE.value)
-STAGE_BYTES = gl.constexpr(BLOCK_T.value * _PER_TOKEN)
 COPYING_REGISTERS = gl.constexpr(24)  # of a thread that only copies: the least there is; the others share the rest
 
 
@@ -71,7 +81,7 @@ COPYING_REGISTERS = gl.constexpr(24)  # of a thread that only copies: the least 
 #                 once, as a fresh barrier counts as one whose last phase had parity 1.
 #   phi_full      is used once.
 @gluon.jit
-def copy_in(descriptors, phi_desc, stages, phi_1, barriers, T, D):
+def copy_in(descriptors, phi_desc, stages, phi_1, barriers, T, D, MAPS: gl.constexpr, TABLE: gl.constexpr):
     full, empty, phi_full = barriers
     d0 = gl.program_id(0) * BLOCK_D
     mbarrier.expect(phi_full, n * MAPS * BLOCK_D * 2)
@@ -79,6 +89,8 @@ def copy_in(descriptors, phi_desc, stages, phi_1, barriers, T, D):
         tma.async_copy_global_to_shared(phi_desc, [MAPS, i * D + d0], phi_full, phi_1.index(i))
     x_desc, dlink_next_desc, h_out_desc, dh_in_desc, dh_mix_desc, h_post_desc, h_res_desc, table_desc = descriptors
     xs, dlink_nexts, h_outs, dh_ins, dh_mixes, h_posts, h_ress, tables = stages
+    MAPS_OF_POST: gl.constexpr = n if h_res_desc is None else n + n * n
+    OF_TOKEN: gl.constexpr = 2 * (2 * BLOCK_D * (n + 1) + 2 * MAPS) + 4 * (MAPS_OF_POST + TABLE)
     stage = 0
     phase = 0
     blocks = gl.cdiv(T, BLOCK_T)
@@ -86,25 +98,44 @@ def copy_in(descriptors, phi_desc, stages, phi_1, barriers, T, D):
         t = (blocks - 1 - done) * BLOCK_T
         mbarrier.wait(empty.index(stage), phase ^ 1)
         ready = full.index(stage)
-        mbarrier.expect(ready, STAGE_BYTES)
+        mbarrier.expect(ready, BLOCK_T * OF_TOKEN)
         tma.async_copy_global_to_shared(x_desc, [0, t, d0], ready, xs.index(stage))
         tma.async_copy_global_to_shared(dlink_next_desc, [0, t, d0], ready, dlink_nexts.index(stage))
         tma.async_copy_global_to_shared(h_out_desc, [t, d0], ready, h_outs.index(stage))
         tma.async_copy_global_to_shared(dh_in_desc, [t, d0], ready, dh_ins.index(stage))
         tma.async_copy_global_to_shared(h_post_desc, [t, 0], ready, h_posts.index(stage))
-        tma.async_copy_global_to_shared(h_res_desc, [t, 0], ready, h_ress.index(stage))
+        if h_res_desc is not None:
+            tma.async_copy_global_to_shared(h_res_desc, [t, 0], ready, h_ress.index(stage))
         tma.async_copy_global_to_shared(dh_mix_desc, [0, t, 0], ready, dh_mixes.index(stage))
         tma.async_copy_global_to_shared(table_desc, [t, 0], ready, tables.index(stage))
         stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def compute(parameters, outputs, stages, phi_1, weights, dlink_out, dh_out_out, barriers, T, D):
+def compute(
+    parameters,
+    outputs,
+    stages,
+    phi_1,
+    weights,
+    dlink_out,
+    dh_out_out,
+    barriers,
+    T,
+    D,
+    MAPS: gl.constexpr,
+    DOTS: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
     phi_ptr, layer_norm_weight_ptr = parameters
     dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr = outputs
     full, empty, phi_full = barriers
     xs, dlink_nexts, h_outs, dh_ins, dh_mixes, h_posts, h_ress, tables = stages
     NORM: gl.constexpr = layer_norm_weight_ptr is not None
+    MIXED: gl.constexpr = MAPS > 16
+    M: gl.constexpr = 2 * n + n * n if MIXED else 2 * n
+    READ_DOTS: gl.constexpr = n + n * n if MIXED else n  # where the dots of dread begin
+    SHARED_MAPS: gl.constexpr = SHARED_MAPS_32 if MIXED else SHARED_MAPS_16
     d0 = gl.program_id(0) * BLOCK_D
     dots_ptr += gl.program_id(0).to(gl.int64) * T * DOTS
 
@@ -120,9 +151,7 @@ def compute(parameters, outputs, stages, phi_1, weights, dlink_out, dh_out_out, 
         barrier()
     mbarrier.wait(phi_full, 0)
 
-    A = ()
-    for _ in gl.static_range(n):
-        A = A + (gl.zeros([BLOCK_D, 16], gl.float32, CHANNELS), gl.zeros([BLOCK_D, 8], gl.float32, CHANNELS))
+    A = no_tokens(MAPS)
     dweight = own_sums(gl.zeros([BLOCK_T, BLOCK_D], gl.float32, TILE))
     stage = 0
     phase = 0
@@ -132,16 +161,28 @@ def compute(parameters, outputs, stages, phi_1, weights, dlink_out, dh_out_out, 
         t = (blocks - 1 - done) * BLOCK_T
         mbarrier.wait(full.index(stage), phase)
         h_post = columns4(h_posts.index(stage).load(COLUMNS_4), TILE)
-        h_res = columns16(h_ress.index(stage).load(COLUMNS_16), TILE)
-        x_next = mixed(load_streams(xs.index(stage)), widen(h_outs.index(stage).load(TILE)), h_post, h_res)
+        h_res = None
+        if MIXED:
+            h_res = mixing(h_ress.index(stage).load(COLUMNS_16), TILE, TRANSPOSED)
+        streams = load_streams(xs.index(stage))
+        h_out = widen(h_outs.index(stage).load(TILE))
+        x_next = ()
+        for j in gl.static_range(n):
+            x_next = x_next + (mixed(streams, h_out, h_post, h_res, j),)
 
         dh_mix = dh_mixes.index(stage)._reinterpret(gl.bfloat16, [2, BLOCK_T, MAPS], SHARED_MAPS)
-        A = with_tokens(A, x_next, dh_mix)
+        A = with_tokens(A, x_next, dh_mix, MAPS)
 
-        table = tables.index(stage).load(COLUMNS_32)
-        h_res_next, others = gl.split(gl.permute(gl.reshape(table, [BLOCK_T, 2, 16]), [0, 2, 1]))
-        h_res_next = columns16(h_res_next, TILE)
-        others = columns16(others, TILE)  # h_pre, x_factor, r, c
+        if DOTS > READ_DOTS:  # without the norm: dh_in is what was copied. Here few registers are taken
+            dh_in = widen(dh_ins.index(stage).load(TILE))
+            store_read_dots(dots_ptr + (t.to(gl.int64) * DOTS + READ_DOTS), dh_in, x_next, T - t, DOTS)
+        if MIXED:
+            table = tables.index(stage).load(COLUMNS_32)
+            h_res_next, others = gl.split(gl.permute(gl.reshape(table, [BLOCK_T, 2, 16]), [0, 2, 1]))
+            h_res_next = columns16(h_res_next, TILE)
+        else:
+            others = tables.index(stage).load(COLUMNS_16)
+        others = columns16(others, TILE)  # h_pre or read, x_factor, r, c
         dh_in = widen(dh_ins.index(stage).load(TILE))
         if NORM:  # until here it was dy
             h_in = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, TILE)
@@ -161,8 +202,11 @@ def compute(parameters, outputs, stages, phi_1, weights, dlink_out, dh_out_out, 
             value = mma_v2(dh_mix_0, phi_1.index(i).load(gl.DotOperandLayout(1, TILE, 2)), value)
             value = mma_v2(dh_mix_1, phi_0[i], value)
             value += others[i] * dh_in
-            for j in gl.static_range(n):
-                value += h_res_next[i * n + j] * dlink_next[j]
+            if MIXED:
+                for j in gl.static_range(n):
+                    value += h_res_next[i * n + j] * dlink_next[j]
+            else:
+                value += dlink_next[i]
             dlink = dlink + (narrow(value),)
             dh_out += h_post[i] * widen(dlink[i])
 
@@ -186,23 +230,26 @@ def compute(parameters, outputs, stages, phi_1, weights, dlink_out, dh_out_out, 
         x = as_left(x)
         barrier()  # all warps have read the stage
         mbarrier.arrive(empty.index(stage), count=1)
-        store_dots(dots_ptr + t.to(gl.int64) * DOTS, x, h_out, right, T - t)
+        store_dots(dots_ptr + t.to(gl.int64) * DOTS, x, h_out, right, T - t, DOTS, MIXED)
         stage, phase = advance(stage, phase, STAGES)
 
     tma.store_wait(0)
-    store_A(A_ptr, A, gl.program_id(1), d0, D, 0, 16)
-    store_A(A_ptr, A, gl.program_id(1), d0, D, 1, 8)
+    store_A(A_ptr, A, gl.program_id(1), d0, D, 0, 16, MAPS, M)
+    if MAPS > 16:
+        store_A(A_ptr, A, gl.program_id(1), d0, D, 1, 8, MAPS, M)
     if NORM:
         channel = d0 + gl.arange(0, BLOCK_D, ONE_EACH)
         total = gl.convert_layout(gl.sum(dweight, axis=0), ONE_EACH)
         gl.store(dweight_ptr + gl.program_id(1).to(gl.int64) * D + channel, total)
 
 
-# x_next[j]  = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], made again
+# x_next[j]  = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], made again; without h_res x[j] is in the place of the sum, and
+#              below dlink_next[i]
 # dlink[i]   = Σ_m dh_mix[m]·alpha[m]·gamma[i]·phi[m, i] + x_factor·x_next[i] + h_pre[i]·dh_in
 #              + Σ_j h_res_next[i, j]·dlink_next[j], rounded; dh_in as in mhc_pre_dx_kernel
 # A[slice]   = Σ_{t in slice} dh_mix[t] ⊗ x_next[t];  dweight[slice] = Σ_{t in slice} r·h_in ⊙ dy, with the layer's norm
-# dh_out     = Σ_j h_post[j]·dlink[j];  dots[block] = <h_out, dlink[j]>, <x[i], dlink[j]> over the block's channels
+# dh_out     = Σ_j h_post[j]·dlink[j]
+# dots[block] = <h_out, dlink[j]>, <x[i], dlink[j]> and, where they are asked for, <dh_in, x_next[i]> over its channels
 @gluon.jit(do_not_specialize=["T"])
 def mhc_boundary_bwd_kernel(
     x_desc,  # [n, T, D], as dlink_next and dlink
@@ -212,7 +259,7 @@ def mhc_boundary_bwd_kernel(
     dh_in_desc,
     dlink_next_desc,
     dh_mix_desc,  # [parts, T, MAPS]
-    table_desc,  # [T, TABLE]: h_res_next, h_pre, x_factor and, with the norm, r and c
+    table_desc,  # [T, TABLE]: h_res_next, if there is one, h_pre, x_factor and, with the norm, r and c
     phi_desc,  # [parts·MAPS, n·D]
     phi_ptr,
     layer_norm_weight_ptr,
@@ -223,17 +270,25 @@ def mhc_boundary_bwd_kernel(
     dots_ptr,
     T,
     D,
+    MAPS: gl.constexpr,  # with zeros
+    TABLE: gl.constexpr,
+    DOTS: gl.constexpr,  # of a token
+    TRANSPOSED: gl.constexpr,  # h_res is [new, old]
 ):
     bf16: gl.constexpr = gl.bfloat16
     fp32: gl.constexpr = gl.float32
+    h_posts = gl.allocate_shared_memory(fp32, [STAGES, BLOCK_T, n], h_post_desc.layout)
+    h_ress = h_posts  # what is not there has no memory of its own
+    if h_res_desc is not None:
+        h_ress = gl.allocate_shared_memory(fp32, [STAGES, BLOCK_T, n * n], h_res_desc.layout)
     stages = (
         gl.allocate_shared_memory(bf16, [STAGES, n, BLOCK_T, BLOCK_D], x_desc.layout),
         gl.allocate_shared_memory(bf16, [STAGES, n, BLOCK_T, BLOCK_D], dlink_next_desc.layout),
         gl.allocate_shared_memory(bf16, [STAGES, BLOCK_T, BLOCK_D], h_out_desc.layout),
         gl.allocate_shared_memory(bf16, [STAGES, BLOCK_T, BLOCK_D], dh_in_desc.layout),
         gl.allocate_shared_memory(bf16, [STAGES, 2, BLOCK_T, MAPS], dh_mix_desc.layout),
-        gl.allocate_shared_memory(fp32, [STAGES, BLOCK_T, n], h_post_desc.layout),
-        gl.allocate_shared_memory(fp32, [STAGES, BLOCK_T, n * n], h_res_desc.layout),
+        h_posts,
+        h_ress,
         gl.allocate_shared_memory(fp32, [STAGES, BLOCK_T, TABLE], table_desc.layout),
     )
     phi_1 = gl.allocate_shared_memory(bf16, [n, MAPS, BLOCK_D], phi_desc.layout)
@@ -254,27 +309,47 @@ def mhc_boundary_bwd_kernel(
     barriers = (full, empty, phi_full)
     gl.warp_specialize(
         [
-            (compute, (parameters, outputs, stages, phi_1, weights, dlink_out, dh_out_out, barriers, T, D)),
-            (copy_in, (descriptors, phi_desc, stages, phi_1, barriers, T, D)),
+            (
+                compute,
+                (
+                    parameters,
+                    outputs,
+                    stages,
+                    phi_1,
+                    weights,
+                    dlink_out,
+                    dh_out_out,
+                    barriers,
+                    T,
+                    D,
+                    MAPS,
+                    DOTS,
+                    TRANSPOSED,
+                ),
+            ),
+            (copy_in, (descriptors, phi_desc, stages, phi_1, barriers, T, D, MAPS, TABLE)),
         ],
         [1],
         [COPYING_REGISTERS],
     )
 
 
-# dh_post[t, j], dh_res[t, i, j] = Σ_block dots[block, t], in a fixed order
+# dh_post[t, j], dh_res[t, i, j], dread[t, i] = Σ_block dots[block, t], in a fixed order
 @triton.jit(do_not_specialize=["T", "blocks"])
 def mhc_boundary_dots_kernel(
     dots_ptr,
     dh_post_ptr,
     dh_res_ptr,
+    dread_ptr,
     T,
     blocks,
     n: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = n + n * n
+    RES: tl.constexpr = 0 if dh_res_ptr is None else n * n
+    WIDTH: tl.constexpr = n + RES + (0 if dread_ptr is None else n)
     e = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     size = T.to(tl.int64) * WIDTH
     total = tl.zeros([COLUMNS], tl.float32)
@@ -284,9 +359,15 @@ def mhc_boundary_dots_kernel(
         total += tl.sum(tl.load(dots_ptr + block * size + e[None, :], mask=present, other=0.0), axis=0)
     t, c = e // WIDTH, e % WIDTH
     in_post = (e < size) & (c < n)
-    in_res = (e < size) & (c >= n)
     tl.store(dh_post_ptr + t * n + c, total.to(dh_post_ptr.dtype.element_ty), mask=in_post)
-    tl.store(dh_res_ptr + t * (n * n) + (c - n), total.to(dh_res_ptr.dtype.element_ty), mask=in_res)
+    if dh_res_ptr is not None:
+        ij = c - n
+        in_res = (e < size) & (ij >= 0) & (ij < n * n)
+        place = ij % n * n + ij // n if TRANSPOSED else ij
+        tl.store(dh_res_ptr + t * (n * n) + place, total.to(dh_res_ptr.dtype.element_ty), mask=in_res)
+    if dread_ptr is not None:
+        i = c - (n + RES)
+        tl.store(dread_ptr + t * n + i, total.to(dread_ptr.dtype.element_ty), mask=(e < size) & (i >= 0))
 
 
 def boundary_pass(
@@ -295,6 +376,7 @@ def boundary_pass(
     h_out,
     h_post,
     h_res,
+    transposed,
     dh_out,
     dh_post,
     dh_res,
@@ -305,11 +387,15 @@ def boundary_pass(
     layer_norm_weight,
     table,
     dx,
+    dread=None,
 ):
     """What mhc_pre_bwd of the next sublayer takes in place of pass B: its dx_next is dlink_next, its dx is dlink. Fills
-    dx, and what post's backward of the sublayer before does; returns A [slices, M, K] and, with the norm, dweight."""
+    dx, what post's backward of the sublayer before does and, where it is given, dread; returns A [slices, M, K] and,
+    with the norm, dweight."""
+    assert dread is None or layer_norm_weight is None, "the norm waits for pass A, which makes dread"
     streams, D = x.shape[-2:]
-    T, K, maps = table.shape[0], streams * D, configs.maps(streams)
+    mixed = 0 if h_res is None else streams**2
+    T, K, maps = table.shape[0], streams * D, 2 * streams + mixed
     tile, on = configs.BOUNDARY_BWD, device.of(x.device)
     blocks = D // tile.block_d
     streams_of = partial(by_streams, block_t=tile.block_t, block_d=tile.block_d)
@@ -319,7 +405,7 @@ def boundary_pass(
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
-    A, dots = scratch(slices, maps, K), scratch(blocks, T, streams + streams**2)
+    A, dots = scratch(slices, maps, K), scratch(blocks, T, streams + mixed + (0 if dread is None else streams))
     dweight = None if layer_norm_weight is None else scratch(slices, D)
     launch(
         mhc_boundary_bwd_kernel,
@@ -327,11 +413,11 @@ def boundary_pass(
         x_desc=streams_of(x),
         h_out_desc=rows_of(h_out, D, block=tile.block_d),
         h_post_desc=rows_of(h_post, streams, block=streams),
-        h_res_desc=rows_of(h_res, streams**2, block=streams**2),
+        h_res_desc=None if h_res is None else rows_of(h_res, mixed, block=mixed),
         dh_in_desc=rows_of(dh_in, D, block=tile.block_d),
         dlink_next_desc=streams_of(dx_next),
         dh_mix_desc=described(dh_mix, dh_mix.shape, dh_mix.stride(), [2, tile.block_t, dh_mix.shape[2]]),
-        table_desc=rows_of(table, configs.TABLE, block=configs.TABLE),
+        table_desc=rows_of(table, table.shape[1], block=table.shape[1]),
         phi_desc=described(parts, [2 * parts.shape[1], K], [K, 1], [parts.shape[1], tile.block_d]),
         phi_ptr=parts,
         layer_norm_weight_ptr=layer_norm_weight,
@@ -342,6 +428,10 @@ def boundary_pass(
         dots_ptr=dots,
         T=T,
         D=D,
+        MAPS=dh_mix.shape[2],
+        TABLE=table.shape[1],
+        DOTS=dots.shape[2],
+        TRANSPOSED=transposed,
         num_warps=tile.warps,
         maxnreg=configs.BOUNDARY_REGISTERS,
     )
@@ -351,10 +441,12 @@ def boundary_pass(
         (cdiv(T * dots.shape[2], sums.block_d),),
         dots_ptr=dots,
         dh_post_ptr=dh_post,
-        dh_res_ptr=dh_res,
+        dh_res_ptr=None if h_res is None else dh_res,
+        dread_ptr=dread,
         T=T,
         blocks=blocks,
         n=streams,
+        TRANSPOSED=transposed,
         ROWS=sums.block_t,
         COLUMNS=sums.block_d,
         num_warps=sums.warps,

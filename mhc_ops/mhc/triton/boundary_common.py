@@ -10,7 +10,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from . import configs
 
 n = gl.constexpr(configs.BOUNDARY_STREAMS)
-M = gl.constexpr(configs.maps(configs.BOUNDARY_STREAMS))
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name up to triton 3.6
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
@@ -78,6 +77,31 @@ def columns16(table, TILE: gl.constexpr):
     c2, c6, c10, c14 = columns4(by4_2, TILE)
     c3, c7, c11, c15 = columns4(by4_3, TILE)
     return c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15
+
+
+# h_res of a table's columns, of which a thread holds all: of the old stream i and the new stream j at i·n + j
+@gluon.jit
+def mixing(table, TILE: gl.constexpr, TRANSPOSED: gl.constexpr):
+    columns = columns16(table, TILE)
+    found = ()
+    for ij in gl.static_range(n * n):
+        found = found + (columns[ij % n * n + ij // n if TRANSPOSED else ij],)
+    return found
+
+
+# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], or + x[j] without h_res, with the roundings of `mix` in post.py,
+# stored ones included
+@gluon.jit
+def mixed(x, h_out, h_post, h_res, j: gl.constexpr):
+    if h_res is None:
+        weight, _ = gl.broadcast(h_post[j], h_out)
+        value = gl.fma(weight, h_out, x[j])
+    else:
+        value = h_post[j] * h_out
+        for i in gl.static_range(n):
+            weight, _ = gl.broadcast(h_res[i * n + j], x[i])
+            value = gl.fma(weight, x[i], value)
+    return narrow(value)
 
 
 # The next of COUNT places that are used in turn, and the parity of how often it was used before

@@ -27,14 +27,14 @@ from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
 from .boundary_common import (
-    M,
     advance,
     barrier,
     by_rows,
     by_streams,
     columns4,
-    columns16,
     described,
+    mixed,
+    mixing,
     n,
     narrow,
     shared,
@@ -50,8 +50,8 @@ SLICES = gl.constexpr(configs.BUNDLE // configs.BOUNDARY_FWD.block_d)  # of a bu
 TILE_D = gl.constexpr(64)  # channels of a tile in shared memory: rows of 128 bytes, swizzled
 TILES = gl.constexpr(configs.BOUNDARY_FWD.block_d // 64)  # of a stream in a stage
 LANE = gl.constexpr(COLUMNS_OF_LANE.value)
-MAPS = gl.constexpr(8)  # that are copied at once, in both parts
-MAP_BLOCKS = gl.constexpr(configs.maps(configs.BOUNDARY_STREAMS) // 8)
+MAPS = gl.constexpr(8)  # that are copied at once, in both parts: a block of maps
+PRODUCT_BLOCKS = gl.constexpr(4)  # of maps that are multiplied, also if there are fewer
 SLOTS = gl.constexpr(2)  # for maps of a block of tokens: the copying warp is more than one block ahead
 COPYING_REGISTERS = gl.constexpr(56)  # of a thread that only copies: fewer spill; the others share the rest, 224
 
@@ -93,10 +93,10 @@ def sum_neighbours(values, COLUMNS: gl.constexpr, TO: gl.constexpr):
     return values
 
 
-# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], with the roundings of `mix` in post.py, stored over x.
+# x_next is stored over x and, where it is read with weights, h_in = Σ_j read[j]·x_next[j] over h_out.
 # Returns Σ_j x_next[j]² as [tokens, lanes]: one stream after the other, the channels of a lane as in sum_neighbours.
 @gluon.jit
-def mix_in_place(x_memory, h_out_memory, h_post, h_res):
+def mix_in_place(x_memory, h_out_memory, h_post, h_res, read):
     tiles = x_memory._reinterpret(gl.bfloat16, [n, BLOCK_T, TILE_D], SHARED_TILE)
     h_out = widen(h_out_memory.load(TILE))
     x = ()
@@ -104,17 +104,17 @@ def mix_in_place(x_memory, h_out_memory, h_post, h_res):
         x = x + (widen(tiles.index(i).load(TILE)),)
     x_next = ()
     for j in gl.static_range(n):
-        value = h_post[j] * h_out
-        for i in gl.static_range(n):
-            weight, _ = gl.broadcast(h_res[i * n + j], x[i])
-            value = gl.fma(weight, x[i], value)
-        x_next = x_next + (narrow(value),)
+        x_next = x_next + (mixed(x, h_out, h_post, h_res, j),)
         value = widen(x_next[j])
         more = sum_neighbours(value * value, TILE_D, TILE_D // LANE)
         squares = more if j == 0 else squares + more  # noqa: F821
+        if read is not None:
+            h_in = read[j] * value if j == 0 else h_in + read[j] * value  # noqa: F821
     # One store for all streams: a barrier stands before each. [.., .., j % 2, j // 2] reversed
     wide = gl.join(gl.join(x_next[0], x_next[2]), gl.join(x_next[1], x_next[3]))
     x_memory.store(gl.reshape(gl.permute(wide, [2, 3, 0, 1]), [n, BLOCK_T, TILE_D]))
+    if read is not None:
+        h_out_memory.store(narrow(h_in))
     return squares
 
 
@@ -129,9 +129,10 @@ def sum_of_tiles(first, second):
 
 
 # Begins the products [rows of parts, tokens] of a stage, one for each stream. A tile of phi has 48 rows: two parts of
-# 24 maps. What stands in the other 16 of the 64 that are multiplied is nobody's, nor are those rows of the product.
+# 24 maps, or 16 where there is no h_res. What stands in the others of the 64 that are multiplied is nobody's, nor are
+# those rows of the product.
 @gluon.jit
-def begin_products(xs, phis, stage, slice: gl.constexpr, zero):
+def begin_products(xs, phis, stage, slice: gl.constexpr, zero, MAP_BLOCKS: gl.constexpr):
     products = ()
     for j in gl.static_range(n):
         for q in gl.static_range(TILES):
@@ -151,9 +152,9 @@ def begin_products(xs, phis, stage, slice: gl.constexpr, zero):
 @gluon.jit
 def end_products(products):
     p0, p1, p2, p3 = warpgroup_mma_wait(0, deps=products)
-    stacked = gl.reshape(p0 + p1 + p2 + p3, [4, 2, MAPS, BLOCK_T])
+    stacked = gl.reshape(p0 + p1 + p2 + p3, [PRODUCT_BLOCKS, 2, MAPS, BLOCK_T])
     high, low = gl.split(gl.permute(stacked, [0, 2, 3, 1]))
-    return gl.convert_layout(gl.reshape(high + low, [32, BLOCK_T]), SUMS, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(high + low, [PRODUCT_BLOCKS * MAPS, BLOCK_T]), SUMS, assert_trivial=True)
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
@@ -176,13 +177,15 @@ def share(T, D):
 # use k, for phase k − 1: parity of k + 1, and at first (k = 0) not at all, as a fresh barrier counts as one whose phase
 # of parity 1 has ended.
 #   full, empty            of a stage: x and h_out of 128 channels, then x_next
-#   maps_full, maps_empty  of a slot: h_post and h_res of a block of tokens
+#   maps_full, maps_empty  of a slot: h_post, h_res and read of a block of tokens
 #   phi_full, phi_empty    of a slice of the bundle: its parts of phi. k: bundles that the program has had before
 # Nobody waits in a circle: before the copying warp waits for a stage, a slot or phi to become empty, it has begun all
 # copies that the computing warps need to get there, which are those of the stage behind it (STAGES ≥ 2).
 @gluon.jit
-def copy_in(x_desc, h_out_desc, h_post_desc, h_res_desc, parts_desc, memory, full, empty, T, D):
-    xs, outs, posts, ress, phis = memory
+def copy_in(x_desc, h_out_desc, of_tokens, parts_desc, memory, full, empty, T, D, MAP_BLOCKS: gl.constexpr):
+    h_post_desc, h_res_desc, read_desc = of_tokens
+    xs, outs, posts, ress, reads, phis = memory
+    COLUMNS: gl.constexpr = n + (0 if h_res_desc is None else n * n) + (0 if read_desc is None else n)
     stage_full, maps_full, phi_full = full
     stage_empty, maps_empty, phi_empty = empty
     begin, end, blocks = share(T, D)
@@ -196,9 +199,12 @@ def copy_in(x_desc, h_out_desc, h_post_desc, h_res_desc, parts_desc, memory, ful
         is_new = (item == begin) | (item % blocks == 0)
         phi_phase = (bundle - begin // blocks) & 1
         mbarrier.wait(maps_empty.index(slot), slot_phase ^ 1)
-        mbarrier.expect(maps_full.index(slot), BLOCK_T * (n + n * n) * 4)
+        mbarrier.expect(maps_full.index(slot), BLOCK_T * COLUMNS * 4)
         tma.async_copy_global_to_shared(h_post_desc, [t, 0], maps_full.index(slot), posts.index(slot))
-        tma.async_copy_global_to_shared(h_res_desc, [t, 0], maps_full.index(slot), ress.index(slot))
+        if h_res_desc is not None:
+            tma.async_copy_global_to_shared(h_res_desc, [t, 0], maps_full.index(slot), ress.index(slot))
+        if read_desc is not None:
+            tma.async_copy_global_to_shared(read_desc, [t, 0], maps_full.index(slot), reads.index(slot))
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
         for slice in gl.static_range(SLICES):
             d = (bundle * SLICES + slice) * BLOCK_D
@@ -222,12 +228,24 @@ def copy_in(x_desc, h_out_desc, h_post_desc, h_res_desc, parts_desc, memory, ful
 
 
 @gluon.jit
-def compute(x_next_desc, partials_ptr, memory, full, empty, T, D):
-    xs, outs, posts, ress, phis = memory
+def compute(
+    x_next_desc,
+    h_in_desc,
+    partials_ptr,
+    memory,
+    full,
+    empty,
+    T,
+    D,
+    MAP_BLOCKS: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
+    xs, outs, posts, ress, reads, phis = memory
+    M: gl.constexpr = MAP_BLOCKS * MAPS
     stage_full, maps_full, phi_full = full
     stage_empty, maps_empty, phi_empty = empty
     begin, end, blocks = share(T, D)
-    m = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, SUMS)), 1)
+    m = gl.expand_dims(gl.arange(0, PRODUCT_BLOCKS * MAPS, gl.SliceLayout(1, SUMS)), 1)
     column = gl.expand_dims(gl.arange(0, BLOCK_T, gl.SliceLayout(0, SUMS)), 0)
     token = gl.arange(0, BLOCK_T, gl.SliceLayout(1, TILE))
     zero = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
@@ -242,13 +260,18 @@ def compute(x_next_desc, partials_ptr, memory, full, empty, T, D):
         phi_phase = (bundle - begin // blocks) & 1
         mbarrier.wait(maps_full.index(slot), slot_phase)
         h_post = columns4(posts.index(slot).load(COLUMNS_4), TILE)
-        h_res = columns16(ress.index(slot).load(COLUMNS_16), TILE)
+        h_res = None
+        if MAP_BLOCKS > 1:
+            h_res = mixing(ress.index(slot).load(COLUMNS_16), TILE, TRANSPOSED)
+        read = None
+        if h_in_desc is not None:
+            read = columns4(reads.index(slot).load(COLUMNS_4), TILE)
         for slice in gl.static_range(SLICES):
             mbarrier.wait(stage_full.index(stage), phase)
             squares = ()
             for q in gl.static_range(TILES):
                 at = stage * TILES + q
-                squares = squares + (mix_in_place(xs.index(at), outs.index(at), h_post, h_res),)
+                squares = squares + (mix_in_place(xs.index(at), outs.index(at), h_post, h_res, read),)
             fence_async_shared()  # what this thread stored is seen by matrix units and copies, behind the barrier below
             if slice > 0:
                 total = end_products(products)  # noqa: F821
@@ -264,10 +287,12 @@ def compute(x_next_desc, partials_ptr, memory, full, empty, T, D):
                 mbarrier.arrive(stage_empty.index((stage + STAGES - 1) % STAGES), count=1)
             if (slice > 0) & is_last:
                 mbarrier.arrive(phi_empty.index(slice - 1), count=1)
-            products = begin_products(xs, phis, stage, slice, zero)
+            products = begin_products(xs, phis, stage, slice, zero, MAP_BLOCKS)
             for q in gl.static_range(TILES):
                 d = (bundle * SLICES + slice) * BLOCK_D + q * TILE_D
                 tma.async_copy_shared_to_global(x_next_desc, [0, t, d], xs.index(stage * TILES + q))
+                if h_in_desc is not None:
+                    tma.async_copy_shared_to_global(h_in_desc, [t, d], outs.index(stage * TILES + q))
             more = sum_of_tiles(squares[0], squares[1])
             total_squares = more if slice == 0 else total_squares + more  # noqa: F821
             stage, phase = advance(stage, phase, STAGES)
@@ -285,7 +310,8 @@ def compute(x_next_desc, partials_ptr, memory, full, empty, T, D):
     tma.store_wait(0)  # shared memory is given back when this returns
 
 
-# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i]
+# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], or + x[j] without h_res
+# h_in = Σ_j read[j]·x_next[j], where it is asked for
 # partials[bundle, t, m] = Σ_{d in bundle} Σ_j x_next[t, j, d]·phi[m, j, d];  partials[bundle, t, M] = Σ x_next²
 @gluon.jit(do_not_specialize=["T"])
 def mhc_boundary_fwd_kernel(
@@ -293,21 +319,34 @@ def mhc_boundary_fwd_kernel(
     h_out_desc,
     h_post_desc,
     h_res_desc,  # [T, n·n]
+    read_desc,
     parts_desc,  # [parts, maps, K], in the order of the projection
     x_next_desc,
+    h_in_desc,
     partials_ptr,
     T,
     D,
+    MAP_BLOCKS: gl.constexpr,
+    TRANSPOSED: gl.constexpr,  # h_res is [new, old]
 ):
     bf16: gl.constexpr = gl.bfloat16
     fp32: gl.constexpr = gl.float32
-    # A tile of phi has 48 rows: one more block is what the last one's product reads behind them.
+    posts = gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n], h_post_desc.layout)
+    ress = posts  # what is not there has no memory of its own
+    if h_res_desc is not None:
+        ress = gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n * n], h_res_desc.layout)
+    reads = posts
+    if read_desc is not None:
+        reads = gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n], read_desc.layout)
+    # Behind the last tile of phi there is what its product reads besides.
+    PHI: gl.constexpr = SLICES * n * TILES * MAP_BLOCKS + PRODUCT_BLOCKS - MAP_BLOCKS
     memory = (
         gl.allocate_shared_memory(bf16, [STAGES * TILES, n, BLOCK_T, TILE_D], x_desc.layout),
         gl.allocate_shared_memory(bf16, [STAGES * TILES, BLOCK_T, TILE_D], h_out_desc.layout),
-        gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n], h_post_desc.layout),
-        gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n * n], h_res_desc.layout),
-        gl.allocate_shared_memory(bf16, [SLICES * n * TILES * MAP_BLOCKS + 1, 2, MAPS, TILE_D], parts_desc.layout),
+        posts,
+        ress,
+        reads,
+        gl.allocate_shared_memory(bf16, [PHI, 2, MAPS, TILE_D], parts_desc.layout),
     )
     full = (
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
@@ -329,18 +368,20 @@ def mhc_boundary_fwd_kernel(
         mbarrier.init(full[2].index(s), count=1)
         mbarrier.init(empty[2].index(s), count=1)
     barrier()  # nobody waits for a barrier before it is one
+    of_tokens = (h_post_desc, h_res_desc, read_desc)
     gl.warp_specialize(
         [
-            (compute, (x_next_desc, partials_ptr, memory, full, empty, T, D)),
-            (copy_in, (x_desc, h_out_desc, h_post_desc, h_res_desc, parts_desc, memory, full, empty, T, D)),
+            (compute, (x_next_desc, h_in_desc, partials_ptr, memory, full, empty, T, D, MAP_BLOCKS, TRANSPOSED)),
+            (copy_in, (x_desc, h_out_desc, of_tokens, parts_desc, memory, full, empty, T, D, MAP_BLOCKS)),
         ],
         [1],
         [COPYING_REGISTERS],
     )
 
 
-def post_project(*, x, h_out, h_post, h_res, phi, gamma, x_next):
-    """Fills x_next; returns the partial sums [bundles, T, M + 1], and how K was split."""
+def post_project(*, x, h_out, h_post, h_res, transposed, phi, gamma, x_next, read=None, h_in=None):
+    """Fills x_next and, where x_next is read with `read`, h_in; returns the partial sums [bundles, T, M + 1], and how K
+    was split."""
     tile, on = configs.BOUNDARY_FWD, device.of(x.device)
     streams, D = x.shape[-2:]
     T = x.numel() // (streams * D)
@@ -353,12 +394,16 @@ def post_project(*, x, h_out, h_post, h_res, phi, gamma, x_next):
         x_desc=by_streams(x, tile.block_t, TILE_D.value),
         h_out_desc=by_rows(h_out, D, tile.block_t, TILE_D.value),
         h_post_desc=by_rows(h_post, streams, tile.block_t, streams),
-        h_res_desc=by_rows(h_res, streams**2, tile.block_t, streams**2),
+        h_res_desc=None if h_res is None else by_rows(h_res, streams**2, tile.block_t, streams**2),
+        read_desc=None if h_in is None else by_rows(read, streams, tile.block_t, streams),
         parts_desc=described(parts, parts.shape, parts.stride(), [2, MAPS.value, TILE_D.value]),
         x_next_desc=by_streams(x_next, tile.block_t, TILE_D.value),
+        h_in_desc=None if h_in is None else by_rows(h_in, D, tile.block_t, TILE_D.value),
         partials_ptr=partials,
         T=T,
         D=D,
+        MAP_BLOCKS=phi.shape[0] // MAPS.value,
+        TRANSPOSED=transposed,
         num_warps=tile.warps,
         maxnreg=tile.registers,
     )

@@ -10,9 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from . import configs
-from .boundary_common import M, n, narrow, shared, widen
+from .boundary_common import n, shared, widen
 
-DOTS = gl.constexpr(configs.BOUNDARY_STREAMS * (configs.BOUNDARY_STREAMS + 1))  # of a token: dh_post, then dh_res
 BLOCK_T = gl.constexpr(configs.BOUNDARY_BWD.block_t)
 BLOCK_D = gl.constexpr(configs.BOUNDARY_BWD.block_d)
 BATCHES = gl.constexpr(configs.BOUNDARY_BWD.block_t // 4)  # of 4 tokens, one for each warp
@@ -72,7 +71,9 @@ HALF_PRODUCTS = gl.constexpr(  # [batch, 16, 8]
 
 
 SHARED_TILE = gl.constexpr(shared((16, 64), torch.bfloat16))
-SHARED_MAPS = gl.constexpr(shared((16, 32), torch.bfloat16))
+SHARED_MAPS_32 = gl.constexpr(shared((16, 32), torch.bfloat16))
+SHARED_MAPS_16 = gl.constexpr(shared((16, 16), torch.bfloat16))
+OF_STREAMS = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0]))  # [tokens, streams], to be stored
 
 
 # Σ over the tokens t and t + 8, which one thread holds: [tokens / 2, channels]
@@ -89,19 +90,6 @@ def load_streams(memory):
     for i in gl.static_range(n):
         found = found + (widen(tiles.index(i).load(TILE)),)
     return found
-
-
-# x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], with the roundings of `mix` in post.py, stored ones included
-@gluon.jit
-def mixed(x, h_out, h_post, h_res):
-    x_next = ()
-    for j in gl.static_range(n):
-        value = h_post[j] * h_out
-        for i in gl.static_range(n):
-            weight, _ = gl.broadcast(h_res[i * n + j], x[i])
-            value = gl.fma(weight, x[i], value)
-        x_next = x_next + (narrow(value),)
-    return x_next
 
 
 # A tile as the left side [channels, tokens] of a product, without shared memory: every block of 8 × 8 is transposed
@@ -123,39 +111,54 @@ def channel_of_row(row):
     return row % 8 + row // 16 * 8 + row // 8 % 2 * (BLOCK_D // 2)
 
 
-# A part of dh_mix [tokens, 32] as the right side of a product: its first 16 maps and the next 8
+# A part of dh_mix [tokens, PADDED] as the right side of a product: its first 16 maps and, of 32, the next 8
 @gluon.jit
-def maps_as_right(memory):
+def maps_as_right(memory, PADDED: gl.constexpr):
     maps = memory.load(gl.DotOperandLayout(1, CHANNELS, 2))
-    low, high = gl.split(gl.permute(gl.reshape(maps, [BLOCK_T, 2, 16]), [0, 2, 1]))
-    high, _ = gl.split(gl.permute(gl.reshape(high, [BLOCK_T, 2, 8]), [0, 2, 1]))
-    low = gl.convert_layout(low, gl.DotOperandLayout(1, CHANNELS, 2), assert_trivial=True)
-    return low, gl.convert_layout(high, gl.DotOperandLayout(1, CHANNELS, 2), assert_trivial=True)
+    if PADDED == 16:
+        found = (maps,)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(maps, [BLOCK_T, 2, 16]), [0, 2, 1]))
+        high, _ = gl.split(gl.permute(gl.reshape(high, [BLOCK_T, 2, 8]), [0, 2, 1]))
+        low = gl.convert_layout(low, gl.DotOperandLayout(1, CHANNELS, 2), assert_trivial=True)
+        found = low, gl.convert_layout(high, gl.DotOperandLayout(1, CHANNELS, 2), assert_trivial=True)
+    return found
 
 
-# A with these tokens: of stream i the first 16 maps at 2·i, the next 8 at 2·i + 1. A block's sum starts from zero, as
-# sums on matrix units are cut off, not rounded.
+# A of no tokens: of stream i the first 16 maps and, of 32, then the next 8
 @gluon.jit
-def with_tokens(A, x_next, dh_mix):
-    low_0, high_0 = maps_as_right(dh_mix.index(0))
-    low_1, high_1 = maps_as_right(dh_mix.index(1))
-    zero_16 = gl.zeros([BLOCK_D, 16], gl.float32, CHANNELS)
-    zero_8 = gl.zeros([BLOCK_D, 8], gl.float32, CHANNELS)
+def no_tokens(PADDED: gl.constexpr):
+    A = ()
+    for _ in gl.static_range(n):
+        A = A + (gl.zeros([BLOCK_D, 16], gl.float32, CHANNELS),)
+        if PADDED > 16:
+            A = A + (gl.zeros([BLOCK_D, 8], gl.float32, CHANNELS),)
+    return A
+
+
+# A with these tokens. A block's sum starts from zero, as sums on matrix units are cut off, not rounded.
+@gluon.jit
+def with_tokens(A, x_next, dh_mix, PADDED: gl.constexpr):
+    KINDS: gl.constexpr = PADDED // 16
+    first = maps_as_right(dh_mix.index(0), PADDED)
+    second = maps_as_right(dh_mix.index(1), PADDED)
+    zeros = no_tokens(PADDED)
     more = ()
     for i in gl.static_range(n):
         left = transposed(x_next[i])
-        more = more + (A[2 * i] + mma_v2(left, low_1, mma_v2(left, low_0, zero_16)),)
-        more = more + (A[2 * i + 1] + mma_v2(left, high_1, mma_v2(left, high_0, zero_8)),)
+        for kind in gl.static_range(KINDS):
+            product = mma_v2(left, second[kind], mma_v2(left, first[kind], zeros[kind]))
+            more = more + (A[KINDS * i + kind] + product,)
     return more
 
 
 @gluon.jit
-def store_A(A_ptr, A, slice, d0, D, first: gl.constexpr, COUNT: gl.constexpr):
+def store_A(A_ptr, A, slice, d0, D, kind: gl.constexpr, COUNT: gl.constexpr, PADDED: gl.constexpr, M: gl.constexpr):
     row = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(1, CHANNELS)), 1)
-    m = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(0, CHANNELS)), 0) + first * 16
+    m = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(0, CHANNELS)), 0) + kind * 16
     at = A_ptr + slice.to(gl.int64) * M * (n * D) + (m * (n * D) + d0 + channel_of_row(row))
     for i in gl.static_range(n):
-        gl.store(at + i * D, A[2 * i + first])
+        gl.store(at + i * D, A[PADDED // 16 * i + kind], mask=m < M)
 
 
 # x (or h_out for every stream) as left sides of products, dlink as right sides
@@ -194,9 +197,10 @@ def own_half(products, upper):
     return gl.where(upper, high, low)
 
 
-# dots[t, j] = <h_out[t], dlink[t, j]>, dots[t, n + i·n + j] = <x[t, i], dlink[t, j]>, for `left` tokens
+# dots[t, j] = <h_out[t], dlink[t, j]> and, with a map for it, dots[t, n + i·n + j] = <x[t, i], dlink[t, j]>, for `left`
+# tokens
 @gluon.jit
-def store_dots(dots_ptr, x, h_out, dlink, left):
+def store_dots(dots_ptr, x, h_out, dlink, left, DOTS: gl.constexpr, MIXED: gl.constexpr):
     zero = gl.zeros([BATCHES, 16, 16], gl.float32, PRODUCTS)
     q = gl.expand_dims(gl.expand_dims(gl.arange(0, BATCHES, gl.SliceLayout(1, gl.SliceLayout(2, HALF_PRODUCTS))), 1), 2)
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, HALF_PRODUCTS))), 0), 2)
@@ -204,5 +208,20 @@ def store_dots(dots_ptr, x, h_out, dlink, left):
     token, upper = q * 4 + m % 4, m % 4 >= 2
     own = (c // 4 == m % 2) & (token < left)
     at = dots_ptr + (token * DOTS + c % 4)
-    gl.store(at + (n + m // 4 * n), own_half(mma_v2(x, dlink, zero), upper), mask=own)
+    if MIXED:
+        gl.store(at + (n + m // 4 * n), own_half(mma_v2(x, dlink, zero), upper), mask=own)
     gl.store(at, own_half(mma_v2(h_out, dlink, zero), upper), mask=own & (m < 4))
+
+
+# dots[t, i] = <dh_in[t], x_next[t, i]>, for `left` tokens
+@gluon.jit
+def store_read_dots(dots_ptr, dh_in, x_next, left, DOTS: gl.constexpr):
+    sums = ()
+    for i in gl.static_range(n):  # first over the channels that one thread holds, 2 in each half of a block
+        products = gl.reshape(dh_in * widen(x_next[i]), [BLOCK_T, 2, BLOCK_D // 4, 2])
+        sums = sums + (gl.sum(gl.sum(products, axis=3), axis=1),)
+    wide = gl.join(gl.join(sums[0], sums[2]), gl.join(sums[1], sums[3]))  # [tokens, channels, i // 2, i % 2]
+    dots = gl.convert_layout(gl.sum(gl.reshape(wide, [BLOCK_T, BLOCK_D // 4, n]), axis=1), OF_STREAMS)
+    token = gl.expand_dims(gl.arange(0, BLOCK_T, gl.SliceLayout(1, OF_STREAMS)), 1)
+    i = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, OF_STREAMS)), 0)
+    gl.store(dots_ptr + (token * DOTS + i), dots, mask=token < left)

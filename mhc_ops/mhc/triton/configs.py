@@ -415,7 +415,11 @@ def split_k_in_bundles(n: int, D: int) -> SplitK:
     return split_k_in(n, D, block_d, levels_of_k(n, D, block_d)[1])
 
 
-TABLE = 32  # columns of a boundary's table of tokens: h_res, h_pre, x_factor and the factors of the layer's norm
+def table_columns(n: int, M: int) -> int:
+    """Of a boundary's table of tokens: h_res, if there is one, h_pre, x_factor and the factors of the layer's norm."""
+    return max(16, next_power_of_2(M - n + 3))
+
+
 # 16 tokens × 64 channels × 4 streams, 4 warps that compute, one that copies, 3 stages, two programs a multiprocessor:
 # 292 µs at T = 8192, D = 4096, 105 at T = 4096, D = 2560, 184 at T = 16384, D = 1280, 503 at T = 8192, D = 7168; with
 # the norm 302, 109, 191 and 526 (pass B and post's backward apart, without it: 412, 145, 265 and 763). Of a first

@@ -19,18 +19,19 @@ def mhc_next_bwd(**arguments):
         composition(**arguments)
 
 
-def is_one_kernel(*, x, h_out, h_post, h_res, options, dh_in, dx_next, dlink_next, **_):
+def is_one_kernel(*, x, h_out, h_post, h_res, dh_in, dx_next, dlink_next, **_):
     """Where all gradients come that a sublayer in a stack gets, and no other (somebody looked at x in between), in
     tensors that can be copied block by block."""
-    if h_res is None or options.transposed or dh_in is None or dlink_next is None or dx_next is not None:
+    if dh_in is None or dlink_next is None or dx_next is not None:
         return False
     n, D = x.shape[-2:]
     enough = x.numel() >= configs.BOUNDARY_TOKENS * n * D
     if configs.boundary_bwd(n, D, x.dtype, enough, device.of(x.device)) is None or boundary_pass() is None:
         return False
-    wide = all(tensor.dtype == configs.MAPS_DTYPE for tensor in (h_post, h_res))
+    maps = (h_post,) if h_res is None else (h_post, h_res)
+    wide = all(tensor.dtype == configs.MAPS_DTYPE for tensor in maps)
     narrow = all(tensor.dtype == configs.BOUNDARY_DTYPE for tensor in (h_out, dh_in, dlink_next))
-    described = (x, h_out, h_post, h_res, dh_in, dlink_next)
+    described = (x, h_out, *maps, dh_in, dlink_next)
     return wide and narrow and all(tensor.data_ptr() % 16 == 0 for tensor in described)
 
 
@@ -40,6 +41,7 @@ def as_one_kernel(
     h_out,
     h_post,
     h_res,
+    options,
     x_next,
     dx_next,
     dh_in,
@@ -54,10 +56,11 @@ def as_one_kernel(
     **of_pre,
 ):
     """of_pre: what else pre's backward takes and fills, of the next sublayer"""
-    of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
+    of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "transposed": options.transposed}
     of_post |= {"dh_out": dh_out, "dh_post": dh_post, "dh_res": dh_res}
     mhc_pre_bwd(
         x=x_next,
+        options=options,
         dh_in=dh_in,
         dh_post=dh_post_next,
         dh_res=dh_res_next,

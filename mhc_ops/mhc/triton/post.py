@@ -37,11 +37,12 @@ def load_maps(h_post_ptr, h_res_ptr, t, in_batch, n: tl.constexpr, TRANSPOSED: t
 @triton.jit
 def mix(x, h_out, h_post, h_res, j: tl.constexpr, n: tl.constexpr):
     if len(h_res) == 0:
-        return tl.fma(tl.broadcast_to(h_post[j], h_out.shape), h_out, x[j])
-    x_next = h_post[j] * h_out
-    for i in tl.static_range(n):
-        weight = tl.broadcast_to(h_res[i * n + j], x_next.shape)
-        x_next = tl.fma(weight, x[i], x_next)
+        x_next = tl.fma(tl.broadcast_to(h_post[j], h_out.shape), h_out, x[j])
+    else:
+        x_next = h_post[j] * h_out
+        for i in tl.static_range(n):
+            weight = tl.broadcast_to(h_res[i * n + j], x_next.shape)
+            x_next = tl.fma(weight, x[i], x_next)
     return x_next
 
 

@@ -1,6 +1,7 @@
 """The boundary between two layers: mHC post of one and pre of the next.
 
-Forward, on Hopper: one kernel makes x_next and projects it (boundary_fwd.py), then comes pre's finishing kernel.
+Forward, on Hopper: one kernel makes x_next and projects it (boundary_fwd.py), shifted also h_in; then comes pre's
+finishing kernel.
 Up to 64 tokens: one launch (few.py). Elsewhere: post, then pre. The bits are the same, so it is nobody's concern which
 was taken.
 Backward: one after the other.
@@ -28,25 +29,28 @@ def mhc_post_pre_fwd(*, x, h_out, h_post, h_res, phi, gamma, options, x_next, h_
         few.few_fwd(tile=tile, **of_post, phi=phi, gamma=gamma, **maps, **of_finish)
         return
     of_finish |= {"x": x_next, "h_post": h_post_next, "h_res": h_res_next}
-    if is_fused(**of_post) and not options.transposed:
-        partials, split = post_project()(**of_post, phi=phi, gamma=gamma)
+    if is_fused(**of_post, read=of_finish.get("read")):
+        of_project = {**of_post, "transposed": options.transposed, "phi": phi, "gamma": gamma}
+        if of_finish.get("read") is not None and of_finish["layer_norm_weight"] is None:
+            of_project |= {name: of_finish.pop(name) for name in ("read", "h_in")}
+            of_finish["h_in"] = None
+        partials, split = post_project()(**of_project)
         finish(**of_finish, partials=partials, split=split)
     else:
         mhc_post_fwd(**of_post, transposed=options.transposed)
         mhc_pre_fwd(**of_finish, phi=phi, gamma=gamma)
 
 
-def is_fused(*, x, h_out, h_post, h_res, x_next):
+def is_fused(*, x, h_out, h_post, h_res, x_next, read):
     """Whether the boundary's kernel takes these tensors. It copies blocks, which begin and are wide in 16 bytes."""
-    if h_res is None:
-        return False
     n, D = x.shape[-2:]
+    maps = [tensor for tensor in (h_post, h_res, read) if tensor is not None]
     return (
         configs.boundary_fwd(n, D, h_out.numel() // D, device.of(x.device)) is not None
         and post_project() is not None
         and all(tensor.dtype == configs.BOUNDARY_DTYPE for tensor in (x, h_out))
-        and all(tensor.dtype == configs.MAPS_DTYPE for tensor in (h_post, h_res))
-        and not any(tensor.data_ptr() % 16 for tensor in (x, h_out, h_post, h_res))
+        and all(tensor.dtype == configs.MAPS_DTYPE for tensor in maps)
+        and not any(tensor.data_ptr() % 16 for tensor in (x, h_out, *maps))
     )
 
 

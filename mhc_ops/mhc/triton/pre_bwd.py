@@ -211,8 +211,8 @@ def mhc_pre_bwd(
     boundary=None,
 ):
     """dx_next reaches dx through h_res, dx_added as it is. dh_pre is given where h_in was read with `read`, or is not
-    there; dread is then what pass A makes. boundary: what makes dx in pass B's place, and more; it takes what there is
-    of a token as one table"""
+    there; dread is then what pass A makes. boundary: what makes dx in pass B's place, and more, so dread, for which
+    it does not have to wait; it takes what there is of a token as one table"""
     n, D = x.shape[-2:]
     M, T = phi.shape[0], inv_rms.numel()
     padded = configs.padded_maps(M)
@@ -231,7 +231,7 @@ def mhc_pre_bwd(
     iters = options.sinkhorn_iters
     has_h_res = dx_next is not None and M > 2 * n
     assert iters > 0 or not has_h_res
-    table = None if boundary is None else scratch(T, configs.TABLE)
+    table = None if boundary is None else scratch(T, configs.table_columns(n, M))
     if table is None:
         h_pre, x_factor = scratch(T, n), scratch(T)
         h_res = scratch(T, n, n) if has_h_res else None
@@ -255,7 +255,7 @@ def mhc_pre_bwd(
             dread=dread,
             table=table,
         )
-    else:
+    elif read is None or boundary is None:
         of_pass_a = scratch(T, n) if read is None else dread
         pass_a = configs.dh_pre(n, D, exact.parts == 1, on)
         launch(
@@ -308,7 +308,7 @@ def mhc_pre_bwd(
         M=M,
         PARTS=exact.parts,
         TRANSPOSED=options.transposed,
-        TABLE=0 if table is None else configs.TABLE,
+        TABLE=0 if table is None else table.shape[1],
         BLOCK_T=dmaps.block_t,
         BLOCK_G=next_power_of_2(padded - (n * n if M > 2 * n else 0)),
         BLOCK_M=padded,
@@ -318,7 +318,8 @@ def mhc_pre_bwd(
     of_pass_b = {"dh_in": dh_in, "dx_next": dx_next, "dh_mix": dh_mix, "parts": parts, "dx": dx}
     of_pass_b["layer_norm_weight"] = None if factors is None else layer_norm_weight
     if boundary is not None:
-        A, dweight = boundary(**of_pass_b, table=table)
+        of_boundary = {"dread": dread} if read is not None and factors is None else {}
+        A, dweight = boundary(**of_pass_b, **of_boundary, table=table)
     else:
         of_token = {"x_factor": x_factor, "h_pre": h_pre, "h_res": h_res, "factors": factors}
         A, dweight = launch_dx(**of_pass_b, **of_token, x=x, dx_added=dx_added, M=M, exact=exact)

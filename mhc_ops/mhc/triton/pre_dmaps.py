@@ -70,7 +70,8 @@ def mhc_pre_dmaps_kernel(
         dh_post = tl.load(dh_post_ptr + rows * n + (g - n), mask=is_gate & (g >= n), other=0.0)
         dz += post_mult * slope * dh_post.to(tl.float32)
     dinv = tl.sum(alpha * dz * h_mix, axis=1)[:, None]
-    h_pre_at = h_pre_ptr + (rows * n + g if TABLE == 0 else rows * TABLE + n * n + g)
+    RES: tl.constexpr = M - 2 * n if M > 2 * n else 0
+    h_pre_at = h_pre_ptr + (rows * n + g if TABLE == 0 else rows * TABLE + RES + g)
     if read_ptr is None:
         h_pre = gate + hc_eps
     else:
@@ -108,7 +109,7 @@ def mhc_pre_dmaps_kernel(
         tl.store(sums + 2 * n + row * n + col, tl.sum(dz, axis=0), mask=in_sums)
         tl.store(sums + M + 2 * n + row * n + col, tl.sum(dz * normed, axis=0), mask=in_sums)
 
-    x_factor_at = x_factor_ptr + (rows if TABLE == 0 else rows * TABLE + n * n + n)
+    x_factor_at = x_factor_ptr + (rows if TABLE == 0 else rows * TABLE + RES + n)
     tl.store(x_factor_at, -dinv * inv_rms * inv_rms * inv_rms / (n * D), mask=in_batch)
 
 

@@ -91,7 +91,7 @@ def mhc_pre_normed_dh_pre_kernel(
     for i in tl.static_range(n):
         dh_pre = r * dots[i] - c * tl.sum(of_h_in[i], axis=1, keep_dims=True)
         tl.store(dh_pre_ptr + rows * n + i, dh_pre.to(dh_pre_ptr.dtype.element_ty), mask=is_row)
-    r_at = factors_ptr + (rows if TABLE == 0 else rows * TABLE + (n * n + n + 1))
+    r_at = factors_ptr + (rows if TABLE == 0 else rows * TABLE + (M - n + 1))
     tl.store(r_at, r, mask=is_row)
     tl.store(r_at + (T if TABLE == 0 else 1), c, mask=is_row)
 
@@ -123,7 +123,7 @@ def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, opti
         layer_norm_eps=options.layer_norm_eps,
         n=n,
         M=M,
-        TABLE=0 if table is None else configs.TABLE,
+        TABLE=0 if table is None else table.shape[1],
         BLOCK_T=tile.block_t,
         BLOCK_D=tile.block_d,
         num_warps=tile.warps,

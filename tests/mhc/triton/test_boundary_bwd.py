@@ -20,7 +20,7 @@ from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.launch import COMPILE_OPTIONS
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import contracts
-from mhc_ops.mhc.options import PreOptions
+from mhc_ops.mhc.options import PreOptions, Residual
 from mhc_ops.mhc.triton import boundary_bwd, configs, next_bwd
 
 HOPPER = GPUS["sm_90"]
@@ -36,9 +36,9 @@ on_hopper = pytest.mark.skipif(
 # ---- the two kernels alone -------------------------------------------------------------------------------------------
 
 
-def inputs(T, D, normed, seed=0):
-    """What mhc_pre_bwd hands to boundary_pass, with NaN where the results go."""
-    n, M, padded = 4, 24, 32
+def inputs(T, D, normed, seed=0, mixed=True, transposed=False, shifted=False):
+    """What mhc_pre_bwd hands to boundary_pass, with NaN where the results go. Without `mixed` there is no h_res."""
+    n, M, padded = 4, 24 if mixed else 8, 32 if mixed else 16
     generator = torch.Generator().manual_seed(cases.SEED + seed)
 
     def normal(*shape, dtype=fp32):
@@ -51,13 +51,15 @@ def inputs(T, D, normed, seed=0):
     def poison(*shape, dtype=fp32):
         return torch.full(shape, torch.nan, dtype=dtype)
 
-    table = poison(T, configs.TABLE)  # of which not all columns are used
-    table[:, : n * n + n + (3 if normed else 1)] = torch.rand(T, n * n + n + (3 if normed else 1), generator=generator)
+    table = poison(T, configs.table_columns(n, M))  # of which not all columns are used
+    used = M - n + (3 if normed else 1)
+    table[:, :used] = torch.rand(T, used, generator=generator)
     return {
         "x": normal(T, n, D, dtype=bf16),
         "h_out": normal(T, D, dtype=bf16),
         "h_post": normal(T, n),
-        "h_res": torch.softmax(normal(T, n, n), -1),
+        "h_res": torch.softmax(normal(T, n, n), -1) if mixed else None,
+        "transposed": transposed,
         "dh_in": normal(T, D, dtype=bf16),
         "dx_next": normal(T, n, D, dtype=bf16),
         "dh_mix": in_parts(torch.nn.functional.pad(normal(T, M), (0, padded - M))),
@@ -67,26 +69,34 @@ def inputs(T, D, normed, seed=0):
         "dx": poison(T, n, D, dtype=bf16),
         "dh_out": poison(T, D, dtype=bf16),
         "dh_post": poison(T, n),
-        "dh_res": poison(T, n, n),
+        "dh_res": poison(T, n, n) if mixed else None,
+        "dread": poison(T, n) if shifted and not normed else None,  # pass A, which the norm waits for, makes it
     }
+
+
+def on_a_gpu(given):
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
 
 
 def stored_x_next(x, h_out, h_post, h_res):
     """As mhc_post stores it: fp32, one rounding a step, as fma does."""
+    if h_res is None:
+        return (h_post.double()[:, :, None] * h_out[:, None].double() + x.double()).float().to(x.dtype)
     value = h_post[:, :, None] * h_out[:, None].float()
     for i in range(x.shape[1]):
         value = (h_res[:, i, :, None].double() * x[:, i, None].double() + value.double()).float()
     return value.to(x.dtype)
 
 
-def exact(x, h_out, h_post, h_res, dh_in, dx_next, dh_mix, parts, table, layer_norm_weight, dx, **_):
+def exact(x, h_out, h_post, h_res, transposed, dh_in, dx_next, dh_mix, parts, table, layer_norm_weight, dx, dread, **_):
     """In fp64, of x_next and dlink as they are stored."""
     n, D = x.shape[-2:]
-    M = n * n + 2 * n
-    x_next = stored_x_next(x, h_out, h_post, h_res).double()
-    given = (x, h_out, h_post, h_res, dh_in, dx_next, dh_mix, parts, table, dx)
-    x, h_out, h_post, h_res, dh_in, dx_next, dh_mix, parts, table, stored = (tensor.double() for tensor in given)
-    h_res_next, h_pre, x_factor, r, c = table[:, : n * n + n + 3].split([n * n, n, 1, 1, 1], dim=1)
+    mixed = 0 if h_res is None else n * n
+    M = mixed + 2 * n
+    x_next = stored_x_next(x, h_out, h_post, h_res.mT if transposed else h_res).double()
+    given = (x, h_out, h_post, dh_in, dx_next, dh_mix, parts, table, dx)
+    x, h_out, h_post, dh_in, dx_next, dh_mix, parts, table, stored = (tensor.double() for tensor in given)
+    h_res_next, h_pre, x_factor, r, c = table[:, : mixed + n + 3].split([mixed, n, 1, 1, 1], dim=1)
     dh_mix, phi = dh_mix.sum(0)[:, :M], parts.sum(0)[:M]
     results = {"A": dh_mix.T @ x_next.flatten(1)}
     if layer_norm_weight is not None:
@@ -94,12 +104,16 @@ def exact(x, h_out, h_post, h_res, dh_in, dx_next, dh_mix, parts, table, layer_n
         results["dweight"] = (r * h_in * dh_in).sum(0)
         dh_in = r * (layer_norm_weight.double() * dh_in) - c * h_in
     dlink = (dh_mix @ phi).unflatten(1, (n, D)) + x_factor[:, :, None] * x_next + h_pre[:, :, None] * dh_in[:, None]
-    dlink += torch.einsum("tij,tjd->tid", h_res_next.unflatten(1, (n, n)), dx_next)
+    if mixed:
+        dx_next = torch.einsum("tij,tjd->tid", h_res_next.unflatten(1, (n, n)), dx_next)
+        dh_res = torch.einsum("tid,tjd->tij", x, stored)
+        results["dh_res"] = dh_res.mT if transposed else dh_res
+    if dread is not None:
+        results["dread"] = torch.einsum("td,tid->ti", dh_in, x_next)
     return results | {
-        "dx": dlink,
+        "dx": dlink + dx_next,
         "dh_out": torch.einsum("tj,tjd->td", h_post, stored),
         "dh_post": torch.einsum("td,tjd->tj", h_out, stored),
-        "dh_res": torch.einsum("tid,tjd->tij", x, stored),
     }
 
 
@@ -118,10 +132,13 @@ def emulating(kernel, grid, **arguments):
     elif _INTERPRETED:
         kernel[grid](**arguments)
     else:
-        n = arguments["n"]
-        post, res = arguments["dots_ptr"].sum(0).split([n, n * n], dim=1)
-        arguments["dh_post_ptr"].copy_(post.reshape(arguments["dh_post_ptr"].shape))
-        arguments["dh_res_ptr"].copy_(res.reshape(arguments["dh_res_ptr"].shape))
+        n, dots = arguments["n"], arguments["dots_ptr"].sum(0)
+        outputs = {name: arguments[name] for name in ("dh_post_ptr", "dh_res_ptr", "dread_ptr")}
+        for name, output in outputs.items():
+            if output is not None:
+                width = n * n if name == "dh_res_ptr" else n
+                own, dots = dots[:, :width].reshape(output.shape), dots[:, width:]
+                output.copy_(own.mT if name == "dh_res_ptr" and arguments["TRANSPOSED"] else own)
 
 
 @pytest.fixture
@@ -140,12 +157,25 @@ def test_emulated_against_fp64(T, slices, normed, emulated, monkeypatch):
     assert_exact(given, A, dweight)
 
 
+FORMS = [{"shifted": True}, {"mixed": False}, {"mixed": False, "shifted": True}, {"transposed": True, "shifted": True}]
+by_form = pytest.mark.parametrize("form", FORMS, ids=str)
+
+
+@by_norm
+@by_form
+def test_other_forms_emulated_against_fp64(form, normed, emulated, monkeypatch):
+    monkeypatch.setattr(configs, "partition_rows", lambda *_: 2)
+    given = inputs(150, 128, normed, **form)
+    assert_exact(given, *boundary_bwd.boundary_pass(**given))
+
+
 @on_hopper
 @pytest.mark.gpu
 @by_norm
+@pytest.mark.parametrize("form", [{}, *FORMS], ids=str)
 @pytest.mark.parametrize(("T", "D"), [(1, 64), (300, 512), (1024, 4096), (2000, 2560)])
-def test_on_a_gpu_against_fp64(T, D, normed):
-    given = {name: None if tensor is None else tensor.cuda() for name, tensor in inputs(T, D, normed).items()}
+def test_on_a_gpu_against_fp64(T, D, form, normed):
+    given = on_a_gpu(inputs(T, D, normed, **form))
     A, dweight = boundary_bwd.boundary_pass(**given)
     assert_exact(given, A, dweight)
 
@@ -199,34 +229,42 @@ def test_emulated_in_a_stack(subject, T, options, in_a_stack, poisoned):
     assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
 
 
-def boundary(T, n=4, D=4096, dtype=bf16, normed=False, on="meta"):
+def boundary(T, n=4, D=4096, dtype=bf16, normed=False, on="meta", mixed=True, transposed=False, shifted=False):
     """mhc_next_bwd's inputs."""
-    M = n * n + 2 * n
+    sections = [n, n, n * n] if mixed else [n, n]
+    M = sum(sections)
 
     def tensor(*shape, dtype=fp32):
         return torch.zeros(shape, dtype=dtype, device=on)
 
     x, x_next, dlink_next = (tensor(T, n, D, dtype=dtype) for _ in range(3))
     h_out, dh_in = (tensor(T, D, dtype=dtype) for _ in range(2))
-    maps = {"h_post": tensor(T, n), "h_res": tensor(T, n, n)}
-    cotangents = {"dh_post_next": tensor(T, n), "dh_res_next": tensor(T, n, n), "dx_next": None}
-    parameters = {"phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M), "gamma": tensor(n, D)}
+    maps = {"h_post": tensor(T, n), "h_res": tensor(T, n, n) if mixed else None}
+    cotangents = {"dh_post_next": tensor(T, n), "dh_res_next": tensor(T, n, n) if mixed else None, "dx_next": None}
+    parameters = {"phi": tensor(M, n * D), "alpha": tensor(len(sections)), "bias": tensor(M), "gamma": tensor(n, D)}
     parameters["layer_norm_weight"] = tensor(D) if normed else None
-    kept = {"x_next": x_next, "inv_rms": tensor(T), "h_mix": tensor(T, M), "options": PreOptions()}
+    kept = {"x_next": x_next, "inv_rms": tensor(T), "h_mix": tensor(T, M), "read": None, "dh_pre_next": None}
+    if shifted:
+        kept |= {"read": tensor(T, n), "dh_pre_next": tensor(T, n)}
+    residual = Residual.SINKHORN if mixed else Residual.IDENTITY
+    kept["options"] = PreOptions(residual=residual.value, transposed=transposed)
     cotangents |= {"dh_in": dh_in, "dlink_next": dlink_next}
     return {"x": x, "h_out": h_out, **maps, **cotangents, **parameters, **kept}
 
 
 @pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
-@by_norm
-@pytest.mark.parametrize("weight_dtype", [fp32, bf16], ids=["fp32", "bf16"])
-def test_compiles_for_hopper(normed, weight_dtype, monkeypatch):
-    """Without spills; two programs fit a multiprocessor; no token count is compiled in."""
+@pytest.mark.parametrize(
+    ("form", "weight_dtype"),
+    [({}, None), ({}, fp32), ({}, bf16), *[(form, weight) for form in FORMS for weight in (None, fp32)]],
+    ids=str,
+)
+def test_compiles_for_hopper(form, weight_dtype, monkeypatch):
+    """Without spills; two programs fit a multiprocessor; no token count is compiled in. weight_dtype: of the norm"""
     keys = set()
-    for T in (8192, 1025):
+    for T in (8192, 1025) if not form else (8192,):
         with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
-            given = boundary(T, normed=normed)
-            if normed:
+            given = boundary(T, normed=weight_dtype is not None, **form)
+            if weight_dtype is not None:
                 given["layer_norm_weight"] = given["layer_norm_weight"].to(weight_dtype)
             contracts.mhc_next_bwd.launch(backend="triton", **given)
         cross_compile.check("sm_90", kernels)
@@ -251,11 +289,12 @@ EVENTS = {
 
 @pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
 @by_norm
-def test_warps_meet_where_they_must(normed, monkeypatch):
+@pytest.mark.parametrize("form", [{}, {"shifted": True}, {"mixed": False}], ids=str)
+def test_warps_meet_where_they_must(form, normed, monkeypatch):
     """What no emulation shows: no warp stores before the last copies have read, all have stored and fenced before the
     next copies, and all have read a stage before it is handed back."""
     with cross_compile.compiling_for("sm_90", monkeypatch, KERNELS[:1]) as kernels:
-        contracts.mhc_next_bwd.launch(backend="triton", **boundary(8192, normed=normed))
+        contracts.mhc_next_bwd.launch(backend="triton", **boundary(8192, normed=normed, **form))
     lines = kernels[0].assembly.splitlines()
     events = [event for line in lines for text, event in EVENTS.items() if text in line]
     loop = events[events.index("wait") - 1 : events.index("arrive") + 1]
@@ -389,7 +428,7 @@ def test_composition_within_fp32_rounding(subject, T, D, monkeypatch):
 def test_x_next_is_remade_with_the_bits_of_post():
     """A = dh_mixᵀ · x_next is exact where dh_mix is 1 for one token, so it shows x_next."""
     T, D = 1040, 512
-    given = {name: None if tensor is None else tensor.cuda() for name, tensor in inputs(T, D, False).items()}
+    given = on_a_gpu(inputs(T, D, False))
     of_post = {name: given[name] for name in ("x", "h_out", "h_post", "h_res")}
     x_next = mhc_ops.mhc_post(**of_post, backend="triton")
     for token in (0, 17, T - 1):
@@ -403,25 +442,31 @@ def assert_same_bits_in_any_batch(alone, copies):
     """The copies of a token are at all places in a block where the token count is odd."""
     of_channels = ("parts", "layer_norm_weight")
     many = {
-        name: tensor if name in of_channels else torch.cat([tensor] * copies, 1 if name == "dh_mix" else 0)
-        for name, tensor in alone.items()
+        name: torch.cat([value] * copies, 1 if name == "dh_mix" else 0)
+        if isinstance(value, torch.Tensor) and name not in of_channels
+        else value
+        for name, value in alone.items()
     }
     for given in (alone, many):
         boundary_bwd.boundary_pass(**given)
-    for name in ("dx", "dh_out", "dh_post", "dh_res"):
-        assert all(torch.equal(part, alone[name]) for part in many[name].split(alone["x"].shape[0])), name
+    for name in ("dx", "dh_out", "dh_post", "dh_res", "dread"):
+        assert alone[name] is None or all(
+            torch.equal(part, alone[name]) for part in many[name].split(alone["x"].shape[0])
+        ), name
 
 
 @by_norm
-def test_emulated_in_any_batch(normed, emulated):
-    assert_same_bits_in_any_batch(inputs(21, 64, normed), 3)
+@pytest.mark.parametrize("form", [{}, *FORMS], ids=str)
+def test_emulated_in_any_batch(form, normed, emulated):
+    assert_same_bits_in_any_batch(inputs(21, 64, normed, **form), 3)
 
 
 @on_hopper
 @pytest.mark.gpu
 @by_norm
-@pytest.mark.parametrize("copies", [3, 129], ids=["few", "above 2^31 elements"])
-def test_in_any_batch_on_a_gpu(copies, normed):
-    alone = {name: None if tensor is None else tensor.cuda() for name, tensor in inputs(1021, 4096, normed).items()}
+@pytest.mark.parametrize(("form", "copies"), [({}, 129), *[(form, 3) for form in ({}, *FORMS)]], ids=str)
+def test_in_any_batch_on_a_gpu(form, copies, normed):
+    """One with more than 2^31 elements."""
+    alone = on_a_gpu(inputs(1021, 4096, normed, **form))
     assert (copies * alone["x"].numel() > 2**31) == (copies == 129)
     assert_same_bits_in_any_batch(alone, copies)

@@ -60,8 +60,8 @@ def parts_of(phi):
     return torch.stack([high, (phi - high.float()).to(bf16)])
 
 
-def emulated(monkeypatch, programs, *, x, h_out, h_post, h_res, parts):
-    """x_next and partial sums, of memory that was NaN."""
+def emulated(monkeypatch, programs, *, x, h_out, h_post, h_res, parts, transposed=False, read=None):
+    """x_next, partial sums and, where it is read, h_in, of memory that was NaN."""
 
     def emulating(kernel, grid, *, partials_ptr, num_warps, maxnreg, **arguments):
         gluon_emulator.run(kernel, (programs,), partials_ptr=partials_ptr.fill_(torch.nan), **arguments)
@@ -69,14 +69,17 @@ def emulated(monkeypatch, programs, *, x, h_out, h_post, h_res, parts):
     monkeypatch.setattr(boundary_fwd, "launch", emulating)
     monkeypatch.setattr(boundary_fwd, "phi_parts", lambda *_: parts)
     x_next = torch.full_like(x, torch.nan)
-    phi = torch.empty(M, x[0].numel())
-    of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "x_next": x_next}
-    partials, _ = post_project(**of_post, phi=phi, gamma=None)
-    return x_next, partials
+    phi = torch.empty(2 * n if h_res is None else M, x[0].numel())
+    of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "x_next": x_next, "transposed": transposed}
+    h_in = None if read is None else torch.full_like(h_out, torch.nan)
+    partials, _ = post_project(**of_post, phi=phi, gamma=None, read=read, h_in=h_in)
+    return (x_next, partials) if read is None else (x_next, partials, h_in)
 
 
 def mixed(x, h_out, h_post, h_res):
     """In the order of mhc_post, each sum rounded once."""
+    if h_res is None:
+        return (h_post.double()[:, :, None] * h_out.double()[:, None] + x.double()).float().to(bf16)
     value = h_post[:, :, None] * h_out.float()[:, None]
     for i in range(n):
         value = (h_res[:, i, :, None].double() * x[:, i, None].double() + value.double()).float()
@@ -125,6 +128,27 @@ def test_emulated(T, D, programs, monkeypatch):
     exact = torch.cat([wide @ phi.T, wide.square().sum(1, keepdim=True)], 1)
     assert ((total - exact).norm(dim=0) <= 1e-6 * exact.norm(dim=0)).all()
     assert torch.equal(partials[..., M], sums_in_order(x_next, parts)[..., M]), "squares in the order of mhc_pre"
+
+
+@compiled_only
+@pytest.mark.parametrize("form", ["standard", "transposed", "identity"])
+def test_other_forms_emulated(form, monkeypatch):
+    """Shifted, with each kind of residual."""
+    given = inputs(100, 512)
+    read = torch.rand(100, n)
+    of_form = {}
+    if form == "identity":
+        of_form = {"h_res": None, "parts": torch.nn.functional.pad(given["parts"][:, : 2 * n], (0, 0, 0, 8))}
+    elif form == "transposed":
+        of_form = {"h_res": given["h_res"].mT.contiguous(), "transposed": True}
+    x_next, partials, h_in = emulated(monkeypatch, 3, **given | of_form, read=read)
+    parts = given.pop("parts")
+    assert torch.equal(x_next, mixed(**given | ({"h_res": None} if form == "identity" else {})))
+    sums = sums_in_order(x_next, parts)[..., [*range(2 * n), M] if form == "identity" else slice(None)]
+    assert ((partials - sums).norm(dim=(0, 1)) <= 1e-6 * sums.norm(dim=(0, 1))).all()
+    assert torch.equal(partials[..., -1], sums[..., -1])
+    expected = torch.einsum("ti,tid->td", read.double(), x_next.double())
+    assert accuracy.close(h_in, expected)
 
 
 def sensitive_to_order(T, D):
