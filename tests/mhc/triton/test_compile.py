@@ -6,7 +6,7 @@ import torch
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.check import name_of
 from mhc_ops.mhc import contracts
-from mhc_ops.mhc.options import PreOptions
+from mhc_ops.mhc.options import PreOptions, Residual
 
 pytest.importorskip("triton")
 import cross_compile
@@ -55,6 +55,7 @@ KERNELS = {
     "mhc_pre_dalpha_kernel",
     "mhc_read_fwd_kernel",
     "mhc_read_bwd_kernel",
+    "mhc_mean_bwd_kernel",
     "mhc_post_fwd_kernel",
     "mhc_post_bwd_kernel",
     "sinkhorn_fwd_kernel",
@@ -65,43 +66,56 @@ BOUNDARY = {"mhc_boundary_fwd_kernel", "mhc_boundary_bwd_kernel", "mhc_boundary_
 ONE_LAUNCH = "mhc_few_fwd_kernel"  # on NVIDIA GPUs
 
 
-def launch_all(T, n, D, dtype, gamma=True, normed=False):
-    """Every op, forward and backward, on meta tensors: shapes and types, no storage. normed: with the layer's norm"""
-    M = n * n + 2 * n
+def launch_all(T, n, D, dtype, gamma=True, normed=False, mixed=True, transposed=False, shifted=False):
+    """Every op, forward and backward, on meta tensors: shapes and types, no storage. normed: with the layer's norm;
+    mixed: with a map as residual, which may be transposed; shifted: h_in is read with given weights"""
+    sections = [n, n, n * n] if mixed else [n, n]
+    M = sum(sections)
 
     def tensor(*shape, dtype=fp32):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x, h_out = tensor(T, n, D, dtype=dtype), tensor(T, D, dtype=dtype)
-    h_post, h_res, inv_rms, h_mix = tensor(T, n), tensor(T, n, n), tensor(T), tensor(T, M)
-    weight = tensor(n, D) if gamma else None
-    maps = {"phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M), "gamma": weight, "options": PreOptions()}
+    h_post, h_res, inv_rms, h_mix = tensor(T, n), tensor(T, n, n) if mixed else None, tensor(T), tensor(T, M)
+    weight, read = tensor(n, D) if gamma else None, tensor(T, n) if shifted else None
+    options = PreOptions(residual=(Residual.SINKHORN if mixed else Residual.IDENTITY).value, transposed=transposed)
+    maps = {"phi": tensor(M, n * D), "alpha": tensor(len(sections)), "bias": tensor(M), "gamma": weight}
+    maps["options"] = options
     pre = {**maps, "layer_norm_weight": tensor(D) if normed else None}
     head = {"phi": tensor(n, n * D), "alpha": tensor(1), "bias": tensor(n), "gamma": weight, "hc_eps": 1e-6}
-    post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
+    boundary = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
+    post = {**boundary, "transposed": transposed}
     kept = {"inv_rms": inv_rms, "h_mix": h_mix}
     for dx_next in (None, x):
-        cotangents = {"dh_in": h_out, "dh_post": h_post, "dh_res": h_res, "dx_next": dx_next}
-        launch("mhc_pre_bwd", x=x, **pre, **kept, **cotangents)
+        cotangents = {"dh_in": h_out, "dh_post": h_post, "dh_res": h_res, "dh_pre": read, "dx_next": dx_next}
+        launch("mhc_pre_bwd", x=x, read=read, **pre, **kept, **cotangents)
     for streams in (x, tensor(SOME, n, D, dtype=dtype), tensor(FEW, n, D, dtype=dtype)):
         launch("mhc_maps_fwd", x=streams, **maps)
         launch("mhc_pre_fwd", x=streams, **pre)
         launch("mhc_head_fwd", x=streams, **head, norm_eps=1e-6)
-    launch("mhc_layer_pre", x=x, **pre)
+    launch("mhc_layer_pre", x=x, read=read, **pre)
+    if shifted:
+        few = {name: None if t is None else t[:FEW] for name, t in {**boundary, "read": read}.items()}
+        launch("mhc_next_fwd", **few, **pre, link=None, linked=False)
     launch("mhc_post_fwd", **post)
     for residual in (False, True):
         launch("mhc_post_bwd", **post, dx_next=x, residual=residual)
-    launch("mhc_post_pre_fwd", **post, **pre)
+    launch("mhc_post_pre_fwd", **boundary, **pre)
+    launch("mhc_next_fwd", **boundary, read=read, **pre, link=None, linked=False)
     cotangents = {"dx_next": x, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res}
-    launch("mhc_post_pre_bwd", **post, **pre, x_next=x, **kept, **cotangents)
+    launch("mhc_post_pre_bwd", **boundary, **pre, x_next=x, **kept, **cotangents)
     of_next = {"dx_next": None, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res, "dlink_next": x}
-    launch("mhc_next_bwd", **post, **pre, x_next=x, **kept, **of_next)
+    of_next |= {"read": read, "dh_pre_next": read}
+    launch("mhc_next_bwd", **boundary, **pre, x_next=x, **kept, **of_next)
     launch("mhc_maps_bwd", x=x, **maps, **kept, dh_pre=h_post, dh_post=h_post, dh_res=h_res)
     launch("mhc_read_fwd", x=x, h_pre=h_post)
     launch("mhc_read_bwd", x=x, h_pre=h_post, dh_in=h_out)
+    launch("mhc_mean_fwd", x=x, n=n)
+    launch("mhc_mean_bwd", n=n, dout=h_out)
     launch("mhc_head_bwd", x=x, **head, inv_rms=inv_rms, h_mix=tensor(T, n), dout=h_out)
-    launch("sinkhorn_fwd", logits=h_res, iters=20, eps=1e-6)
-    launch("sinkhorn_bwd", logits=h_res, iters=20, eps=1e-6, dh_res=h_res)
+    logits = tensor(T, n, n)
+    launch("sinkhorn_fwd", logits=logits, iters=20, eps=1e-6)
+    launch("sinkhorn_bwd", logits=logits, iters=20, eps=1e-6, dh_res=logits)
 
 
 def launch(name, **inputs):
@@ -120,6 +134,23 @@ def test_no_spills(n, D, dtype, target, monkeypatch):
     if target == "sm_90" and dtype == bf16 and n <= configs.FEW_STREAMS:
         fused = fused | {ONE_LAUNCH}
     assert {kernel.name for kernel in kernels} == (KERNELS | OF_THE_NORM | fused if everything else TILED)
+    cross_compile.check(target, kernels)
+
+
+FORMS = [{"shifted": True}, {"mixed": False, "shifted": True}, {"transposed": True}]
+OTHER_FORMS = [(4, 4096, bf16, "sm_90"), (3, 257, fp32, "sm_90"), (8, 4096, bf16, "sm_120"), (4, 4096, bf16, "gfx942")]
+
+
+@pytest.mark.parametrize(
+    ("n", "D", "dtype", "target"),
+    OTHER_FORMS,
+    ids=[f"n{n}-D{D}-{name_of(dtype)}-{t}" for n, D, dtype, t in OTHER_FORMS],
+)
+def test_no_spills_in_other_forms(n, D, dtype, target, monkeypatch):
+    """Shifted, without a residual map, transposed; with the layer's norm, with which all kernels run."""
+    with cross_compile.compiling_for(target, monkeypatch) as kernels:
+        for form in FORMS:
+            launch_all(8192, n, D, dtype, normed=True, **form)
     cross_compile.check(target, kernels)
 
 
