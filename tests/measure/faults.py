@@ -39,12 +39,17 @@ class Faulty(torch.autograd.Function):
 
 
 def steps(case, tensors, cotangents, changes):
-    return model_of(case, tensors, cotangents, {}, torch.float32).run(changes)
+    """A boundary goes on with what it stored."""
+    stored = {}
+    for name in ("x_next", "dlink") if "link" in tensors else ():
+        values = model_of(case, tensors, cotangents, stored, torch.float32).run(changes)
+        stored[name] = values[name].to(case.dtype)
+    return model_of(case, tensors, cotangents, stored, torch.float32).run(changes)
 
 
 def call(case, fault):
-    """To be diagnosed in place of the op of the case."""
-    changes = {} if fault is None else FAULTS[fault]
+    """To be diagnosed in place of the op of the case. fault: one of FAULTS, None, or changes that have no name."""
+    changes = FAULTS[fault] if isinstance(fault, str) else fault or {}
     return lambda backend, **tensors: Faulty.apply(case, changes, tuple(tensors), *tensors.values())
 
 
@@ -104,6 +109,25 @@ FAULTS = {
     "norm term left out": {"dx via inv_rms": zeros},
     "grid covers the first stream only, forward": {"x_next": at((..., slice(1, None), slice(None)), unwritten)},
     "stream 2 left out of the mix": {"x for mixed": at((..., 2, slice(None)), zeros)},
+    "stream 2 left out of h_in": {"x for h_in": at((..., 2, slice(None)), zeros)},
+    # of the layer's norm
+    "norm's weight left out": {"layer_norm_weight for h_in": ones},
+    "norm's factor left out": {"r for h_in": ones},
+    "norm over the first block": {"h_read for r": at((..., slice(BLOCK, None)), zeros)},
+    "norm's weight left out, backward": {f"layer_norm_weight for {name} via h_in": ones for name in ("dh_read", "dr")},
+    "norm's factor taken as constant": {"dh_read via r": zeros},
+    "norm's factor missing in its weight's gradient": {"r for dlayer_norm_weight via h_in": ones},
+    "norm's weight's gradient without the last tokens": {"dh_in for dlayer_norm_weight via h_in": without_last_tokens},
+    # of a boundary
+    "block shorter than a row, of x_next": {"stored for h_mix": at((..., slice(BLOCK, None)), zeros)},
+    "last partial block of x_next not written": {"x_next": at((..., slice(2 * BLOCK, None)), unwritten)},
+    "stream 2 left out of the next mix": {"stored for mixed after": at((..., 2, slice(None)), zeros)},
+    "what comes past the sublayer left out": {"dx via mixed after": zeros},
+    "norm term n times": {"dx via inv_rms": times(N)},
+    "stream 2 of dlink not read": {"dx_next for dh_out via written": at((..., 2, slice(None)), zeros)},
+    "dlink read up to the first block": {
+        "dx_next for dh_post before via written": at((..., slice(BLOCK, None)), zeros)
+    },
     # of the convolution
     "taps reversed": {"weight for z": lambda weight, values: weight.flip(-1)},
     "bias left out": {"bias for z": zeros},

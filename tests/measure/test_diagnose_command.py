@@ -13,6 +13,7 @@ from mhc_ops.measure.conv_cases import ConvCase
 from mhc_ops.measure.diagnose import command
 from mhc_ops.mhc import reference
 
+fp64 = torch.float64
 SMALL = ["--device", "cpu", "--shape", "12x4x24"]
 
 
@@ -148,6 +149,9 @@ def test_every_op_has_cases():
         "mhc_post_pre",
         "mhc_head",
         "sinkhorn",
+        "mhc_maps",
+        "mhc_read",
+        "mhc_next",
         "causal_conv1d",
         "causal_conv1d_update",
         "short_conv",
@@ -184,7 +188,7 @@ def test_a_shape_that_is_none(shape, capsys):
 @pytest.mark.parametrize(
     "case",
     [
-        *(cases.Case(subject, (12,), 2, 24, torch.float32) for subject in cases.SUBJECTS),
+        *(cases.Case(subject, (12,), 2, 24, torch.float32) for subject in (*cases.SUBJECTS, *cases.OF_THE_STACK)),
         cases.Case(cases.MHC_PRE, (), 4, 300, torch.bfloat16, gamma=False, sigma=8),
         ConvCase(2, 13, 20),
         ConvCase(1, 13, 20, dilation=2, places="cu_seqlens states"),
@@ -196,7 +200,7 @@ def test_a_shape_that_is_none(shape, capsys):
 )
 def test_own_inputs(case, tmp_path, capsys):
     file = tmp_path / "inputs.pt"
-    torch.save(case.inputs(), file)
+    torch.save({name: tensor for name, tensor in case.inputs().items() if name != "link"}, file)
     op = case.subject.name.split()[0]
     assert cli.main(["diagnose", op, "--device", "cpu", "--inputs", str(file)]) == 0
     assert f"{op}, reference: nothing found" in capsys.readouterr().out
@@ -270,11 +274,27 @@ def test_own_inputs_that_are_wrong(content, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_the_norm_of_own_inputs_is_examined(monkeypatch, tmp_path, capsys):
+    """A file with layer_norm_weight is a case of the op with a norm; its shape is the op's to judge."""
+    right = reference.layer_norm
+    monkeypatch.setattr(reference, "layer_norm", lambda h_in, *more: right(h_in, *more) * (1 + (h_in.dtype != fp64)))
+    file, tensors = tmp_path / "inputs.pt", cases.Case(cases.MHC_NEXT_NORMED, (12,), 2, 24, torch.float32).inputs()
+    tensors.pop("link")
+    torch.save(tensors, file)
+    command = ["diagnose", "mhc_next", "--device", "cpu", "--inputs", str(file)]
+    assert cli.main(command) == 1
+    assert "h_in: everything is counted 2 times" in capsys.readouterr().out
+    torch.save({**tensors, "layer_norm_weight": torch.ones(7)}, file)
+    assert cli.main(command) == 2
+    assert "layer_norm_weight must be [24], got [7]" in capsys.readouterr().err
+
+
 @pytest.mark.interpreted
-def test_the_kernels_in_the_interpreter(capsys):
+@pytest.mark.parametrize("op", ["mhc_post", "mhc_read"])
+def test_the_kernels_in_the_interpreter(op, capsys):
     arguments = ["--device", "cpu", "--backend", "triton", "--shape", "5x2x8", "--dtype", "fp32"]
-    assert cli.main(["diagnose", "mhc_post", *arguments]) == 0
-    assert "mhc_post, triton: nothing found" in capsys.readouterr().out
+    assert cli.main(["diagnose", op, *arguments]) == 0
+    assert f"{op}, triton: nothing found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,15 @@ from ..report import Refused
 from . import Diagnosis, diagnose
 from .outputs import map_of
 
-# The formulas of the stack are not written out in steps.
-CHECK = tuple(case for case in selection.CHECK if case.subject not in cases.OF_THE_STACK)
-OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in CHECK))
-SUBJECTS = {subject.name: subject for subject in cases.SUBJECTS}
-# The tensors that an op takes; with a question mark those that a file may lack.
-TAKES = {name: " ".join(subject.inputs).replace("gamma", "gamma?") for name, subject in SUBJECTS.items()} | {
+OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in selection.CHECK))
+SUBJECTS = {subject.name: subject for subject in (*cases.SUBJECTS, *cases.OF_THE_STACK)}
+MIXED = tuple(subject.name for subject in cases.MIXED)
+# The tensors that an op takes; with a question mark those that a file may lack. A link has no values of its own.
+_OPTIONAL = {"gamma": "gamma?", "layer_norm_weight": "layer_norm_weight?"}
+TAKES = {
+    name.split()[0]: " ".join(_OPTIONAL.get(given, given) for given in subject.inputs if given != "link")
+    for name, subject in SUBJECTS.items()
+} | {
     "causal_conv1d": "x weight bias? residual? seq_idx? cu_seqlens? initial_state?",
     "causal_conv1d_update": "x conv_state weight bias? cache_seqlens? conv_state_indices?",
     "short_conv": "x gamma weight",
@@ -64,7 +67,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
             done.append(diagnose(case, backend, options.device, tensors))
         except Exception as error:  # an op that refuses its input says its name first; a CPU's memory has no type
             full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-            if not full and not str(error).startswith(options.op):
+            if not full and not str(error).startswith((options.op, "mhc_")):  # a boundary says mhc_enter
                 raise
             raise Refused(str(error)) from error
         if not done[-1].passed:  # one cause is enough for one command
@@ -145,7 +148,8 @@ def _from_check(op: str, given: dict[str, Any]) -> list[AnyCase]:
     changes = _sizes(op, given["shape"]) if "shape" in given else {}
     changes |= {"dtype": DTYPES[given["dtype"]]} if "dtype" in given else {}
     changes |= {"W": given["width"]} if "width" in given else {}
-    changed: list[AnyCase] = [replace(case, **changes) for case in CHECK if case.subject.name.split()[0] == op]
+    own = [case for case in selection.CHECK if case.subject.name.split()[0] == op]
+    changed: list[AnyCase] = [replace(case, **changes) for case in own]
     packed_rows = [c for c in changed if isinstance(c, ConvCase) and "cu_seqlens" in c.places and c.B > 1]  # it has one
     possible = {str(case): case for case in changed if case not in packed_rows}
     return sorted(possible.values(), key=lambda case: case.dtype != torch.float32)
@@ -182,6 +186,8 @@ def _load(op: str, path: Path, device: torch.device) -> Tensors:
     said = [f"{', '.join(which)} {what}" for what, which in wrong.items() if which]
     if said:
         raise Refused(f"--inputs {path}: {'; '.join(said)}. {op} takes {', '.join(names)}")
+    if op == cases.MHC_NEXT.name:
+        loaded["link"] = loaded["x"].new_zeros(()).expand_as(loaded["x"])
     return loaded
 
 
@@ -197,7 +203,8 @@ def _cases_of(op: str, tensors: Tensors) -> list[AnyCase]:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise Refused(f"--inputs: {op} cannot have these shapes: {shapes}") from error
     if op in SUBJECTS:
-        return [Case(SUBJECTS[op], gamma="gamma" in tensors, sigma=_sigma(op, tensors), seed=0, **sizes)]
+        subject = SUBJECTS[f"{op} normed" if "layer_norm_weight" in tensors else op]
+        return [Case(subject, gamma="gamma" in tensors, sigma=_sigma(op, tensors), seed=0, **sizes)]
     places = [name for name in ("seq_idx", "cu_seqlens") if name in tensors] + ["states"] * ("initial_state" in tensors)
     sizes |= {"W": W, "dilation": dilation, "places": " ".join(places), "update": op == "causal_conv1d_update"}
     case = ConvCase(bias="bias" in tensors, residual="residual" in tensors, seed=0, **sizes)
@@ -206,10 +213,10 @@ def _cases_of(op: str, tensors: Tensors) -> list[AnyCase]:
 
 def _sigma(op: str, tensors: Tensors) -> float:
     """The spread of the logits that Sinkhorn gets; the tolerance behind it depends on it."""
-    if op != "sinkhorn" and SUBJECTS[op] not in cases.MIXED:
+    if op != "sinkhorn" and op not in MIXED:
         return Case.sigma
     of_pre: dict[str, Any] = {name: tensors[name] for name in cases.MHC_PRE.inputs if name in tensors}
-    if op == cases.MHC_POST_PRE.name:
+    if op in (cases.MHC_POST_PRE.name, cases.MHC_NEXT.name):
         of_post: dict[str, Any] = {name: tensors[name] for name in cases.MHC_POST.inputs}
         of_pre["x"] = mhc_ops.mhc_post(**of_post, backend="reference")
     logits = tensors["logits"] if op == "sinkhorn" else mhc_ops.mhc_forward_pre(**of_pre, backend="reference")[2]
