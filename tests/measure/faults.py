@@ -39,9 +39,10 @@ class Faulty(torch.autograd.Function):
 
 
 def steps(case, tensors, cotangents, changes):
-    """A boundary goes on with what it stored."""
+    """A pre behind a post goes on with what was stored."""
+    between = ("x_next", "dlink") if "link" in tensors else ("x_next",) if {"h_post", "phi"} <= set(tensors) else ()
     stored = {}
-    for name in ("x_next", "dlink") if "link" in tensors else ():
+    for name in between:
         values = model_of(case, tensors, cotangents, stored, torch.float32).run(changes)
         stored[name] = values[name].to(case.dtype)
     return model_of(case, tensors, cotangents, stored, torch.float32).run(changes)
@@ -128,6 +129,14 @@ FAULTS = {
     "dlink read up to the first block": {
         "dx_next for dh_post before via written": at((..., slice(BLOCK, None)), zeros)
     },
+    # of the shifted form, the identity and the mean
+    "read with this sublayer's weights": {"read for h_in": lambda read, values: values["h_pre"]},
+    "gradient of the weights before of the first block": {
+        "dh_in for dread via h_in": at((..., slice(BLOCK, None)), zeros)
+    },
+    "streams not kept": {"kept": zeros},
+    "streams kept, but not backward": {"dx via kept": zeros},
+    "sum of the streams": {"out": times(N)},
     # of the convolution
     "taps reversed": {"weight for z": lambda weight, values: weight.flip(-1)},
     "bias left out": {"bias for z": zeros},

@@ -14,45 +14,22 @@ from mhc_ops.measure.diagnose import diagnose
 fp32, bf16 = torch.float32, torch.bfloat16
 
 
-def sinkhorn(fault, dtype=fp32):
-    case = Case(cases.SINKHORN, (40,), 4, 0, dtype, sigma=3)
-    return diagnose(case, call=faults.call(case, fault))
-
-
-def pre(fault, dtype=fp32):
+def of(subject, sigma=Case.sigma):
     """72 channels and 38 tokens: more than a block of 32 each, and a multiple of none."""
-    case = Case(cases.MHC_FORWARD_PRE, (2, 19), 4, 72, dtype)
-    return diagnose(case, call=faults.call(case, fault))
+
+    def diagnosed(fault, dtype=fp32):
+        case = Case(subject, (2, 19), 4, 72, dtype, sigma=sigma)
+        return diagnose(case, call=faults.call(case, fault))
+
+    diagnosed.__name__ = subject.name
+    return diagnosed
 
 
-def post(fault, dtype=fp32):
-    case = Case(cases.MHC_POST, (2, 19), 4, 72, dtype)
-    return diagnose(case, call=faults.call(case, fault))
-
-
-def maps(fault, dtype=fp32):
-    case = Case(cases.MHC_MAPS, (2, 19), 4, 72, dtype)
-    return diagnose(case, call=faults.call(case, fault))
-
-
-def read(fault, dtype=fp32):
-    case = Case(cases.MHC_READ, (2, 19), 4, 72, dtype)
-    return diagnose(case, call=faults.call(case, fault))
-
-
-def normed(fault, dtype=fp32):
-    case = Case(cases.MHC_PRE_NORMED, (2, 19), 4, 72, dtype)
-    return diagnose(case, call=faults.call(case, fault))
-
-
-def boundary(fault, dtype=fp32):
-    case = Case(cases.MHC_NEXT, (2, 19), 4, 72, dtype)
-    return diagnose(case, call=faults.call(case, fault))
-
-
-def boundary_normed(fault, dtype=fp32):
-    case = Case(cases.MHC_NEXT_NORMED, (2, 19), 4, 72, dtype)
-    return diagnose(case, call=faults.call(case, fault))
+sinkhorn, pre, post = of(cases.SINKHORN, sigma=3), of(cases.MHC_FORWARD_PRE), of(cases.MHC_POST)
+maps, read, normed = of(cases.MHC_MAPS), of(cases.MHC_READ), of(cases.MHC_PRE_NORMED)
+boundary, boundary_normed = of(cases.MHC_NEXT), of(cases.MHC_NEXT_NORMED)
+shifted, mean = of(cases.MHC_SHIFTED_PRE), of(cases.MHC_MEAN)
+pre_identity, post_identity = of(cases.MHC_PRE_IDENTITY), of(cases.MHC_POST_IDENTITY)
 
 
 def conv(fault, dtype=fp32):
@@ -106,6 +83,14 @@ VERDICTS = {
     (boundary, "dlink read up to the first block"): (
         "dh_post: channels 32 and up of dx_next are read as zero for dh_post"
     ),
+    # of the shifted form, the identity and the mean
+    (shifted, "read with this sublayer's weights"): "h_in: h_in is read with the weights of this sublayer",
+    (shifted, "gradient of the weights before of the first block"): (
+        "dread: channels 32 and up of x are read as zero for dread"
+    ),
+    (post_identity, "streams not kept"): "x_next: x is left out",
+    (post_identity, "streams kept, but not backward"): "dx: everything is zero: masked, or never added to",
+    (mean, "sum of the streams"): "out: out is counted 4 (n) times",
     # of the convolution
     (conv, "taps reversed"): "y: the taps are reversed in y",
     (conv, "bias left out"): "y: the bias is left out in y",
@@ -125,6 +110,8 @@ VERDICTS = {
     (boundary, "inv_rms missing in res, backward"): "dphi: the res section lacks the factor inv_rms in dh_mix",
     (boundary_normed, "norm's factor taken as constant"): "dbias: the term of dh_read through r is left out",
     (boundary, "stream 2 left out of the mix"): "x_next: h_resᵀ x of stream 2 is left out",
+    (pre_identity, "inv_rms missing in post, forward"): "h_post: the post section lacks the factor inv_rms in z",
+    (pre_identity, "norm term left out"): "dx: the norm's term is left out",
 }
 
 
@@ -161,7 +148,7 @@ def test_verdict_in_bf16(op, fault):
 
 
 @pytest.mark.parametrize("dtype", [fp32, bf16])
-@pytest.mark.parametrize("op", [sinkhorn, pre, post, maps, read, normed, boundary, boundary_normed, conv])
+@pytest.mark.parametrize("op", [*map(of, cases.ALL), of(cases.SINKHORN, sigma=3), conv])
 def test_silence(op, dtype):
     """The same arithmetic without a fault."""
     diagnosis = op(None, dtype)

@@ -75,6 +75,10 @@ MHC: dict[str, Steps] = {
     "mhc_head": renamed((*PROJECT, *READ), h_in="out"),
     "mhc_maps": (*PROJECT, *MAPS, *SINKHORN),
     "mhc_read": READ,
+    "mhc_shifted_pre": (*PROJECT, *MAPS, *SINKHORN, *renamed(READ, h_pre="read")),
+    "mhc_pre identity": (*PROJECT, *MAPS[:1], *READ),
+    "mhc_post identity": (*WRITE[:1], *steps_of(kept=lambda x: x), total("x_next", "written", "kept")),
+    "mhc_mean": steps_of(out=lambda x: x.mean(-2)),
 }
 for _norm, _pre in {"": PRE, " normed": PRE_NORMED}.items():
     MHC[f"mhc_pre{_norm}"] = _pre
@@ -107,6 +111,7 @@ Z_AGAIN = {"z": "z again"}  # the backward computes it by itself
 WORDS = {
     "written": "h_post ⊗ h_out",
     "mixed": "h_resᵀ x",
+    "kept": "x",
     "mixed after": "h_resᵀ x_next",
     "dx via h_mix": "gamma ⊙ phiᵀ dh_mix",
     "dx via inv_rms": "the norm's term",
@@ -231,6 +236,8 @@ def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
         yield from _in_maps(sections(case)) if isinstance(case, Case) else _in_taps(case, model.right)
     if "layer_norm_weight" in model.right:
         yield from _in_layer_norm()
+    if "read" in model.right:
+        yield "h_in is read with the weights of this sublayer", {"read for h_in": steps.always(model.right["h_pre"])}
     for name in READ_IN_BLOCKS if isinstance(case, Case) else CONV_READ_IN_BLOCKS:
         if name in model.right:
             yield from _partial_reads(case, model, name)
