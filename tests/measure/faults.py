@@ -108,6 +108,8 @@ FAULTS = {
     "dbias of res accumulated n*n times": {"dbias": at(RES, times(N * N))},
     "dphi without the last tokens": {"dh_mix for dphi via h_mix": without_last_tokens},
     "norm term left out": {"dx via inv_rms": zeros},
+    "norm term of x_next left out": {"dstored via inv_rms": zeros},
+    "alpha left out": {"alphas for z": ones},
     "grid covers the first stream only, forward": {"x_next": at((..., slice(1, None), slice(None)), unwritten)},
     "stream 2 left out of the mix": {"x for mixed": at((..., 2, slice(None)), zeros)},
     "stream 2 left out of h_in": {"x for h_in": at((..., 2, slice(None)), zeros)},

@@ -29,6 +29,7 @@ sinkhorn, pre, post = of(cases.SINKHORN, sigma=3), of(cases.MHC_FORWARD_PRE), of
 maps, read, normed = of(cases.MHC_MAPS), of(cases.MHC_READ), of(cases.MHC_PRE_NORMED)
 boundary, boundary_normed = of(cases.MHC_NEXT), of(cases.MHC_NEXT_NORMED)
 shifted, mean = of(cases.MHC_SHIFTED_PRE), of(cases.MHC_MEAN)
+post_pre = of(cases.MHC_POST_PRE)
 pre_identity, post_identity = of(cases.MHC_PRE_IDENTITY), of(cases.MHC_POST_IDENTITY)
 
 
@@ -56,17 +57,19 @@ VERDICTS = {
     (pre, "dbias of res accumulated n*n times"): "dbias: the res section is counted 16 (n²) times",
     (pre, "dphi without the last tokens"): "dphi: tokens 32 and up of dh_mix are read as zero for dphi",
     (pre, "norm term left out"): "dx: the norm's term is left out",
+    (post_pre, "norm term of x_next left out"): "dx: the term via inv_rms is left out of dx_next",
+    (maps, "alpha left out"): "h_pre: alpha is left out of z",
     (post, "grid covers the first stream only, forward"): "x_next: streams 1 to 3 are never written",
     (post, "stream 2 left out of the mix"): "x_next: h_resᵀ x of stream 2 is left out",
     (read, "stream 2 left out of h_in"): "h_in: h_in of stream 2 is left out",
     # of the layer's norm
     (normed, "norm's weight left out"): "h_in: layer_norm_weight is left out of h_in",
-    (normed, "norm's factor left out"): "h_in: the norm's factor r is left out of h_in",
+    (normed, "norm's factor left out"): "h_in: r is left out of h_in",
     (normed, "norm over the first block"): "h_in: channels 32 and up of h_read are read as zero for r",
-    (normed, "norm's weight left out, backward"): "dbias: layer_norm_weight is left out of dh_read",
-    (normed, "norm's factor taken as constant"): "dbias: the term of dh_read through r is left out",
+    (normed, "norm's weight left out, backward"): "dbias: layer_norm_weight is left out of the backward",
+    (normed, "norm's factor taken as constant"): "dbias: the term via r is left out of dh_read",
     (normed, "norm's factor missing in its weight's gradient"): (
-        "dlayer_norm_weight: the norm's factor r is left out of dlayer_norm_weight"
+        "dlayer_norm_weight: r is left out of dlayer_norm_weight"
     ),
     (normed, "norm's weight's gradient without the last tokens"): (
         "dlayer_norm_weight: tokens 32 and up of dh_in are read as zero for dlayer_norm_weight"
@@ -108,7 +111,7 @@ VERDICTS = {
     (maps, "inv_rms missing in res, backward"): "dphi: the res section lacks the factor inv_rms in dh_mix",
     (read, "grid covers the first stream only, backward"): "dx: streams 1 to 3 are never written",
     (boundary, "inv_rms missing in res, backward"): "dphi: the res section lacks the factor inv_rms in dh_mix",
-    (boundary_normed, "norm's factor taken as constant"): "dbias: the term of dh_read through r is left out",
+    (boundary_normed, "norm's factor taken as constant"): "dbias: the term via r is left out of dh_read",
     (boundary, "stream 2 left out of the mix"): "x_next: h_resᵀ x of stream 2 is left out",
     (pre_identity, "inv_rms missing in post, forward"): "h_post: the post section lacks the factor inv_rms in z",
     (pre_identity, "norm term left out"): "dx: the norm's term is left out",

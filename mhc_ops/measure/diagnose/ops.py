@@ -124,7 +124,7 @@ WORDS = {
     "dx via residual": "the residual",
 }
 WORDS |= {"everything": "x", "deverything": "dx", "stored": "x_next", "z again": "dz"}
-WORDS |= {"h_out after": "h_out", "written after": WORDS["written"]}
+WORDS |= {"h_out after": "h_out", "written after": WORDS["written"], "dstored": "dx_next", "alphas": "alpha"}
 # Terms that are sums themselves.
 BY_STREAM = (
     *("x for h_in", "stored for h_in", "x for out", "x for mixed", "stored for mixed after"),
@@ -135,6 +135,8 @@ READ_IN_BLOCKS = (
     *("dh_mix", "dz", "x", "stored", "dx_next", "dx_after", "dh_in", "dh_read", "dout"),
     *("phi", "gamma", "h_out", "h_out after", "h_read", "layer_norm_weight"),
 )
+# What leaves these out.
+NEUTRAL = {"gamma": steps.ones, "alphas": steps.ones, "layer_norm_weight": steps.ones, "r": steps.ones}
 CONV_READ_IN_BLOCKS = ("everything", "dz", "dy", "weight")
 
 
@@ -234,8 +236,7 @@ def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
     """The order is the order of preference where two explain an output equally well."""
     if model.steps:
         yield from _in_maps(sections(case)) if isinstance(case, Case) else _in_taps(case, model.right)
-    if "layer_norm_weight" in model.right:
-        yield from _in_layer_norm()
+        yield from _left_out(case, model)
     if "read" in model.right:
         yield "h_in is read with the weights of this sublayer", {"read for h_in": steps.always(model.right["h_pre"])}
     for name in READ_IN_BLOCKS if isinstance(case, Case) else CONV_READ_IN_BLOCKS:
@@ -252,18 +253,21 @@ def _in_maps(sections: Mapping[str, range]) -> Iterator[Hypothesis]:
         for section, rows in sections.items():
             yield f"the {section} section lacks the factor {words}", {name: steps.at((..., rows), change)}
         yield f"every section lacks the factor {words}", {name: change}
-    yield "gamma is left out of h_mix", {"gamma for h_mix": steps.ones}
-    yield "gamma is left out everywhere", {"gamma": steps.ones}
 
 
-def _in_layer_norm() -> Iterator[Hypothesis]:
-    without_weight, without_r = "layer_norm_weight is left out of", "the norm's factor r is left out of"
-    yield f"{without_weight} h_in", {"layer_norm_weight for h_in": steps.ones}
-    both = [f"layer_norm_weight for {name} via h_in" for name in ("dh_read", "dr")]
-    yield f"{without_weight} dh_read", dict.fromkeys(both, steps.ones)
-    yield f"{without_r} h_in", {"r for h_in": steps.ones}
-    yield f"{without_r} dlayer_norm_weight", {"r for dlayer_norm_weight via h_in": steps.ones}
-    yield "the term of dh_read through r is left out", {"dh_read via r": steps.zeros}
+def _left_out(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
+    """A factor or a summand, of one value, of all gradients or of everything; or a term of a value in between."""
+    for name in [name for name in NEUTRAL if name in model.right]:
+        readers = _readers(model, name)
+        readers["the backward"] = [read for names in readers.values() for read in names if " via " in read]
+        for into, names in readers.items():
+            if names:
+                yield f"{WORDS.get(name, name)} is left out of {into}", dict.fromkeys(names, NEUTRAL[name])
+    results = {*case.subject.outputs, *(f"d{name}" for name in model.inputs)}  # whose terms are fitted
+    for value, terms in model.sums.items():
+        for term in terms if value not in results and len(terms) > 1 else ():
+            words = WORDS.get(term, term.replace(f"{value} via", "the term via"))
+            yield f"{words} is left out of {WORDS.get(value, value)}", {term: steps.zeros}
 
 
 def _in_taps(case: ConvCase, right: Values) -> Iterator[Hypothesis]:
@@ -280,7 +284,6 @@ def _in_taps(case: ConvCase, right: Values) -> Iterator[Hypothesis]:
     yield "the derivative of SiLU is left out", {"silu for dz via convolved": steps.always(False)}
     yield "the bias is left out", {"bias": steps.zeros}
     yield "the bias is left out in y", {"bias for z": steps.zeros}
-    yield "gamma is left out", {"gamma": steps.ones}
 
 
 def _tables(case: ConvCase, rows: Tensor, states: int) -> Iterator[tuple[str, Tensor]]:
@@ -304,16 +307,20 @@ def block_ends(size: int, smallest: int = SMALLEST_BLOCK) -> list[int]:
     return sorted({end for block in blocks for end in (block, size // block * block) if end < size})
 
 
-def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
-    """The tensor is read up to some index only, for one of the values that it is read for or for all of them."""
-    axes = layout(case, tensor, model.right[tensor].shape)
-    readers: dict[str, list[str]] = {}
+def _readers(model: Computation, tensor: str) -> dict[str, list[str]]:
+    """By the words of what it is read for, and of all of it: what is then read, as a change names it."""
+    found: dict[str, list[str]] = {}
     for step in model.steps:
         if tensor in step.reads and not step.is_sum and model.depends(step, tensor):
             into = model.sum_of(step.name)
-            readers.setdefault(WORDS.get(into, into), []).append(f"{tensor} for {step.name}")
-    everything = " and ".join(", ".join(readers).rsplit(", ", 1))
-    readers |= {everything: [name for names in readers.values() for name in names]} if readers else {}
+            found.setdefault(WORDS.get(into, into), []).append(f"{tensor} for {step.name}")
+    everything = " and ".join(", ".join(found).rsplit(", ", 1))
+    return found | ({everything: [name for names in found.values() for name in names]} if found else {})
+
+
+def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
+    """The tensor is read up to some index only, for one of the values that it is read for or for all of them."""
+    axes, readers = layout(case, tensor, model.right[tensor].shape), _readers(model, tensor)
     for axis, (word, size) in enumerate(axes.items()):
         ends = block_ends(size) if word in BLOCKED else range(1, size) if word in ("stream", "sequence") else ()
         for end in ends:
