@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -115,12 +116,10 @@ def _parser() -> Parser:
 
     page_parser = add("page", run_page, "draw results kept by bench --json as a page that needs nothing else")
     page_parser.add_argument("results", metavar="RESULTS.json", type=Path, nargs="+")
-    kind = page_parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--html", metavar="FILE", type=arguments.output, help="where to write the page, of one file")
-    kind.add_argument("--markdown", metavar="FILE", type=arguments.output, help="where to write the tables, of all")
-    kind.add_argument(
-        "--svg", metavar="FILE", type=arguments.output, help="where to draw the training step, of one file"
-    )
+    kind = partial(page_parser.add_mutually_exclusive_group(required=True).add_argument, metavar="FILE")
+    kind("--html", type=arguments.output, help="where to write the page, of one file")
+    kind("--markdown", type=arguments.output, help="where to write the tables, of all")
+    kind("--svg", type=arguments.output, help="where to draw the training step, of one file")
 
     compare_parser = add("compare", run_compare, "what got slower or less exact beyond noise, from one file to another")
     compare_parser.add_argument("before", metavar="A.json", type=Path)
@@ -131,53 +130,31 @@ def _parser() -> Parser:
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)")
+    add = parser.add_argument
+    add("--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)")
     _common_arguments(parser)
-    parser.add_argument(
-        "--fuzz", metavar="SECONDS", type=arguments.seconds, help="for so long, random cases instead of the usual ones"
-    )
-    parser.add_argument("--seed", metavar="N", type=arguments.seed, help="of --fuzz (default: another one each time)")
+    instead = "for so long, random cases instead of the usual ones"
+    add("--fuzz", metavar="SECONDS", type=arguments.seconds, help=instead)
+    add("--seed", metavar="N", type=arguments.seed, help="of --fuzz (default: another one each time)")
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--providers",
-        metavar="NAME",
-        nargs="+",
-        action="extend",
-        default=[],
-        choices=bench.PROVIDERS,
-        help="only these: %(choices)s",
-    )
-    parser.add_argument(
-        "--skip",
-        metavar="TEXT",
-        nargs="+",
-        action="extend",
-        default=[],
-        help='leave these out: "provider op TxnxD type"',
-    )
-    parser.add_argument("--peers", action="store_true", help="beside them, other libraries that are installed")
-    parser.add_argument(
-        "--budget",
-        metavar="SECONDS",
-        type=arguments.seconds,
-        default=math.inf,
-        help="take fewer samples and leave out the least important to be done by then",
-    )
+    add, several = parser.add_argument, partial(parser.add_argument, nargs="+", action="extend", default=[])
+    several("--providers", metavar="NAME", choices=bench.PROVIDERS, help="only these: %(choices)s")
+    several("--skip", metavar="TEXT", help='leave these out: "provider op TxnxD type"')
+    add("--peers", action="store_true", help="beside them, other libraries that are installed")
+    in_time = "take fewer samples and leave out the least important to be done by then"
+    add("--budget", metavar="SECONDS", type=arguments.seconds, default=math.inf, help=in_time)
     _common_arguments(parser)
-    parser.add_argument("--resume", action="store_true", help="measure what the file of --json lacks, and add it")
-    parser.add_argument("--html", metavar="FILE", type=arguments.output, help="draw the results as a page")
+    add("--resume", action="store_true", help="measure what the file of --json lacks, and add it")
+    add("--html", metavar="FILE", type=arguments.output, help="draw the results as a page")
 
 
 def _common_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", metavar="TEXT", default="", help="only cases whose name contains this")
-    parser.add_argument(
-        "--device", type=arguments.device, default=arguments.default_device(), help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", type=arguments.output, help="write everything measured to this file, as it comes"
-    )
+    add = parser.add_argument
+    add("--case", metavar="TEXT", default="", help="only cases whose name contains this")
+    add("--device", type=arguments.device, default=arguments.default_device(), help="default: %(default)s")
+    add("--json", metavar="FILE", type=arguments.output, help="write everything measured to this file, as it comes")
 
 
 def run_info(options: argparse.Namespace) -> int:

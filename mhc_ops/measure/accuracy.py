@@ -246,6 +246,11 @@ def one_rounding(error: Tensor, value: Tensor, dtype: torch.dtype, of_sums: Tens
     return bool((error <= allowed).all())
 
 
+def worst(rows: Sequence[Row]) -> Row:
+    """With the largest error; NaN is larger than any."""
+    return max(rows, key=lambda row: (math.isnan(row.relative_error), row.relative_error))
+
+
 def close(result: Tensor, exact: Exact | Tensor) -> bool:
     """The verdict alone."""
     return judge(None, "", "", result, exact if isinstance(exact, Exact) else Exact(exact)).passed

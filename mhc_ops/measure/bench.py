@@ -82,7 +82,9 @@ def run(request: Request, results: Results, save: Callable[[], None]) -> None:
     results.selection = request.words
     before, results.not_measured = results.not_measured, []
     present = find_providers(request, results)
-    units = _missing(_planned(request, present, results), before, results)
+    planned, every = plan(request, present), plan(replace(request, skip=()), present)
+    results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in every if unit not in planned]
+    units = _missing(planned, before, results)
     session = Session(request.device, results)
     took: dict[str, list[float]] = {}
     done = 0
@@ -107,14 +109,6 @@ def run(request: Request, results: Results, save: Callable[[], None]) -> None:
     finally:
         results.not_measured += [_unmeasured(unit, INTERRUPTED) for unit in units[done:]]
         save()
-
-
-def _planned(request: Request, present: Sequence[str], results: Results) -> list[Unit | Race]:
-    """What was left out stands in the results."""
-    every = plan(replace(request, skip=()), present)
-    planned = plan(request, present)
-    results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in every if unit not in planned]
-    return planned
 
 
 def _missing(units: Sequence[Unit | Race], unmeasured: Sequence[NotMeasured], results: Results) -> list[Unit | Race]:

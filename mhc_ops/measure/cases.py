@@ -70,11 +70,11 @@ class Subject:
 
 
 def public(name: str, **options: Any) -> Call:
-    """A public function, looked up at the call; its outputs as a tuple."""
+    """A public function, looked up at the call; its outputs as a tuple, without an h_res that is None."""
 
     def call(**arguments: Any) -> tuple[Tensor, ...]:
         outputs = getattr(mhc_ops, name)(**arguments, **options)
-        return outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(o for o in outputs if o is not None) if isinstance(outputs, tuple) else (outputs,)
 
     return call
 
@@ -214,13 +214,14 @@ class Case(Drawn):
         tensors = {"x": (normal(*self.sizes) * self.scale).to(self.dtype)}
         if "h_out" in inputs:
             tensors["h_out"] = (normal(*self.outer, D) * self.scale).to(self.dtype)
-        if "h_res" in inputs:
+        if "h_post" in inputs:
             tensors["h_post"] = 2 * torch.sigmoid(normal(*self.outer, n))
+        if "h_res" in inputs:
             tensors["h_res"] = mhc_ops.sinkhorn(normal(*self.outer, n, n), backend="reference")
         if "phi" in inputs:
-            M = n if self.subject.name == MHC_HEAD.name else n * n + 2 * n
+            M = sum(map(len, self.sections.values()))
             parameters = {"phi": normal(M, n * D) / (n * D) ** 0.5}
-            parameters["alpha"] = torch.tensor([1.1, 0.9, self.sigma][: M // n])
+            parameters["alpha"] = torch.tensor([1.1, 0.9, self.sigma][: len(self.sections)])
             parameters["bias"] = 0.1 * normal(M)
             if self.gamma:
                 parameters["gamma"] = 1 + 0.3 * normal(n, D)
@@ -231,8 +232,9 @@ class Case(Drawn):
         drawn: Tensors = {}
         if "layer_norm_weight" in self.subject.inputs:
             drawn["layer_norm_weight"] = (1 + 0.3 * normal(self.D)).to(self.parameter_dtype)
-        if "h_pre" in self.subject.inputs:
-            drawn["h_pre"] = torch.sigmoid(normal(*self.outer, self.n))
+        for name in ("h_pre", "read"):
+            if name in self.subject.inputs:
+                drawn[name] = torch.sigmoid(normal(*self.outer, self.n))
         if "link" in self.subject.inputs:
             drawn["link"] = x.new_zeros(()).expand(x.shape)
         return drawn
@@ -242,13 +244,22 @@ class Case(Drawn):
         return (*self.outer, self.n, self.n if self.subject.inputs == SINKHORN.inputs else self.D)
 
     @property
+    def sections(self) -> dict[str, range]:
+        """The rows of each section of phi, bias and h_mix."""
+        n, name = self.n, self.subject.name
+        every = {"pre": range(n), "post": range(n, 2 * n), "res": range(2 * n, 2 * n + n * n)}
+        many = 1 if name == MHC_HEAD.name else 2 if name == MHC_PRE_IDENTITY.name else 3
+        return dict(list(every.items())[:many])
+
+    @property
     def steep(self) -> bool:
         """Logits so large that Sinkhorn makes more of small errors."""
         return self.sigma >= STEEP_LOGITS
 
     def runs_on(self, backend: str) -> bool:
         """Whether the backend's kernels have all that the case asks for."""
-        return backend != "tilelang" or self.subject.name not in NOT_IN_TILELANG
+        lacking = {"triton": WITHOUT_KERNELS, "tilelang": (*NOT_IN_TILELANG, *WITHOUT_KERNELS)}
+        return self.subject.name not in lacking.get(backend, ())
 
     def smaller(self) -> "Case":
         """As quick to check as to start."""
@@ -390,6 +401,25 @@ OF_THE_STACK = (MHC_MAPS, MHC_READ, MHC_NEXT, *NORMED)
 NOT_IN_TILELANG = tuple(subject.name for subject in (MHC_MAPS, MHC_READ, *NORMED))
 MIXED += (MHC_MAPS, MHC_NEXT, *NORMED)
 CHECK += tuple(case for subject in OF_THE_STACK for case in _check(subject))
+
+
+# The shifted form, which reads with the weights of the sublayer before; the identity in place of h_res; the mean.
+def _shifted_pre(x: Tensor, backend: str, **own: Any) -> Any:
+    h_in, carry = mhc_ops.mhc_enter(x, **own, shifted=True, backend=backend)
+    return h_in, carry.h_post, carry.h_res, carry.read
+
+
+_identity = public("mhc_pre", residual="identity")
+MHC_SHIFTED_PRE = Subject("mhc_shifted_pre", "mhc", _shifted_pre, ("read", *_PRE), (*_MAPS, "h_pre"), _BYTES)
+MHC_PRE_IDENTITY = Subject("mhc_pre identity", "mhc", _identity, _PRE, _MAPS[:2], _BYTES)
+MHC_POST_IDENTITY = Subject("mhc_post identity", "mhc", public("mhc_post", h_res=None), _POST[:3], ("x_next",), _BYTES)
+MHC_MEAN = Subject("mhc_mean", "mhc", public("mhc_mean"), ("x",), ("out",), (1, 1, 1, 1))
+VARIANTS = (MHC_SHIFTED_PRE, MHC_PRE_IDENTITY, MHC_POST_IDENTITY, MHC_MEAN)
+ALL = (*SUBJECTS, *OF_THE_STACK, *VARIANTS)
+WITHOUT_KERNELS = tuple(subject.name for subject in VARIANTS)
+MIXED += (MHC_SHIFTED_PRE,)
+CHECK += tuple(Case(s, (2, 128), 4, 256, dtype) for s in VARIANTS for dtype in (_bf16, _fp32))
+CHECK += tuple(Case(subject, (173,), 3, 257) for subject in VARIANTS)
 
 
 @dataclass(frozen=True)

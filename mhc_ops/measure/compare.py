@@ -61,7 +61,8 @@ def compare(before: Results, after: Results) -> tuple[list[Change], int]:
     changes: list[Change] = []
     common = 0
     kinds: list[tuple[Callable[[Results], dict[Key, Any]], Callable[[Pairs], Iterator[Change]]]]
-    kinds = [(_kernels, _time_changes), (_steps, _time_changes), (_errors, _error_changes)]
+    kinds = [(_kernels, _time_changes), (_steps, _time_changes)]
+    kinds += [(lambda r: {(row.case, row.backend, row.output): row for row in r.accuracy}, _error_changes)]
     for entries, differences in kinds:
         old, new = entries(before), entries(after)
         both = {key: (old[key], new[key]) for key in old if key in new}
@@ -124,29 +125,22 @@ def _scatter(pairs: Iterable[tuple[Timed, Timed]]) -> float:
 def _time_changes(pairs: Pairs) -> Iterator[Change]:
     scatter = _scatter(pairs.values())
     for key, (a, b) in pairs.items():
-        yield from _changes_of_time(" ".join(key), backend_of(key[1]) in OURS, a, b, scatter)
-
-
-def _changes_of_time(what: str, ours: bool, a: Timed, b: Timed, scatter: float) -> Iterator[Change]:
-    if a.noise is None or b.noise is None:
-        yield Change("not compared", what, "there is no spread of the samples in one of the files")
-    else:
-        allowed = SURE * math.hypot(a.noise, b.noise, scatter)
-        words = f"{a.ratio:.3g} × {a.unit}, now {b.ratio:.3g} ({b.ratio / a.ratio - 1:+.1%}, noise {allowed:.1%})"
-        if b.ratio > a.ratio * (1 + allowed):
-            yield Change("slower", what, words, ours)
-        elif a.ratio > b.ratio * (1 + allowed):
-            yield Change("faster", what, words)
-    if a.megabytes and b.megabytes is not None:
-        words = f"{a.megabytes:.0f} MB, now {b.megabytes:.0f} MB"
-        if b.megabytes > a.megabytes * (1 + MEMORY_ROUNDING):
-            yield Change("more memory", what, words, ours)
-        elif b.megabytes < a.megabytes * (1 - MEMORY_ROUNDING):
-            yield Change("less memory", what, words)
-
-
-def _errors(results: Results) -> dict[Key, Row]:
-    return {(row.case, row.backend, row.output): row for row in results.accuracy}
+        what, ours = " ".join(key), backend_of(key[1]) in OURS
+        if a.noise is None or b.noise is None:
+            yield Change("not compared", what, "there is no spread of the samples in one of the files")
+        else:
+            allowed = SURE * math.hypot(a.noise, b.noise, scatter)
+            words = f"{a.ratio:.3g} × {a.unit}, now {b.ratio:.3g} ({b.ratio / a.ratio - 1:+.1%}, noise {allowed:.1%})"
+            if b.ratio > a.ratio * (1 + allowed):
+                yield Change("slower", what, words, ours)
+            elif a.ratio > b.ratio * (1 + allowed):
+                yield Change("faster", what, words)
+        if a.megabytes and b.megabytes is not None:
+            words = f"{a.megabytes:.0f} MB, now {b.megabytes:.0f} MB"
+            if b.megabytes > a.megabytes * (1 + MEMORY_ROUNDING):
+                yield Change("more memory", what, words, ours)
+            elif b.megabytes < a.megabytes * (1 - MEMORY_ROUNDING):
+                yield Change("less memory", what, words)
 
 
 def _error_changes(pairs: Pairs) -> Iterator[Change]:

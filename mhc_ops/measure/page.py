@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.backend import BACKENDS
-from .accuracy import Row
+from .accuracy import Row, worst
 from .peers import WITH_GRADIENTS
 from .report import Refused, Table
 from .results import DIRECTIONS, Results
@@ -54,9 +54,10 @@ def code(subject: str) -> str:
     return ", ".join([f"`{name}`", *options])
 
 
-def extent(values: Sequence[float], form: str, unit: str) -> str:
-    """1.8 to 4.1×, or one number where both are the same."""
-    ends = dict.fromkeys(f"{end:{form}}" for end in (min(values), max(values))) if values else ()
+def extent(values: Iterable[float | None], form: str, unit: str = "") -> str:
+    """1.8 to 4.1×, or one number where both are the same; of those that are there."""
+    there = [value for value in values if value is not None]
+    ends = dict.fromkeys(f"{end:{form}}" for end in (min(there), max(there))) if there else ()
     return " to ".join(ends) + unit if ends else "–"
 
 
@@ -118,6 +119,10 @@ class CaseBars:
         kernels = [bar for provider, bar in self.bars.get(direction, {}).items() if provider in BACKENDS]
         return min(kernels, key=lambda bar: bar.entry.microseconds, default=None)
 
+    def over_ours(self, direction: str, provider: str) -> float | None:
+        bar, ours = self.bar(direction, provider), self.ours(direction)
+        return bar.entry.microseconds / ours.entry.microseconds if bar and ours else None
+
 
 class Shown:
     """The results of one file in the order in which they are shown."""
@@ -152,19 +157,11 @@ class Shown:
         rows = []
         for subject, direction in itertools.product(self.subjects, DIRECTIONS):
             cases = [case for case in self.training if case.subject == subject]
-            pairs = [(case, bar.entry) for case in cases if (bar := case.ours(direction))]
-            if pairs:
-                share = extent([100 * ours.of_copy for _, ours in pairs], ".0f", "%")
-                ratios = [
-                    extent(
-                        [b.entry.microseconds / o.microseconds for c, o in pairs if (b := c.bar(direction, p))],
-                        ".1f",
-                        "×",
-                    )
-                    for p in others
-                ]
-                bandwidth = extent([ours.bandwidth for _, ours in pairs], ".0f", "")
-                rows.append([code(subject), WORDS[direction], share, bandwidth, *ratios])
+            ours = [bar.entry for case in cases if (bar := case.ours(direction))]
+            if ours:
+                share, bandwidth = extent((100 * m.of_copy for m in ours), ".0f", "%"), (m.bandwidth for m in ours)
+                ratios = [extent((case.over_ours(direction, p) for case in cases), ".1f", "×") for p in others]
+                rows.append([code(subject), WORDS[direction], share, extent(bandwidth, ".0f"), *ratios])
         return Table(["op", "", "of a copy", "GB/s", *others], rows)
 
     def charts(self) -> dict[tuple[str, ...], list[tuple[int, Growth]]]:
@@ -180,17 +177,17 @@ class Shown:
         for index, row in enumerate(self.results.accuracy):
             line = found.setdefault(_subject(row.case), {}).setdefault((row.case, row.backend), {})
             output = row.output.removesuffix(WITH_GRADIENTS)
-            line[output] = max(filter(None, [line.get(output), (index, row)]), key=_badness)
+            both = filter(None, [line.get(output), (index, row)])
+            line[output] = max(both, key=lambda pair: (not pair[1].passed, pair[1].relative_error))
         return found
 
     def errors(self) -> dict[str, dict[str, float]]:
         """The largest of each output and provider."""
-        found: dict[str, dict[str, float]] = {}
-        for row in self.results.accuracy:
-            errors = found.setdefault(row.output.removesuffix(WITH_GRADIENTS), {})
-            known, new = errors.get(row.backend, 0.0), row.relative_error
-            errors[row.backend] = new if math.isnan(new) or new > known else known
-        return found
+        outputs = _grouped(self.results.accuracy, lambda row: row.output.removesuffix(WITH_GRADIENTS))
+        return {
+            output: {name: worst(of).relative_error for name, of in _grouped(rows, lambda row: row.backend).items()}
+            for output, rows in outputs.items()
+        }
 
 
 def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -198,10 +195,6 @@ def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, lis
     for entry in entries:
         found.setdefault(key(entry), []).append(entry)
     return found
-
-
-def _badness(entry: tuple[int, Row]) -> tuple[bool, float]:
-    return not entry[1].passed, entry[1].relative_error
 
 
 def _subject(case: str) -> str:

@@ -2,7 +2,6 @@
 backend's kernels, "eager" or "torch.compile" (the reference, as it is and compiled), or a peer."""
 
 import difflib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,7 +90,7 @@ def refuse_if_wrong(provider: str, rows: list[accuracy.Row]) -> None:
     """But for eager, which is the formula itself in fewer bits: its errors are shown, and it is timed."""
     failed = [row for row in rows if not row.passed]
     if failed and provider != "eager":
-        worst = max(failed, key=lambda row: (math.isnan(row.relative_error), row.relative_error))
+        worst = accuracy.worst(failed)
         raise Wrong(
             f"{provider} is wrong, so it is not timed: {worst.output} of {worst.case} is off by "
             f"{worst.relative_error:.1e} (allowed {worst.tolerance:.0e}); wrong in {len(failed)} of {len(rows)} results"
@@ -100,10 +99,9 @@ def refuse_if_wrong(provider: str, rows: list[accuracy.Row]) -> None:
 
 def worst_errors(subject: Subject, rows: list[accuracy.Row]) -> dict[str, float]:
     """By direction, the largest relative error: of the outputs, of the gradients, of all."""
-    outputs = [r.relative_error for r in rows if r.output.removesuffix(peers.WITH_GRADIENTS) in subject.outputs]
-    gradients = [r.relative_error for r in rows if r.output.removesuffix(peers.WITH_GRADIENTS) not in subject.outputs]
-    found = {"forward": outputs, "backward": gradients, "both": outputs + gradients}
-    return {direction: max(errors) for direction, errors in found.items() if errors}
+    outputs = [row for row in rows if row.output.removesuffix(peers.WITH_GRADIENTS) in subject.outputs]
+    found = {"forward": outputs, "backward": [row for row in rows if row not in outputs], "both": rows}
+    return {direction: max(row.relative_error for row in of) for direction, of in found.items() if of}
 
 
 def prepare(case: AnyCase, provider: str, tensors: Tensors) -> tuple[Tensors, Call] | None:

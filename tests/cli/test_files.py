@@ -282,4 +282,4 @@ def test_inputs_without_a_tensor(tmp_path, capsys):
     file = tmp_path / "inputs.pt"
     torch.save({}, file)
     command = ["diagnose", "mhc_post", "--device", "cpu", "--inputs", str(file)]
-    assert "x, h_out, h_post, h_res missing" in refused(command, capsys)
+    assert "x, h_out, h_post missing" in refused(command, capsys)

@@ -39,12 +39,18 @@ class Faulty(torch.autograd.Function):
 
 
 def steps(case, tensors, cotangents, changes):
-    return model_of(case, tensors, cotangents, {}, torch.float32).run(changes)
+    """A pre behind a post goes on with what was stored."""
+    between = ("x_next", "dlink") if "link" in tensors else ("x_next",) if {"h_post", "phi"} <= set(tensors) else ()
+    stored = {}
+    for name in between:
+        values = model_of(case, tensors, cotangents, stored, torch.float32).run(changes)
+        stored[name] = values[name].to(case.dtype)
+    return model_of(case, tensors, cotangents, stored, torch.float32).run(changes)
 
 
 def call(case, fault):
-    """To be diagnosed in place of the op of the case."""
-    changes = {} if fault is None else FAULTS[fault]
+    """To be diagnosed in place of the op of the case. fault: one of FAULTS, None, or changes that have no name."""
+    changes = FAULTS[fault] if isinstance(fault, str) else fault or {}
     return lambda backend, **tensors: Faulty.apply(case, changes, tuple(tensors), *tensors.values())
 
 
@@ -102,8 +108,37 @@ FAULTS = {
     "dbias of res accumulated n*n times": {"dbias": at(RES, times(N * N))},
     "dphi without the last tokens": {"dh_mix for dphi via h_mix": without_last_tokens},
     "norm term left out": {"dx via inv_rms": zeros},
+    "norm term of x_next left out": {"dstored via inv_rms": zeros},
+    "alpha left out": {"alphas for z": ones},
     "grid covers the first stream only, forward": {"x_next": at((..., slice(1, None), slice(None)), unwritten)},
     "stream 2 left out of the mix": {"x for mixed": at((..., 2, slice(None)), zeros)},
+    "stream 2 left out of h_in": {"x for h_in": at((..., 2, slice(None)), zeros)},
+    # of the layer's norm
+    "norm's weight left out": {"layer_norm_weight for h_in": ones},
+    "norm's factor left out": {"r for h_in": ones},
+    "norm over the first block": {"h_read for r": at((..., slice(BLOCK, None)), zeros)},
+    "norm's weight left out, backward": {f"layer_norm_weight for {name} via h_in": ones for name in ("dh_read", "dr")},
+    "norm's factor taken as constant": {"dh_read via r": zeros},
+    "norm's factor missing in its weight's gradient": {"r for dlayer_norm_weight via h_in": ones},
+    "norm's weight's gradient without the last tokens": {"dh_in for dlayer_norm_weight via h_in": without_last_tokens},
+    # of a boundary
+    "block shorter than a row, of x_next": {"stored for h_mix": at((..., slice(BLOCK, None)), zeros)},
+    "last partial block of x_next not written": {"x_next": at((..., slice(2 * BLOCK, None)), unwritten)},
+    "stream 2 left out of the next mix": {"stored for mixed after": at((..., 2, slice(None)), zeros)},
+    "what comes past the sublayer left out": {"dx via mixed after": zeros},
+    "norm term n times": {"dx via inv_rms": times(N)},
+    "stream 2 of dlink not read": {"dx_next for dh_out via written": at((..., 2, slice(None)), zeros)},
+    "dlink read up to the first block": {
+        "dx_next for dh_post before via written": at((..., slice(BLOCK, None)), zeros)
+    },
+    # of the shifted form, the identity and the mean
+    "read with this sublayer's weights": {"read for h_in": lambda read, values: values["h_pre"]},
+    "gradient of the weights before of the first block": {
+        "dh_in for dread via h_in": at((..., slice(BLOCK, None)), zeros)
+    },
+    "streams not kept": {"kept": zeros},
+    "streams kept, but not backward": {"dx via kept": zeros},
+    "sum of the streams": {"out": times(N)},
     # of the convolution
     "taps reversed": {"weight for z": lambda weight, values: weight.flip(-1)},
     "bias left out": {"bias for z": zeros},

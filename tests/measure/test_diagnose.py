@@ -14,20 +14,23 @@ from mhc_ops.measure.diagnose import diagnose
 fp32, bf16 = torch.float32, torch.bfloat16
 
 
-def sinkhorn(fault, dtype=fp32):
-    case = Case(cases.SINKHORN, (40,), 4, 0, dtype, sigma=3)
-    return diagnose(case, call=faults.call(case, fault))
-
-
-def pre(fault, dtype=fp32):
+def of(subject, sigma=Case.sigma):
     """72 channels and 38 tokens: more than a block of 32 each, and a multiple of none."""
-    case = Case(cases.MHC_FORWARD_PRE, (2, 19), 4, 72, dtype)
-    return diagnose(case, call=faults.call(case, fault))
+
+    def diagnosed(fault, dtype=fp32):
+        case = Case(subject, (2, 19), 4, 72, dtype, sigma=sigma)
+        return diagnose(case, call=faults.call(case, fault))
+
+    diagnosed.__name__ = subject.name
+    return diagnosed
 
 
-def post(fault, dtype=fp32):
-    case = Case(cases.MHC_POST, (2, 19), 4, 72, dtype)
-    return diagnose(case, call=faults.call(case, fault))
+sinkhorn, pre, post = of(cases.SINKHORN, sigma=3), of(cases.MHC_FORWARD_PRE), of(cases.MHC_POST)
+maps, read, normed = of(cases.MHC_MAPS), of(cases.MHC_READ), of(cases.MHC_PRE_NORMED)
+boundary, boundary_normed = of(cases.MHC_NEXT), of(cases.MHC_NEXT_NORMED)
+shifted, mean = of(cases.MHC_SHIFTED_PRE), of(cases.MHC_MEAN)
+post_pre = of(cases.MHC_POST_PRE)
+pre_identity, post_identity = of(cases.MHC_PRE_IDENTITY), of(cases.MHC_POST_IDENTITY)
 
 
 def conv(fault, dtype=fp32):
@@ -54,8 +57,44 @@ VERDICTS = {
     (pre, "dbias of res accumulated n*n times"): "dbias: the res section is counted 16 (n²) times",
     (pre, "dphi without the last tokens"): "dphi: tokens 32 and up of dh_mix are read as zero for dphi",
     (pre, "norm term left out"): "dx: the norm's term is left out",
+    (post_pre, "norm term of x_next left out"): "dx: the term via inv_rms is left out of dx_next",
+    (maps, "alpha left out"): "h_pre: alpha is left out of z",
     (post, "grid covers the first stream only, forward"): "x_next: streams 1 to 3 are never written",
     (post, "stream 2 left out of the mix"): "x_next: h_resᵀ x of stream 2 is left out",
+    (read, "stream 2 left out of h_in"): "h_in: h_in of stream 2 is left out",
+    # of the layer's norm
+    (normed, "norm's weight left out"): "h_in: layer_norm_weight is left out of h_in",
+    (normed, "norm's factor left out"): "h_in: r is left out of h_in",
+    (normed, "norm over the first block"): "h_in: channels 32 and up of h_read are read as zero for r",
+    (normed, "norm's weight left out, backward"): "dbias: layer_norm_weight is left out of the backward",
+    (normed, "norm's factor taken as constant"): "dbias: the term via r is left out of dh_read",
+    (normed, "norm's factor missing in its weight's gradient"): (
+        "dlayer_norm_weight: r is left out of dlayer_norm_weight"
+    ),
+    (normed, "norm's weight's gradient without the last tokens"): (
+        "dlayer_norm_weight: tokens 32 and up of dh_in are read as zero for dlayer_norm_weight"
+    ),
+    # of a boundary
+    (boundary_normed, "block shorter than a row, of x_next"): (
+        "h_in: channels 32 and up of x_next are read as zero for h_mix"
+    ),
+    (boundary, "last partial block of x_next not written"): "x_next: channels 64 and up are never written",
+    (boundary, "stream 2 left out of the next mix"): "x_after: h_resᵀ x_next of stream 2 is left out",
+    (boundary_normed, "what comes past the sublayer left out"): "dlink: h_res dx_after is left out",
+    (boundary, "norm term n times"): "dlink: the norm's term is counted 4 (n) times",
+    (boundary_normed, "stream 2 of dlink not read"): "dh_out: dh_out of stream 2 is left out",
+    (boundary, "dlink read up to the first block"): (
+        "dh_post: channels 32 and up of dx_next are read as zero for dh_post"
+    ),
+    # of the shifted form, the identity and the mean
+    (shifted, "read with this sublayer's weights"): "h_in: h_in is read with the weights of this sublayer",
+    (shifted, "gradient of the weights before of the first block"): (
+        "dread: channels 32 and up of x are read as zero for dread"
+    ),
+    (post_identity, "streams not kept"): "x_next: x is left out",
+    (post_identity, "streams kept, but not backward"): "dx: everything is zero: masked, or never added to",
+    (mean, "sum of the streams"): "out: out is counted 4 (n) times",
+    # of the convolution
     (conv, "taps reversed"): "y: the taps are reversed in y",
     (conv, "bias left out"): "y: the bias is left out in y",
     (conv, "activation left out"): "y: the activation is left out in y",
@@ -67,6 +106,15 @@ VERDICTS = {
     (conv, "taps of dweight reversed"): "dweight: the taps are reversed in dweight",
     (conv, "dbias counted per tap"): "dbias: everything is counted 4 (W) times",
     (conv, "halo missing in dx"): "dx: the halo is missing in dx: tokens before each block of 32 are read as zero",
+    # the same in other ops
+    (maps, "block shorter than a row"): "h_pre: channels 32 and up of x are read as zero for h_mix",
+    (maps, "inv_rms missing in res, backward"): "dphi: the res section lacks the factor inv_rms in dh_mix",
+    (read, "grid covers the first stream only, backward"): "dx: streams 1 to 3 are never written",
+    (boundary, "inv_rms missing in res, backward"): "dphi: the res section lacks the factor inv_rms in dh_mix",
+    (boundary_normed, "norm's factor taken as constant"): "dbias: the term via r is left out of dh_read",
+    (boundary, "stream 2 left out of the mix"): "x_next: h_resᵀ x of stream 2 is left out",
+    (pre_identity, "inv_rms missing in post, forward"): "h_post: the post section lacks the factor inv_rms in z",
+    (pre_identity, "norm term left out"): "dx: the norm's term is left out",
 }
 
 
@@ -103,7 +151,7 @@ def test_verdict_in_bf16(op, fault):
 
 
 @pytest.mark.parametrize("dtype", [fp32, bf16])
-@pytest.mark.parametrize("op", [sinkhorn, pre, post, conv])
+@pytest.mark.parametrize("op", [*map(of, cases.ALL), of(cases.SINKHORN, sigma=3), conv])
 def test_silence(op, dtype):
     """The same arithmetic without a fault."""
     diagnosis = op(None, dtype)
@@ -112,12 +160,19 @@ def test_silence(op, dtype):
 
 
 def test_every_planted_fault_has_its_verdict():
-    assert list(faults.FAULTS) == [fault for _, fault in VERDICTS]
+    assert list(faults.FAULTS) == list(dict.fromkeys(fault for _, fault in VERDICTS))
 
 
 def test_one_cause_takes_all_that_follows_from_it():
     (finding,) = pre("block shorter than a row").findings
     assert finding.outputs == ("h_mix", "h_pre", "h_post", "h_res", "h_in", "dbias", "dalpha", "dphi", "dgamma", "dx")
+
+
+def test_a_gradient_that_should_be_none_is_off():
+    """What x gets at a boundary comes through the link; a kernel that writes it to dx too counts it twice."""
+    case = Case(cases.MHC_NEXT, (20,), 4, 24, fp32)
+    call = faults.call(case, {"dx": lambda dx, values: values["dlink"]})
+    assert [finding.outputs for finding in diagnose(case, call=call).findings] == [("dx",)]
 
 
 def test_what_cannot_be_explained_is_said_and_what_follows_from_it():

@@ -13,6 +13,7 @@ from mhc_ops.measure.conv_cases import ConvCase
 from mhc_ops.measure.diagnose import command
 from mhc_ops.mhc import reference
 
+fp64 = torch.float64
 SMALL = ["--device", "cpu", "--shape", "12x4x24"]
 
 
@@ -31,8 +32,8 @@ def only_the_first_stream(monkeypatch):
 def test_silence(capsys):
     assert cli.main(["diagnose", "mhc_post", *SMALL]) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("mhc_post, reference: nothing found in 6 cases; the largest error is ")
-    assert "diagnose 1/6: mhc_post 12x4x24 float32" in printed.err
+    assert printed.out.startswith("mhc_post, reference: nothing found in 8 cases; the largest error is ")
+    assert "diagnose 1/8: mhc_post 12x4x24 float32" in printed.err
 
 
 def test_something_is_off(only_the_first_stream, capsys, monkeypatch):
@@ -48,7 +49,7 @@ def test_something_is_off(only_the_first_stream, capsys, monkeypatch):
     cells = drawn.split()[-1].split("│")
     assert set(cells[0]) == {"·"}
     assert set("".join(cells[1:])) == {"█"}
-    assert lines[-1] == "0 of 6 cases right, 1 off, 5 not run"
+    assert lines[-1] == "0 of 8 cases right, 1 off, 7 not run"
     assert "\033" not in "".join(lines)
 
 
@@ -122,7 +123,7 @@ def test_html_is_one_page(code, request, tmp_path):
     page = file.read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>\n")
     document = xml.dom.minidom.parseString(page.split("\n", 1)[1])  # well-formed, each tag closed
-    assert len(document.getElementsByTagName("tr")) > 5
+    assert len(document.getElementsByTagName("tr")) >= 5
     for outside in ("http", "src=", "href", "@import", "url(", "<script", "<link"):
         assert outside not in page
     assert ("streams 1 to 3 are zero" in page) is bool(code)
@@ -148,6 +149,11 @@ def test_every_op_has_cases():
         "mhc_post_pre",
         "mhc_head",
         "sinkhorn",
+        "mhc_maps",
+        "mhc_read",
+        "mhc_next",
+        "mhc_shifted_pre",
+        "mhc_mean",
         "causal_conv1d",
         "causal_conv1d_update",
         "short_conv",
@@ -184,7 +190,7 @@ def test_a_shape_that_is_none(shape, capsys):
 @pytest.mark.parametrize(
     "case",
     [
-        *(cases.Case(subject, (12,), 2, 24, torch.float32) for subject in cases.SUBJECTS),
+        *(cases.Case(subject, (12,), 2, 24, torch.float32) for subject in cases.ALL),
         cases.Case(cases.MHC_PRE, (), 4, 300, torch.bfloat16, gamma=False, sigma=8),
         ConvCase(2, 13, 20),
         ConvCase(1, 13, 20, dilation=2, places="cu_seqlens states"),
@@ -196,7 +202,7 @@ def test_a_shape_that_is_none(shape, capsys):
 )
 def test_own_inputs(case, tmp_path, capsys):
     file = tmp_path / "inputs.pt"
-    torch.save(case.inputs(), file)
+    torch.save({name: tensor for name, tensor in case.inputs().items() if name != "link"}, file)
     op = case.subject.name.split()[0]
     assert cli.main(["diagnose", op, "--device", "cpu", "--inputs", str(file)]) == 0
     assert f"{op}, reference: nothing found" in capsys.readouterr().out
@@ -247,8 +253,8 @@ def test_without_jinja_a_right_op_is_diagnosed(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"x": torch.ones(3, 2, 4)}, "h_out, h_post, h_res missing. mhc_post takes x, h_out, h_post, h_res"),
-        ({"X": torch.ones(1)}, "x, h_out, h_post, h_res missing; X unknown."),
+        ({"x": torch.ones(3, 2, 4)}, "h_out, h_post missing. mhc_post takes x, h_out, h_post, h_res?"),
+        ({"X": torch.ones(1)}, "x, h_out, h_post missing; X unknown."),
         ({**cases.Case(cases.MHC_POST, (3,), 2, 4).inputs(), "gamma": torch.ones(2, 4)}, "gamma unknown."),
         ([torch.ones(1)], "must hold a dict of tensors by argument name"),
         ({"x": 3}, "must hold a dict of tensors by argument name"),
@@ -270,11 +276,27 @@ def test_own_inputs_that_are_wrong(content, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_the_norm_of_own_inputs_is_examined(monkeypatch, tmp_path, capsys):
+    """A file with layer_norm_weight is a case of the op with a norm; its shape is the op's to judge."""
+    right = reference.layer_norm
+    monkeypatch.setattr(reference, "layer_norm", lambda h_in, *more: right(h_in, *more) * (1 + (h_in.dtype != fp64)))
+    file, tensors = tmp_path / "inputs.pt", cases.Case(cases.MHC_NEXT_NORMED, (12,), 2, 24, torch.float32).inputs()
+    tensors.pop("link")
+    torch.save(tensors, file)
+    command = ["diagnose", "mhc_next", "--device", "cpu", "--inputs", str(file)]
+    assert cli.main(command) == 1
+    assert "h_in: everything is counted 2 times" in capsys.readouterr().out
+    torch.save({**tensors, "layer_norm_weight": torch.ones(7)}, file)
+    assert cli.main(command) == 2
+    assert "layer_norm_weight must be [24], got [7]" in capsys.readouterr().err
+
+
 @pytest.mark.interpreted
-def test_the_kernels_in_the_interpreter(capsys):
+@pytest.mark.parametrize("op", ["mhc_post", "mhc_read"])
+def test_the_kernels_in_the_interpreter(op, capsys):
     arguments = ["--device", "cpu", "--backend", "triton", "--shape", "5x2x8", "--dtype", "fp32"]
-    assert cli.main(["diagnose", "mhc_post", *arguments]) == 0
-    assert "mhc_post, triton: nothing found" in capsys.readouterr().out
+    assert cli.main(["diagnose", op, *arguments]) == 0
+    assert f"{op}, triton: nothing found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

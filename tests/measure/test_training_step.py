@@ -12,8 +12,7 @@ import mhc_ops
 from mhc_ops import cli
 from mhc_ops.measure import bench, cases, compare, page, peers, results, speed, stacks, tables, training_step
 from mhc_ops.measure.stacks import PLAIN
-from mhc_ops.measure.training_model import APART, RECOMPUTE, Size, Training
-from mhc_ops.measure.training_step import ALLOWED, Race, Step
+from mhc_ops.measure.training_step import ALLOWED, APART, RECOMPUTE, Race, Size, Step, Training
 
 CPU = torch.device("cpu")
 SMALL = Size(16, 128, 2, 128)

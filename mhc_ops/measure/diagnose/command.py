@@ -23,12 +23,19 @@ from ..report import Refused
 from . import Diagnosis, diagnose
 from .outputs import map_of
 
-# The formulas of the stack are not written out in steps.
-CHECK = tuple(case for case in selection.CHECK if case.subject not in cases.OF_THE_STACK)
-OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in CHECK))
-SUBJECTS = {subject.name: subject for subject in cases.SUBJECTS}
+OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in selection.CHECK))
+SUBJECTS = {op: [subject for subject in cases.ALL if subject.name.split()[0] == op] for op in OPS}
+
+
+def _takes(subjects: Sequence[cases.Subject]) -> str:
+    """What some form of the op does without may be absent. A link has no values of its own."""
+    every = dict.fromkeys(name for subject in subjects for name in subject.inputs if name != "link")
+    needed = [name for name in every if name != "gamma" and all(name in subject.inputs for subject in subjects)]
+    return " ".join(name if name in needed else f"{name}?" for name in every)
+
+
 # The tensors that an op takes; with a question mark those that a file may lack.
-TAKES = {name: " ".join(subject.inputs).replace("gamma", "gamma?") for name, subject in SUBJECTS.items()} | {
+TAKES = {op: _takes(subjects) for op, subjects in SUBJECTS.items() if subjects} | {
     "causal_conv1d": "x weight bias? residual? seq_idx? cu_seqlens? initial_state?",
     "causal_conv1d_update": "x conv_state weight bias? cache_seqlens? conv_state_indices?",
     "short_conv": "x gamma weight",
@@ -64,7 +71,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
             done.append(diagnose(case, backend, options.device, tensors))
         except Exception as error:  # an op that refuses its input says its name first; a CPU's memory has no type
             full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-            if not full and not str(error).startswith(options.op):
+            if not full and not str(error).startswith((options.op, "mhc_")):  # a boundary says mhc_enter
                 raise
             raise Refused(str(error)) from error
         if not done[-1].passed:  # one cause is enough for one command
@@ -140,12 +147,13 @@ def _from_check(op: str, given: dict[str, Any]) -> list[AnyCase]:
     """The cases of `check`, with what was given in place of what they have. fp32 first: where rounding is least, an
     explanation is clearest.
     """
-    if "width" in given and op in SUBJECTS:
+    if "width" in given and SUBJECTS[op]:
         raise Refused(f"{op} has no --width")
     changes = _sizes(op, given["shape"]) if "shape" in given else {}
     changes |= {"dtype": DTYPES[given["dtype"]]} if "dtype" in given else {}
     changes |= {"W": given["width"]} if "width" in given else {}
-    changed: list[AnyCase] = [replace(case, **changes) for case in CHECK if case.subject.name.split()[0] == op]
+    own = [case for case in selection.CHECK if case.subject.name.split()[0] == op]
+    changed: list[AnyCase] = [replace(case, **changes) for case in own]
     packed_rows = [c for c in changed if isinstance(c, ConvCase) and "cu_seqlens" in c.places and c.B > 1]  # it has one
     possible = {str(case): case for case in changed if case not in packed_rows}
     return sorted(possible.values(), key=lambda case: case.dtype != torch.float32)
@@ -153,10 +161,10 @@ def _from_check(op: str, given: dict[str, Any]) -> list[AnyCase]:
 
 def _sizes(op: str, shape: Sequence[int]) -> dict[str, Any]:
     """The sizes of a case whose x has this shape."""
-    fits = len(shape) >= 2 if op in SUBJECTS else len(shape) == (4 if op == "short_conv" else 3)
+    fits = len(shape) >= 2 if SUBJECTS[op] else len(shape) == (4 if op == "short_conv" else 3)
     if not fits or (op == "sinkhorn" and shape[-1] != shape[-2]):
         raise Refused(f"--shape of {op} must be {LAYOUTS.get(op, 'Tx…xNxD')}, got {'x'.join(map(str, shape))}")
-    if op in SUBJECTS:
+    if SUBJECTS[op]:
         return {"outer": tuple(shape[:-2]), "n": shape[-2], "D": shape[-1]}
     B, L, *n, D = shape
     return {"B": B, "L": L, "D": D, **({"n": n[0]} if n else {})}
@@ -182,6 +190,8 @@ def _load(op: str, path: Path, device: torch.device) -> Tensors:
     said = [f"{', '.join(which)} {what}" for what, which in wrong.items() if which]
     if said:
         raise Refused(f"--inputs {path}: {'; '.join(said)}. {op} takes {', '.join(names)}")
+    if op == cases.MHC_NEXT.name:
+        loaded["link"] = loaded["x"].new_zeros(()).expand_as(loaded["x"])
     return loaded
 
 
@@ -196,21 +206,31 @@ def _cases_of(op: str, tensors: Tensors) -> list[AnyCase]:
     except (Refused, IndexError) as error:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise Refused(f"--inputs: {op} cannot have these shapes: {shapes}") from error
-    if op in SUBJECTS:
-        return [Case(SUBJECTS[op], gamma="gamma" in tensors, sigma=_sigma(op, tensors), seed=0, **sizes)]
+    if SUBJECTS[op]:
+        subject = _subject(op, tensors)
+        return [Case(subject, gamma="gamma" in tensors, sigma=_sigma(subject, tensors), seed=0, **sizes)]
     places = [name for name in ("seq_idx", "cu_seqlens") if name in tensors] + ["states"] * ("initial_state" in tensors)
     sizes |= {"W": W, "dilation": dilation, "places": " ".join(places), "update": op == "causal_conv1d_update"}
     case = ConvCase(bias="bias" in tensors, residual="residual" in tensors, seed=0, **sizes)
     return [replace(case, residual=yes) if case.n else replace(case, silu=yes) for yes in (True, False)]
 
 
-def _sigma(op: str, tensors: Tensors) -> float:
+def _subject(op: str, tensors: Tensors) -> cases.Subject:
+    """The form of the op that takes these tensors; the identity has two sections, as alpha shows."""
+    identity = "alpha" in tensors and tensors["alpha"].numel() == 2
+    fitting = [subject for subject in SUBJECTS[op] if set(subject.inputs) - {"gamma"} == set(tensors) - {"gamma"}]
+    named = [subject for subject in fitting if subject.name.endswith("identity") == identity]
+    return (named or fitting or SUBJECTS[op])[0]
+
+
+def _sigma(subject: cases.Subject, tensors: Tensors) -> float:
     """The spread of the logits that Sinkhorn gets; the tolerance behind it depends on it."""
-    if op != "sinkhorn" and SUBJECTS[op] not in cases.MIXED:
+    if subject is not cases.SINKHORN and subject not in cases.MIXED:
         return Case.sigma
     of_pre: dict[str, Any] = {name: tensors[name] for name in cases.MHC_PRE.inputs if name in tensors}
-    if op == cases.MHC_POST_PRE.name:
+    if "h_post" in tensors:
         of_post: dict[str, Any] = {name: tensors[name] for name in cases.MHC_POST.inputs}
         of_pre["x"] = mhc_ops.mhc_post(**of_post, backend="reference")
-    logits = tensors["logits"] if op == "sinkhorn" else mhc_ops.mhc_forward_pre(**of_pre, backend="reference")[2]
+    logits = tensors.get("logits")
+    logits = mhc_ops.mhc_forward_pre(**of_pre, backend="reference")[2] if logits is None else logits
     return round(float(logits.double().std()), 3)

@@ -5,7 +5,7 @@ from the step h_mix. A hypothesis is a sentence and the values that are then oth
 "dx via h_mix", or what one step reads: "gamma for h_mix".
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .outputs import BLOCKED, layout, sections, words_of
 Hypothesis = tuple[str, Mapping[str, Change]]  # a sentence, and what is then instead of which values
 SMALLEST_BLOCK = 8
 
-# mHC, with the maps of mhc/manual.py.
+# mHC, with the maps of mhc/manual.py. Of a layer with a norm, h_read is h_in before it.
 PROJECT = (
     *steps_of(
         inv_rms=lambda x, norm_eps: torch.rsqrt(x.square().mean((-2, -1)) + norm_eps),
@@ -46,20 +46,45 @@ READ = steps_of(h_in=lambda h_pre, x: (h_pre[..., None] * x).sum(-2))
 WRITE = steps_of(
     written=lambda h_post, h_out: h_post[..., None] * h_out[..., None, :], mixed=lambda h_res, x: h_res.mT @ x
 )
+LAYER_NORM = steps_of(
+    r=lambda h_read, layer_norm_eps: torch.rsqrt(h_read.square().mean(-1, keepdim=True) + layer_norm_eps),
+    h_in=lambda h_read, r, layer_norm_weight: h_read * r * layer_norm_weight,
+)
 PRE, POST = (*PROJECT, *MAPS, *SINKHORN, *READ), (*WRITE, total("x_next", "written", "mixed"))
-# mhc_post_pre has two of some names: "h_post before" is the post's. Its pre reads x_next as it was stored.
+PRE_NORMED = (*renamed(PRE, h_in="h_read"), *LAYER_NORM)
+# mhc_post_pre and mhc_next have two of some names: "h_post before" is the post's. Their pre reads x_next as it was
+# stored, or as it is where nothing was.
 BEFORE = {"h_post": "h_post before", "h_res": "h_res before"}
 GRADIENTS = {f"d{new}": f"d{name}" for name, new in BEFORE.items()} | {f"d{name}": f"d{name} given" for name in BEFORE}
-STORE = steps_of(stored=lambda x_next, as_stored: x_next + (as_stored - x_next).detach())
+POST_BEFORE = (
+    *renamed(POST, **BEFORE),
+    *steps_of(stored=lambda x_next, as_stored: x_next if as_stored is None else x_next + (as_stored - x_next).detach()),
+)
+# mhc_next ends with the post of the next sublayer, which costs nothing. Its backward is two: that of the next sublayer
+# ends with dlink, the gradient of x_next; that of the post before begins with dlink as it was stored. x has none.
+AFTER = {"h_out": "h_out after", "written": "written after", "mixed": "mixed after", "x_next": "x_after"}
+POST_AFTER = renamed(POST, x="stored", **AFTER)
+DX = steps_of(
+    dlink_taken=lambda dlink, dlink_as_stored: dlink if dlink_as_stored is None else dlink_as_stored,
+    dx=lambda x: torch.zeros_like(x),
+)
 MHC: dict[str, Steps] = {
     "sinkhorn": SINKHORN,
     "mhc_post": POST,
-    "mhc_pre": PRE,
     "mhc_forward_pre": renamed((*PROJECT, *MAPS, *READ), logits="h_res"),
     "mhc_head": renamed((*PROJECT, *READ), h_in="out"),
-    "mhc_layer": (*PRE, *POST),
-    "mhc_post_pre": (*renamed(POST, **BEFORE), *STORE, *renamed(PRE, x="stored")),
+    "mhc_maps": (*PROJECT, *MAPS, *SINKHORN),
+    "mhc_read": READ,
+    "mhc_shifted_pre": (*PROJECT, *MAPS, *SINKHORN, *renamed(READ, h_pre="read")),
+    "mhc_pre identity": (*PROJECT, *MAPS[:1], *READ),
+    "mhc_post identity": (*WRITE[:1], *steps_of(kept=lambda x: x), total("x_next", "written", "kept")),
+    "mhc_mean": steps_of(out=lambda x: x.mean(-2)),
 }
+for _norm, _pre in {"": PRE, " normed": PRE_NORMED}.items():
+    MHC[f"mhc_pre{_norm}"] = _pre
+    MHC[f"mhc_layer{_norm}"] = (*_pre, *POST)
+    MHC[f"mhc_post_pre{_norm}"] = (*POST_BEFORE, *renamed(_pre, x="stored"))
+    MHC[f"mhc_next{_norm}"] = (*POST_BEFORE, *renamed(_pre, x="stored"), *POST_AFTER)
 
 # The convolution. What lies under the taps is a table: rows[k, b, t] is the row of `everything` (nothing, the states,
 # the tokens) that tap k of token t reads. A missing halo or a leak between sequences is another table.
@@ -86,19 +111,32 @@ Z_AGAIN = {"z": "z again"}  # the backward computes it by itself
 WORDS = {
     "written": "h_post ⊗ h_out",
     "mixed": "h_resᵀ x",
+    "kept": "x",
+    "mixed after": "h_resᵀ x_next",
     "dx via h_mix": "gamma ⊙ phiᵀ dh_mix",
     "dx via inv_rms": "the norm's term",
     "dx via h_in": "h_pre ⊗ dh_in",
+    "dx via h_read": "h_pre ⊗ dh_read",
     "dx via mixed": "h_res dx_next",
+    "dx via mixed after": "h_res dx_after",
     "convolved": "the convolution",
     "added": "the residual",
     "dx via residual": "the residual",
 }
 WORDS |= {"everything": "x", "deverything": "dx", "stored": "x_next", "z again": "dz"}
+WORDS |= {"h_out after": "h_out", "written after": WORDS["written"], "dstored": "dx_next", "alphas": "alpha"}
 # Terms that are sums themselves.
-BY_STREAM = ("h_in", "out", "mixed", "dh_out via written", "dx via mixed")
+BY_STREAM = (
+    *("x for h_in", "stored for h_in", "x for out", "x for mixed", "stored for mixed after"),
+    *("dx_next for dh_out via written", "dx_next for dx via mixed", "dx_after for dx via mixed after"),
+)
 BY_SECTION = ("dx via h_mix", "dx via inv_rms", "dgamma via h_mix")
-READ_IN_BLOCKS = ("dh_mix", "dz", "x", "stored", "dx_next", "dh_in", "dout", "phi", "gamma", "h_out")
+READ_IN_BLOCKS = (
+    *("dh_mix", "dz", "x", "stored", "dx_next", "dx_after", "dh_in", "dh_read", "dout"),
+    *("phi", "gamma", "h_out", "h_out after", "h_read", "layer_norm_weight"),
+)
+# What leaves these out.
+NEUTRAL = {"gamma": steps.ones, "alphas": steps.ones, "layer_norm_weight": steps.ones, "r": steps.ones}
 CONV_READ_IN_BLOCKS = ("everything", "dz", "dy", "weight")
 
 
@@ -123,11 +161,21 @@ def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]
     section_of_row = [k for k, rows in enumerate(sections(case).values()) for _ in rows]
     inputs: Values = {**DEFAULTS._asdict(), "n": case.n, "section_of_row": torch.tensor(section_of_row, device=device)}
     inputs |= {"gamma": torch.ones(case.n, case.D, device=device)}
-    wanted, names = set(tensors), {}
-    if op == "mhc_post_pre":
-        inputs |= {BEFORE[name]: tensors[name] for name in BEFORE} | {"as_stored": results["x_next"]}
+    forward, wanted, names = MHC[op], set(tensors), {}
+    if {"h_post", "phi"} <= wanted:  # a post and the pre behind it
+        inputs |= {BEFORE[name]: tensors[name] for name in BEFORE} | {"h_out after": tensors["h_out"]}
+        inputs |= {"as_stored": results.get("x_next"), "dlink_as_stored": results.get("dlink")}
         wanted, names = {BEFORE.get(name, name) for name in tensors}, GRADIENTS
-    return (*MHC[op], *renamed(steps.gradients(MHC[op], wanted, case.subject.differentiable), **names)), inputs
+    gradients = _gradients_of_next if "link" in tensors else steps.gradients
+    return (*forward, *renamed(gradients(forward, wanted, case.subject.differentiable), **names)), inputs
+
+
+def _gradients_of_next(forward: Steps, wanted: Collection[str], outputs: Collection[str]) -> Steps:
+    own = forward[len(POST_BEFORE) :]
+    names = {"dstored": "dlink"} | {f"dstored via {step.name}": f"dx via {step.name}" for step in own}
+    of_own = renamed(steps.gradients(own, {*wanted, "stored"}, outputs), **names)
+    of_post = steps.gradients(POST_BEFORE, set(wanted) - {"x"}, ["x_next"])
+    return (*of_own, *DX, *renamed(of_post, **{"cotangent of x_next": "dlink_taken"}))
 
 
 def _conv(case: ConvCase, tensors: Tensors, given: Values) -> tuple[Steps, Values]:
@@ -176,7 +224,7 @@ def terms_of(case: AnyCase, model: Computation, output: str) -> Tensors:
 def _parts(case: AnyCase, step: Step) -> dict[str, dict[str, Change]]:
     """Of a term that is a sum itself, what leaves out each summand."""
     summed = "dm for dinv_rms via m" if step.name == "dx via inv_rms" else f"{step.reads[-1]} for {step.name}"
-    indices: dict[str, Any] = {f"stream {i}": (..., i, slice(None)) for i in range(case.n) if step.name in BY_STREAM}
+    indices: dict[str, Any] = {f"stream {i}": (..., i, slice(None)) for i in range(case.n) if summed in BY_STREAM}
     indices |= {name: (..., rows) for name, rows in sections(case).items() if step.name in BY_SECTION}
     return {part: {summed: steps.at(index, steps.zeros)} for part, index in indices.items()}
 
@@ -188,6 +236,9 @@ def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
     """The order is the order of preference where two explain an output equally well."""
     if model.steps:
         yield from _in_maps(sections(case)) if isinstance(case, Case) else _in_taps(case, model.right)
+        yield from _left_out(case, model)
+    if "read" in model.right:
+        yield "h_in is read with the weights of this sublayer", {"read for h_in": steps.always(model.right["h_pre"])}
     for name in READ_IN_BLOCKS if isinstance(case, Case) else CONV_READ_IN_BLOCKS:
         if name in model.right:
             yield from _partial_reads(case, model, name)
@@ -202,8 +253,21 @@ def _in_maps(sections: Mapping[str, range]) -> Iterator[Hypothesis]:
         for section, rows in sections.items():
             yield f"the {section} section lacks the factor {words}", {name: steps.at((..., rows), change)}
         yield f"every section lacks the factor {words}", {name: change}
-    yield "gamma is left out of h_mix", {"gamma for h_mix": steps.ones}
-    yield "gamma is left out everywhere", {"gamma": steps.ones}
+
+
+def _left_out(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
+    """A factor or a summand, of one value, of all gradients or of everything; or a term of a value in between."""
+    for name in [name for name in NEUTRAL if name in model.right]:
+        readers = _readers(model, name)
+        readers["the backward"] = [read for names in readers.values() for read in names if " via " in read]
+        for into, names in readers.items():
+            if names:
+                yield f"{WORDS.get(name, name)} is left out of {into}", dict.fromkeys(names, NEUTRAL[name])
+    results = {*case.subject.outputs, *(f"d{name}" for name in model.inputs)}  # whose terms are fitted
+    for value, terms in model.sums.items():
+        for term in terms if value not in results and len(terms) > 1 else ():
+            words = WORDS.get(term, term.replace(f"{value} via", "the term via"))
+            yield f"{words} is left out of {WORDS.get(value, value)}", {term: steps.zeros}
 
 
 def _in_taps(case: ConvCase, right: Values) -> Iterator[Hypothesis]:
@@ -220,7 +284,6 @@ def _in_taps(case: ConvCase, right: Values) -> Iterator[Hypothesis]:
     yield "the derivative of SiLU is left out", {"silu for dz via convolved": steps.always(False)}
     yield "the bias is left out", {"bias": steps.zeros}
     yield "the bias is left out in y", {"bias for z": steps.zeros}
-    yield "gamma is left out", {"gamma": steps.ones}
 
 
 def _tables(case: ConvCase, rows: Tensor, states: int) -> Iterator[tuple[str, Tensor]]:
@@ -244,16 +307,20 @@ def block_ends(size: int, smallest: int = SMALLEST_BLOCK) -> list[int]:
     return sorted({end for block in blocks for end in (block, size // block * block) if end < size})
 
 
-def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
-    """The tensor is read up to some index only, for one of the values that it is read for or for all of them."""
-    axes = layout(case, tensor, model.right[tensor].shape)
-    readers: dict[str, list[str]] = {}
+def _readers(model: Computation, tensor: str) -> dict[str, list[str]]:
+    """By the words of what it is read for, and of all of it: what is then read, as a change names it."""
+    found: dict[str, list[str]] = {}
     for step in model.steps:
         if tensor in step.reads and not step.is_sum and model.depends(step, tensor):
             into = model.sum_of(step.name)
-            readers.setdefault(WORDS.get(into, into), []).append(f"{tensor} for {step.name}")
-    everything = " and ".join(", ".join(readers).rsplit(", ", 1))
-    readers |= {everything: [name for names in readers.values() for name in names]} if readers else {}
+            found.setdefault(WORDS.get(into, into), []).append(f"{tensor} for {step.name}")
+    everything = " and ".join(", ".join(found).rsplit(", ", 1))
+    return found | ({everything: [name for names in found.values() for name in names]} if found else {})
+
+
+def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
+    """The tensor is read up to some index only, for one of the values that it is read for or for all of them."""
+    axes, readers = layout(case, tensor, model.right[tensor].shape), _readers(model, tensor)
     for axis, (word, size) in enumerate(axes.items()):
         ends = block_ends(size) if word in BLOCKED else range(1, size) if word in ("stream", "sequence") else ()
         for end in ends:

@@ -27,13 +27,14 @@ NO_SECTIONS: Mapping[str, range] = {}
 
 # The axes of a tensor; where a name is not here, it is d and one that is.
 MHC = {
-    **dict.fromkeys(("x", "x_next", "stored"), "token stream channel"),
-    **dict.fromkeys(("h_in", "h_out", "out"), "token channel"),
-    **dict.fromkeys(("h_pre", "h_post"), "token stream"),
+    **dict.fromkeys(("x", "x_next", "x_after", "stored", "link"), "token stream channel"),
+    **dict.fromkeys(("h_in", "h_read", "h_out", "h_out after", "out"), "token channel"),
+    **dict.fromkeys(("h_pre", "h_post", "read"), "token stream"),
     **dict.fromkeys(("h_res", "logits"), "token old_stream new_stream"),
     **dict.fromkeys(("h_mix", "z"), "token row"),
 }
 MHC |= {"phi": "row stream channel", "gamma": "stream channel", "inv_rms": "token", "alpha": "section", "bias": "row"}
+MHC |= {"layer_norm_weight": "channel"}
 CONV = {
     **dict.fromkeys(("x", "y", "z", "residual"), "sequence token stream channel"),
     **dict.fromkeys(("initial_state", "final_state"), "sequence channel step"),
@@ -57,10 +58,7 @@ def layout(case: AnyCase, name: str, shape: Sequence[int]) -> dict[str, int]:
 
 def sections(case: AnyCase) -> dict[str, range]:
     """The rows of each section of phi, bias and h_mix; a convolution has none."""
-    n = case.n
-    every = {"pre": range(n), "post": range(n, 2 * n), "res": range(2 * n, 2 * n + n * n)}
-    wanted = ("pre",) if case.subject.name == "mhc_head" else every if isinstance(case, Case) else ()
-    return {name: every[name] for name in wanted}
+    return case.sections if isinstance(case, Case) else {}
 
 
 class Place(NamedTuple):
