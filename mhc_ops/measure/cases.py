@@ -14,6 +14,7 @@ from torch import Tensor
 import mhc_ops
 
 from ..core.check import name_of
+from ..mhc.prepare import NOT_IN_TILELANG as OPTIONS_NOT_IN_TILELANG
 from . import arguments
 
 Tensors = dict[str, Tensor]
@@ -80,16 +81,23 @@ def public(name: str, **options: Any) -> Call:
 
 
 def _pre_normed(
-    x: Tensor, layer_norm_weight: Tensor | None = None, layer_norm_eps: Any = 1e-6, **parameters: Any
-) -> tuple[Tensor, ...]:
-    """mhc_pre and, last, h_in as a norm scales it: the gradient that comes there and the one that comes through the
-    norm's factor cancel (all of dh_pre where n is 1), so the terms of both are to be known apart."""
-    h_in, h_post, h_res = mhc_ops.mhc_pre(x, **parameters, backend="reference")
+    x: Tensor,
+    layer_norm_weight: Tensor | None = None,
+    layer_norm_eps: Any = 1e-6,
+    read: Tensor | None = None,
+    **parameters: Any,
+) -> tuple[Any, ...]:
+    """mhc_pre, where h_in is read with `read` also h_pre and, last, h_in as a norm scales it: the gradient that comes
+    there and the one that comes through the norm's factor cancel (all of dh_pre where n is 1), so the terms of both are
+    to be known apart."""
+    h_pre, h_post, h_res = mhc_ops.mhc_maps(x, **parameters, backend="reference")
+    h_in = mhc_ops.mhc_read(x, h_pre if read is None else read, backend="reference")
+    maps = (h_post, h_res) if read is None else (h_post, h_res, h_pre)
     if layer_norm_weight is None:
-        return h_in, h_post, h_res
+        return h_in, *maps
     scaled = h_in.clone()
     factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
-    return layer_norm_weight * scaled * factor, h_post, h_res, scaled
+    return layer_norm_weight * scaled * factor, *maps, scaled
 
 
 def _stored(value: Tensor, result: Tensor) -> Tensor:
@@ -248,7 +256,7 @@ class Case(Drawn):
         """The rows of each section of phi, bias and h_mix."""
         n, name = self.n, self.subject.name
         every = {"pre": range(n), "post": range(n, 2 * n), "res": range(2 * n, 2 * n + n * n)}
-        many = 1 if name == MHC_HEAD.name else 2 if name == MHC_PRE_IDENTITY.name else 3
+        many = 1 if name == MHC_HEAD.name else 2 if "identity" in name else 3
         return dict(list(every.items())[:many])
 
     @property
@@ -258,8 +266,9 @@ class Case(Drawn):
 
     def runs_on(self, backend: str) -> bool:
         """Whether the backend's kernels have all that the case asks for."""
-        lacking = {"triton": WITHOUT_KERNELS, "tilelang": (*NOT_IN_TILELANG, *WITHOUT_KERNELS)}
-        return self.subject.name not in lacking.get(backend, ())
+        options = {name for name, _ in self.subject.options}
+        there = self.subject.name not in NOT_IN_TILELANG and options.isdisjoint(OPTIONS_NOT_IN_TILELANG)
+        return backend != "tilelang" or there
 
     def smaller(self) -> "Case":
         """As quick to check as to start."""
@@ -342,8 +351,8 @@ def _pre_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tup
 def _layer_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     of_pre = {name: tensor for name, tensor in tensors.items() if name != "h_out"}
     h_in, h_post, h_res, *more = _pre_normed(**of_pre, **options)
-    x_next = mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, backend="reference")
-    return x_next, h_in, *more
+    of_post = {"transposed": options.get("transposed", False), "backend": "reference"}
+    return mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, **of_post), h_in, *more
 
 
 class _StoredGradient(torch.autograd.Function):
@@ -360,28 +369,39 @@ class _StoredGradient(torch.autograd.Function):
 
 
 def _next(
-    x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, link: Tensor, backend: str, **own: Any
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    link: Tensor,
+    backend: str,
+    h_res: Tensor | None = None,
+    read: Tensor | None = None,
+    **own: Any,
 ) -> tuple[Tensor, ...]:
     """One boundary, and the end behind a sublayer that costs nothing. What x_next gets is dlink, as it is stored; the
     gradient of x is made from that, but not here."""
     if backend == "reference":  # whose link is x itself
         x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend=backend) + link
-        h_in, carry = mhc_ops.mhc_enter(x_next, **own, backend=backend)
+        of_read: dict[str, Any] = {} if read is None else {"shifted": True, "read": read}
+        h_in, carry = mhc_ops.mhc_enter(x_next, **own, **of_read, backend=backend)
     else:
-        h_in, carry = mhc_ops.mhc_next(mhc_ops.Carry(x, h_post, h_res, None, link), h_out, **own, backend=backend)
-    return h_in, mhc_ops.mhc_leave(carry, h_out.detach(), backend=backend), carry.x
+        h_in, carry = mhc_ops.mhc_next(mhc_ops.Carry(x, h_post, h_res, read, link), h_out, **own, backend=backend)
+    left = mhc_ops.mhc_leave(carry, h_out.detach(), backend=backend)
+    return h_in, *(left if isinstance(left, tuple) else (left,)), carry.x
 
 
 def _next_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    x, h_out, h_post, h_res, link = (tensors[name] for name in (*_POST, "link"))
-    x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend="reference")
+    of_post: dict[str, Any] = {"h_res": None} | {name: tensors[name] for name in _POST if name in tensors}
+    x, h_out, link = tensors["x"].detach(), tensors["h_out"], tensors["link"]
+    x_next = mhc_ops.mhc_post(**of_post | {"x": x}, backend="reference")
     if "dlink" in results:
         x_next = _StoredGradient.apply(x_next, results["dlink"].double())
     x_next = x_next + link
     own = {name: tensor for name, tensor in tensors.items() if name not in (*_POST, "link")}
     stored = _stored(x_next, results["x_next"])
     h_in, h_post, h_res, *more = _pre_normed(stored, **own, **options)
-    return h_in, mhc_ops.mhc_post(stored, h_out.detach(), h_post, h_res, backend="reference"), x_next, *more
+    x_after = mhc_ops.mhc_post(stored, h_out.detach(), h_post, h_res, backend="reference")
+    return h_in, x_after, *([more.pop(0)] if "read" in tensors else []), x_next, *more
 
 
 _NORM = ("layer_norm_weight",)
@@ -396,7 +416,7 @@ MHC_POST_PRE_NORMED = replace(MHC_POST_PRE, name="mhc_post_pre normed", inputs=(
 _after = ("h_in", "x_after", "x_next")
 MHC_NEXT = Subject("mhc_next", "mhc", _next, _OF_NEXT, _after, (3, 2, 4, 4), intermediates=1, exact=_next_exact)
 MHC_NEXT_NORMED = replace(MHC_NEXT, name="mhc_next normed", inputs=(*_OF_NEXT, *_NORM))
-NORMED = (MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED)
+NORMED: tuple[Subject, ...] = (MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED)
 OF_THE_STACK = (MHC_MAPS, MHC_READ, MHC_NEXT, *NORMED)
 NOT_IN_TILELANG = tuple(subject.name for subject in (MHC_MAPS, MHC_READ, *NORMED))
 MIXED += (MHC_MAPS, MHC_NEXT, *NORMED)
@@ -414,10 +434,32 @@ MHC_SHIFTED_PRE = Subject("mhc_shifted_pre", "mhc", _shifted_pre, ("read", *_PRE
 MHC_PRE_IDENTITY = Subject("mhc_pre identity", "mhc", _identity, _PRE, _MAPS[:2], _BYTES)
 MHC_POST_IDENTITY = Subject("mhc_post identity", "mhc", public("mhc_post", h_res=None), _POST[:3], ("x_next",), _BYTES)
 MHC_MEAN = Subject("mhc_mean", "mhc", public("mhc_mean"), ("x",), ("out",), (1, 1, 1, 1))
-VARIANTS = (MHC_SHIFTED_PRE, MHC_PRE_IDENTITY, MHC_POST_IDENTITY, MHC_MEAN)
+MHC_NEXT_SHIFTED = replace(
+    MHC_NEXT,
+    name="mhc_next shifted",
+    inputs=("read", *_OF_NEXT),
+    outputs=("h_in", "x_after", "h_pre", "x_next"),
+    moved=(2, 2, 3, 3),
+)
+MHC_NEXT_SHIFTED_NORMED = replace(
+    MHC_NEXT_SHIFTED,
+    name="mhc_next shifted normed",
+    inputs=(*MHC_NEXT_SHIFTED.inputs, *_NORM),
+    moved=MHC_NEXT.moved,
+)
+MHC_NEXT_IDENTITY = replace(
+    MHC_NEXT,
+    name="mhc_next identity",
+    call=partial(_next, residual="identity"),
+    exact=partial(_next_exact, residual="identity"),
+    inputs=tuple(name for name in _OF_NEXT if name != "h_res"),
+)
+NORMED += (MHC_NEXT_SHIFTED_NORMED,)
+SHIFTED = (MHC_SHIFTED_PRE, MHC_NEXT_SHIFTED, MHC_NEXT_SHIFTED_NORMED)
+VARIANTS = (*SHIFTED, MHC_PRE_IDENTITY, MHC_POST_IDENTITY, MHC_NEXT_IDENTITY, MHC_MEAN)
 ALL = (*SUBJECTS, *OF_THE_STACK, *VARIANTS)
-WITHOUT_KERNELS = tuple(subject.name for subject in VARIANTS)
-MIXED += (MHC_SHIFTED_PRE,)
+NOT_IN_TILELANG += tuple(subject.name for subject in VARIANTS)
+MIXED += SHIFTED
 CHECK += tuple(Case(s, (2, 128), 4, 256, dtype) for s in VARIANTS for dtype in (_bf16, _fp32))
 CHECK += tuple(Case(subject, (173,), 3, 257) for subject in VARIANTS)
 
@@ -437,7 +479,7 @@ class Stack(Case):
 
     def layer(self) -> Case:
         """What a stack is made of where a library has no boundaries."""
-        return replace(self.smaller(), subject=MHC_LAYER if self.subject == MHC_NEXT else MHC_LAYER_NORMED)
+        return replace(self.smaller(), subject=MHC_LAYER_NORMED if self.subject in NORMED else MHC_LAYER)
 
     def __str__(self) -> str:
         return super().__str__() + f" recompute {self.recompute}" * bool(self.recompute)
@@ -446,5 +488,7 @@ class Stack(Case):
 _boundary = partial(Stack, n=4, gamma=False)
 BENCH += tuple(_boundary(subject, (T,), D=D) for subject in (MHC_NEXT, MHC_NEXT_NORMED) for T, D in SIZES)
 BENCH += (_boundary(MHC_NEXT, (8192,), D=4096, recompute=4),)
+BENCH += tuple(_boundary(s, (T,), D=D) for s in (*SHIFTED[1:], MHC_NEXT_IDENTITY) for T, D in (SIZES[0], SIZES[2]))
 DECODE += tuple(_boundary(MHC_NEXT_NORMED, (T,), D=D) for D in (4096, 7168) for T in (1, 16, 128))
+DECODE += tuple(_boundary(MHC_NEXT_SHIFTED_NORMED, (T,), D=D) for D in (4096, 7168) for T in (1, 16))
 BENCH_CPU += tuple(_boundary(MHC_NEXT_NORMED, (64,), D=64, dtype=_fp32, recompute=k) for k in (0, 4))

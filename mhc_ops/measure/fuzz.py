@@ -27,7 +27,7 @@ A_FEW = 16
 SHORTEST_NORM = 3  # channels: what a norm over one or two leaves to differentiate is nothing, or almost
 LARGEST_IN_FP16 = 30.0  # scale of x where gradients are stored in fp16, which ends at 65504
 OFTEN = (*(subject for subject in cases.SUBJECTS if subject is not cases.SINKHORN), cases.MHC_NEXT, *cases.NORMED)
-MHC = (*OFTEN, *OFTEN, cases.MHC_MAPS, cases.MHC_READ, cases.SINKHORN)
+MHC = (*OFTEN, *OFTEN, *cases.VARIANTS, cases.MHC_MAPS, cases.MHC_READ, cases.SINKHORN)
 CONV = ("causal_conv1d", "causal_conv1d", "causal_conv1d", "causal_conv1d_update", "short_conv", "short_conv")
 
 
@@ -140,8 +140,10 @@ def _options(draw: random.Random, subject: Subject) -> dict[str, float]:
     else:
         drawn = {"norm_eps": draw.choice(EPSILONS), "hc_eps": draw.choice(EPSILONS)}
     if subject in cases.MIXED:
-        drawn |= {"post_mult": draw.choice((0.5, 1.0, 3.0))}
+        drawn |= {"post_mult": draw.choice((0.5, 1.0, 3.0)), "post_eps": draw.choice(EPSILONS)}
         drawn |= {"sinkhorn_iters": draw.randint(1, 25), "sinkhorn_eps": draw.choice(EPSILONS)}
+    if subject in (cases.MHC_LAYER, cases.MHC_LAYER_NORMED):
+        drawn |= {"transposed": True}
     if subject in cases.NORMED:
         drawn |= {"layer_norm_eps": draw.choice(EPSILONS)}
     return {name: value for name, value in drawn.items() if draw.random() < 0.5}

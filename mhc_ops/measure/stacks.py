@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,12 @@ def connect(
     norms: Sequence[Tensor] = (),
     recompute: int = 0,
     apart: bool = False,
+    shifted: bool = False,
+    identity: bool = False,
 ) -> nn.Module:
     """norms: the weights of those that the layers lack. apart: no HyperStack, but one HyperConnection after the other.
-    The maps of each layer, and its norm where the case has one, are drawn from its number."""
+    shifted, identity: of ours. The maps of each layer, and its norm where the case has one, are drawn from its number.
+    """
     if provider == PLAIN:
         return nn.Sequential(*map(Residual, layers))
     drawn = [replace(case, outer=(1,), seed=case.seed + i).inputs(device) for i in range(len(layers))]
@@ -68,18 +72,27 @@ def connect(
     backend = provider if provider in backends.BACKENDS else "reference"
 
     def connection(layer: Layer, of: cases.Tensors) -> HyperConnection:
-        norm = "layer_norm_weight" in of
-        found = HyperConnection(layer, case.n, case.D, layer_norm=norm, backend=backend, device=device)
-        found.load_state_dict(of, strict=False)  # x and h_out are not its
+        own: dict[str, Any] = {"layer_norm": "layer_norm_weight" in of, "backend": backend, "device": device}
+        if identity:
+            own["residual"] = "identity"
+        found = HyperConnection(layer, case.n, case.D, **own)
+        rows = {name: len(parameter) for name, parameter in found.named_parameters()}  # of phi fewer for the identity
+        # x and h_out are not its
+        found.load_state_dict({name: t[: rows.get(name)] for name, t in of.items()}, strict=False)
         return found
 
     connections = map(connection, layers, drawn)
-    return nn.Sequential(*connections) if apart else HyperStack(*connections, recompute=recompute)
+    return nn.Sequential(*connections) if apart else HyperStack(*connections, recompute=recompute, shifted=shifted)
 
 
 def build(case: cases.Stack, provider: str, depth: int, device: torch.device) -> nn.Module | None:
     """A stack around layers that cost nothing; None where a peer lacks it: its norm would be torch's."""
     layer, peer = case.layer(), peers.by_name(provider)
-    if peer is not None and (case.recompute or peer.prepare(layer.subject.name, layer.inputs(device)) is None):
+    form: dict[str, Any] = {
+        "shifted": case.subject in cases.SHIFTED,
+        "identity": case.subject is cases.MHC_NEXT_IDENTITY,
+    }
+    only_ours = case.recompute or any(form.values())
+    if peer is not None and (only_ours or peer.prepare(layer.subject.name, layer.inputs(device)) is None):
         return None
-    return connect(provider, [nn.Identity()] * depth, layer, device, recompute=case.recompute)
+    return connect(provider, [nn.Identity()] * depth, layer, device, recompute=case.recompute, **form)

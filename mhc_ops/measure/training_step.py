@@ -27,7 +27,7 @@ ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 
 HEAD = 128  # channels of a head of attention
 LONGEST = 4096  # tokens of a sequence
 DTYPE = torch.bfloat16
-APART, RECOMPUTE = "HyperConnection", "recompute=4"  # forms of ours, behind the name of the backend
+APART, RECOMPUTE, SHIFTED = "HyperConnection", "recompute=4", "shifted"  # forms of ours, behind the backend's name
 # Its pre finds the gradient of the streams in an attribute of their storage, which a trace does not see: only the
 # layers between its operators are compiled.
 UNTRACED = ("TileKernels",)
@@ -55,6 +55,8 @@ SIZES_CPU = (Size(64, 128, 2, 256),)
 def subject_of(provider: str) -> cases.Subject:
     """What its model is made of: layers, or the boundaries of a HyperStack, with the norm where the backend has it."""
     backend = backend_of(provider)
+    if provider.endswith(SHIFTED):
+        return cases.MHC_NEXT_SHIFTED_NORMED
     if backend not in backends.BACKENDS or provider.endswith(APART):
         return cases.MHC_LAYER
     return cases.MHC_NEXT if backend == "tilelang" else cases.MHC_NEXT_NORMED
@@ -83,7 +85,7 @@ class SwiGLU(nn.Module):
 
 class Model(nn.Module):
     """The mean square of what comes out, for x [T, D]. Streams begin as copies of x and end as their mean, in plain
-    torch whoever connects the layers."""
+    torch whoever connects the layers; a shifted stack has contracted them itself."""
 
     def __init__(self, connected: nn.Module, streams: bool):
         super().__init__()
@@ -93,7 +95,7 @@ class Model(nn.Module):
         if self.streams:
             x = x.unsqueeze(1).expand(-1, N, -1).contiguous()
         x = self.connected(x)
-        return (x.mean(1) if self.streams else x).float().square().mean()
+        return (x.mean(1) if x.dim() > 2 else x).float().square().mean()
 
 
 TakeStep = Callable[[], tuple[Tensor, Tensor]]  # the loss and dx
@@ -115,10 +117,11 @@ class Training:
     def step(self, provider: str, compiled: bool = False) -> TakeStep:
         compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if compiled else lambda module: module
         subject = subject_of(provider)
-        inside = subject is cases.MHC_NEXT_NORMED
+        inside, shifted = subject in cases.NORMED, provider.endswith(SHIFTED)
         layers = self.layers if inside else [nn.Sequential(*pair) for pair in zip(self.norms, self.layers)]
         layers = [compiles(layer) for layer in layers] if provider in UNTRACED else layers
         form: Any = {"recompute": 4 * provider.endswith(RECOMPUTE), "apart": subject is cases.MHC_LAYER}
+        form |= {"shifted": True} if shifted else {}
         form["norms"] = [norm.weight for norm in self.norms] if inside else ()
         connected = stacks.connect(backend_of(provider), layers, self.size.case(), self.device, **form)
         model = Model(connected, provider != PLAIN)
@@ -201,7 +204,7 @@ def plan(case: str, present: Sequence[str], device: torch.device) -> list[Race]:
 
 def _forms(provider: str, compiled: bool) -> list[str]:
     """A stack; beside the first backend's the same layers apart, and with less kept (which torch.compile decides)."""
-    more = (APART,) if compiled else (APART, RECOMPUTE)
+    more = (APART, SHIFTED) if compiled else (APART, RECOMPUTE, SHIFTED)
     return [provider, *(f"{provider} {form}" for form in more if provider == selection.KERNELS[0])]
 
 
@@ -223,7 +226,7 @@ class Races:
         self._of = None
         torch.compiler.reset()
         self._training = Training(size, self._device)
-        self._expected = self._training.step("eager")()
+        self._expected: dict[str, tuple[Tensor, Tensor]] = {}  # by the reference's form
         self._plain = self._training.step(PLAIN, compiled)
         self._plain()
         self._plain_peak = peak_memory(self._plain, self._device)
@@ -234,7 +237,10 @@ class Races:
         if self._of != (race.size, race.compiled):
             self._begin(race.size, race.compiled)
         step, time = self._training.step(race.provider, race.compiled), self._training.microseconds
-        difference = _checked(race, step(), self._expected, self._device)
+        reference = f"eager {SHIFTED}" if race.provider.endswith(SHIFTED) else "eager"
+        if reference not in self._expected:
+            self._expected[reference] = self._training.step(reference)()
+        difference = _checked(race, step(), self._expected[reference], self._device)
         peak = peak_memory(step, self._device)
         turns = samples(lambda: (time(self._plain), time(step)), until)
         plain, own = (summary(times) for times in zip(*turns))

@@ -9,7 +9,6 @@ from mhc_ops.measure import cases, fuzz
 from mhc_ops.measure.cases import LAYOUTS, Case
 from mhc_ops.measure.conv_cases import PLACES, ConvCase
 from mhc_ops.mhc.options import PreOptions
-from mhc_ops.mhc.prepare import WITHOUT_KERNELS
 
 CPU = torch.device("cpu")
 
@@ -50,8 +49,9 @@ def test_a_case_follows_from_its_number():
 def test_what_tilelang_lacks_is_not_run_there():
     drawn = [case for case in (fuzz.case_of(0, number) for number in range(1000)) if isinstance(case, Case)]
     lacking = {case.subject.name for case in drawn if not case.runs_on("tilelang")}
-    assert lacking == {"mhc_maps", "mhc_read", *(subject.name for subject in cases.NORMED)}
-    assert lacking.isdisjoint(case.subject.name for case in drawn if case.runs_on("tilelang"))
+    of_tilelang = {case.subject.name for case in drawn if case.runs_on("tilelang")}
+    assert lacking - of_tilelang == set(cases.NOT_IN_TILELANG)
+    assert of_tilelang == {subject.name for subject in (*cases.SUBJECTS, cases.MHC_NEXT)}
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -60,7 +60,7 @@ def test_everything_is_drawn(small):
     mhc = [case for case in drawn if isinstance(case, Case)]
     conv = [case for case in drawn if isinstance(case, ConvCase)]
     assert {case.subject.name.split()[0] for case in conv} == {"causal_conv1d", "causal_conv1d_update", "short_conv"}
-    assert {case.subject.name for case in mhc} == {s.name for s in (*cases.SUBJECTS, *cases.OF_THE_STACK)}
+    assert {case.subject.name for case in mhc} == {subject.name for subject in cases.ALL}
     assert {case.layout for case in drawn} == set(LAYOUTS)
     assert {case.dtype for case in drawn} == set(fuzz.FLOATS)
     assert {case.parameter_dtype for case in drawn} == {*fuzz.FLOATS, torch.float64}
@@ -68,7 +68,7 @@ def test_everything_is_drawn(small):
     assert {case.dilation for case in conv} == {1, 2, 3, 5}
     assert {case.places for case in conv} == {"", *PLACES, "ring", "slots"}
     options = {name for case in mhc for name, _ in case.subject.options}
-    assert options == {"iters", "eps", *PreOptions._fields} - set(WITHOUT_KERNELS)
+    assert options == {"iters", "eps", *PreOptions._fields} - {"residual"}
     assert any(not all(case.outer) for case in mhc) and any(case.L == 0 for case in conv)
     assert any(case.unused for case in mhc) and any(case.unused for case in conv)
     assert all(len(case.unused) < max(1, len(case.subject.differentiable)) for case in drawn)
