@@ -14,7 +14,7 @@ from torch import Tensor
 import mhc_ops
 
 from ..core.check import name_of
-from ..mhc.prepare import NOT_IN_TILELANG as OPTIONS_NOT_IN_TILELANG
+from ..mhc.options import NOT_IN_TILELANG as OPTIONS_NOT_IN_TILELANG
 from . import arguments
 
 Tensors = dict[str, Tensor]

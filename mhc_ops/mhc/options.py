@@ -55,6 +55,7 @@ class PreOptions(NamedTuple):
 
 
 DEFAULTS = PreOptions()
+NOT_IN_TILELANG = ("post_eps", "residual", "transposed")  # what only Triton's kernels read
 _OF_SINKHORN = ("sinkhorn_iters", "sinkhorn_eps")
 WITHOUT_MEANING = {
     Residual.SINKHORN.value: (),

@@ -18,10 +18,9 @@ from ..core.check import (
     check_tensors,
 )
 from . import contracts, manual, reference
-from .options import DEFAULTS, MapKeywords, PreOptions, Residual, checked
+from .options import DEFAULTS, NOT_IN_TILELANG, MapKeywords, PreOptions, Residual, checked
 
 MAX_STREAMS = 8  # of the kernels; the reference takes any n
-NOT_IN_TILELANG = ("post_eps", "residual", "transposed")  # options that only Triton's kernels read
 
 
 def forward_pre(

@@ -170,8 +170,8 @@ def test_what_is_planned(monkeypatch):
     present, cuda = ["triton", "right", "fla", "eager", "torch.compile"], torch.device("cuda")
     planned = training_step.plan("", present, cuda)
     first = [(race.compiled, race.provider) for race in planned if race.size == training_step.SIZES[0]]
-    eager = ("triton", "triton HyperConnection", "triton recompute=4", "right", "eager")
-    compiled = ("triton", "triton HyperConnection", "right", "torch.compile")
+    eager = ("triton", "triton HyperConnection", "triton recompute=4", "triton shifted", "right", "eager")
+    compiled = ("triton", "triton HyperConnection", "triton shifted", "right", "torch.compile")
     assert first == [*((False, provider) for provider in eager), *((True, provider) for provider in compiled)]
     assert {race.size for race in planned} == set(training_step.SIZES)
     assert [race.compiled for race in training_step.plan("", ["eager"], CPU)] == [False]
@@ -182,6 +182,7 @@ def test_what_is_planned(monkeypatch):
     assert {(unit.compiled, unit.provider) for unit in bench.plan(request, present)} == {
         (False, "triton"),
         (False, "triton HyperConnection"),
+        (False, "triton shifted"),
         (False, "eager"),
         (True, "torch.compile"),
     }

@@ -205,22 +205,31 @@ def test_opcheck(gamma, norm, kernel_device):
     x, h_out, *parameters = (tensors.get(name) for name in cases.MHC_LAYER.inputs)
     parameters.append(torch.rand(D, device=kernel_device) if norm else None)
     leaves = [t if t is None else t.requires_grad_() for t in (x, *parameters)]
-    opcheck(contracts.mhc_layer_pre.traced, (*leaves, *OPTIONS, "triton"))
+    read = torch.rand(6, N, device=kernel_device)
+    for given in (None, read.requires_grad_()):
+        opcheck(contracts.mhc_layer_pre.traced, (leaves[0], given, *leaves[1:], *OPTIONS, "triton"))
     detached = [t if t is None else t.detach() for t in leaves]
-    h_in, h_post, h_res, link, inv_rms, h_mix = contracts.mhc_layer_pre.traced(*detached, *OPTIONS, "triton")
+    of_pre = (detached[0], None, *detached[1:], *OPTIONS, "triton")
+    h_in, h_post, h_res, link, _, inv_rms, h_mix = contracts.mhc_layer_pre.traced(*of_pre)
     maps = [t.requires_grad_() for t in (h_out, h_post, h_res)]
-    opcheck(contracts.mhc_layer_post.traced, (link, x.detach(), *maps, "triton"))
-    opcheck(contracts.mhc_post_fwd.traced, (x, *maps, "triton"))
+    for transposed in (False, True):
+        opcheck(contracts.mhc_layer_post.traced, (link, x.detach(), *maps, transposed, "triton"))
+        opcheck(contracts.mhc_post_fwd.traced, (x, *maps, transposed, "triton"))
+    opcheck(contracts.mhc_post_fwd.traced, (x, *maps[:2], None, False, "triton"))
     opcheck(contracts.mhc_post_pre_fwd.traced, (x, *maps, *leaves[1:], *OPTIONS, "triton"))
-    opcheck(contracts.mhc_next_fwd.traced, (link, x.detach(), *maps, *leaves[1:], *OPTIONS, True, "triton"))
+    for given in (None, read):
+        of_next = (link, x.detach(), *maps, given, *leaves[1:], *OPTIONS, True, "triton")
+        opcheck(contracts.mhc_next_fwd.traced, of_next)
     opcheck(contracts.sinkhorn_fwd.traced, (h_res.detach().requires_grad_(), 20, 1e-6, "triton"))
     plain = [t.detach() for t in maps]
-    opcheck(contracts.mhc_next_fwd.traced, (None, detached[0], *plain, *detached[1:], *OPTIONS, False, "triton"))
-    opcheck(contracts.mhc_post_bwd.traced, (detached[0], *plain, detached[0], True, "triton"))
-    cotangents = (h_in, plain[1], plain[2], detached[0])
-    opcheck(contracts.mhc_pre_bwd.traced, (*detached, *OPTIONS, inv_rms, h_mix, *cotangents, "triton"))
-    of_next = (*plain, *detached[1:], *OPTIONS, detached[0], inv_rms, h_mix, detached[0], *cotangents)
-    opcheck(contracts.mhc_next_bwd.traced, (detached[0], *of_next, "triton"))
+    opcheck(contracts.mhc_next_fwd.traced, (None, detached[0], *plain, None, *detached[1:], *OPTIONS, False, "triton"))
+    opcheck(contracts.mhc_post_bwd.traced, (detached[0], *plain, False, detached[0], True, "triton"))
+    for given in (None, read.detach()):
+        kept = (*OPTIONS, given, inv_rms, h_mix)
+        cotangents = (h_in, plain[1], plain[2], given, detached[0])
+        opcheck(contracts.mhc_pre_bwd.traced, (*detached, *kept, *cotangents, "triton"))
+        of_next = (*plain, given, *detached[1:], *OPTIONS, detached[0], inv_rms, h_mix, detached[0], *cotangents)
+        opcheck(contracts.mhc_next_bwd.traced, (detached[0], *of_next, "triton"))
 
 
 @pytest.mark.parametrize("gamma", [False, True])
@@ -234,6 +243,8 @@ def test_opcheck_of_the_maps_alone(gamma, kernel_device):
     opcheck(contracts.mhc_maps_bwd.traced, (*detached, *OPTIONS, *kept, "triton"))
     opcheck(contracts.mhc_read_fwd.traced, (leaves[0], h_pre.requires_grad_(), "triton"))
     opcheck(contracts.mhc_read_bwd.traced, (detached[0], h_pre.detach(), detached[0][:, 0].clone(), "triton"))
+    opcheck(contracts.mhc_mean_fwd.traced, (leaves[0], N, "triton"))
+    opcheck(contracts.mhc_mean_bwd.traced, (N, detached[0][:, 0].clone(), "triton"))
 
 
 def sharded(rank, world, port, backend, results):

@@ -7,14 +7,14 @@ from itertools import product
 import pytest
 import shifted_oracle
 import torch
-from mhc_kernels import bf16, fp16, fp32
+from mhc_kernels import bf16, fp16, fp32, needs
 from torch import nn
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import prepare, recompute
-from mhc_ops.mhc.options import DEFAULTS
+from mhc_ops.mhc.options import DEFAULTS, NOT_IN_TILELANG
 
 fp64 = torch.float64
 T, D = 5, 7  # sizes that are a multiple of nothing
@@ -37,7 +37,7 @@ def layer(h_in):
     return torch.tanh(h_in) + 0.5 * h_in
 
 
-def sublayers(options, outer, n, D, dtype, gamma=True, norm=True, scale=1.0, parameter_dtype=fp32):
+def sublayers(options, outer, n, D, dtype, gamma=True, norm=True, scale=1.0, parameter_dtype=fp32, device="cpu"):
     """x, and the parameters of a sublayer for each of the options, by their names; all need a gradient."""
     drawn = []
     for number, own in enumerate(options):
@@ -53,7 +53,7 @@ def sublayers(options, outer, n, D, dtype, gamma=True, norm=True, scale=1.0, par
             parameter_dtype=parameter_dtype,
             seed=seed,
         )
-        tensors = case.inputs()
+        tensors = case.inputs(device)
         if own.get("residual") == "identity":
             tensors |= {name: tensors[name][: 2 * n].clone() for name in ("phi", "bias")}
             tensors["alpha"] = tensors["alpha"][:2].clone()
@@ -255,14 +255,17 @@ def by_parts(x, parameters, options, shifted):
     """Of mhc_maps, mhc_read and mhc_post, where nothing is fused."""
     of_post = {"transposed": options.get("transposed", False)}
     of_maps = {name: value for name, value in options.items() if name != "layer_norm_eps"}
-    p = torch.tensor([1.0, 0, 0]).expand(x.shape[:-1])
+    p = torch.eye(x.shape[-2], device=x.device)[0].expand(x.shape[:-1])
     for own in parameters:
-        weight = own["layer_norm_weight"]
+        weight = own.get("layer_norm_weight")
         maps = {name: t for name, t in own.items() if name != "layer_norm_weight"}
         h_pre, h_post, h_res = mhc_ops.mhc_maps(x, **maps, **of_maps)
-        wide = mhc_ops.mhc_read(x.float(), p if shifted else h_pre)
-        factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + options.get("layer_norm_eps", 1e-6))
-        h_in = (weight * wide * factor).to(x.dtype)
+        h_in = mhc_ops.mhc_read(x.float(), p if shifted else h_pre)
+        if weight is not None:
+            h_in = (
+                weight * h_in * torch.rsqrt(h_in.square().mean(-1, keepdim=True) + options.get("layer_norm_eps", 1e-6))
+            )
+        h_in = h_in.to(x.dtype)
         x, p = mhc_ops.mhc_post(x, layer(h_in), h_post, h_res, **of_post), h_pre
     return (x, p, mhc_ops.mhc_read(x, p)) if shifted else (x,)
 
@@ -584,77 +587,158 @@ def test_read_is_checked():
         mhc_ops.mhc_mean(torch.zeros(7))
 
 
-REFUSED = {
-    "post_eps": (0.5, "with post_eps=0.5"),
-    "residual": ("identity", "with residual='identity'"),
-    "transposed": (True, "with transposed=True"),
-}
+@pytest.mark.parametrize(
+    ("name", "value"), [("post_eps", 0.5), ("residual", "identity"), ("transposed", True)], ids=str
+)
+def test_tilelang_refuses_options(name, value):
+    """By one sentence; nothing runs on another backend instead."""
+    assert name in NOT_IN_TILELANG
+    options, words = DEFAULTS._replace(**{name: value}), f"{name}={value!r}"
+    message = f"^mhc_pre with {words}: backend 'tilelang' does not have it, 'triton' and 'reference' do$"
+    with pytest.raises(NotImplementedError, match=message):
+        prepare.check_kernel_options("mhc_pre", options, "tilelang")
+    prepare.check_kernel_options("mhc_pre", options, "triton")
 
 
-def test_every_option_without_kernels_is_refused():
-    assert set(REFUSED) == set(prepare.WITHOUT_KERNELS)
-    assert all(value != getattr(DEFAULTS, name) for name, (value, _) in REFUSED.items())
+def test_tilelang_refuses_the_residual():
+    for h_res, transposed, words in ((None, False, "without h_res"), (torch.ones(1), True, "with transposed=True")):
+        with pytest.raises(NotImplementedError, match=f"^mhc_post {words}: backend 'tilelang' does not have it"):
+            prepare.check_kernel_residual("mhc_post", h_res, transposed, "tilelang")
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("name", REFUSED)
-def test_kernels_refuse_options(name):
-    """By one sentence, in every function that takes them, and the module; nothing runs on another backend instead."""
-    value, words = REFUSED[name]
-    options = {name: value}
-    x, (own,) = sublayers([options], (T,), 3, D, fp32)
-    maps = {key: t for key, t in own.items() if key != "layer_norm_weight"}
-    h_out, h_post, h_res = torch.zeros(T, D), torch.zeros(T, 3), torch.zeros(T, 3, 3)
-    _, (plain,) = sublayers([{}], (T,), 3, D, fp32)
-    _, carry = mhc_ops.mhc_enter(x, **plain, backend="triton")
-    connection = HyperConnection(torch.tanh, 3, D, backend="triton", **options)
-    calls = {
-        "mhc_pre": lambda: mhc_ops.mhc_pre(x, **own, **options, backend="triton"),
-        "mhc_maps": lambda: mhc_ops.mhc_maps(x, **maps, **options, backend="triton"),
-        "mhc_post_pre": lambda: mhc_ops.mhc_post_pre(x, h_out, h_post, h_res, **own, **options, backend="triton"),
-        "mhc_layer": lambda: mhc_ops.mhc_layer(x, torch.tanh, **own, **options, backend="triton"),
-        "mhc_enter": lambda: mhc_ops.mhc_enter(x, **own, **options, backend="triton"),
-        "mhc_next": lambda: mhc_ops.mhc_next(carry, h_out, **own, **options, backend="triton"),
-        "warmup": lambda: mhc_ops.warmup(3, D, device="cpu", backend="triton", **options),
-        "mhc_layer ": lambda: connection(x),
-        "mhc_enter ": lambda: HyperStack(connection)(x),
-    }
-    for function, call in calls.items():
-        message = f"^{function.strip()} {words}: backend 'triton' does not have it, 'reference' does$"
-        with pytest.raises(NotImplementedError, match=message):
-            call()
+# On kernels
 
 
-@pytest.mark.interpreted
-def test_kernels_refuse_the_rest():
-    x, (own,) = sublayers([{}], (T,), 3, D, fp32)
-    h_out, h_post, h_res = torch.zeros(T, D), torch.zeros(T, 3), torch.zeros(T, 3, 3)
-    carries = {
-        given: mhc_ops.mhc_enter(x, **own, **options, backend="reference")[1]
-        for given, options in (("shifted", {"shifted": True}), ("transposed", {"transposed": True}))
-    }
-    calls = {
-        "mhc_mean": lambda: mhc_ops.mhc_mean(x, backend="triton"),
-        "mhc_enter with shifted=True": lambda: mhc_ops.mhc_enter(x, **own, shifted=True, backend="triton"),
-        "mhc_next with shifted=True": lambda: mhc_ops.mhc_next(carries["shifted"], h_out, **own, backend="triton"),
-        "mhc_next with transposed=True": lambda: mhc_ops.mhc_next(
-            carries["transposed"], h_out, **own, backend="triton"
-        ),
-        "mhc_leave with transposed=True": lambda: mhc_ops.mhc_leave(carries["transposed"], h_out, backend="triton"),
-        "mhc_leave without h_res": lambda: mhc_ops.mhc_leave(
-            carries["shifted"]._replace(h_res=None), h_out, backend="triton"
-        ),
-        "mhc_post without h_res": lambda: mhc_ops.mhc_post(x, h_out, h_post, None, backend="triton"),
-        "mhc_post with transposed=True": lambda: mhc_ops.mhc_post(
-            x, h_out, h_post, h_res, transposed=True, backend="triton"
-        ),
-        "mhc_post_pre without h_res": lambda: mhc_ops.mhc_post_pre(x, h_out, h_post, None, **own, backend="triton"),
-    }
-    for words, call in calls.items():
-        with pytest.raises(
-            NotImplementedError, match=f"^{words}: backend 'triton' does not have it, 'reference' does$"
-        ):
-            call()
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted"),
+        pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
+    ]
+)
+def triton_device(request):
+    needs("triton")
+    with mhc_ops.use_backend("triton"):
+        yield request.param
+
+
+@both_forms
+@by_options
+@pytest.mark.parametrize(("n", "norm"), [(4, False), (3, True)])
+def test_plain_loops_on_kernels(n, norm, options, shifted, triton_device, poisoned):
+    """Three sublayers."""
+    assert_like_the_oracle([options] * 3, n=n, dtype=fp32, shifted=shifted, norm=norm, device=triton_device)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_streams_on_kernels(n, triton_device):
+    for options in ({}, {"residual": "identity"}):
+        assert_like_the_oracle([options] * 2, n=n, dtype=fp32, gamma=n % 2 == 0, norm=n % 3 == 0, device=triton_device)
+
+
+def test_sublayers_of_different_options_on_kernels(triton_device):
+    """Boundaries between two that no kernel does at once."""
+    for shifted in (False, True):
+        options = [OPTIONS[name] for name in ("standard", "transposed", "identity", "post_eps")]
+        assert_like_the_oracle(options, dtype=fp32, shifted=shifted, device=triton_device)
+
+
+@both_forms
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"residual": "identity"}], ids=str)
+def test_no_and_one_token_on_kernels(options, tokens, shifted, triton_device, poisoned):
+    assert_like_the_oracle([options] * 2, dtype=fp32, outer=(tokens,), shifted=shifted, device=triton_device)
+
+
+def of_sublayer(dtype, options, tokens, n, D, norm, device):
+    x, (own,) = sublayers([options], (tokens,), n, D, dtype, True, norm, device=device)
+    generator = torch.Generator().manual_seed(cases.SEED + 5)
+    read = torch.sigmoid(torch.randn(tokens, n, generator=generator)).to(device).requires_grad_()
+    h_out = torch.randn(tokens, D, generator=generator).to(device, dtype).requires_grad_()
+    return x, read, h_out, own
+
+
+@by_options
+@pytest.mark.parametrize("tokens", [7, 70], ids=["one launch", "several"])
+@pytest.mark.parametrize(("dtype", "norm"), [(bf16, True), (bf16, False), (fp16, True)], ids=str)
+def test_types_on_kernels(dtype, norm, tokens, options, triton_device):
+    """One shifted sublayer: outputs and gradients are rounded once. Few tokens are one launch in bf16."""
+    x, read, h_out, own = of_sublayer(dtype, options, tokens, 4, 33, norm, triton_device)
+    outputs = sublayer(x, read, h_out, own, options)
+    results = results_of(outputs, leaves_of(x, [own], read, h_out))
+    wide, (double,) = in_doubles(x, [own])
+    of_read, of_h_out = (t.detach().double().requires_grad_() for t in (read, h_out))
+    scaled = []
+    expected = sublayer_in_oracle(wide, of_read, of_h_out, double, options, scaled)
+    found = exact(expected, leaves_of(wide, [double], of_read, of_h_out), scaled, [o.dtype for o in outputs])
+    assert_close(results, found)
+
+
+@both_forms
+@pytest.mark.parametrize("dtype", [bf16, fp32])
+def test_bits_on_kernels(dtype, shifted, triton_device):
+    """The boundary has the bits of its parts, twice, with and without gradients, alone and in a batch."""
+    for name in ("standard", "identity of Hy4", "all else"):
+        options = OPTIONS[name]
+        x, parameters = sublayers([options] * 3, (70,), 4, 40, dtype, norm=False, device=triton_device)
+        outputs = in_a_loop(x, parameters, [options] * 3, shifted)
+        leaves = leaves_of(x, parameters)
+        assert_equal(results_of(in_a_loop(x, parameters, [options] * 3, shifted), leaves), results_of(outputs, leaves))
+        with torch.no_grad():
+            assert_equal(in_a_loop(x, parameters, [options] * 3, shifted), outputs)
+            assert_equal(by_parts(x, parameters, options, shifted), outputs)
+            alone = in_a_loop(x[3:5], parameters, [options] * 3, shifted)
+        assert_equal(alone, [output[3:5] for output in outputs])
+
+
+@pytest.mark.parametrize("recompute", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"residual": "identity"}], ids=str)
+def test_stacks_on_kernels(options, recompute, triton_device):
+    """As the loop, bit for bit, and no x of every second boundary is kept."""
+    torch.manual_seed(cases.SEED)
+    connections = [HyperConnection(layer, 4, 24, layer_norm=True, **options) for _ in range(4)]
+    stack = HyperStack(*connections, recompute=recompute, shifted=True).to(triton_device)
+    x = torch.randn(70, 4, 24, device=triton_device).requires_grad_()
+    own = [dict(connection.named_parameters()) for connection in connections]
+    expected = results_of([in_a_loop(x, own, [options] * 4, True)[2]], [x, *stack.parameters()])
+    assert_equal(results_of([stack(x)], [x, *stack.parameters()]), expected)
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16, fp32])
+@pytest.mark.parametrize(("outer", "n"), [((40,), 3), ((1,), 1), ((0,), 4), ((2, 3), 8)], ids=str)
+def test_mean_on_kernels(outer, n, dtype, triton_device, poisoned):
+    x = cases.Case(cases.MHC_PRE, outer, n, 33, dtype).inputs(triton_device)["x"].requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    expected = shifted_oracle.mean(wide.reshape(-1, n, 33)).reshape(*outer, 33)
+    assert_close(results_of([mhc_ops.mhc_mean(x)], [x]), exact([expected], [wide], dtypes=[dtype]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("subject", cases.VARIANTS, ids=lambda subject: subject.name)
+@pytest.mark.parametrize(("T", "D"), [(2048, 4096), (4096, 2560), (2048, 320), (61, 4096)])
+def test_large_sizes(subject, T, D, poisoned):
+    """The boundary's own kernels, where the GPU has them; few tokens in one launch."""
+    rows = accuracy.measure(cases.Case(subject, (T,), 4, D, bf16, unused=("x_next",)), "triton", "cuda")
+    assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
+
+
+@pytest.mark.gpu
+@both_forms
+@pytest.mark.parametrize("name", ["standard", "identity", "transposed"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_bits_of_large_sizes(name, norm, shifted):
+    """Kernels of a boundary, its parts, and few tokens of them; 20 times."""
+    options = OPTIONS[name]
+    x, parameters = sublayers([options] * 2, (2048,), 4, 2560, bf16, norm=norm, device="cuda")
+    leaves = leaves_of(x, parameters)
+    expected = results_of(in_a_loop(x, parameters, [options] * 2, shifted), leaves)
+    count = 3 if shifted else 1
+    for _ in range(20):
+        assert_equal(results_of(in_a_loop(x, parameters, [options] * 2, shifted), leaves), expected)
+    with torch.no_grad():
+        if not norm:
+            assert_equal(by_parts(x, parameters, options, shifted), expected[:count])
+        few = in_a_loop(x[100:120], parameters, [options] * 2, shifted)
+    assert_equal(few, [output[100:120] for output in expected[:count]])
 
 
 @pytest.mark.interpreted
