@@ -13,7 +13,7 @@ from torch import nn
 from mhc_ops import mhc_head, mhc_maps, mhc_mean, mhc_post, mhc_pre, mhc_read
 from mhc_ops.measure import accuracy
 
-if not hasattr(pytest.importorskip("transformers", reason="pip install 'mhc-ops[adopt]'"), "HYV4Config"):
+if not hasattr(pytest.importorskip("transformers", reason="needs transformers: mhc-ops[adopt]"), "HYV4Config"):
     pytest.skip("this transformers has neither GLM-5.3 nor Hy4: 5.18 and newer do", allow_module_level=True)
 
 from transformers import DeepseekV4Config, Glm5NextTextConfig, HYV4Config

@@ -288,12 +288,33 @@ def test_the_model_is_a_connection():
 
 
 def test_parts_of_a_model():
-    """No gain of all connections where the model itself is not called."""
-    stack, (x, _) = HyperStack(*connections()), batches()
+    """The gain of all connections is of calls of the model itself."""
+    stack, (x, y) = HyperStack(*connections()), batches()
     with mhc_ops.metrics(stack) as health:
         stack[2](x)
-    found = health.result()
-    assert {name.partition("/")[0] for name in found} == {"2"}
+        stack[2](y)
+    assert {name.partition("/")[0] for name in health.result()} == {"2"}
+    with mhc_ops.metrics(stack) as health:
+        stack(x)
+        stack[2](x)
+        stack[2](y)
+    gains = ("gain_forward", "gain_backward")
+    expected = seen(HyperStack(*connections()), [x])
+    assert {name: health.result()[name] for name in gains} == {name: expected[name] for name in gains}
+
+
+def test_a_call_that_fails():
+    """Its maps are no part of those of the next call."""
+
+    def fail(layer, inputs):
+        raise ArithmeticError
+
+    stack, (x, _) = HyperStack(*connections()), batches()
+    with mhc_ops.metrics(stack) as health:
+        with stack[2].layer.register_forward_pre_hook(fail), pytest.raises(ArithmeticError):
+            stack(x)
+        run(stack, [x])
+    assert health.result() == pytest.approx(seen(HyperStack(*connections()), [x]), rel=1e-6)
 
 
 def test_shapes_that_change():
