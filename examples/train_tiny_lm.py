@@ -183,17 +183,17 @@ def sample(model: TinyLM, prompt: list[int], length: int, device: str) -> list[i
 
 # Orange and blue are distinct also for the colour-blind; the wide line shows under the narrow one.
 ORANGE, BLUE = {"color": "#E69F00", "linewidth": 3}, {"color": "#0072B2", "linewidth": 1.4}
-# Of a connection, in the picture: each connection a line.
+# What is drawn of each connection in a panel: the first as a line, others dotted.
 HEALTH = {
-    "h_res_row_error": "rows of h_res: largest |sum − 1|",
-    "h_res_column_error": "columns of h_res: largest |sum − 1|",
-    "h_res_entropy": "entropy of h_res",
-    "h_pre_mean": "h_pre, mean",
-    "h_post_mean": "h_post, mean",
-    "saturated_res": "share of logits of h_res beyond ±6",
-    "dphi_norm": "norm of the gradient of phi",
+    "rows and (dotted) columns of h_res: |sum − 1|": ("h_res_row_error", "h_res_column_error"),
+    "entropy of h_res": ("h_res_entropy",),
+    "largest entry of h_res": ("h_res_max",),
+    "h_pre: mean and (dotted) range": ("h_pre_mean", "h_pre_min", "h_pre_max"),
+    "h_post: mean and (dotted) range": ("h_post_mean", "h_post_min", "h_post_max"),
+    "logits of h_res beyond ±6: share": ("saturated_res",),
+    "gradient of phi: norm": ("dphi_norm",),
 }
-LOGARITHMIC = ("h_res_row_error", "h_res_column_error", "dphi_norm")
+LOGARITHMIC = ("h_res_row_error", "dphi_norm")
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -244,19 +244,21 @@ def draw_health(run: Run, path: Path) -> None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure((13, 5.6), dpi=120, layout="constrained")
+    figure = Figure((14, 6), dpi=120, layout="constrained")
     gains, *panels = figure.subplots(2, 4).flat
     for key, look in (("gain_forward", ORANGE), ("gain_backward", BLUE)):
         line(gains, run.health, key, "-", label=key.replace("_", ", "), **look)
     gains.set(title="all h_resᵀ together: gain")
     gains.legend(frameon=False)
     names = [key.partition("/")[0] for key in run.health[0] if key.endswith("/h_pre_mean")]
-    for axes, (metric, title) in zip(panels, HEALTH.items(), strict=True):
+    for axes, (title, (first, *dotted)) in zip(panels, HEALTH.items(), strict=True):
         for number, name in enumerate(names):
-            color = colormaps["viridis"](number / len(names))
-            line(axes, run.health, f"{name}/{metric}", "-", label=name, color=color, linewidth=1.4)
-        axes.set(title=title, yscale="log" if metric in LOGARITHMIC else "linear")
-    panels[-1].legend(frameon=False, fontsize="small")
+            look = {"color": colormaps["viridis"](number / len(names))}
+            line(axes, run.health, f"{name}/{first}", "-", label=name, linewidth=1.4, **look)
+            for metric in dotted:
+                line(axes, run.health, f"{name}/{metric}", ":", linewidth=0.9, **look)
+        axes.set(title=title, yscale="log" if first in LOGARITHMIC else "linear")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
     finish(figure, path)
 
 
