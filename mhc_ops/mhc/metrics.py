@@ -100,10 +100,10 @@ class Metrics:
 
     def _end(self, model: nn.Module, inputs: Any, result: Any) -> None:
         if not _unseen():
-            self._close()
+            with _aside():
+                self._close()
             self._called = False
 
-    @torch.no_grad()
     def _close(self) -> None:
         """The product is whole."""
         if self._product is not None:
@@ -117,9 +117,8 @@ class Metrics:
             return
         assert isinstance(connection, HyperConnection)
         x = _streams(inputs[0], result)
-        # Modes see no more of the model than without this: a selective checkpoint counts what runs.
-        with torch.no_grad(), _disable_current_modes():
-            if x.numel():
+        if x.numel():
+            with _aside():
                 self._see_maps(self._seen[name], connection, x)
 
     def _see_maps(self, seen: "_Seen", connection: HyperConnection, x: Tensor) -> None:
@@ -198,6 +197,14 @@ def _merge(kept: dict[str, Tensor], name: str, value: Tensor, both: Callable[[Te
 def _unseen() -> bool:
     """Where tensors stand for others, and where a checkpoint runs again, in the backward, what was seen before."""
     return torch.compiler.is_compiling() or is_transformed() or torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """What runs within is no part of the model: no gradients, and modes do not see it, as those of a selective
+    checkpoint, which counts operations."""
+    with torch.no_grad(), _disable_current_modes():
+        yield
 
 
 def _streams(given: Any, result: Any) -> Tensor:
