@@ -244,7 +244,7 @@ def draw_health(run: Run, path: Path) -> None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure((14, 6), dpi=120, layout="constrained")
+    figure = Figure((14, 6), dpi=90, layout="constrained")
     gains, *panels = figure.subplots(2, 4).flat
     for key, look in (("gain_forward", ORANGE), ("gain_backward", BLUE)):
         line(gains, run.health, key, "-", label=key.replace("_", ", "), **look)
