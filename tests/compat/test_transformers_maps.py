@@ -13,14 +13,6 @@ from torch import nn
 from mhc_ops import mhc_head, mhc_maps, mhc_mean, mhc_post, mhc_pre, mhc_read
 from mhc_ops.measure import accuracy
 
-if not hasattr(pytest.importorskip("transformers", reason="needs transformers: mhc-ops[adopt]"), "HYV4Config"):
-    pytest.skip("this transformers has neither GLM-5.3 nor Hy4: 5.18 and newer do", allow_module_level=True)
-
-from transformers import DeepseekV4Config, Glm5NextTextConfig, HYV4Config
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
-from transformers.models.glm5_next import modeling_glm5_next as glm
-from transformers.models.hy_v4 import modeling_hy_v4 as hy
-
 N, D = 4, 24
 # Large, so that one that is left out shows.
 SIZES = {"hidden_size": D, "hc_mult": N, "hc_eps": 0.02, "rms_norm_eps": 0.1}
@@ -28,10 +20,41 @@ SIZES = {"hidden_size": D, "hc_mult": N, "hc_eps": 0.02, "rms_norm_eps": 0.1}
 
 class Model(NamedTuple):
     config: Any
-    layer: type
+    layer: type  # of the decoder
     connection: type
-    head: nn.Module
+    head: nn.Module  # the mean, where it has no parameters
+    attention: int  # how much it returns
     options: dict[str, Any]
+
+
+# They import when they are called: that takes seconds, which only the process that runs these tests should spend.
+
+
+def deepseek_v4():
+    from transformers import DeepseekV4Config
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+
+    config = DeepseekV4Config(**SIZES, hc_sinkhorn_iters=3)
+    head, options = theirs.DeepseekV4HyperHead(config), deepseek_options(config)
+    return Model(config, theirs.DeepseekV4DecoderLayer, theirs.DeepseekV4HyperConnection, head, 2, options)
+
+
+def glm5_next():
+    from transformers import Glm5NextTextConfig
+    from transformers.models.glm5_next import modeling_glm5_next as theirs
+
+    config = Glm5NextTextConfig(**SIZES, hc_sinkhorn_iters=3)
+    head, options = theirs.Glm5NextTextHyperHead(), deepseek_options(config)
+    return Model(config, theirs.Glm5NextTextDecoderLayer, theirs.Glm5NextTextHyperConnection, head, 3, options)
+
+
+def hy_v4():
+    from transformers import HYV4Config
+    from transformers.models.hy_v4 import modeling_hy_v4 as theirs
+
+    config = HYV4Config(**SIZES, hc_magnitude=1.7)
+    head, options = theirs.HYV4HyperHead(config), hy_options(config)
+    return Model(config, theirs.HYV4DecoderLayer, theirs.HYV4HyperConnection, head, 3, options)
 
 
 def deepseek_options(config):
@@ -44,27 +67,11 @@ def hy_options(config):
     return {**options, "post_mult": config.hc_magnitude, "residual": "identity"}
 
 
-def deepseek_v4():
-    config = DeepseekV4Config(**SIZES, hc_sinkhorn_iters=3)
-    head = deepseek.DeepseekV4HyperHead(config)
-    options = deepseek_options(config)
-    return Model(config, deepseek.DeepseekV4DecoderLayer, deepseek.DeepseekV4HyperConnection, head, options)
-
-
-def glm5_next():
-    config = Glm5NextTextConfig(**SIZES, hc_sinkhorn_iters=3)
-    head = glm.Glm5NextTextHyperHead()
-    options = deepseek_options(config)
-    return Model(config, glm.Glm5NextTextDecoderLayer, glm.Glm5NextTextHyperConnection, head, options)
-
-
-def hy_v4():
-    config = HYV4Config(**SIZES, hc_magnitude=1.7)
-    return Model(config, hy.HYV4DecoderLayer, hy.HYV4HyperConnection, hy.HYV4HyperHead(config), hy_options(config))
-
-
 @pytest.fixture(params=[deepseek_v4, glm5_next, hy_v4])
 def model(request):
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'mhc-ops[adopt]'")
+    if not hasattr(transformers, "HYV4Config"):
+        pytest.skip(f"transformers {transformers.__version__} has neither GLM-5.3 nor Hy4: 5.18 and newer do")
     return request.param()
 
 
@@ -86,7 +93,7 @@ def decoder_layer(model):
     layer = model.layer.__new__(model.layer)
     nn.Module.__init__(layer)
     layer.block_type = "full_attention"
-    layer.self_attn = Sublayer(None) if model.layer is deepseek.DeepseekV4DecoderLayer else Sublayer(None, None)
+    layer.self_attn = Sublayer(*[None] * (model.attention - 1))
     layer.mlp = Sublayer()
     layer.input_layernorm, layer.post_attention_layernorm = nn.RMSNorm(D), nn.RMSNorm(D)
     layer.attn_hc, layer.ffn_hc = model.connection(model.config), model.connection(model.config)
@@ -119,7 +126,7 @@ def ours(layer, x, options):
         h_in, h_post, h_res = mhc_pre(x, *parameters_of(connection), **options)
         h_out = sublayer(norm(h_in))
         x = mhc_post(x, h_out[0] if isinstance(h_out, tuple) else h_out, h_post, h_res)
-    if isinstance(layer.head, glm.Glm5NextTextHyperHead):
+    if not list(layer.head.parameters()):
         return mhc_mean(x)
     head, eps = layer.head, {name: options[name] for name in ("norm_eps", "hc_eps")}
     return mhc_head(x, head.hc_fn, head.hc_scale, head.hc_base, **eps)
@@ -141,7 +148,7 @@ def test_the_maps(model):
     h_pre, *maps = mhc_maps(x, *parameters_of(connection), **model.options)
     *expected, h_in = connection(x)
     found = [h for h in maps if h is not None]
-    assert len(found) == len(expected) == (1 if model.layer is hy.HYV4DecoderLayer else 2)
+    assert len(found) == len(expected) == (1 if "residual" in model.options else 2)
     leaves = [x, *connection.parameters()]
     assert_same([*found, mhc_read(x, h_pre)], [*expected, h_in], leaves)
 
