@@ -5,8 +5,8 @@
     python examples/train_tiny_lm.py --n 8 --steps 1000 --out streams8.png
 
 Both networks start from the same weights, so that they compute the same at step 0, and see the same batches in the same
-order. Written are the curves as CSV and, where matplotlib is installed, a picture of them: the losses, and how far the
-residual maps of mHC are from doubly stochastic.
+order. Written are the losses and, as ..._health, what `mhc_ops.metrics` says of the hyper-connections, both as CSV and,
+where matplotlib is installed, as pictures.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import csv
 import math
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mhc_ops import HyperConnection, HyperHead, HyperStack, mhc_expand
+from mhc_ops import HyperConnection, HyperHead, HyperStack, metrics, mhc_expand
 from mhc_ops.measure.report import progress, table
 
 TEXT = Path(__file__).parent / "data" / "pride_and_prejudice.txt"
@@ -86,23 +87,6 @@ class TinyLM(nn.Module):
         return self.logits(self.norm(self.head(self.layers(self.start(ids)))))
 
 
-@torch.no_grad()
-def stochastic_errors(model: TinyLM, ids: Tensor) -> dict[str, float]:
-    """How far the rows and columns of h_res are from a sum of 1, over all layers and tokens."""
-    maps: list[Tensor] = []
-
-    def see(connection: nn.Module, inputs: Any, carry: Any) -> None:
-        maps.append(carry.h_res)
-
-    hooks = [connection.register_forward_hook(see) for connection in model.layers]
-    model(ids)
-    for hook in hooks:
-        hook.remove()
-    h_res = torch.stack(maps)
-    rows, columns = ((h_res.sum(dim) - 1).abs() for dim in (-1, -2))
-    return {"rows": rows.max().item(), "rows_mean": rows.mean().item(), "columns": columns.max().item()}
-
-
 # Training.
 
 
@@ -110,14 +94,13 @@ def stochastic_errors(model: TinyLM, ids: Tensor) -> dict[str, float]:
 class Run:
     name: str
     parameters: int
-    curve: list[dict[str, float]] = field(default_factory=list)  # step, val, train and, for mHC, the stochastic_errors
+    curve: list[dict[str, float]] = field(default_factory=list)  # step, val, train
+    health: list[dict[str, float]] = field(default_factory=list)  # of mHC: step and the metrics of that step
     seconds: float = 0.0  # of the training steps, without the evaluations
 
     def __str__(self) -> str:
         """The losses so far, for the progress bar."""
-        return "  ".join(
-            f"{key} {value:.4g}" for key, value in self.curve[-1].items() if key in ("step", "val", "train")
-        )
+        return "  ".join(f"{key} {value:.4g}" for key, value in self.curve[-1].items())
 
 
 def optimizer_of(model: TinyLM, lr: float) -> torch.optim.Optimizer:
@@ -162,8 +145,6 @@ def train(name: str, n: int, text: Tensor, vocabulary: int, options: argparse.Na
         point = {"step": step, "val": loss_of(validation).item()}
         if losses:
             point["train"] = sum(losses) / len(losses)
-        if n:
-            point |= stochastic_errors(model, validation[:16, :-1])
         run.curve.append(point)
 
     evaluate(0, [])
@@ -171,11 +152,14 @@ def train(name: str, n: int, text: Tensor, vocabulary: int, options: argparse.Na
     spans = [range(begin, min(begin + every, steps)) for begin in range(0, steps, every)]
     for _, span in zip(progress([run] * len(spans), f"{name:5}"), spans):  # the bar says how the run stands
         clock, losses = time.perf_counter(), []
-        for _ in span:
+        for step in span:
             starts = torch.randint(len(known) - context, (options.batch, 1), generator=order)
-            loss = loss_of(known[starts + torch.arange(context + 1)].to(device))
             optimizer.zero_grad()
-            loss.backward()
+            with metrics(model) if n and step == span.start else nullcontext() as health:
+                loss = loss_of(known[starts + torch.arange(context + 1)].to(device))
+                loss.backward()
+            if health is not None:
+                run.health.append({"step": step, **health.result()})
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -197,42 +181,85 @@ def sample(model: TinyLM, prompt: list[int], length: int, device: str) -> list[i
 # The results.
 
 
-def write_curves(runs: list[Run], path: Path) -> None:
+# Orange and blue are distinct also for the colour-blind; the wide line shows under the narrow one.
+ORANGE, BLUE = {"color": "#E69F00", "linewidth": 3}, {"color": "#0072B2", "linewidth": 1.4}
+# What is drawn of each connection in a panel: the first as a line, others dotted.
+HEALTH = {
+    "rows and (dotted) columns of h_res: |sum − 1|": ("h_res_row_error", "h_res_column_error"),
+    "entropy of h_res": ("h_res_entropy",),
+    "largest entry of h_res": ("h_res_max",),
+    "h_pre: mean and (dotted) range": ("h_pre_mean", "h_pre_min", "h_pre_max"),
+    "h_post: mean and (dotted) range": ("h_post_mean", "h_post_min", "h_post_max"),
+    "logits of h_res beyond ±6: share": ("saturated_res",),
+    "gradient of phi: norm": ("dphi_norm",),
+}
+LOGARITHMIC = ("h_res_row_error", "dphi_norm")
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """Where the health is written."""
+    return path.with_name(f"{path.stem}_health{suffix}")
+
+
+def write_curves(plain: Run, mhc: Run, path: Path) -> None:
+    losses = [{"network": run.name, **point} for run in (plain, mhc) for point in run.curve]
+    write_rows(losses, ["network", "step", "train", "val"], path.with_suffix(".csv"))
+    write_rows(mhc.health, list(mhc.health[0]), beside(path, ".csv"))
+
+
+def write_rows(points: list[Any], columns: list[str], path: Path) -> None:
     with path.open("w", newline="") as file:
-        rows = csv.DictWriter(file, ["network", "step", "train", "val", "rows", "rows_mean", "columns"])
+        rows = csv.DictWriter(file, columns)
         rows.writeheader()
-        rows.writerows({"network": run.name, **point} for run in runs for point in run.curve)
+        rows.writerows(points)
 
 
-def draw(runs: list[Run], path: Path) -> None:
-    from matplotlib.figure import Figure  # not a dependency of the package
+def line(axes: Any, points: list[dict[str, float]], key: str, style: str, **look: Any) -> None:
+    axes.plot(*zip(*((point["step"], point[key]) for point in points if key in point)), style, **look)
 
-    plain, mhc = runs
-    figure = Figure((8, 3.7), dpi=200, layout="constrained")
-    losses, errors = figure.subplots(1, 2, width_ratios=(3, 2))
 
-    def line(axes: Any, run: Run, key: str, label: str, style: str, **look: Any) -> None:
-        points = [(point["step"], point[key]) for point in run.curve if key in point]
-        axes.plot(*zip(*points), style, label=label, **look)
-
-    # Orange and blue are distinct also for the colour-blind; the wide line shows under the narrow one.
-    orange, blue = {"color": "#E69F00", "linewidth": 3}, {"color": "#0072B2", "linewidth": 1.4}
-    for run, look in ((plain, orange), (mhc, blue)):
-        line(losses, run, "val", f"{run.name}, validation: {run.curve[-1]['val']:.3f}", "-", **look)
-        line(losses, run, "train", f"{run.name}, training: {run.curve[-1]['train']:.3f}", ":", **look)
-    first, last = plain.curve[0]["val"], plain.curve[-1]["val"]
-    losses.set(title="Loss in nats per character", ylim=(None, last + 0.45 * (first - last)))
-    losses.legend(frameon=False, title=f"both start at {first:.3f}", alignment="left")
-    line(errors, mhc, "rows", "rows, worst token", "-", **blue)
-    line(errors, mhc, "rows_mean", "rows, average", "--", **blue)
-    line(errors, mhc, "columns", "columns, worst token", "-", color="#009E73", linewidth=2)
-    errors.set(title="mHC: |sum − 1| of h_res", yscale="log")
-    errors.legend(frameon=False)
-    for axes in (losses, errors):
+def finish(figure: Any, path: Path) -> None:
+    for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="0.92")
         axes.set(xlabel="step", xlim=(0, None))
     figure.savefig(path)
+
+
+def draw(plain: Run, mhc: Run, path: Path) -> None:
+    from matplotlib.figure import Figure  # not a dependency of the package
+
+    figure = Figure((6, 3.7), dpi=200, layout="constrained")
+    axes = figure.subplots()
+    for run, look in ((plain, ORANGE), (mhc, BLUE)):
+        for key, word, style in (("val", "validation", "-"), ("train", "training", ":")):
+            line(axes, run.curve, key, style, label=f"{run.name}, {word}: {run.curve[-1][key]:.3f}", **look)
+    first, last = plain.curve[0]["val"], plain.curve[-1]["val"]
+    axes.set(title="Loss in nats per character", ylim=(None, last + 0.45 * (first - last)))
+    axes.legend(frameon=False, title=f"both start at {first:.3f}", alignment="left")
+    finish(figure, path)
+
+
+def draw_health(run: Run, path: Path) -> None:
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure((14, 6), dpi=90, layout="constrained")
+    gains, *panels = figure.subplots(2, 4).flat
+    for key, look in (("gain_forward", ORANGE), ("gain_backward", BLUE)):
+        line(gains, run.health, key, "-", label=key.replace("_", ", "), **look)
+    gains.set(title="all h_resᵀ together: gain")
+    gains.legend(frameon=False)
+    names = [key.partition("/")[0] for key in run.health[0] if key.endswith("/h_pre_mean")]
+    for axes, (title, (first, *dotted)) in zip(panels, HEALTH.items(), strict=True):
+        for number, name in enumerate(names):
+            look = {"color": colormaps["viridis"](number / len(names))}
+            line(axes, run.health, f"{name}/{first}", "-", label=name, linewidth=1.4, **look)
+            for metric in dotted:
+                line(axes, run.health, f"{name}/{metric}", ":", linewidth=0.9, **look)
+        axes.set(title=title, yscale="log" if first in LOGARITHMIC else "linear")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
+    finish(figure, path)
 
 
 def parse() -> argparse.Namespace:
@@ -250,7 +277,7 @@ def parse() -> argparse.Namespace:
     dtypes = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=dtypes, help="of the layers' products (float32, on a GPU bfloat16)")
     parser.add_argument(
-        "--out", type=Path, default=Path("train_tiny_lm.png"), help="picture (%(default)s); curves in .csv"
+        "--out", type=Path, default=Path("train_tiny_lm.png"), help="picture (%(default)s); more beside it"
     )
     options = parser.parse_args()
     if options.D % HEAD_DIM or min(options.D, options.n, options.depth, options.steps, options.context) < 1:
@@ -293,15 +320,15 @@ def main() -> int:
     ids = sample(model, [number[character] for character in "Elizabeth "], 200, options.device)
     print("\nA sample of the mHC network:\n" + "".join(alphabet[index] for index in ids) + "\n")
 
-    curves = options.out.with_suffix(".csv")
-    write_curves([plain, mhc], curves)
-    print(f"curves:  {curves}")
+    write_curves(plain, mhc, options.out)
+    print(f"curves:  {options.out.with_suffix('.csv')}, {beside(options.out, '.csv')}")
     try:
-        draw([plain, mhc], options.out)
+        draw(plain, mhc, options.out)
+        draw_health(mhc, beside(options.out, ".png"))
     except ImportError:
         print("picture: none; `pip install matplotlib` draws it")
     else:
-        print(f"picture: {options.out}")
+        print(f"picture: {options.out}, {beside(options.out, '.png')}")
     return 0
 
 

@@ -14,6 +14,7 @@ from .mhc.guide import (
     mhc_forward_pre_triton,
     mhc_forward_pre_triton_optimized,
 )
+from .mhc.metrics import Metrics, metrics
 from .mhc.modules import HyperConnection, HyperHead, MHCBlock
 from .mhc.ops import (
     Carry,
@@ -47,10 +48,12 @@ __all__ = [
     "MHCBackwardTileLang",
     "MHCBlock",
     "MHCForwardPreTileLang",
+    "Metrics",
     "ShortConv",
     "causal_conv1d",
     "causal_conv1d_update",
     "compat",
+    "metrics",
     "mhc_backward",
     "mhc_backward_manual",
     "mhc_backward_tilelang",

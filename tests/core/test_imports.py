@@ -24,6 +24,7 @@ ALLOWED = {
     "recompute": {"core", "ops", "reference"},
     "modules": {"core", "options", "ops", "recompute"},
     "stack": {"core", "modules", "recompute"},
+    "metrics": {"core", "options", "ops", "modules", "recompute"},
     "guide": {"core", "options", "ops"},
     "composed": set(),
     "kernels": {"core", "options", "composed", "kernels"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
     "cli": {"core", "measure"},
     "__main__": {"cli"},
-    "public": {"core", "ops", "warmup", "modules", "stack", "guide", "compat"},
+    "public": {"core", "ops", "warmup", "modules", "stack", "metrics", "guide", "compat"},
     "family": set(),
 }
 

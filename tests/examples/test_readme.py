@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md", "docs/index.md", "docs/using.md", "docs/conv.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "README.zh.md", "docs/index.md", "docs/using.md", "docs/metrics.md", "docs/conv.md"]
+)
 def test_code_runs(name):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
     assert blocks

@@ -470,10 +470,11 @@ def sharded(rank, world, port, backend, results):
         fully_shard(connection, mesh=mesh, mp_policy=policy)
     fully_shard(stack, mesh=mesh, mp_policy=policy)
     x = streams(place)
-    stack(x).square().sum().backward()  # the same x everywhere, so the mean over processes is the gradient
+    with mhc_ops.metrics(stack) as health:
+        stack(x).square().sum().backward()  # the same x everywhere, so the mean over processes is the gradient
     whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in stack.parameters()]
     if rank == 0:
-        torch.save([x.grad, *whole], results)
+        torch.save(([x.grad, *whole], health.result()), results)
     torch.distributed.barrier()
     os._exit(0)  # at once: a thread of gloo's that still runs while Python ends would abort the process
 
@@ -486,8 +487,11 @@ def test_fsdp2(backend, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(sharded, (2, port, backend, tmp_path / "gradients.pt"), nprocs=2)
+    torch.multiprocessing.spawn(sharded, (2, port, backend, tmp_path / "results.pt"), nprocs=2)
     stack, x = HyperStack(*connections((backend, "cpu"), 2)), streams((backend, "cpu"))
-    stack(x).square().sum().backward()
+    with mhc_ops.metrics(stack) as health:
+        stack(x).square().sum().backward()
     expected = [x.grad, *(p.grad for p in stack.parameters())]
-    assert_close(torch.load(tmp_path / "gradients.pt"), expected)
+    found, numbers = torch.load(tmp_path / "results.pt")
+    assert_close(found, expected)
+    assert numbers == pytest.approx(health.result(), rel=1e-5, abs=1e-6)

@@ -78,6 +78,9 @@ assert_type(mhc_ops.ShortConv(4, 8, device="cpu").forward(t), Tensor)
 assert_type(mhc_ops.HyperConnection(nn.Linear(8, 8), 4, 8).phi, nn.Parameter)
 assert_type(mhc_ops.HyperStack(mhc_ops.HyperConnection(nn.Linear(8, 8), 4, 8, layer_norm=True)).recompute, int)
 assert_type(mhc_ops.HyperStack(shifted=True, first=False, last=False).shifted, bool)
+with mhc_ops.metrics(nn.Linear(8, 8)) as health:
+    assert_type(health, mhc_ops.Metrics)
+    assert_type(health.result(), dict[str, float])
 
 # Each of these must be an error: --strict reports an ignore that is not needed.
 mhc_ops.mhc_pre(t, t, t)  # type: ignore[call-arg]

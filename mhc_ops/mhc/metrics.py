@@ -1,0 +1,243 @@
+"""The health of a training run: what the hyper-connections of a model do while it trains."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..core.backend import choose
+from ..core.modes import is_transformed
+from ..core.precision import accumulate
+from .modules import HyperConnection
+from .ops import mhc_maps, sinkhorn
+from .options import MapKeywords, Residual
+from .recompute import StackCarry
+
+SATURATED = 6.0  # |z| above which a sigmoid has less than 1 % of its steepest slope
+_SATURATED_SHARE = 1 / (1 + math.exp(-SATURATED)) - 0.5  # how far σ(z) is from ½ there
+_OF_RESIDUAL = ("residual", "sinkhorn_iters", "sinkhorn_eps", "transposed")
+_OF_READ_AND_WRITE = MapKeywords.__optional_keys__ - set(_OF_RESIDUAL)
+
+
+@contextmanager
+def metrics(model: nn.Module) -> Iterator["Metrics"]:
+    """Collects what the `HyperConnection`s of a model do, in a `HyperStack` or alone.
+
+    >>> with mhc_ops.metrics(model) as health:
+    ...     loss_of(model(batch)).backward()
+    >>> health.result()["layers.0/h_res_entropy"]
+
+    Everything that is seen stays on the device, so that the host never waits, until `health.result()`. Results and
+    gradients of the model keep their bits. Each connection makes its maps a second time, for which x is read once
+    more: a step within is for every so many steps of a training run.
+
+    All calls within count, those of gradient accumulation too; what a checkpoint runs again in the backward does not.
+    Gradients are taken as they are when the context ends, which is for it to do between backward and zero_grad.
+    Nothing is collected of what torch.compile or torch.func run: call the model itself, not what they made of it.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"metrics: model must be an nn.Module, got {type(model).__name__}")
+    connections = {name: module for name, module in model.named_modules() if isinstance(module, HyperConnection)}
+    if not connections:
+        raise ValueError(f"metrics: there is no HyperConnection in this {type(model).__name__}")
+    found = Metrics(connections)
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(found._begin))
+        for name, connection in connections.items():
+            # Before other hooks: those of FSDP2 take the parameters away that the maps are made of.
+            hooks.enter_context(connection.register_forward_hook(partial(found._see, name), prepend=True))
+        hooks.enter_context(model.register_forward_hook(found._end))
+        yield found
+        found._see_gradients()
+
+
+class Metrics:
+    """What `metrics` collects; `result()` has it as numbers."""
+
+    def __init__(self, connections: dict[str, HyperConnection]):
+        self._connections = connections
+        self._seen = {name: _Seen() for name in connections}
+        self._composite = _Seen()
+        self._product: Tensor | None = None  # of the maps since the call of the model began
+        self._called = False  # the model itself, not a part of it
+        self._gradients: dict[str, dict[str, Tensor]] = {}
+
+    def result(self) -> dict[str, float]:
+        """By name: "layers.0/h_res_entropy" of the connection model.layers[0], "gain_forward" of all of them.
+
+        h_res_row_error, h_res_column_error: the largest |sum − 1| of a row or column
+        h_res_entropy: −Σ_ij h log h / n, mean over tokens: 0 of a permutation, log n of 1/n everywhere
+        h_res_max: the largest entry
+        h_pre_mean, h_pre_min, h_pre_max and the same of h_post
+        saturated_pre, saturated_post, saturated_res: share of the logits z with |z| > 6
+        dphi_norm, dalpha_norm, dbias_norm: of the gradients, where there are some
+        gain_forward, gain_backward: largest absolute row and column sum of the map that all connections of one call of
+        the model make of the streams together, the product of their h_resᵀ, mean over tokens
+
+        With residual="identity" there is no h_res and nothing of it. Where connections see different shapes, as in an
+        encoder and a decoder, each run of equal shapes is a map of its own. This is where the host waits for the
+        device.
+        """
+        if not any(seen.counts for seen in self._seen.values()):
+            raise RuntimeError(
+                "metrics: no connection of the model ran within the context, or only under torch.compile or "
+                "torch.func, where nothing is collected: call the model itself"
+            )
+        found = self._composite.tensors()
+        for name, seen in self._seen.items():
+            for metric, value in {**seen.tensors(), **self._gradients.get(name, {})}.items():
+                found[f"{name}/{metric}" if name else metric] = value
+        return _numbers(found)
+
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        if not _unseen():
+            self._product, self._called = None, True
+
+    def _end(self, model: nn.Module, inputs: Any, result: Any) -> None:
+        if not _unseen():
+            with _aside():
+                self._close()
+            self._called = False
+
+    def _close(self) -> None:
+        """The product is whole."""
+        if self._product is not None:
+            sizes = self._product.abs()
+            self._composite.mean("gain_forward", sizes.sum(-1).amax(-1))
+            self._composite.mean("gain_backward", sizes.sum(-2).amax(-1))
+            self._product = None
+
+    def _see(self, name: str, connection: nn.Module, inputs: tuple[Any, ...], result: Any) -> None:
+        if _unseen():
+            return
+        assert isinstance(connection, HyperConnection)
+        x = _streams(inputs[0], result)
+        if x.numel():
+            with _aside():
+                self._see_maps(self._seen[name], connection, x)
+
+    def _see_maps(self, seen: "_Seen", connection: HyperConnection, x: Tensor) -> None:
+        h_pre, h_post, z_res = _maps(connection, x)
+        options = connection.options
+        for which, h in (("pre", h_pre), ("post", h_post)):
+            seen.mean(f"h_{which}_mean", h)
+            seen.least(f"h_{which}_min", h)
+            seen.most(f"h_{which}_max", h)
+        for which, sigmoid in (
+            ("pre", h_pre - options["hc_eps"]),
+            ("post", (h_post - options["post_eps"]) / options["post_mult"]),
+        ):
+            seen.mean(f"saturated_{which}", (sigmoid - 0.5).abs() > _SATURATED_SHARE)
+        if z_res is None:
+            self._multiply(torch.diag_embed(torch.ones_like(h_post)))
+            return
+        seen.mean("saturated_res", z_res.abs() > SATURATED)
+        h_res = sinkhorn(
+            z_res, options["sinkhorn_iters"], options["sinkhorn_eps"], backend=_backend(connection, x.device)
+        )
+        seen.most("h_res_row_error", (h_res.sum(-1) - 1).abs())
+        seen.most("h_res_column_error", (h_res.sum(-2) - 1).abs())
+        seen.mean("h_res_entropy", torch.special.entr(h_res).sum(-1))
+        seen.most("h_res_max", h_res)
+        self._multiply(h_res if options["transposed"] else h_res.mT)
+
+    def _multiply(self, mix: Tensor) -> None:
+        """x_next = mix @ x + …"""
+        if not self._called:
+            return
+        if self._product is None or self._product.shape != mix.shape:
+            self._close()
+            self._product = mix
+        else:  # by @, tensor cores might round to 11 bits
+            self._product = (mix[..., None] * self._product[..., None, :, :]).sum(-2)
+
+    @torch.no_grad()
+    def _see_gradients(self) -> None:
+        for name, connection in self._connections.items():
+            gradients = {which: getattr(connection, which).grad for which in ("phi", "alpha", "bias")}
+            self._gradients[name] = {
+                f"d{which}_norm": _whole(torch.linalg.vector_norm(accumulate(gradient)))
+                for which, gradient in gradients.items()
+                if gradient is not None
+            }
+
+
+class _Seen:
+    """Numbers over all that was seen so far, as tensors."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.extremes: dict[str, Tensor] = {}
+
+    def mean(self, name: str, values: Tensor) -> None:
+        _merge(self.sums, name, values.sum(), torch.add)
+        self.counts[name] = self.counts.get(name, 0) + values.numel()
+
+    def least(self, name: str, values: Tensor) -> None:
+        _merge(self.extremes, name, values.amin(), torch.minimum)
+
+    def most(self, name: str, values: Tensor) -> None:
+        _merge(self.extremes, name, values.amax(), torch.maximum)
+
+    def tensors(self) -> dict[str, Tensor]:
+        means = {name: total / self.counts[name] for name, total in self.sums.items()}
+        return {**means, **self.extremes}
+
+
+def _merge(kept: dict[str, Tensor], name: str, value: Tensor, both: Callable[[Tensor, Tensor], Tensor]) -> None:
+    kept[name] = both(kept[name], value) if name in kept else value
+
+
+def _unseen() -> bool:
+    """Where tensors stand for others, and where a checkpoint runs again, in the backward, what was seen before."""
+    return torch.compiler.is_compiling() or is_transformed() or torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """What runs within is no part of the model: no gradients, and modes do not see it, as those of a selective
+    checkpoint, which counts operations."""
+    with torch.no_grad(), _disable_current_modes():
+        yield
+
+
+def _streams(given: Any, result: Any) -> Tensor:
+    """x as the connection read it: given, but in a stack made within, and in the carry that it returns."""
+    if not isinstance(given, StackCarry):
+        return given
+    return (result if isinstance(result, StackCarry) else result[0]).x
+
+
+def _maps(connection: HyperConnection, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """h_pre, h_post and the logits of h_res, or None."""
+    identity = connection.options["residual"] == Residual.IDENTITY
+    residual = (Residual.IDENTITY if identity else Residual.LOGITS).value
+    options: Any = {name: value for name, value in connection.further.items() if name in _OF_READ_AND_WRITE}
+    parameters = (connection.phi, connection.alpha, connection.bias, connection.gamma)
+    return mhc_maps(x, *parameters, residual=residual, backend=_backend(connection, x.device), **options)
+
+
+def _backend(connection: HyperConnection, device: torch.device) -> str:
+    """The connection's, but TileLang has no maps alone."""
+    name = choose("metrics", "mhc", connection.backend, device)
+    return "triton" if name == "tilelang" else name
+
+
+def _whole(norm: Any) -> Tensor:
+    """Of a gradient that is sharded over processes, the norm of all of it."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _numbers(tensors: dict[str, Tensor]) -> dict[str, float]:
+    """With one copy per device."""
+    numbers: dict[str, float] = {}
+    for device in {value.device for value in tensors.values()}:
+        there = {name: value for name, value in tensors.items() if value.device == device}
+        numbers |= zip(there, torch.stack(list(there.values())).tolist())
+    return {name: numbers[name] for name in tensors}
