@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from conv_oracle import IDS, RETURNS, Case, gradients, loop
 
 import mhc_ops
 from mhc_ops.core import call
@@ -137,6 +138,23 @@ def test_padding_keeps_its_nan(kernel_device):
     dx, dresidual = gradients[0], gradients[-1]
     assert not dx[padding].any()
     assert not dresidual[padding].any()
+
+
+@pytest.mark.parametrize(("W", "dilation", "ids"), [(5, 1, RETURNS), (3, 2, IDS)], ids=["returns", "padding first"])
+def test_seq_idx_with_a_state(W, dilation, ids, kernel_device):
+    """The state is of the sequence of token 0, wherever that goes on; where token 0 is padding, of none."""
+    case = Case(W=W, dilation=dilation, state=True, ids=ids)
+    options = case.options()
+    tensors = {name: t.to(kernel_device) for name, t in case.inputs(fp32).items()}
+    if ids is IDS:
+        tensors["initial_state"][1] = torch.nan
+    cotangent = torch.randn(case.B, case.L, case.D, generator=torch.Generator().manual_seed(1))
+    placed = {**options, "seq_idx": options["seq_idx"].to(kernel_device)}
+    (y,), grads = gradients(lambda **t: (conv(**t, **placed),), tensors, [cotangent.to(kernel_device)])
+    wide = {name: t.double().cpu() for name, t in tensors.items()}
+    (expected, *_), exact = gradients(lambda **t: loop(**t, **options)[:1], wide, [cotangent.double()])
+    assert accuracy.close(y.cpu(), expected)
+    assert {name for name in exact if not accuracy.close(grads[name].cpu(), exact[name])} == set()
 
 
 LARGEST = torch.finfo(fp32).max
