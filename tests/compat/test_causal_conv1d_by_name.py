@@ -89,7 +89,9 @@ def test_a_model_that_was_imported_before_is_named(monkeypatch):
     model = types.ModuleType("transformers.models.lfm2.modeling_lfm2")
     model.causal_conv1d_fn = print
     monkeypatch.setitem(sys.modules, model.__name__, model)
-    with pytest.warns(UserWarning, match=f"imported before, and without causal_conv1d since: {model.__name__}$"):
+    with pytest.warns(
+        UserWarning, match=f"imported before, and not looking for causal_conv1d again: {model.__name__}$"
+    ):
         compat.install()
     compat.uninstall()
 

@@ -36,7 +36,7 @@ def install() -> None:
     sys.modules.update(_installed)
     sys.meta_path.insert(0, _METADATA)
     if late := _decided_before():
-        warnings.warn(f"install: imported before, and without {NAME} since: {', '.join(late)}", stacklevel=2)
+        warnings.warn(f"install: imported before, and not looking for {NAME} again: {', '.join(late)}", stacklevel=2)
 
 
 def uninstall() -> None:
