@@ -7,6 +7,7 @@ of parameters. A state is [N, D, W], contiguous: the last W inputs, oldest first
 slot 0 is kept and read by nobody, and no gradient flows through it to x or into it.
 
 Different:
+
 - Any device and width, by the backends of mhc_ops: `backend` and FLA_CONV_BACKEND choose nothing. cu_seqlens_cpu and
   chunk_indices are not needed, and nothing is looked at on the host (in `ShortConvolution` only where fla does too).
 - weight is needed (without it fla stops at weight.shape), as is the cache of an update (fla then leaves x out).
