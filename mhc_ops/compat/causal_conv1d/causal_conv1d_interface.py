@@ -158,13 +158,12 @@ def causal_conv1d_ref(
     return_final_states: bool = False,
     final_states_out: Tensor | None = None,
     activation: str | None = None,
+    seq_idx: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`causal_conv1d_fn` in plain torch, which the package's tests compare it with."""
-    states = {"initial_states": initial_states, "final_states_out": final_states_out}
+    wanted = bool(return_final_states)
     with mhc_ops.use_backend("reference"):
-        return causal_conv1d_fn(
-            x, weight, bias, **states, return_final_states=bool(return_final_states), activation=activation
-        )
+        return causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, wanted, final_states_out, activation)
 
 
 def causal_conv1d_update_ref(
