@@ -49,6 +49,7 @@ class Case:
 
 
 IDS = ((0, 0, 0, 1, 1, -1, 2, 2, 2), (-1, -1, 3, 3, 0, 0, 3, 3, -1))  # 3 comes back: its taps reach over 0
+RETURNS = ((0, 1, 0, 0, -1, 2, 2, 0, 0), (5, 5, -1, 3, 3, 5, 5, 5, 5))  # to the sequence of token 0, whose state it is
 PADDED = (0, 4, 4, 5, 7)  # one empty, one of a single token, tokens past the end
 CASES = [
     *(Case(W=W, state=True) for W in range(1, 9)),
@@ -60,6 +61,10 @@ CASES = [
     *(Case(B=B, L=L, D=D, state=True) for B, L, D in ((0, 9, 5), (1, 9, 1), (2, 9, 0), (0, 0, 1))),
     *(Case(ids=IDS, dilation=dilation, residual=residual) for dilation in (1, 2) for residual in (False, True)),
     Case(ids=IDS, bias=False, activation=None, W=1),
+    *(Case(ids=RETURNS, state=True, W=W, dilation=dilation, residual=True) for W in (1, 3, 8) for dilation in (1, 2)),
+    Case(ids=IDS, state=True, bias=False, activation=None),
+    Case(ids=((4,), (-1,)), L=1, state=True),
+    Case(ids=((), ()), L=0, state=True),
     Case(ids=((), ()), L=0),
     *(Case(B=1, cu=PADDED, state=state, residual=state, W=W) for state in (False, True) for W in (1, 3, 8)),
     Case(B=1, cu=PADDED, state=True, dilation=2, bias=False, activation=None),
@@ -86,7 +91,7 @@ def loop(
         return zero if initial_state is None else initial_state[i, :, S + time - begin]
 
     def seen(b, time, t):
-        return seq_idx is None or (time >= 0 and seq_idx[b, time] == seq_idx[b, t])
+        return seq_idx is None or seq_idx[b, max(time, 0)] == seq_idx[b, t]  # before token 0 is the sequence of token 0
 
     y = {(b, t): zero for b in range(B) for t in range(L)}
     for i, (b, begin, end) in enumerate(ends):

@@ -81,7 +81,7 @@ def causal_conv1d(
 
     x: [B, L, D]   weight: [D, W]   bias: [D]   residual: [B, L, D]
     seq_idx: [B, L] int32, which sequence a token belongs to; taps on another one count as zero. Negative is padding:
-      y is 0 there and nothing flows back from it.
+      y is 0 there and nothing flows back from it. An initial_state is then that of the sequence of token 0.
     cu_seqlens: [N + 1] int32 or int64, where packed sequences begin and end, with B = 1. Tokens past the last are
       padding. Its values are not looked at on the host: one out of range counts as the nearest of 0 and L, one that is
       smaller than one before it as that one, and nothing outside of the tensors is touched.

@@ -44,7 +44,6 @@ def causal_conv1d(
     B, L, D = x.shape
     S = (weight.shape[1] - 1) * dilation
     _exclude(function, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
-    _exclude(function, seq_idx=seq_idx, initial_state=initial_state)
     _exclude(function, seq_idx=seq_idx, output_final_state=output_final_state or None)
     N = B
     if seq_idx is not None:

@@ -5,7 +5,6 @@ Computed in fp32, or fp64 where x is fp64; autocast is off.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.precision import accumulate, without_autocast
@@ -68,9 +67,10 @@ def dense(x: Tensor, state: Tensor | None, seq_idx: Tensor | None, W: int, dilat
     everything = torch.cat([before, x], 1)
     taps = [everything[:, k * dilation : k * dilation + L] for k in range(W)]
     last = everything[:, L:].clone(memory_format=torch.contiguous_format)  # a view would keep everything in memory
-    if seq_idx is None:
+    if seq_idx is None or L == 0:
         return taps, last, None
-    ids, real = F.pad(seq_idx, (S, 0), value=-1), (seq_idx >= 0)[..., None]
+    ids = torch.cat([seq_idx[:, :1].expand(B, S), seq_idx], 1)  # the state is of the sequence of token 0
+    real = (seq_idx >= 0)[..., None]
     for k in range(W):
         same = ids[:, k * dilation : k * dilation + L] == seq_idx
         taps[k] = torch.where(real & same[..., None], taps[k], 0)

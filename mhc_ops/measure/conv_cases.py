@@ -23,7 +23,8 @@ class ConvCase(Drawn):
     """causal_conv1d on x [B, L, D], a decoding step of it where `update`, ShortConv on [B, L, n, D] where n is given.
 
     places: "" for none, "states", "seq_idx" (with padding in between), "cu_seqlens" (with an empty sequence and padding
-    at the end) or "cu_seqlens states". In a decoding step: "", "ring" or "slots" (one of them padding).
+    at the end), "seq_idx states" (there is no final one) or "cu_seqlens states". In a decoding step: "", "ring" or
+    "slots" (one of them padding).
     """
 
     B: int
@@ -53,7 +54,7 @@ class ConvCase(Drawn):
             outputs, moved = ("y", "conv_state"), (2 * self.W, 0, 0, 0)  # x and y; of the state all but one row, twice
             call = partial(_update, **options)
             return Subject("causal_conv1d_update" + silu, "conv", call, (), outputs, moved, 2, None, ("conv_state",))
-        states = ("final_state",) if "states" in self.places else ()
+        states = ("final_state",) if self.places in FINAL else ()
         call = public("causal_conv1d", **options, output_final_state=bool(states))
         return Subject("causal_conv1d" + silu, "conv", call, (), ("y", *states), (2 + self.residual, 0, 3, 0))
 
@@ -79,10 +80,12 @@ class ConvCase(Drawn):
         bounds = torch.tensor([0, L // 5, L // 5, L // 2, L - L // 6], dtype=torch.int32)
         if "cu_seqlens" in self.places:
             tensors["cu_seqlens"] = bounds
-        if self.places == "seq_idx":
+        if "seq_idx" in self.places:
             t = torch.arange(L)
             ids = torch.searchsorted(bounds, t, right=True).to(torch.int32)
-            tensors["seq_idx"] = torch.where(t % 11 < 2, -1, ids).expand(B, L).contiguous()
+            first = 9 if "states" in self.places else 0  # of the padding; a state is of the sequence of token 0
+            padding = (t - first) % 11 < 2
+            tensors["seq_idx"] = torch.where(padding, -1, ids).expand(B, L).contiguous()
         if "states" in self.places:
             tensors["initial_state"] = data(len(bounds) - 1 if "cu_seqlens" in self.places else B, D, S)
         return tensors
@@ -121,7 +124,8 @@ class ConvCase(Drawn):
 AnyCase = Case | ConvCase
 
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32
-PLACES = ("states", "seq_idx", "cu_seqlens", "cu_seqlens states")
+PLACES = ("states", "seq_idx", "seq_idx states", "cu_seqlens", "cu_seqlens states")
+FINAL = ("states", "cu_seqlens states")  # those with final states
 
 # What `mhc-ops check` runs: every width, type, option and place once, sizes that are a multiple of nothing.
 CHECK = (

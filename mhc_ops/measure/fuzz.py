@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import accuracy, cases, selection
 from .cases import LAYOUTS, Case, Subject
-from .conv_cases import PLACES, AnyCase, ConvCase
+from .conv_cases import FINAL, PLACES, AnyCase, ConvCase
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)
@@ -167,7 +167,7 @@ def _conv(kernels: random.Random, draw: random.Random, small: bool) -> ConvCase:
     drawn |= {"dilation": draw.choice((1, 1, 2) if slow else (1, 1, 2, 3, 5))}
     drawn |= {"residual": kernels.random() < 0.5 and not update, "scale": _scale(draw, parameters)}
     drawn |= {"norm_eps": draw.choice(EPSILONS), "parameter_dtype": parameters}
-    drawn |= _shared(kernels, draw, ("y", "final_state") if "states" in places else ())
+    drawn |= _shared(kernels, draw, ("y", "final_state") if places in FINAL else ())
     return ConvCase(B, L, D, places=places, n=n, update=update, **drawn)
 
 

@@ -223,6 +223,25 @@ def test_seq_idx(padding, activation, dtype, layout):
     assert not grads[0][..., L - padding :].any()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_seq_idx_with_initial_states(layout):
+    """The states are before the first sequence of each row; the others begin with nothing."""
+    torch.manual_seed(0)
+    leaves = [sliced(layout), torch.randn(D, 4), torch.randn(D), torch.randn(B, D, 3)]
+    x, weight, bias, states = leaves = [leaf(t) for t in leaves]
+    ids = torch.tensor([[0] * 2 + [1] * (L - 2), [4] * (L - 1) + [5]], dtype=torch.int32)
+    out = causal_conv1d_fn(x, weight, bias, ids, states, activation="silu")
+    wide = [leaf(t.double()) for t in leaves]
+    rows = []
+    for b, first in enumerate((2, L - 1)):
+        head, rest = wide[0][b : b + 1].split([first, L - first], -1)
+        before = oracle(head, wide[1], wide[2], wide[3][b : b + 1], "silu")[0]
+        rows.append(torch.cat([before, oracle(rest, wide[1], wide[2], None, "silu")[0]], -1))
+    exact = torch.cat(rows)
+    assert close([out], [exact])
+    assert close(gradients([out], leaves), gradients([exact], wide))
+
+
 def update_oracle(x, state, weight, bias, activation, lengths):
     """out and the new state in fp64: one sequence, one token at a time."""
     x, state, weight = x.double(), state.double().clone(), weight.double()
@@ -342,8 +361,6 @@ ERRORS = [
      "causal_conv1d: weight must be [5, W] with W at least 1, got [4, 5]"),
     (causal_conv1d_fn, {"initial_states": STATE.mT}, ValueError,
      "causal_conv1d: initial_state must be [2, 5, 3], got [2, 3, 5]"),
-    (causal_conv1d_fn, {"seq_idx": IDS, "initial_states": STATE}, ValueError,
-     "causal_conv1d: seq_idx and initial_state exclude each other"),
     (causal_conv1d_fn, {"seq_idx": IDS, "return_final_states": True}, ValueError,
      "causal_conv1d: seq_idx and output_final_state exclude each other"),
     (causal_conv1d_fn, {"return_final_states": True, "final_states_out": STATE[:1]}, ValueError,

@@ -54,7 +54,6 @@ CONV = [
     ({"residual": torch.zeros(B, D, L)}, ValueError, "residual must be [2, 6, 8], got [2, 8, 6]"),
     ({"residual": torch.zeros(B, L, D, device="meta")}, ValueError, "residual must be on cpu as x is, got meta"),
     ({"seq_idx": integers(B, L), "cu_seqlens": integers(2)}, ValueError, "seq_idx and cu_seqlens exclude each other"),
-    ({"seq_idx": integers(B, L), "initial_state": STATE}, ValueError, "seq_idx and initial_state exclude each other"),
     ({"seq_idx": integers(B, L), "output_final_state": True}, ValueError,
      "seq_idx and output_final_state exclude each other"),
     ({"seq_idx": [[0] * L] * B}, TypeError, "seq_idx must be a torch.Tensor, got list"),

@@ -47,6 +47,7 @@ def test_rounded_once(places, dtype):
         Case(B=2, L=3, D=2, W=3, dilation=2, residual=True, state=True),
         Case(B=1, L=5, D=2, W=3, dilation=2, residual=True, state=True, cu=(0, 1, 1, 4)),
         Case(B=1, L=5, D=2, W=3, dilation=2, residual=True, ids=((0, 0, -1, 0, 1),)),
+        Case(B=1, L=5, D=2, W=3, dilation=2, state=True, ids=((0, 1, 0, 0, 1),)),
     ],
     ids=str,
 )
@@ -171,6 +172,17 @@ def test_nan_stays_in_its_sequence(places):
             other = int(bad.start == 0)
             assert torch.equal(outputs[1][other], clean[1][other])
             assert torch.equal(dx["initial_state"][other], dclean["initial_state"][other])
+
+
+def test_nan_of_a_state_stays_in_the_sequence_of_token_0():
+    case = Case(B=2, W=8, ids=((0,) * 4 + (1,) * 5, (-1,) + (0,) * 8), state=True)
+    tensors, options = case.inputs(), case.options()
+    clean = conv(**tensors, **options)
+    tensors["initial_state"][:] = NAN
+    y = conv(**tensors, **options)
+    assert y[0, :4].isnan().all()
+    assert torch.equal(y[0, 4:], clean[0, 4:])
+    assert torch.equal(y[1], clean[1]), "it is padding's"
 
 
 def test_nan_reaches_as_far_as_the_taps():

@@ -5,7 +5,7 @@ import torch
 
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.measure.cases import Case
-from mhc_ops.measure.conv_cases import ConvCase
+from mhc_ops.measure.conv_cases import PLACES, ConvCase
 from mhc_ops.measure.diagnose import diagnose
 from mhc_ops.measure.diagnose.ops import hypotheses, model_of, terms_of
 
@@ -15,7 +15,7 @@ OPS = [
     Case(cases.MHC_LAYER, (), 4, 10, fp32, gamma=False),
     Case(cases.MHC_NEXT_NORMED, (7,), 3, 13, bf16),  # which goes on with x_next and dlink as they were rounded
     *(ConvCase(2, 19, 7, dtype=fp32, residual=True, dilation=2, places=places) for places in ("", "seq_idx", "states")),
-    *(ConvCase(1, 33, 7, dtype=fp32, places=places) for places in ("seq_idx", "cu_seqlens", "cu_seqlens states")),
+    *(ConvCase(1, 33, 7, dtype=fp32, places=places) for places in PLACES[1:]),
     ConvCase(2, 9, 5, 1, fp32, silu=False, bias=False),
     *(ConvCase(2, 17, 5, n=3, residual=residual, dtype=fp32) for residual in (True, False)),
 ]

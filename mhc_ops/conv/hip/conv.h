@@ -2,8 +2,9 @@
 //
 // Channels are contiguous everywhere. x has free batch and token strides (in elements); y, dy, dx are [B, L, D]
 // contiguous; states [B, W−1, D], seq_idx [B, L] int32, weight [D, W] fp32, bias [D] fp32. What is optional may be
-// null: bias, seq_idx (not with states), initial_state, final_state, dfinal_state, dbias, dinitial_state. B, L and D
-// are at least 1, W is 2 to 4. `workspace` holds conv_workspace(...) floats.
+// null: bias, seq_idx, initial_state (with seq_idx that of the sequence of token 0), final_state and dfinal_state (not
+// with seq_idx), dbias, dinitial_state. B, L and D are at least 1, W is 2 to 4. `workspace` holds conv_workspace(...)
+// floats.
 #pragma once
 
 #include <cstdint>

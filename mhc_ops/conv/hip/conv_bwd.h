@@ -58,7 +58,7 @@ __device__ inline void walk_back(const T* __restrict__ x, const float* __restric
     for (int r = 0; r < S; r++) {
         const int t = start - S + r;
         load_past<S>(channels, x, initial_state, shape, b, t, window[r]);
-        if constexpr (SEQ) id[r] = t < 0 ? kBeforeFirst : id_b[t];
+        if constexpr (SEQ) id[r] = id_b[t < 0 ? 0 : t];  // a state is of the sequence of token 0
 #pragma unroll
         for (int i = 0; i < V; i++) g[r][i] = 0.0f;  // of tokens whose dx is another wave's
     }

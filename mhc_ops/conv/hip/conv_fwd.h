@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kLanes* kForwardWaves, fewer_with_ids(MHC_CONV
     for (int r = 0; r < S; r++) {
         const int t = start - S + r;
         load_past<S>(channels, x, initial_state, shape, b, t, window[r]);
-        if constexpr (SEQ) id[r] = t < 0 ? kBeforeFirst : id_b[t];
+        if constexpr (SEQ) id[r] = id_b[t < 0 ? 0 : t];  // a state is of the sequence of token 0
     }
 
     // MASKED: the step or the fetch for the next one reaches past the last token, or it crosses into another sequence.

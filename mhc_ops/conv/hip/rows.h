@@ -2,7 +2,6 @@
 // ahead of their use.
 #pragma once
 
-#include <climits>
 #include <type_traits>
 
 #include "tuning.h"
@@ -101,8 +100,6 @@ __device__ inline void load_weights(const float* weight, const float* bias, int6
         for (int k = 0; k < W; k++) w[k][i] = weight[(c + i) * W + k];
     }
 }
-
-constexpr int kBeforeFirst = INT_MIN;  // the seq_idx of the time before the first token: no token's
 
 // x[b, t] where t may be before 0: there the initial state, or zeros.
 template <int S, class T, int V>

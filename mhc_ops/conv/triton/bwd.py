@@ -254,6 +254,7 @@ def causal_conv1d_bwd(
             x=x,
             weight=weight,
             bias=bias,
+            seq_idx=seq_idx,
             bounds=bounds,
             initial_state=initial_state,
             dy=dy,
@@ -267,7 +268,7 @@ def causal_conv1d_bwd(
         dbias.zero_()
         return
     W = weight.shape[1]
-    with_states = dfinal_state is not None or (ids is not None and initial_state is not None)
+    with_states = dfinal_state is not None or (bounds is not None and initial_state is not None)
     kernel = configs.Kernel.BACKWARD if ids is None else configs.Kernel.BACKWARD_WITH_IDS
     if with_states:
         kernel = configs.Kernel.BACKWARD_WITH_STATES

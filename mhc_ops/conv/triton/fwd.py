@@ -101,7 +101,7 @@ def causal_conv1d_fwd(
     if not x.numel():
         return
     W = weight.shape[1]
-    plain = ids is None or initial_state is None
+    plain = bounds is None or initial_state is None
     kernel = configs.Kernel.FORWARD if plain else configs.Kernel.FORWARD_WITH_STATES
     partition = partition_rows(x, kernel=kernel, sequences=B, L=L, D=D, W=W, dilation=dilation)
     launch(

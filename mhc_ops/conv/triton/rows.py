@@ -90,7 +90,8 @@ def load_state(state_ptr, sequence, back, S, D, d, present):
     return load_row(state_ptr + row * D + d, present & (back > 0) & (back <= S))
 
 
-# The W − 1 rows before time t: of x, before time 0 of the initial state; and their sequences
+# The W − 1 rows before time t: of x, before time 0 of the initial state; and their sequences, which for the state is
+# that of token 0
 @triton.jit
 def rows_before(
     x_ptr, x_step, ids_ptr, state_ptr, sequence, t, dilation, L, D, d, in_row, PACKED: tl.constexpr, W: tl.constexpr
@@ -106,7 +107,10 @@ def rows_before(
             row = tl.where(time >= 0, row, state)
         window = window + (row,)
         if ids_ptr is not None:
-            ids = ids + (load_id(ids_ptr, time, L),)
+            known = time
+            if state_ptr is not None and not PACKED:
+                known = tl.maximum(time, 0)
+            ids = ids + (load_id(ids_ptr, known, L),)
     return window, ids
 
 
@@ -122,7 +126,7 @@ def under_taps(
         if HAS_IDS:
             own = ids[r + W - 1]
             tap = tl.where((own >= 0) & (ids[r + k] == own), tap, 0.0)
-            if state_ptr is not None:
+            if state_ptr is not None and bounds_ptr is not None:
                 start = tl.load(bounds_ptr + own, mask=own >= 0, other=0)
                 back = start - (t - (W - 1 - k) * dilation)
                 S = (W - 1) * dilation

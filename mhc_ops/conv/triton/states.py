@@ -11,7 +11,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .rows import filtered, load_filter, load_row, load_state, through_activation
+from .rows import filtered, load_filter, load_id, load_row, load_state, through_activation
 
 # A program finds the sequences of 512 tokens and compares them with 128 bounds at a time, one for each thread: 408
 # instructions on sm_90, against 891 with 1024 tokens and 256 bounds.
@@ -118,12 +118,14 @@ def fill_final_state(*, x, bounds, initial_state, final_state):
 
 
 # dinitial_state[b, s] = Σ_k weight[k]·g[s − S + (W−1−k)·dilation], + dfinal_state[b, s − length] where s ≥ length: the
-# final state of a sequence that is shorter than S still holds a part of the initial one
+# final state of a sequence that is shorter than S still holds a part of the initial one. With ids, g of the tokens of
+# the sequence of token 0.
 @triton.jit(do_not_specialize=["L", "dilation"])
 def dinitial_state_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    ids_ptr,
     bounds_ptr,
     state_ptr,
     dy_ptr,
@@ -147,11 +149,16 @@ def dinitial_state_kernel(
     if bounds_ptr is None:
         x_ptr += b * x_batch
         dy_ptr += b * L * D
+    if ids_ptr is not None:
+        ids_ptr += b * L
+        own = load_id(ids_ptr, b * 0, L)
     weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
     total = tl.zeros([BLOCK_D], tl.float32)
     for k in tl.static_range(W):
         t = begin + s - S + (W - 1 - k) * dilation
         present = in_row & (t >= begin) & (t < end)
+        if ids_ptr is not None:
+            present &= (own >= 0) & (load_id(ids_ptr, t, L) == own)
         g = load_row(dy_ptr + t * D + d, present)
         if SILU:
             taps = ()
@@ -161,6 +168,8 @@ def dinitial_state_kernel(
                     x_ptr=x_ptr, x_row=x_row, state_ptr=state_ptr, b=b, begin=begin, time=time, S=S, D=D, d=d,
                     present=present,
                 )  # fmt: skip
+                if ids_ptr is not None:
+                    tap = tl.where(load_id(ids_ptr, tl.maximum(time, 0), L) == own, tap, 0.0)
                 taps = taps + (tap,)
             g = through_activation(g, filtered(taps, weight, bias, W), SILU, CUDA)
         total += tl.where(present, weight[k] * g, 0.0)
@@ -170,7 +179,7 @@ def dinitial_state_kernel(
     tl.store(dinitial_ptr + (b * S + s) * D + d, total.to(dinitial_ptr.dtype.element_ty), mask=in_row)
 
 
-def fill_dinitial_state(*, x, weight, bias, bounds, initial_state, dy, dfinal, silu, dilation, dinitial_state):
+def fill_dinitial_state(*, x, weight, bias, seq_idx, bounds, initial_state, dy, dfinal, silu, dilation, dinitial_state):
     """dfinal: [N, S, D]"""
     N, D, S = dinitial_state.shape
     block_d = configs.channels(D, device.of(x.device))
@@ -180,6 +189,7 @@ def fill_dinitial_state(*, x, weight, bias, bounds, initial_state, dy, dfinal, s
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=bias,
+        ids_ptr=seq_idx,
         bounds_ptr=bounds,
         state_ptr=initial_state,
         dy_ptr=dy,

@@ -10,11 +10,12 @@ from mhc_ops.core import backend
 from mhc_ops.measure import accuracy
 from mhc_ops.measure.conv_cases import ConvCase
 
+PLACES = ("states", "seq_idx", "seq_idx states")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROCM = (pytest.mark.gpu, pytest.mark.skipif(torch.version.hip is None, reason="needs a ROCm build of PyTorch"))
 SMALL = [
     ConvCase(2, 300, D, W, dtype, silu=W % 2 == 0, places=places)
-    for dtype, W, D, places in product(TYPES, (2, 3, 4), (64, 65), ("", "states", "seq_idx"))
+    for dtype, W, D, places in product(TYPES, (2, 3, 4), (64, 65), ("", *PLACES))
 ]
 PARTS = [
     ConvCase(2, 30, D, W, dtype, places="states", unused=(unused,))
@@ -22,7 +23,10 @@ PARTS = [
 ]
 LARGE = [
     *(ConvCase(3, 1000, D, 4, dtype, silu=silu) for dtype, D, silu in product(TYPES, (4096, 4097), (False, True))),
-    *(ConvCase(1, 3000, 1024, 4, dtype, places=places) for dtype, places in product(TYPES, ("states", "seq_idx"))),
+    *(
+        ConvCase(1, 3000, 1024, 4, dtype, places=places)
+        for dtype, places in product(TYPES, ("states", "seq_idx", "seq_idx states"))
+    ),
     *(ConvCase(2_000, 1, 8, 4, dtype) for dtype in TYPES),
 ]
 

@@ -26,7 +26,7 @@ def meaning(x, weight, bias, seq_idx, initial_state, silu):
     for k in range(S + 1):
         tap = longer[:, k : k + L]
         if seq_idx is not None:
-            ids = torch.cat([seq_idx.new_full((B, S), -1), seq_idx], 1)[:, k : k + L]
+            ids = torch.cat([seq_idx[:, :1].expand(B, S), seq_idx], 1)[:, k : k + L]  # a state is of token 0's sequence
             tap = torch.where((ids == seq_idx)[..., None], tap, 0)
         z = z + tap * weight[:, k]
     y = torch.nn.functional.silu(z) if silu else z
@@ -74,17 +74,18 @@ def check(B=2, L=37, D=24, W=4, dtype=torch.float32, bias=True, silu=True, ids=N
         "bias": torch.randn(D, dtype=of or dtype) if bias else None,
         "initial_state": states(B, W, D, dtype) if state else None,
     }
-    dy, dfinal = torch.randn(B, L, D, dtype=dtype), torch.randn(B, D, W - 1, dtype=dtype) if state else None
+    final = state and ids is None
+    dy, dfinal = torch.randn(B, L, D, dtype=dtype), torch.randn(B, D, W - 1, dtype=dtype) if final else None
 
     leaves = {name: None if t is None else t.double().requires_grad_() for name, t in tensors.items()}
     y64, final64 = meaning(**leaves, seq_idx=ids, silu=silu)
-    total = (y64 * dy.double()).sum() + ((final64 * dfinal.double()).sum() if state else 0)
+    total = (y64 * dy.double()).sum() + ((final64 * dfinal.double()).sum() if final else 0)
     total.backward()
 
-    y, final = forward(**tensors, seq_idx=ids, silu=silu, output_final_state=state)
+    y, last = forward(**tensors, seq_idx=ids, silu=silu, output_final_state=final)
     assert_close(y, y64, "y")
-    if state:
-        assert torch.equal(final.double(), final64)
+    if final:
+        assert torch.equal(last.double(), final64)
 
     gradients = backward(**tensors, seq_idx=ids, silu=silu, dy=dy, dfinal_state=dfinal)
     for name, leaf in leaves.items():
@@ -111,6 +112,17 @@ def test_packed(D):
     ids = torch.tensor([[0] * 9 + [1] * 2 + [-1] * 5 + [2] * 21, [5] + [-1] * 2 + [4] * 33 + [-1]], dtype=torch.int32)
     check(D=D, ids=ids)
     check(D=D, ids=ids, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("D", [9, 24])
+@pytest.mark.parametrize(
+    "ids", [[[0, 1, 0] + [0] * 30, [7] * 2 + [-1] + [7] * 30], [[3], [-1]], [[2] * 300, [-1] * 300]], ids=len
+)
+def test_packed_with_a_state(ids, D):
+    """The state is of the sequence of token 0, wherever that goes on."""
+    seq_idx = torch.tensor(ids, dtype=torch.int32)
+    for W, dtype in ((2, torch.float32), (4, torch.float32), (4, torch.bfloat16)):
+        check(L=seq_idx.shape[1], D=D, W=W, ids=seq_idx, state=True, dtype=dtype)
 
 
 @pytest.mark.parametrize("first", [0, 1, 8])

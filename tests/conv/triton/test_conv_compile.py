@@ -18,6 +18,7 @@ CONFIGS = [
     (4096, 4, bf16, ""),
     (4096, 4, bf16, "seq_idx"),
     (4096, 4, bf16, "states"),
+    (4096, 4, bf16, "seq_idx states"),
     (4096, 4, bf16, "cu_seqlens states"),
     (4096, 8, bf16, ""),
     (4096, 4, fp32, ""),
@@ -29,9 +30,10 @@ CONFIGS = [
 COMPILED = [
     *((*config, "sm_90") for config in CONFIGS),
     (*CONFIGS[0], "sm_80"),
-    (*CONFIGS[3], "sm_120"),
+    (*CONFIGS[4], "sm_120"),
     (*CONFIGS[0], "gfx942"),
     (*CONFIGS[3], "gfx942"),
+    (*CONFIGS[4], "gfx942"),
     (*CONFIGS[0], "gfx950"),
 ]
 
@@ -47,12 +49,13 @@ def launch_all(L, D, W, dtype, places):
     state, dstate = (tensor(N, W - 1, D, dtype=dtype).transpose(1, 2), tensor(N, D, W - 1, dtype=dtype))
     filters = {"weight": weight, "bias": bias, "silu": True, "dilation": 1}
     where = {
-        "seq_idx": tensor(1, L, dtype=torch.int32) if places == "seq_idx" else None,
+        "seq_idx": tensor(1, L, dtype=torch.int32) if "seq_idx" in places else None,
         "cu_seqlens": tensor(N + 1, dtype=torch.int32) if "cu_seqlens" in places else None,
         "initial_state": state if "states" in places else None,
     }
-    launch("causal_conv1d_fwd", x=x, **filters, **where, residual=None, output_final_state="states" in places)
-    launch("causal_conv1d_bwd", x=x, **filters, **where, dy=x, dfinal_state=dstate if "states" in places else None)
+    final = "states" in places and "seq_idx" not in places
+    launch("causal_conv1d_fwd", x=x, **filters, **where, residual=None, output_final_state=final)
+    launch("causal_conv1d_bwd", x=x, **filters, **where, dy=x, dfinal_state=dstate if final else None)
     if not places:
         decoding = {"cache_seqlens": None, "conv_state_indices": None, "pad_slot_id": -1}
         rolling = tensor(8, W, D, dtype=dtype).transpose(1, 2)

@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from conv_oracle import IDS, RETURNS, Case, gradients, loop
 
 import mhc_ops
 from mhc_ops.core import call
 from mhc_ops.measure import accuracy
-from mhc_ops.measure.conv_cases import CHECK, PLACES, ConvCase
+from mhc_ops.measure.conv_cases import CHECK, FINAL, PLACES, ConvCase
 
 pytest.importorskip("triton")
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -139,6 +140,21 @@ def test_padding_keeps_its_nan(kernel_device):
     assert not dresidual[padding].any()
 
 
+def test_seq_idx_with_a_state(kernel_device):
+    """The state is of the sequence of token 0, wherever that goes on; where token 0 is padding, of none."""
+    case = Case(W=5, state=True, ids=(RETURNS[0], IDS[1]))
+    options = case.options()
+    tensors = {name: t.to(kernel_device) for name, t in case.inputs(fp32).items()}
+    tensors["initial_state"][1] = torch.nan
+    cotangent = torch.randn(case.B, case.L, case.D, generator=torch.Generator().manual_seed(1))
+    placed = {**options, "seq_idx": options["seq_idx"].to(kernel_device)}
+    (y,), grads = gradients(lambda **t: (conv(**t, **placed),), tensors, [cotangent.to(kernel_device)])
+    wide = {name: t.double().cpu() for name, t in tensors.items()}
+    (expected,), exact = gradients(lambda **t: loop(**t, **options)[:1], wide, [cotangent.double()])
+    assert accuracy.close(y.cpu(), expected)
+    assert {name for name in exact if not accuracy.close(grads[name].cpu(), exact[name])} == set()
+
+
 LARGEST = torch.finfo(fp32).max
 EXTREMES = [-LARGEST, -1e30, -1e8, -1000.0, -100.0, -88.0, -0.0, 0.0, 20.0, 100.0, 1e4, 1e8, 1e30, LARGEST]
 
@@ -262,7 +278,7 @@ def test_opcheck(places, kernel_device):
     if "initial_state" in tensors:
         tensors["initial_state"] = tensors["initial_state"].mT.contiguous().mT  # channels side by side
     inputs = dict.fromkeys(contracts.causal_conv1d_fwd.inputs) | leaves_of(tensors)
-    inputs |= {"silu": True, "dilation": 1, "output_final_state": "initial_state" in tensors}
+    inputs |= {"silu": True, "dilation": 1, "output_final_state": places in FINAL}
     torch.library.opcheck(contracts.causal_conv1d_fwd.traced, (), {**inputs, "backend": "triton"})
 
 

@@ -26,7 +26,7 @@ constexpr bool kTwice = true;
 #endif
 constexpr bool kOnCpu = MHC_OPS_PLATFORM[1] == 'P';
 const char* const kTypeNames[] = {"fp32", "fp16", "bf16"};
-const char* const kModeNames[] = {"", ", seq_idx", ", seq_idx with padding", ", states"};
+const char* const kModeNames[] = {"", ", seq_idx", ", seq_idx with padding", ", states", ", seq_idx and state"};
 
 std::vector<Case> presets() {
     return {
@@ -43,7 +43,7 @@ std::vector<Case> more_cases() {
                    int64_t gap = 0) { cases.push_back({name, B, D, L, W, bias, silu, type, mode, gap}); };
     for (ConvType type : kTypes) {
         for (int64_t W : kWidths) {
-            for (Mode mode : {kPlain, kPacked, kPadded, kStates}) {
+            for (Mode mode : {kPlain, kPacked, kPadded, kStates, kPackedWithState}) {
                 add("vectors", 1, 320, 140, W, true, true, type, mode);
                 add("one by one", 2, 65, 140, W, true, false, type, mode);
                 add("no bias", 1, 64, 70, W, false, mode == kPadded, type, mode);

@@ -9,7 +9,9 @@
 
 #include "conv.h"
 
-enum Mode { kPlain, kPacked, kPadded, kStates };
+enum Mode { kPlain, kPacked, kPadded, kStates, kPackedWithState };
+inline bool has_seq_idx(Mode mode) { return mode == kPacked || mode == kPadded || mode == kPackedWithState; }
+inline bool has_initial_state(Mode mode) { return mode == kStates || mode == kPackedWithState; }
 
 struct Case {
     std::string name;
@@ -46,11 +48,9 @@ Inputs make_inputs(const Case& c, Round round) {
     for (int64_t i = 0; i < c.D * c.W; i++) in.weight.push_back(float(0.5 * normal(random)));
     if (c.bias)
         for (int64_t i = 0; i < c.D; i++) in.bias.push_back(float(normal(random)));
-    if (c.mode == kStates) {
-        fill(in.initial_state, c.B * S * c.D, 1.0);
-        fill(in.dfinal_state, c.B * S * c.D, 1.0);
-    }
-    if (c.mode == kPacked || c.mode == kPadded) {
+    if (has_initial_state(c.mode)) fill(in.initial_state, c.B * S * c.D, 1.0);
+    if (c.mode == kStates) fill(in.dfinal_state, c.B * S * c.D, 1.0);
+    if (has_seq_idx(c.mode)) {
         // Runs of 1 to 40 tokens; every third run is padding, with NaN in it, where the case asks for that.
         for (int64_t b = 0; b < c.B; b++) {
             int32_t id = 0;
@@ -69,20 +69,20 @@ Inputs make_inputs(const Case& c, Round round) {
 
 inline Outputs truth(const Case& c, const Inputs& in) {
     const int64_t B = c.B, L = c.L, D = c.D, W = c.W, S = W - 1;
-    const bool states = c.mode == kStates, packed = !in.seq_idx.empty();
+    const bool states = !in.initial_state.empty(), final = !in.dfinal_state.empty(), packed = !in.seq_idx.empty();
     Outputs out;
     out.y.assign(B * L * D, 0.0);
     out.dx.assign(B * L * D, 0.0);
     out.dweight.assign(D * W, 0.0);
     out.dbias.assign(c.bias ? D : 0, 0.0);
-    out.final_state.assign(states ? B * S * D : 0, 0.0);
+    out.final_state.assign(final ? B * S * D : 0, 0.0);
     out.dinitial_state.assign(states ? B * S * D : 0, 0.0);
     for (int64_t b = 0; b < B; b++) {
         auto at = [&](int64_t t, int64_t d) { return (b * L + t) * D + d; };
         auto state = [&](int64_t t, int64_t d) { return (b * S + t + S) * D + d; };  // of time t < 0
         auto counts = [&](int64_t t, int64_t tap) {
-            if (tap < 0) return states;
-            return !packed || in.seq_idx[b * L + t] == in.seq_idx[b * L + tap];
+            if (tap < 0 && !states) return false;
+            return !packed || in.seq_idx[b * L + t] == in.seq_idx[b * L + (tap < 0 ? 0 : tap)];
         };
         for (int64_t t = 0; t < L; t++) {
             if (packed && in.seq_idx[b * L + t] < 0) continue;
@@ -105,7 +105,7 @@ inline Outputs truth(const Case& c, const Inputs& in) {
                 }
             }
         }
-        for (int64_t s = 0; states && s < S; s++) {
+        for (int64_t s = 0; final && s < S; s++) {
             const int64_t t = L - S + s;
             for (int64_t d = 0; d < D; d++) {
                 out.final_state[(b * S + s) * D + d] = t < 0 ? in.initial_state[state(t, d)] : in.x[at(t, d)];

@@ -64,11 +64,12 @@ Values widen(const std::vector<T>& values) {
 template <class T>
 struct Device {
     Case c;
-    const int64_t rows = c.B * c.L, states = c.mode == kStates ? c.B * (c.W - 1) * c.D : 0, stride = c.D + c.gap;
-    Buffer<T> x{rows * stride}, dy{rows * c.D}, initial_state{states}, dfinal_state{states};
+    const int64_t rows = c.B * c.L, stride = c.D + c.gap, state = c.B * (c.W - 1) * c.D;
+    const int64_t first = has_initial_state(c.mode) ? state : 0, last = c.mode == kStates ? state : 0;
+    Buffer<T> x{rows * stride}, dy{rows * c.D}, initial_state{first}, dfinal_state{last};
     Buffer<float> weight{c.D * c.W}, bias{c.bias ? c.D : 0}, workspace{conv_workspace(c.B, c.L, c.D, c.W)};
-    Buffer<int32_t> seq_idx{c.mode == kPacked || c.mode == kPadded ? rows : 0};
-    Buffer<T> y{rows * c.D}, final_state{states}, dx{rows * c.D}, dinitial_state{states};
+    Buffer<int32_t> seq_idx{has_seq_idx(c.mode) ? rows : 0};
+    Buffer<T> y{rows * c.D}, final_state{last}, dx{rows * c.D}, dinitial_state{first};
     Buffer<float> dweight{c.D * c.W}, dbias{c.bias ? c.D : 0};
 
     Device(const Case& c_, const Inputs& in) : c(c_) {

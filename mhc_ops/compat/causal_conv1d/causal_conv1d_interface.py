@@ -1,20 +1,12 @@
-"""The functions of Dao-AILab's causal-conv1d: a program that uses that package runs with the import line changed.
-
-    from mhc_ops.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
-
-Arguments, layouts, what is written in place and what is returned are those of the package; its limits are not: any
-width and D, any strides, states and seq_idx in both layouts, CPU tensors. The backend is chosen by the device or by
-`mhc_ops.use_backend`.
-"""
+"""causal_conv1d.causal_conv1d_interface: the convolution and a decoding step of it, and both in plain torch."""
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 import mhc_ops
 
-from ..core.check import check_dtype, check_shapes, check_tensors
+from ...core.check import check_dtype, check_shapes, check_tensors
 
 
 @overload
@@ -84,8 +76,9 @@ def causal_conv1d_fn(
 
     x: [B, D, L] in either layout; where the channels are side by side (a transposed [B, L, D]), nothing is copied.
     weight: [D, W]   bias: [D]
-    seq_idx: [B, L] int32, which sequence a token belongs to; negative is padding. Not together with states.
-    initial_states: [B, D, W − 1], the inputs before the first token; zeros where it is None
+    seq_idx: [B, L] int32, which sequence a token belongs to; negative is padding. Not together with final states.
+    initial_states: [B, D, W − 1], the inputs before the first token, with seq_idx those of its sequence; zeros where it
+      is None
     final_states_out: [B, D, W − 1], written to where return_final_states is set, and ignored where it is not
     Returns out, shaped, typed and laid out as x; with return_final_states (out, final_states), where final_states
     [B, D, W − 1] is final_states_out if there is one. Where gradients flow, what is returned is an alias of
@@ -157,38 +150,33 @@ def causal_conv1d_update(
     return _laid_out_as(x, y) if several else y
 
 
-@torch.no_grad()
-def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """The last state_len inputs of each packed sequence, as `causal_conv1d_update` takes them.
+def causal_conv1d_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`causal_conv1d_fn` in plain torch, which the package's tests compare it with."""
+    wanted = bool(return_final_states)
+    with mhc_ops.use_backend("reference"):
+        return causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, wanted, final_states_out, activation)
 
-    x: [total, D]   cu_seqlens: [N + 1] int32 or int64, where the sequences begin and end; its values are not looked at
-    on the host, and count as within 0 and total and as no smaller than those before them.
-    Returns states [N, D, state_len], channels side by side in memory; zero before the begin of a sequence that is
-    shorter. They carry no gradient.
-    """
-    function = "causal_conv1d_varlen_states"
-    if not isinstance(x, Tensor) or not isinstance(cu_seqlens, Tensor):
-        name, value = ("cu_seqlens", cu_seqlens) if isinstance(x, Tensor) else ("x", x)
-        raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(value).__name__}")
-    if x.dim() != 2:
-        raise ValueError(f"{function}: x must be [total, D], got {list(x.shape)}")
-    check_dtype(function, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{function}: cu_seqlens must be [N + 1], got {list(cu_seqlens.shape)}")
-    if cu_seqlens.device != x.device:
-        raise ValueError(f"{function}: cu_seqlens must be on {x.device} as x is, got {cu_seqlens.device}")
-    if not isinstance(state_len, int) or isinstance(state_len, bool):
-        raise TypeError(f"{function}: state_len must be an int, got {type(state_len).__name__}")
-    if state_len < 0:
-        raise ValueError(f"{function}: state_len must be at least 0, got {state_len}")
-    total, D = x.shape
-    if total == 0:
-        return x.new_zeros(cu_seqlens.shape[0] - 1, state_len, D).mT
-    bounds = cu_seqlens.clamp(0, total).cummax(0).values[:, None]
-    begin, end = bounds[:-1], bounds[1:]
-    time = end - state_len + torch.arange(state_len, device=x.device)
-    states = torch.where((time >= begin)[..., None], x[time.clamp(min=0)], 0)
-    return states.contiguous().mT
+
+def causal_conv1d_update_ref(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`causal_conv1d_update` in plain torch, likewise."""
+    with mhc_ops.use_backend("reference"):
+        return causal_conv1d_update(x, conv_state, weight, bias, activation, cache_seqlens)
 
 
 def _check_activation(function: str, activation: object) -> None:

@@ -1,0 +1,104 @@
+"""The package `causal_conv1d` by its name, where it is not installed: `install()` and `uninstall()`."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import causal_conv1d_interface, causal_conv1d_varlen, cpp_functions
+
+NAME, VERSION = "causal_conv1d", "1.7.0"  # the version whose functions these are
+_installed: dict[str, ModuleType] = {}
+
+
+def install() -> None:
+    """Put a package `causal_conv1d` into sys.modules, so that what imports it from now on finds the functions of
+    `mhc_ops.compat.causal_conv1d`: itself, `causal_conv1d_interface`, `causal_conv1d_varlen` and `cpp_functions`.
+
+    Until `uninstall()`, and in this process only. A second call does nothing. Before what imports the package:
+    transformers looks for it when the file of a model is imported, and a file that was imported earlier keeps what it
+    found, of which there is a warning. Where the package itself is imported already, that is an error.
+    """
+    present = sys.modules.get(NAME)
+    if present is not None and present is _installed.get(NAME):
+        return
+    if present is not None:
+        version, place = getattr(present, "__version__", "?"), getattr(present, "__file__", "an unknown place")
+        raise RuntimeError(
+            f"install: {NAME} {version} is imported already, from {place}; call install() before anything imports it, "
+            f"or leave it out and use that package"
+        )
+    _installed.update(_modules())
+    sys.modules.update(_installed)
+    sys.meta_path.insert(0, _METADATA)
+    if late := _decided_before():
+        warnings.warn(f"install: imported before, and not looking for {NAME} again: {', '.join(late)}", stacklevel=2)
+
+
+def uninstall() -> None:
+    """Take out what `install()` put in. What was imported in between keeps the functions that it found."""
+    for name, module in _installed.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    _installed.clear()
+    if _METADATA in sys.meta_path:
+        sys.meta_path.remove(_METADATA)
+
+
+def _modules() -> dict[str, ModuleType]:
+    """The package and its modules, by their full names."""
+    functions = {name: getattr(causal_conv1d_interface, name) for name in ("causal_conv1d_fn", "causal_conv1d_update")}
+    package = _module(NAME, __file__, {**functions, "__version__": VERSION, "__path__": []})
+    modules = {NAME: package}
+    for part in (causal_conv1d_interface, causal_conv1d_varlen, cpp_functions):
+        short = part.__name__.rpartition(".")[2]
+        modules[f"{NAME}.{short}"] = _module(f"{NAME}.{short}", part.__file__, _public(part))
+        setattr(package, short, modules[f"{NAME}.{short}"])
+    return modules
+
+
+def _public(module: ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name.startswith(NAME)}
+
+
+def _module(name: str, file: str | None, contents: dict[str, Any]) -> ModuleType:
+    module = ModuleType(name, f"{name} on mhc_ops")
+    module.__spec__ = ModuleSpec(name, None, origin=file, is_package="__path__" in contents)
+    module.__package__ = module.__spec__.parent
+    module.__file__ = file
+    vars(module).update(contents)
+    return module
+
+
+def _decided_before() -> list[str]:
+    """The files of models in transformers that already looked for the package."""
+    loaded = [(name, vars(module)) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)]
+    return [name for name, found in loaded if name.startswith("transformers.models.") and "causal_conv1d_fn" in found]
+
+
+class _Metadata(Distribution):
+    """What importlib.metadata says of it: programs ask whether there is a version."""
+
+    def read_text(self, filename: str) -> str | None:
+        files = {"METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n", "top_level.txt": f"{NAME}\n"}
+        return files.get(filename)
+
+    def locate_file(self, path: Any) -> Path:
+        return Path(__file__).parent / path
+
+
+class _MetadataFinder(DistributionFinder):
+    def find_spec(self, *_: Any) -> None:
+        """Modules are in sys.modules."""
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        name = None if context is None else context.name
+        if name is None or name.lower().replace("-", "_") == NAME:
+            yield _Metadata()
+
+
+_METADATA = _MetadataFinder()

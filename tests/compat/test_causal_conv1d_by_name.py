@@ -1,0 +1,212 @@
+"""causal_conv1d by its own name: the package that `install()` puts in, and programs that run with it."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import operator
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from mhc_ops.compat import causal_conv1d as compat
+from mhc_ops.compat.causal_conv1d.__main__ import USAGE, main
+
+ROOT = Path(__file__).parents[2]
+NAME = "causal_conv1d"
+PARTS = ("causal_conv1d_interface", "causal_conv1d_varlen", "cpp_functions")
+
+
+@pytest.fixture
+def installed():
+    compat.install()
+    yield importlib.import_module(NAME)
+    compat.uninstall()
+
+
+def names():
+    return {name for name in sys.modules if name.partition(".")[0] == NAME}
+
+
+def test_the_package_is_complete(installed):
+    assert names() == {NAME, *(f"{NAME}.{part}" for part in PARTS)}
+    assert installed.__version__ == importlib.metadata.version("causal-conv1d") == "1.7.0"
+    assert importlib.metadata.version("causal_conv1d") == "1.7.0"
+    assert importlib.metadata.packages_distributions()[NAME] == [NAME]
+    assert importlib.util.find_spec(NAME).name == NAME
+    for part in PARTS:
+        module = importlib.import_module(f"{NAME}.{part}")
+        assert getattr(installed, part) is module
+        assert importlib.util.find_spec(f"{NAME}.{part}").parent == module.__package__ == NAME
+    from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+    from causal_conv1d.causal_conv1d_interface import causal_conv1d_ref, causal_conv1d_update_ref
+    from causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
+
+    assert (causal_conv1d_fn, causal_conv1d_update) == (compat.causal_conv1d_fn, compat.causal_conv1d_update)
+    assert causal_conv1d_varlen_states is compat.causal_conv1d_varlen_states
+    x, weight, states = torch.randn(2, 5, 9), torch.randn(5, 4), torch.randn(2, 5, 3)
+    given = {"initial_states": states, "return_final_states": True, "activation": "silu"}
+    assert all(map(torch.equal, causal_conv1d_ref(x, weight, **given), causal_conv1d_fn(x, weight, **given)))
+    assert torch.equal(
+        causal_conv1d_update_ref(x, states.clone(), weight), causal_conv1d_update(x, states.clone(), weight)
+    )
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{NAME}.another")
+
+
+def test_what_is_put_in_is_taken_out():
+    before = list(sys.meta_path)
+    assert not names(), "importing mhc_ops installs nothing"
+    for _ in range(2):
+        compat.install()
+    package = sys.modules[NAME]
+    compat.install()
+    assert sys.modules[NAME] is package
+    for _ in range(2):
+        compat.uninstall()
+    assert not names()
+    assert sys.meta_path == before
+    compat.install()
+    assert sys.modules[NAME].causal_conv1d_fn is compat.causal_conv1d_fn
+    compat.uninstall()
+
+
+def test_the_real_one_stays(monkeypatch):
+    real = types.ModuleType(NAME)
+    real.__version__, real.__file__ = "1.6.1", "/somewhere/causal_conv1d/__init__.py"
+    monkeypatch.setitem(sys.modules, NAME, real)
+    with pytest.raises(RuntimeError, match=r"^install: causal_conv1d 1.6.1 is imported already, from /somewhere/"):
+        compat.install()
+    compat.uninstall()
+    assert sys.modules[NAME] is real
+    assert names() == {NAME}
+
+
+def test_a_model_that_was_imported_before_is_named(monkeypatch):
+    model = types.ModuleType("transformers.models.lfm2.modeling_lfm2")
+    model.causal_conv1d_fn = print
+    monkeypatch.setitem(sys.modules, model.__name__, model)
+    with pytest.warns(
+        UserWarning, match=f"imported before, and not looking for causal_conv1d again: {model.__name__}$"
+    ):
+        compat.install()
+    compat.uninstall()
+
+
+SIGNATURES = {
+    "causal_conv1d_interface.causal_conv1d_ref": "x weight bias initial_states return_final_states final_states_out "
+    "activation seq_idx",
+    "causal_conv1d_interface.causal_conv1d_update_ref": "x conv_state weight bias activation cache_seqlens",
+    "causal_conv1d_varlen.causal_conv1d_varlen_states_ref": "x cu_seqlens state_len",
+    "cpp_functions.causal_conv1d_fwd_function": "x weight bias seq_idx initial_states final_states_out silu_activation",
+    "cpp_functions.causal_conv1d_bwd_function": "x weight bias dout seq_idx initial_states dfinal_states dx "
+    "return_dinitial_states silu_activation",
+    "cpp_functions.causal_conv1d_update_function": "x conv_state weight bias silu_activation cache_seqlens "
+    "conv_state_indices",
+}
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_arguments_come_in_the_same_order(path, installed):
+    function = operator.attrgetter(path)(installed)
+    assert list(inspect.signature(function).parameters) == SIGNATURES[path].split()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["states", "seq_idx"])
+def test_an_autograd_function_of_the_compiled_part(packed, installed):
+    """As mamba-ssm has it: forward and backward by hand, dx into a part of a wider tensor."""
+    torch.manual_seed(0)
+    x, weight, bias, states = torch.randn(2, 9, 5).mT, torch.randn(5, 4), torch.randn(5), torch.randn(2, 5, 3)
+    ids = (torch.arange(9) >= 4).int().expand(2, 9).contiguous() if packed else None
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias, states)]
+    result = compat.causal_conv1d_fn(*leaves[:3], ids, leaves[3], not packed, activation="silu")
+    outputs = (result,) if packed else result
+    cotangents = [torch.randn_like(output) for output in outputs]
+    expected = torch.autograd.grad(outputs, leaves, cotangents)
+
+    final = None if packed else torch.empty(2, 3, 5).mT
+    out = installed.cpp_functions.causal_conv1d_fwd_function(x, weight, bias, ids, states, final, True)
+    assert all(map(torch.equal, (out,) if packed else (out, final), outputs))
+    wide = torch.zeros(2, 10, 9)
+    dfinal = None if packed else cotangents[1]
+    with torch.no_grad():
+        gradients = installed.cpp_functions.causal_conv1d_bwd_function(
+            x, weight, bias, cotangents[0], ids, states, dfinal, wide[:, 5:], True, True
+        )
+    assert gradients[0].data_ptr() == wide[:, 5:].data_ptr()
+    assert all(map(torch.equal, gradients, expected))
+    without = installed.cpp_functions.causal_conv1d_bwd_function(
+        x, weight, None, cotangents[0], ids, None, None, None, False, False
+    )
+    assert without[2:] == (None, None)
+
+
+def test_a_step_of_the_compiled_part(installed):
+    x, weight, state = torch.randn(2, 5, 1), torch.randn(5, 4), torch.randn(2, 5, 3)
+    one, other = state.clone(), state.clone()
+    expected = compat.causal_conv1d_update(x, one, weight, activation="silu")
+    assert torch.equal(
+        installed.cpp_functions.causal_conv1d_update_function(x, other, weight, None, True, None, None), expected
+    )
+    assert torch.equal(one, other)
+
+
+PROGRAM = """
+import pickle, sys
+from pathlib import Path
+import beside
+from causal_conv1d import causal_conv1d_fn
+
+class Mine: pass
+
+assert __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals()
+assert Path(__file__).samefile(sys.argv[0]), (__file__, sys.argv)
+assert type(pickle.loads(pickle.dumps(Mine()))) is Mine
+print(causal_conv1d_fn.__module__, *sys.argv[1:], beside.WORD)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "beside.py").write_text("WORD = 'beside'\n")
+    return folder / "program.py"
+
+
+def test_a_script_runs_with_it(program, tmp_path):
+    """In a process of its own: the arguments are the script's, modules beside it are found, its exit code is kept."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mhc_ops.compat.causal_conv1d", "folder/program.py", "3", "-m", "--help"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+    assert done.stdout == "mhc_ops.compat.causal_conv1d.causal_conv1d_interface 3 -m --help beside\n"
+
+
+def test_a_module_runs_with_it(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [str(program.parent), *sys.path])
+    monkeypatch.setattr(sys, "argv", ["the command", "-m", "program", "0"])
+    with pytest.raises(SystemExit, match="0"):
+        main(["-m", "program", "0"])
+    compat.uninstall()
+    assert capsys.readouterr().out.endswith("interface 0 beside\n")
+
+
+@pytest.mark.parametrize("words", [[], ["-m"], ["-x", "program.py"]], ids=str)
+def test_usage(words, capsys):
+    main(["--help"])
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (f"{USAGE}\n", f"{USAGE}\n")
+    assert not names()

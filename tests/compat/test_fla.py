@@ -1,0 +1,291 @@
+"""The short convolution of flash-linear-attention, against its equations: one token and one tap at a time, in fp64."""
+
+import inspect
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import mhc_ops
+from mhc_ops.compat.fla import ShortConvolution, causal_conv1d, causal_conv1d_update
+from mhc_ops.measure import accuracy
+
+PAGE = Path(__file__).parents[2] / "docs" / "adopt_fla.md"
+B, T, D, W = 2, 9, 5, 4
+PACKED = (0, 6, 6, 8, 9)  # longer than W, empty, shorter than W, one token
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpreted)])
+def each_backend(request):
+    with mhc_ops.use_backend(request.param):
+        yield
+
+
+def oracle(x, weight, bias=None, residual=None, initial_state=None, activation=None, bounds=None):
+    """y and the final states [N, D, W]; no gradient flows through slot 0 of them to x, or into that of initial ones."""
+    (B, T, D), W = x.shape, weight.shape[1]
+    spans = [(b, 0, T) for b in range(B)] if bounds is None else [(0, *two) for two in pairwise(bounds)]
+    rows, states = torch.zeros_like(x).unbind(0), []
+    rows = [list(row.unbind(0)) for row in rows]
+    for i, (b, begin, end) in enumerate(spans):
+        state = x.new_zeros(D, W) if initial_state is None else unread(initial_state[i])
+        for t in range(begin, end):
+            state = torch.cat([state[:, 1:], x[b, t, :, None]], -1)
+            z = (state * weight).sum(-1) + (0 if bias is None else bias)
+            y = z * torch.sigmoid(z) if activation else z
+            rows[b][t] = y if residual is None else y + residual[b, t]
+        states.append(unread(state) if end - begin >= W else state)
+    return torch.stack([torch.stack(row) for row in rows]), torch.stack(states)
+
+
+def unread(state):
+    """Without the gradient of slot 0."""
+    return torch.cat([state[:, :1].detach(), state[:, 1:]], -1)
+
+
+def inputs(dtype=torch.float64, bounds=None, **sizes):
+    generator = torch.Generator().manual_seed(0)
+    rows, length = (1 if bounds else sizes.get("B", B)), sizes.get("T", T)
+    shapes = {"x": (rows, length, D), "weight": (D, W), "bias": (D,), "residual": (rows, length, D)}
+    shapes["initial_state"] = (len(bounds) - 1 if bounds else rows, D, W)
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+
+
+def gradients(function, tensors, cotangents=None):
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    outputs = function(**leaves)
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+    return [o.detach() for o in outputs], torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("left_out", [(), ("initial_state",), ("bias", "residual")], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"T": 2}, {"bounds": PACKED}], ids=str)
+def test_forward_and_backward(sizes, left_out, activation):
+    tensors = {name: t for name, t in inputs(**sizes).items() if name not in left_out}
+    bounds = sizes.get("bounds")
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    given = {"cu_seqlens": cu_seqlens, "activation": activation, "output_final_state": True}
+    outputs, grads = gradients(lambda **t: causal_conv1d(**t, **given), tensors)
+    expected, exact = gradients(lambda **t: oracle(**t, bounds=bounds, activation=activation), tensors)
+    assert all(accuracy.close(one, other) for one, other in zip(outputs, expected))
+    assert torch.equal(outputs[1], expected[1]), "a state is a copy"
+    assert outputs[1].is_contiguous()
+    assert all(accuracy.close(one, other) for one, other in zip(grads, exact))
+    alone, nothing = causal_conv1d(**tensors, **{**given, "output_final_state": False})
+    assert nothing is None
+    assert torch.equal(alone, outputs[0])
+
+
+def test_in_kernels(each_backend):
+    tensors = inputs(torch.float32, bounds=PACKED)
+    given = {"cu_seqlens": torch.tensor(PACKED), "activation": "silu", "output_final_state": True}
+    outputs, grads = gradients(lambda **t: causal_conv1d(**t, **given), tensors)
+    wide = {name: t.double() for name, t in tensors.items()}
+    expected, exact = gradients(lambda **t: oracle(**t, bounds=PACKED, activation="silu"), wide)
+    assert all(accuracy.close(one, other) for one, other in zip((*outputs, *grads), (*expected, *exact)))
+
+
+@pytest.mark.parametrize("shape", [(3, D), (1, 3, D), (3, 1, D)], ids=str)
+def test_update(shape, each_backend):
+    tensors = inputs(torch.float32, B=3, T=1)
+    tensors["cache"] = tensors.pop("initial_state")
+    x, residual = tensors.pop("x").reshape(shape), tensors.pop("residual").reshape(shape)
+    wide = {name: t.double() for name, t in tensors.items()}
+    expected, state = oracle(
+        x.double().view(3, 1, D),
+        residual=residual.double().view(3, 1, D),
+        initial_state=wide.pop("cache"),
+        activation="silu",
+        **wide,
+    )
+    cache = tensors["cache"]
+    y, returned = causal_conv1d_update(x, residual=residual, activation="silu", **tensors)
+    assert returned is cache
+    assert torch.equal(cache.double(), state)
+    assert y.shape == shape
+    torch.testing.assert_close(y.double(), expected.view(shape), rtol=1e-6, atol=1e-6)
+
+
+def test_types_of_states():
+    """A cache in fp32 beside x in bf16, as mixed precision has it."""
+    tensors = {name: t.bfloat16() for name, t in inputs(torch.float32, B=3, T=1).items() if name != "residual"}
+    cache = tensors.pop("initial_state").float()
+    y, last = causal_conv1d(**tensors, initial_state=cache, output_final_state=True)
+    assert (y.dtype, last.dtype) == (torch.bfloat16, torch.bfloat16)
+    step, _ = causal_conv1d_update(tensors.pop("x"), cache, **tensors)
+    assert step.dtype == torch.bfloat16
+    assert torch.equal(step, y)
+    assert torch.equal(cache.bfloat16(), last)
+
+
+def test_channels_in_heads():
+    tensors = inputs()
+    wide = {**tensors, "x": tensors["x"].unflatten(-1, (D, 1))}
+    y, state = causal_conv1d(**wide, output_final_state=True)
+    expected, last = causal_conv1d(**tensors, output_final_state=True)
+    assert torch.equal(y, expected.unflatten(-1, (D, 1)))
+    assert torch.equal(state, last)
+
+
+@pytest.fixture
+def conv():
+    torch.manual_seed(0)
+    return ShortConvolution(D, W, bias=True, dtype=torch.float64)
+
+
+def test_module_has_the_parameters_of_conv1d(conv):
+    assert {name: tuple(p.shape) for name, p in conv.named_parameters()} == {"weight": (D, 1, W), "bias": (D,)}
+    plain = torch.nn.Conv1d(D, D, W, padding=W - 1, groups=D, dtype=torch.float64)
+    plain.load_state_dict(conv.state_dict())
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    y, nothing = conv(x)
+    assert nothing is None
+    torch.testing.assert_close(y, torch.nn.functional.silu(plain(x.mT)[..., :T].mT))
+    assert conv.state_size == D * W
+    assert "activation=silu" in repr(conv)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_a_prompt_and_then_token_by_token(conv, packed):
+    """The whole at once has the same; a step is in place, and what is not a step leaves the cache alone."""
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    whole, last = conv(x, residual=x, output_final_state=True)
+    with torch.no_grad():
+        cache, pieces = None, []
+        for piece in x.split([5, 1, 1, 2], 1):
+            kept = None if cache is None else cache.clone()
+            places = {}
+            if packed:
+                length = piece.shape[1]
+                piece, places = piece.reshape(1, -1, D), {"cu_seqlens": torch.arange(B + 1) * length}
+            y, after = conv(piece, residual=piece, cache=cache, output_final_state=True, **places)
+            if cache is not None:
+                assert (after is cache) == (y.numel() == B * D)
+                assert after is cache or torch.equal(cache, kept)
+            cache = after
+            pieces.append(y.view(B, -1, D))
+    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+    assert torch.equal(cache, last)
+
+
+def test_a_step_under_autograd_is_differentiated(conv):
+    x, cache = torch.randn(B, 1, D, dtype=torch.float64), torch.randn(B, D, W, dtype=torch.float64)
+    before = cache.clone()
+    y, after = conv(x, cache=cache, output_final_state=True)
+    assert y.requires_grad and after is not cache
+    assert torch.equal(cache, before)
+    with torch.no_grad():
+        step, _ = conv(x, cache=cache)
+    torch.testing.assert_close(step, y)
+
+
+def test_mask(conv):
+    x = torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(B, T)
+    mask[1, :3] = 0
+    y, _ = conv(x, mask=mask)
+    expected, _ = conv(x[1:, 3:])
+    torch.testing.assert_close(y[1:, 3:], expected)
+    y.sum().backward()
+    assert not x.grad[1, :3].any()
+
+
+SIGNATURES = {
+    causal_conv1d: "x weight=None bias=None residual=None initial_state=None output_final_state=False activation=None "
+    "backend=triton cu_seqlens=None cu_seqlens_cpu=None chunk_indices=None cp_context=None kwargs",
+    causal_conv1d_update: "x cache residual=None weight=None bias=None activation=None",
+    ShortConvolution: "hidden_size kernel_size bias=False activation=silu backend=triton device=None dtype=None kwargs",
+    ShortConvolution.forward: "self x residual=None mask=None cache=None output_final_state=False cu_seqlens=None "
+    "chunk_indices=None kwargs",
+}
+
+
+def words(function):
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
+def test_arguments_come_in_the_same_order(function):
+    assert words(function) == SIGNATURES[function].split()
+
+
+def test_signatures_are_those_of_fla():
+    """Where it is installed."""
+    fla = pytest.importorskip("fla.modules.causal_conv1d", reason="needs fla-core", exc_type=ImportError)
+    for function in (causal_conv1d, causal_conv1d_update, ShortConvolution):
+        assert words(function) == words(getattr(fla, function.__name__))
+    assert words(ShortConvolution.forward) == words(fla.ShortConvolution.forward)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("sizes", [{}, {"T": 2}, {"bounds": PACKED}], ids=str)
+def test_kernels_of_fla(sizes, monkeypatch):
+    """Its own kernels, where it is installed, in the interpreter, which has no clock to choose a config by."""
+    from triton.runtime.autotuner import Autotuner
+
+    fla = pytest.importorskip("fla.modules.causal_conv1d", reason="needs fla-core", exc_type=ImportError)
+    tune = Autotuner.run
+
+    def untuned(self, *tensors, **options):
+        self.configs = self.configs[:1]
+        return tune(self, *tensors, **options)
+
+    monkeypatch.setattr(Autotuner, "run", untuned)
+    bounds = sizes.get("bounds")
+    given = {"cu_seqlens": None if bounds is None else torch.tensor(bounds), "activation": "silu"}
+    tensors = inputs(torch.float32, **sizes)
+    results = [
+        gradients(lambda call=call, **t: call(**t, **given, output_final_state=True), tensors)
+        for call in (causal_conv1d, fla.causal_conv1d)
+    ]
+    for one, other in zip((*results[0][0], *results[0][1]), (*results[1][0], *results[1][1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+X, WEIGHT = torch.zeros(B, T, D), torch.zeros(D, W)
+ERRORS = [
+    ({"weight": None}, ValueError, "causal_conv1d: weight must be [D, W], got None"),
+    ({"backend": "other"}, ValueError, "causal_conv1d: backend must be 'triton', 'cuda' or 'mix', got 'other'"),
+    ({"activation": "gelu"}, ValueError, "causal_conv1d: activation must be None, 'silu' or 'swish', got 'gelu'"),
+    ({"initial_state": torch.zeros(B, D, W - 1)}, ValueError,
+     "causal_conv1d: initial_state must be [N, 5, 4], got [2, 5, 3]"),
+    ({"cp_context": object()}, NotImplementedError,
+     "causal_conv1d: there is no cp_context; pass the inputs before x as initial_state"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), ERRORS, ids=[message for *_, message in ERRORS])
+def test_errors(changes, error, message):
+    causal_conv1d(X, WEIGHT)
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        causal_conv1d(**{"x": X, "weight": WEIGHT, **changes})
+
+
+def test_errors_of_the_module(conv):
+    with pytest.raises(ValueError, match=r"^ShortConvolution: mask and cu_seqlens exclude each other$"):
+        conv(X[:1], mask=torch.ones(1, T), cu_seqlens=torch.tensor([0, T]))
+    with pytest.raises(ValueError, match=r"^ShortConvolution: activation must be None, 'silu' or 'swish', got 'relu'$"):
+        ShortConvolution(D, W, activation="relu")
+    with pytest.raises(ValueError, match=r"^ShortConvolution: backend must be 'triton' or 'cuda', got 'mix'$"):
+        ShortConvolution(D, W, backend="mix")
+
+
+def test_seq_idx():
+    """By its name, beside a backend or not; cu_seqlens says the same."""
+    tensors = {name: t for name, t in inputs(B=1).items() if name != "initial_state"}
+    ids = torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32)
+    expected, _ = causal_conv1d(**tensors, cu_seqlens=torch.tensor([0, 4, 9]))
+    assert torch.equal(causal_conv1d(**tensors, backend="mix", seq_idx=ids)[0], expected)
+    assert torch.equal(causal_conv1d(**tensors, cu_seqlens=torch.tensor([0, 4, 9]), seq_idx=ids)[0], expected)
+
+
+def test_the_page_runs():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, PAGE.name, "exec"), {})
