@@ -27,7 +27,7 @@ ALLOWED = {
     "guide": {"core", "options", "ops"},
     "composed": set(),
     "kernels": {"core", "options", "composed", "kernels"},
-    "compat": {"core", "public", "compat"},
+    "compat": {"core", "ops", "public", "compat"},
     "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
     "cli": {"core", "measure"},
     "__main__": {"cli"},
