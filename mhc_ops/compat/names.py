@@ -47,7 +47,7 @@ def _put(name: str, content: Mapping[str, Any]) -> None:
 
 
 def remove(top: str) -> None:
-    """Take out what `put` has put of this library; whoever has imported a function of it keeps that. Again is as once."""
+    """Take out what `put` has put of this library. Whoever has imported a function keeps it. Again is as once."""
     for name in [name for name in _ours if name.partition(".")[0] == top]:
         module = _ours.pop(name)
         parent, _, last = name.rpartition(".")

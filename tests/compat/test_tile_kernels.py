@@ -1,7 +1,6 @@
 """mhc_ops.compat.tile_kernels against the equations of TileKernels 1.0, and under its name."""
 
 import inspect
-import subprocess
 import sys
 from types import ModuleType
 
@@ -243,9 +242,7 @@ def test_the_kernels_that_automodel_takes(installed):
 def test_install_refuses_where_the_real_one_is_loaded(monkeypatch):
     real = ModuleType("tile_kernels.modeling.mhc")
     monkeypatch.setitem(sys.modules, "tile_kernels.modeling.mhc", real)
-    with pytest.raises(
-        RuntimeError, match=r"tile_kernels\.modeling\.mhc is loaded already, .* before the first import"
-    ):
+    with pytest.raises(RuntimeError, match=r"modeling\.mhc is loaded already, .* before the first import"):
         tk.install()
     assert [name for name in sys.modules if name.startswith("tile_kernels")] == ["tile_kernels.modeling.mhc"]
 
@@ -273,8 +270,3 @@ def test_install_beside_a_version_without_mhc(tmp_path, monkeypatch):
         tk.uninstall()
         for name in ("tile_kernels.modeling", "tile_kernels"):
             sys.modules.pop(name, None)
-
-
-def test_nothing_is_installed_by_importing():
-    code = "import sys, mhc_ops.compat.tile_kernels; print([m for m in sys.modules if m.startswith('tile_kernels')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
