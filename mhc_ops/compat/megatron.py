@@ -45,7 +45,7 @@ def fused_h_aggregate(x: Tensor, h_pre: Tensor) -> Tensor:
 
 
 def fused_h_aggregate_into(x: Tensor, h_pre: Tensor, out: Tensor) -> Tensor:
-    """`fused_h_aggregate`, written to out [s, b, C], which is returned; it is contiguous and carries no gradient yet."""
+    """`fused_h_aggregate`, written to out [s, b, C], which is returned: contiguous, and without a gradient so far."""
     expected = x.shape[:-2] + x.shape[-1:]
     if out.shape != expected:
         raise ValueError(f"fused_h_aggregate_into: out must be {list(expected)}, got {list(out.shape)}")

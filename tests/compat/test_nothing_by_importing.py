@@ -7,7 +7,7 @@ CODE = """
 import sys
 import mhc_ops
 assert {"liger", "megatron", "tile_kernels"} <= set(mhc_ops.compat.__all__)
-libraries = ("tile_kernels", "liger_kernel", "megatron", "transformers", "causal_conv1d", "fla", "kernels", "safetensors")
+libraries = {"tile_kernels", "liger_kernel", "megatron", "transformers", "causal_conv1d", "fla", "kernels"}
 print([name for name in sys.modules if name.partition(".")[0] in libraries])
 """
 

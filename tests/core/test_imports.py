@@ -28,10 +28,13 @@ ALLOWED = {
     "composed": set(),
     "kernels": {"core", "options", "composed", "kernels"},
     "compat": {"core", "ops", "public", "compat"},
+    "convert": set(),
+    "hub": {"ops", "public"},
+    "command": {"convert", "hub", "measure"},
     "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
-    "cli": {"core", "measure"},
+    "cli": {"core", "measure", "command"},
     "__main__": {"cli"},
-    "public": {"core", "ops", "warmup", "modules", "stack", "guide", "compat"},
+    "public": {"core", "ops", "warmup", "modules", "stack", "guide", "compat", "convert"},
     "family": set(),
 }
 
@@ -40,7 +43,9 @@ def layer(parts):
     """("mhc", "triton", "pre_fwd") -> "kernels"; also the family, or None."""
     if not parts:
         return "public", None
-    if parts[0] in ("core", "measure", "cli", "__main__", "compat"):
+    if parts[0] in ("convert", "hub") and parts[1:] == ("command",):
+        return "command", None
+    if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "hub"):
         return parts[0], None
     family, *rest = parts
     if not rest:
