@@ -7,6 +7,7 @@ The same: arguments and their defaults (pre_eps 0, phi in fp16), parameters and 
 there; h_in is handed to the layer in the type of the layer's parameters; fp32 streams only with allow_fp32=True.
 
 Different:
+
 - the projection is exact to fp32, whatever the type of phi; gradients are the same bits in every run (there, dphi is
   added up by atomics);
 - n from 1 to 8 (there a power of two), any D, CPU tensors;

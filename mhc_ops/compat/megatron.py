@@ -13,6 +13,7 @@ The same: arguments and defaults, [s, b, n, C] and [s, b, n·C] layouts, sums in
 h_res[old, new], what `fused_h_aggregate_into` refuses, the mean and the learned contraction at the end.
 
 Different:
+
 - there, the norm's factor is 1/(rms + eps), here rsqrt(rms² + eps²): the same at both ends, apart by eps/rms of itself
   (1e-6 where the streams have rms 1);
 - `HyperConnectionModule` leaves maps in fp32, where they are rounded to the type of the streams there; a manager of

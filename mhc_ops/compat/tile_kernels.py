@@ -12,6 +12,7 @@ The same: names, arguments and their defaults (post_mult_value 1.0 and sinkhorn_
 with, and that gradients of parameters that have a `main_grad` are added to it and not handed to autograd.
 
 Different:
+
 - its limits are not: any n from 1 to 8, any D, any leading dimensions and strides, fp16 and fp32 too, CPU tensors;
 - results are those of fp32 rounded once, where it rounds fn to tf32;
 - `main_grad` is used of fn, norm_weight, scale and base, always; there, of the first two, and where a norm_weight is
