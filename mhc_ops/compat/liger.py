@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.check import check_tensors, name_of
 from ..mhc import ops
-
-FEWEST_TYPES = (torch.bfloat16, torch.float16)
 
 
 def liger_mhc_coeffs(
@@ -156,8 +155,9 @@ class LigerMHC(nn.Module):
 
 def _check_type(function: str, x: Tensor, allow_fp32: bool) -> None:
     """The same type of error as there."""
-    if x.dtype not in FEWEST_TYPES and not allow_fp32:
-        got = str(x.dtype).removeprefix("torch.")
+    check_tensors(function, x=x)
+    if x.dtype not in (torch.bfloat16, torch.float16) and not allow_fp32:
+        got = name_of(x.dtype)
         raise AssertionError(f"{function}: x must be bfloat16 or float16 without allow_fp32=True, got {got}")
 
 

@@ -20,9 +20,8 @@ def put(modules: Mapping[str, Mapping[str, Any]], packages: Mapping[str, Mapping
     RuntimeError where a library's own module of such a name is loaded: whoever has imported it would keep it.
     """
     top = next(iter(packages or modules)).partition(".")[0]
-    wanted = dict(modules)
-    if packages and (top in _ours or importlib.util.find_spec(top) is None):
-        wanted = {**packages, **modules}
+    installed = top not in _ours and (top in sys.modules or importlib.util.find_spec(top) is not None)
+    wanted = {**({} if installed else packages or {}), **modules}
     for name in wanted:
         loaded = sys.modules.get(name)
         if loaded is not None and loaded is not _ours.get(name):

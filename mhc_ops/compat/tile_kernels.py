@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.check import check_tensors
 from ..mhc import ops
 from . import names
 
@@ -219,7 +220,7 @@ def mhc_post_bwd(
     d_o: Tensor,
     fuse_grad_acc: bool = True,
 ) -> tuple[Tensor, ...]:
-    """The gradients of `mhc_post`: of x, residual, post_layer_mix and comb_res_mix. Runs the forward again."""
+    """The gradients of `mhc_post`: of x, residual, post_layer_mix and comb_res_mix. The forward runs again for them."""
     given = [tensor.detach().requires_grad_() for tensor in (x, residual, post_layer_mix, comb_res_mix)]
     with torch.enable_grad():
         return torch.autograd.grad(mhc_post(*given), given, d_o)
@@ -303,6 +304,7 @@ def _gamma(residual: Tensor, norm_weight: Tensor | None) -> Tensor | None:
 
 
 def _check_mult(function: str, mhc_mult: int, residual: Tensor) -> None:
+    check_tensors(function, residual=residual)
     if residual.dim() < 2 or residual.shape[-2] != mhc_mult:
         raise ValueError(f"{function}: residual must be [..., {mhc_mult}, D], got {list(residual.shape)}")
 

@@ -38,12 +38,19 @@ def run_convert(given: argparse.Namespace) -> int:
 
 
 def _say_what_they_compute(source: str, target: str) -> None:
-    own, other = options(source), options(target)
-    if target == Format.MHC_OPS:
-        words = "".join(f", {name}={value}" for name, value in own.items())
-        print(f"HyperConnection(layer, n, D{words}) computes as {source} does")
-    elif own != other and source != Format.MHC_OPS:
-        report.say(f"{target} does not compute the same with them: {other or 'the defaults'}, not {own or 'these'}")
+    """Parameters are half of a function: with which options they were, and are, computed with."""
+    if Format.MHC_OPS in (source, target):
+        other = source if target == Format.MHC_OPS else target
+        print(f"{other} computes as {_described(other)} does")
+    elif options(source) != options(target):
+        report.say(
+            f"not the same function: {target} computes as {_described(target)}, {source} as {_described(source)}"
+        )
+
+
+def _described(format: str) -> str:
+    words = [f"{name}={value}" for name, value in options(format).items()]
+    return f"HyperConnection({', '.join(['layer, n, D', *words])})"
 
 
 def _read(path: Path) -> tuple[State, dict[str, str]]:

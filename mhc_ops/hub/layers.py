@@ -53,7 +53,7 @@ class Glm5NextTextHyperHead(nn.Module):
 
 
 class HYV4HyperConnection(nn.Module):
-    """fn [2n, nD], base, scale [2]; streams are kept as they are: [B, S, n, D] to post [B, S, n], collapsed [B, S, D]."""
+    """fn [2n, nD], base, scale [2], streams stay as they are: [B, S, n, D] to post [B, S, n], collapsed [B, S, D]."""
 
     can_torch_compile = True
     has_backward = True

@@ -52,7 +52,7 @@ def test_there_and_back(checkpoint, tmp_path, capsys, safetensors):
     ours, back = tmp_path / "ours.safetensors", tmp_path / "back.safetensors"
     assert cli.main(["convert", str(checkpoint), str(ours), "--from", "deepseek"]) == 0
     assert capsys.readouterr().out == (
-        "1 of mHC among 5 tensors: layers.0.hc_attn\nHyperConnection(layer, n, D) computes as deepseek does\n"
+        "1 of mHC among 5 tensors: layers.0.hc_attn\ndeepseek computes as HyperConnection(layer, n, D) does\n"
     )
     found = safetensors.load_file(ours)
     assert set(found) == {f"layers.0.hc_attn.{name}" for name in ("phi", "alpha", "bias")} | {
@@ -73,7 +73,7 @@ def test_to_others_it_says_what_differs(target, checkpoint, tmp_path, capsys, sa
     """And writes what a file of safetensors can hold: contiguous, no memory shared."""
     there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
     assert cli.main(["convert", str(checkpoint), str(there), "--from", "deepseek", "--to", target]) == 0
-    assert f"{target} does not compute the same with them" in capsys.readouterr().err
+    assert f"not the same function: {target} computes as HyperConnection(layer, n, D, " in capsys.readouterr().err
     assert cli.main(["convert", str(there), str(back), "--from", target, "--to", "deepseek"]) == 0
     assert equal(safetensors.load_file(back), safetensors.load_file(checkpoint))
 
@@ -82,7 +82,7 @@ def test_the_options_of_liger_are_said(checkpoint, tmp_path, capsys):
     there, ours = tmp_path / "there.safetensors", tmp_path / "ours.safetensors"
     assert cli.main(["convert", str(checkpoint), str(there), "--from", "deepseek", "--to", "liger"]) == 0
     assert cli.main(["convert", str(there), str(ours), "--from", "liger"]) == 0
-    assert "HyperConnection(layer, n, D, hc_eps=0.0, transposed=True) computes as liger" in capsys.readouterr().out
+    assert "liger computes as HyperConnection(layer, n, D, hc_eps=0.0, transposed=True) does" in capsys.readouterr().out
 
 
 def test_what_is_refused(checkpoint, tmp_path, capsys, safetensors):
