@@ -213,7 +213,7 @@ def _read_liger(phi: Tensor, b: Tensor, *alphas: Tensor) -> Parameters:
 
 
 def _write_liger(own: Parameters) -> tuple[Tensor, ...]:
-    return own.phi.mT, own.bias, *(alpha.clone() for alpha in own.alpha)  # a file of safetensors takes no shared memory
+    return own.phi.mT, own.bias, *own.alpha.unbind()
 
 
 def _read_megatron(weight: Tensor, bias: Tensor, *alphas: Tensor) -> Parameters:
@@ -221,7 +221,7 @@ def _read_megatron(weight: Tensor, bias: Tensor, *alphas: Tensor) -> Parameters:
 
 
 def _write_megatron(own: Parameters) -> tuple[Tensor, ...]:
-    return own.phi, own.bias, *(alpha.clone() for alpha in own.alpha.split(1))
+    return own.phi, own.bias, *own.alpha.split(1)
 
 
 def _read_transformer_engine(phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor | None) -> Parameters:
