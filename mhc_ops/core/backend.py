@@ -83,7 +83,10 @@ _TOO_OLD = {**triton_too_old(), **too_old("tilelang", _version("tilelang"), TILE
 def register_family(family: str) -> None:
     """Look up which kernel folders mhc_ops/<family>/ has. To add a backend, add a folder."""
     package = importlib.import_module(f"{PACKAGE}.{family}")
-    _FOLDERS[family] = frozenset(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    folders = frozenset(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    found = sorted({**_FOLDERS, family: folders}.items())  # in this order, whichever is imported first
+    _FOLDERS.clear()
+    _FOLDERS.update(found)
 
 
 def families() -> tuple[str, ...]:
