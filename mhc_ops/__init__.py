@@ -1,6 +1,6 @@
 """Fused operators for mHC (manifold-constrained hyper-connections) and channel-last causal conv1d."""
 
-from . import compat
+from . import compat, convert
 from .conv.modules import ShortConv
 from .conv.ops import causal_conv1d, causal_conv1d_update, short_conv
 from .core.backend import read_environment, use_backend
@@ -53,6 +53,7 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "compat",
+    "convert",
     "metrics",
     "mhc_backward",
     "mhc_backward_manual",

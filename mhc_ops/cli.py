@@ -1,4 +1,4 @@
-"""mhc-ops: info, check, bench, page, compare, diagnose."""
+"""mhc-ops: info, check, bench, page, compare, diagnose, convert, hub."""
 
 import argparse
 import errno
@@ -13,8 +13,10 @@ from typing import NoReturn
 
 import torch
 
+from .convert import command as convert
 from .core import backend as backends
 from .core import device as devices
+from .hub import command as hub
 from .measure import accuracy, arguments, bench, compare, files, page, report, results, selection, tables
 from .measure.diagnose import command as diagnose
 from .measure.report import Refused
@@ -85,8 +87,8 @@ def _refuse_what_cannot_be_written(options: argparse.Namespace) -> None:
     for name in ("html", "markdown", "svg"):
         if name in given:
             report.refuse_without("jinja2", f"--{name}")
-    read = [*given.get("results", []), *([given["inputs"]] if "inputs" in given else [])]
-    written = [given[name] for name in ("json", "html", "markdown", "svg") if name in given]
+    read = [*given.get("results", []), *(given[name] for name in ("inputs", "checkpoint") if name in given)]
+    written = [given[name] for name in ("json", "html", "markdown", "svg", "output") if name in given]
     taken: dict[str, Path] = {}
     for path in [*read, *filter(files.is_replaced, written)]:
         other = taken.setdefault(os.path.realpath(path), path)
@@ -98,7 +100,7 @@ def _parser() -> Parser:
     text = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         prog="mhc-ops",
-        description="Check and measure the operators of mhc_ops.",
+        description="Check and measure the operators of mhc_ops, and take them elsewhere.",
         epilog=EXIT_CODES,
         formatter_class=text,
     )
@@ -126,6 +128,8 @@ def _parser() -> Parser:
     compare_parser.add_argument("after", metavar="B.json", type=Path)
 
     diagnose.add_arguments(add("diagnose", diagnose.run_diagnose, "where an error of an op comes from"))
+    convert.add_arguments(add("convert", convert.run_convert, "parameters of other libraries' mHC to and from ours"))
+    hub.add_arguments(add("hub", hub.run_hub, "write the package as a folder that Hugging Face's kernels loads"))
     return parser
 
 

@@ -22,6 +22,7 @@ import torch
 
 from . import device as devices
 
+PACKAGE = __name__.rsplit(".", 2)[0]  # mhc_ops, or what a copy of it is imported as
 BACKENDS = ("reference", "triton", "tilelang", "hip")
 Choice = tuple[tuple[str, str], ...]  # a backend for each family that was given one: (("mhc", "triton"),)
 
@@ -81,8 +82,11 @@ _TOO_OLD = {**triton_too_old(), **too_old("tilelang", _version("tilelang"), TILE
 
 def register_family(family: str) -> None:
     """Look up which kernel folders mhc_ops/<family>/ has. To add a backend, add a folder."""
-    package = importlib.import_module(f"mhc_ops.{family}")
-    _FOLDERS[family] = frozenset(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    package = importlib.import_module(f"{PACKAGE}.{family}")
+    folders = frozenset(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    found = sorted({**_FOLDERS, family: folders}.items())  # in this order, whichever is imported first
+    _FOLDERS.clear()
+    _FOLDERS.update(found)
 
 
 def families() -> tuple[str, ...]:
@@ -250,7 +254,7 @@ def load(family: str, backend: str, name: str, device: torch.device) -> Callable
     choose(name, family, backend, device)
     if backend == "triton" and _INTERPRETED:
         _repair_interpreter()
-    module = importlib.import_module(f"mhc_ops.{family}.{backend}")
+    module = importlib.import_module(f"{PACKAGE}.{family}.{backend}")
     if not hasattr(module, name):
         raise NotImplementedError(f"{name}: the {backend} backend of {family} does not have it")
     return getattr(module, name)

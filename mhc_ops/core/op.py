@@ -67,7 +67,8 @@ class Op:
         if family not in backends.families():
             backends.register_family(family)
         schema = _schema(signature, self.outputs, mutates)
-        self.traced = torch.library.custom_op(f"mhc_ops::{self.name}", self._flat, mutates_args=mutates, schema=schema)
+        name = f"{backends.PACKAGE.replace('.', '_')}::{self.name}"  # two copies of the package do not share ops
+        self.traced = torch.library.custom_op(name, self._flat, mutates_args=mutates, schema=schema)
         self.traced.register_fake(self._fake)
         if mutates:
             self.traced.register_vmap(self._no_vmap)

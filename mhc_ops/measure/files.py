@@ -5,10 +5,12 @@ whole. A link is followed to the file that it names. Anything else (a device, a 
 the file that this process prints to.
 """
 
+import contextlib
 import errno
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -48,14 +50,21 @@ def write(path: Path, text: str) -> None:
     if stream is not None:
         stream.write(text)
         return
+    with replaced(path) as part:
+        part.write_text(text, encoding="utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """What to write to: a file beside it, which then replaces it; itself, where it cannot be replaced."""
     try:
         if not is_replaced(path):
-            path.write_text(text, encoding="utf-8", errors="replace")
+            yield path
             return
         final = Path(os.path.realpath(path))
         part = final.with_name(final.name + ".part")
         try:
-            part.write_text(text, encoding="utf-8", errors="replace")
+            yield part
             os.replace(part, final)
         finally:
             part.unlink(missing_ok=True)

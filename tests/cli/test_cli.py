@@ -196,7 +196,7 @@ def test_a_file_that_is_not_of_results(content, command, tmp_path, capsys, monke
 
 
 def test_help_names_the_exit_codes(capsys):
-    for command in ([], ["info"], ["check"], ["bench"], ["page"], ["compare"], ["diagnose"]):
+    for command in ([], ["info"], ["check"], ["bench"], ["page"], ["compare"], ["diagnose"], ["convert"], ["hub"]):
         with pytest.raises(SystemExit):
             cli.main([*command, "--help"])
         printed = capsys.readouterr().out
@@ -233,6 +233,8 @@ def test_version(capsys):
         ["compare", "one"],
         ["page", "one"],
         ["diagnose"],
+        ["convert", "one", "two"],
+        ["hub"],
         ["nothing"],
         [],
     ],

@@ -28,11 +28,14 @@ ALLOWED = {
     "guide": {"core", "options", "ops"},
     "composed": set(),
     "kernels": {"core", "options", "composed", "kernels"},
-    "compat": {"core", "public", "compat"},
+    "compat": {"core", "ops", "public", "compat"},
+    "convert": set(),
+    "hub": {"ops", "public"},
+    "command": {"convert", "hub", "measure"},
     "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
-    "cli": {"core", "measure"},
+    "cli": {"core", "measure", "command"},
     "__main__": {"cli"},
-    "public": {"core", "ops", "warmup", "modules", "stack", "metrics", "guide", "compat"},
+    "public": {"core", "ops", "warmup", "modules", "stack", "metrics", "guide", "compat", "convert"},
     "family": set(),
 }
 
@@ -41,7 +44,9 @@ def layer(parts):
     """("mhc", "triton", "pre_fwd") -> "kernels"; also the family, or None."""
     if not parts:
         return "public", None
-    if parts[0] in ("core", "measure", "cli", "__main__", "compat"):
+    if parts[0] in ("convert", "hub") and parts[1:] == ("command",):
+        return "command", None
+    if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "hub"):
         return parts[0], None
     family, *rest = parts
     if not rest:

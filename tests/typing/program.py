@@ -72,6 +72,12 @@ assert_type(mhc_ops.short_conv(t, t, t, residual=False), Tensor)
 assert_type(causal_conv1d_fn(t, t), Tensor)
 assert_type(mhc_ops.compat.causal_conv1d.causal_conv1d_fn(t, t, return_final_states=True), tuple[Tensor, Tensor])
 
+tile_kernels, liger, megatron = mhc_ops.compat.tile_kernels, mhc_ops.compat.liger, mhc_ops.compat.megatron
+assert_type(tile_kernels.mhc_pre(t, t, t, t, sinkhorn_repeat=20), tuple[Tensor, tuple[Tensor, Tensor]])
+assert_type(liger.liger_mhc_coeffs(t, t, t, t, t, t, tmax=20), tuple[Tensor, Tensor, Tensor])
+assert_type(megatron.fused_h_post_bda(t, t, t, t, None), Tensor)
+assert_type(mhc_ops.convert.to_ours({"hc_attn_fn": t}, "deepseek"), dict[str, Tensor])
+
 assert_type(mhc_ops.MHCBlock(n=4, D=8, dtype=torch.bfloat16).forward(t), tuple[Tensor, Tensor, Tensor])
 assert_type(mhc_ops.HyperHead(4, 8, gamma=True).forward(t), Tensor)
 assert_type(mhc_ops.ShortConv(4, 8, device="cpu").forward(t), Tensor)

@@ -1,0 +1,56 @@
+"""Modules under another library's names, for programs that import it by name: put into sys.modules and taken out again.
+
+Nothing is written to disk, and nothing is there before `put` is called.
+"""
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+_ours: dict[str, ModuleType] = {}
+
+
+def put(modules: Mapping[str, Mapping[str, Any]], packages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Make `import name` find these: {module's name: what is in it}, parents before children. Again is as once.
+
+    packages: what else there is of the library, put only where it is not installed; where it is, its own is kept.
+    RuntimeError where a library's own module of such a name is loaded: whoever has imported it would keep it.
+    """
+    top = next(iter(packages or modules)).partition(".")[0]
+    installed = top not in _ours and (top in sys.modules or importlib.util.find_spec(top) is not None)
+    wanted = {**({} if installed else packages or {}), **modules}
+    for name in wanted:
+        loaded = sys.modules.get(name)
+        if loaded is not None and loaded is not _ours.get(name):
+            where = getattr(loaded, "__file__", None) or "sys.modules"
+            raise RuntimeError(
+                f"{name} is loaded already, from {where}: install() before the first import of {top}, or do without it"
+            )
+    for name in sorted(wanted, key=lambda name: name.count(".")):
+        if name not in _ours:
+            _put(name, wanted[name])
+
+
+def _put(name: str, content: Mapping[str, Any]) -> None:
+    module = ModuleType(name, f"Stands in for {name}: the functions of mhc_ops.compat.")
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    module.__package__, module.__path__ = name, []
+    vars(module).update(content)
+    _ours[name] = sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], last, module)
+
+
+def remove(top: str) -> None:
+    """Take out what `put` has put of this library. Whoever has imported a function keeps it. Again is as once."""
+    for name in [name for name in _ours if name.partition(".")[0] == top]:
+        module = _ours.pop(name)
+        parent, _, last = name.rpartition(".")
+        if getattr(sys.modules.get(parent), last, None) is module:
+            delattr(sys.modules[parent], last)
+        if sys.modules.get(name) is module:
+            del sys.modules[name]

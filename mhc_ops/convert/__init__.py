@@ -1,0 +1,266 @@
+"""Parameters of other libraries' mHC to and from those of `HyperConnection` and `HyperHead`: functions on state dicts.
+
+    state = convert.to_ours(checkpoint, "deepseek")            # layers.0.hc_attn_fn becomes layers.0.hc_attn.phi
+    connection = HyperConnection(layer, n, D, **convert.options("deepseek"))
+    checkpoint = convert.from_ours(state, "deepseek")          # and back, bit for bit
+
+A group of keys with the same begin, such as `layers.0.hc_attn`, is one connection or one head; it keeps that begin. All
+other keys go through as they are, in their places. Tensors keep their types, and nothing is changed in place: a result
+may share tensors with what was given.
+
+Parameters alone do not say what is computed with them: `options(format)` are those of a HyperConnection that computes
+as the library does. `mhc-ops convert` does it for files of safetensors.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from math import isqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+class Format(str, Enum):
+    """Whose names, shapes and layouts; a function takes the value, as `"liger"`."""
+
+    MHC_OPS = "mhc_ops"  # HyperConnection and HyperHead
+    DEEPSEEK = "deepseek"  # checkpoints of DeepSeek V4, GLM-5.3, Hy4: layers.0.hc_attn_fn, hc_head_fn
+    TRANSFORMERS = "transformers"  # its modules: model.layers.0.attn_hc.fn, model.hc_head.hc_fn
+    LIGER = "liger"  # LigerMHC
+    MEGATRON = "megatron"  # HyperConnectionModule of the dev branch, and its learned head
+    MEGATRON_MAIN = "megatron-main"  # that of the main branch: the same names, other equations
+    TRANSFORMER_ENGINE = "transformer-engine"  # the arguments of its functions; streams are innermost in phi
+
+
+class Parameters(NamedTuple):
+    """Of one connection or head, as ours are. sections, the elements of alpha: 3 pre, post and res; 2 without res; 1
+    of a head."""
+
+    phi: Tensor
+    alpha: Tensor
+    bias: Tensor
+    gamma: Tensor | None = None
+
+    @property
+    def n(self) -> int:
+        maps, sections = self.phi.shape[0], self.alpha.numel()
+        return {1: maps, 2: maps // 2, 3: isqrt(maps + 1) - 1}[sections]
+
+
+class Layout(NamedTuple):
+    """How a library keeps Parameters: the ends of its keys (the first tells that there is a group), and the tensors
+    there as Parameters, and back. An optional end is the last, and its tensor may be None."""
+
+    ends: tuple[str, ...]
+    read: Callable[..., Parameters]
+    write: Callable[[Parameters], tuple[Tensor | None, ...]]
+    optional: str | None = None
+
+
+def to_ours(state: Mapping[str, Tensor], source: str) -> State:
+    """The state dict with every group of this format as that of a HyperConnection or HyperHead."""
+    return between(state, source, Format.MHC_OPS)
+
+
+def from_ours(state: Mapping[str, Tensor], target: str) -> State:
+    """The state dict with every HyperConnection and HyperHead in it as this format has them."""
+    return between(state, Format.MHC_OPS, target)
+
+
+def between(state: Mapping[str, Tensor], source: str, target: str) -> State:
+    """From one format to another. Where their `options` differ, the same parameters do not compute the same there."""
+    read_as, written_as = _layouts("source", source), _layouts("target", target)
+    found = groups(state, source)
+    converted: State = {}
+    taken = {key: begin for begin, keys in found.items() for key in keys}
+    done: set[str] = set()
+    for key, tensor in state.items():
+        begin = taken.get(key)
+        if begin is None:
+            _add(converted, key, tensor)
+        elif begin not in done:
+            done.add(begin)
+            for name, part in _converted(state, begin, found[begin], read_as, written_as, target).items():
+                _add(converted, name, part)
+    return converted
+
+
+def groups(state: Mapping[str, Tensor], source: str) -> dict[str, list[str]]:
+    """The begins of all connections and heads of this format, and the keys of each. ValueError where one is missing."""
+    found: dict[str, list[str]] = {}
+    for key in state:
+        for layout in _layouts("source", source).values():
+            begin = _begin(key, layout.ends[0])
+            if begin is not None:
+                found[begin] = _keys(state, begin, layout)
+    return found
+
+
+def options(source: str) -> dict[str, Any]:
+    """The options with which `HyperConnection(layer, n, D, **options)` computes as this library does, where they are
+    not the defaults. Numbers that a checkpoint's config says (iterations, eps) are taken as they usually are there."""
+    return dict(OPTIONS[_format("source", source)])
+
+
+def fold_gamma(state: Mapping[str, Tensor]) -> State:
+    """The state dict without norm weights, which only TransformerEngine has too: each multiplied into its phi."""
+    folded = dict(state)
+    for begin in groups(state, Format.MHC_OPS):
+        gamma = folded.pop(_key(begin, ".gamma"), None)
+        if gamma is not None:
+            phi = folded[_key(begin, ".phi")]
+            folded[_key(begin, ".phi")] = (phi.double() * gamma.double().flatten()).to(phi.dtype)
+    return folded
+
+
+def _converted(
+    state: Mapping[str, Tensor],
+    begin: str,
+    keys: list[str],
+    read_as: "dict[int, Layout]",
+    written_as: "dict[int, Layout]",
+    target: str,
+) -> State:
+    layout = next(layout for layout in read_as.values() if _key(begin, layout.ends[0]) in keys)
+    tensors = [state.get(_key(begin, end)) for end in layout.ends]
+    try:
+        parameters = layout.read(*tensors)
+    except (RuntimeError, IndexError) as error:  # of torch, where a shape is none of the library's
+        raise ValueError(f"convert: {', '.join(keys)} do not fit one another: {error}") from error
+    _check(begin, parameters)
+    sections = parameters.alpha.numel()
+    if sections not in written_as:
+        what = {1: "head", 2: "connection that keeps its streams", 3: "connection"}[sections]
+        raise ValueError(f"convert: {begin or 'this state dict'} is a {what}, and {_format('', target).value} has none")
+    layout = written_as[sections]
+    parts = layout.write(parameters)
+    if parameters.gamma is not None and layout.optional is None:
+        where = _format("", target).value
+        raise ValueError(f"convert: {_key(begin, '.gamma')}: {where} has no norm weight; fold_gamma puts it into phi")
+    return {_key(begin, end): part.contiguous() for end, part in zip(layout.ends, parts) if part is not None}
+
+
+def _check(begin: str, parameters: Parameters) -> None:
+    phi, alpha, bias, gamma = parameters
+    here = begin or "this state dict"
+    if alpha.dim() != 1 or alpha.numel() not in (1, 2, 3):
+        raise ValueError(f"convert: {here}: there must be 1 to 3 scales, got {list(alpha.shape)}")
+    maps = {1: parameters.n, 2: 2 * parameters.n, 3: parameters.n**2 + 2 * parameters.n}[alpha.numel()]
+    if phi.dim() != 2 or phi.shape[0] != maps or phi.shape[1] % parameters.n:
+        raise ValueError(f"convert: {here}: phi of n streams must be [n² + 2n, nD], got {list(phi.shape)}")
+    if bias.shape != phi.shape[:1]:
+        raise ValueError(f"convert: {here}: bias must be [{phi.shape[0]}], got {list(bias.shape)}")
+    if gamma is not None and gamma.shape != (parameters.n, phi.shape[1] // parameters.n):
+        raise ValueError(f"convert: {here}: gamma must be [n, D], got {list(gamma.shape)}")
+
+
+def _keys(state: Mapping[str, Tensor], begin: str, layout: Layout) -> list[str]:
+    keys = [_key(begin, end) for end in layout.ends]
+    for end, key in zip(layout.ends, keys):
+        if key not in state and end != layout.optional:
+            raise ValueError(f"convert: {key} is missing beside {keys[0]}")
+    return [key for key in keys if key in state]
+
+
+def _key(begin: str, end: str) -> str:
+    """layers.0.hc_attn and _fn; without a begin, fn"""
+    return begin + end if begin else end[1:]
+
+
+def _begin(key: str, end: str) -> str | None:
+    """The begin of a key with this end; "" of the end alone."""
+    if key == end[1:]:
+        return ""
+    return key.removesuffix(end) if key.endswith(end) and key != end else None
+
+
+def _add(state: State, key: str, tensor: Tensor) -> None:
+    if key in state:
+        raise ValueError(f"convert: two tensors would be {key}")
+    state[key] = tensor
+
+
+def _format(argument: str, name: str) -> Format:
+    try:
+        return Format(name)
+    except ValueError:
+        known = ", ".join(format.value for format in Format)
+        raise ValueError(f"convert: {argument} must be one of {known}, got {name!r}") from None
+
+
+def _layouts(argument: str, name: str) -> dict[int, Layout]:
+    return LAYOUTS[_format(argument, name)]
+
+
+def _renamed(phi: str, alpha: str, bias: str) -> Layout:
+    return Layout((phi, alpha, bias), Parameters, lambda own: own[:3])
+
+
+def _streams_innermost(tensor: Tensor, n: int) -> Tensor:
+    """[..., nD] with column i·D + d as one with column d·n + i"""
+    return tensor.unflatten(-1, (n, -1)).mT.flatten(-2)
+
+
+def _streams_outermost(tensor: Tensor, n: int) -> Tensor:
+    return tensor.unflatten(-1, (-1, n)).mT.flatten(-2)
+
+
+def _read_liger(phi: Tensor, b: Tensor, *alphas: Tensor) -> Parameters:
+    return Parameters(phi.mT, torch.stack(alphas), b)
+
+
+def _write_liger(own: Parameters) -> tuple[Tensor, ...]:
+    return own.phi.mT, own.bias, *own.alpha.unbind()
+
+
+def _read_megatron(weight: Tensor, bias: Tensor, *alphas: Tensor) -> Parameters:
+    return Parameters(weight, torch.cat(alphas), bias)
+
+
+def _write_megatron(own: Parameters) -> tuple[Tensor, ...]:
+    return own.phi, own.bias, *own.alpha.split(1)
+
+
+def _read_transformer_engine(phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor | None) -> Parameters:
+    n = isqrt(phi.shape[0] + 1) - 1
+    gamma = None if norm_weight is None else norm_weight.unflatten(-1, (-1, n)).mT
+    return Parameters(_streams_outermost(phi, n), alpha, beta[0], gamma)
+
+
+def _write_transformer_engine(own: Parameters) -> tuple[Tensor | None, ...]:
+    norm_weight = None if own.gamma is None else own.gamma.mT.flatten()
+    return _streams_innermost(own.phi, own.n), own.alpha, own.bias[None], norm_weight
+
+
+_OURS = Layout((".phi", ".alpha", ".bias", ".gamma"), Parameters, tuple, ".gamma")
+_ALPHAS = (".alpha_pre", ".alpha_post", ".alpha_res")
+_DEEPSEEK = _renamed("_fn", "_scale", "_base")
+_TRANSFORMERS = _renamed(".fn", ".scale", ".base")
+_LIGER = Layout((".phi", ".b", *_ALPHAS), _read_liger, _write_liger)
+_MEGATRON = Layout((".mapping_proj.weight", ".bias", *_ALPHAS), _read_megatron, _write_megatron)
+_TRANSFORMER_ENGINE = Layout(
+    (".phi", ".alpha", ".beta", ".norm_weight"), _read_transformer_engine, _write_transformer_engine, ".norm_weight"
+)
+
+LAYOUTS: dict[Format, dict[int, Layout]] = {  # by the number of sections: 3 and 2 of a connection, 1 of a head
+    Format.MHC_OPS: {3: _OURS, 2: _OURS, 1: _OURS},
+    Format.DEEPSEEK: {3: _DEEPSEEK, 2: _DEEPSEEK, 1: _DEEPSEEK},
+    Format.TRANSFORMERS: {3: _TRANSFORMERS, 2: _TRANSFORMERS, 1: _renamed(".hc_fn", ".hc_scale", ".hc_base")},
+    Format.LIGER: {3: _LIGER},
+    Format.MEGATRON: {3: _MEGATRON, 1: _DEEPSEEK},
+    Format.MEGATRON_MAIN: {3: _MEGATRON},
+    Format.TRANSFORMER_ENGINE: {3: _TRANSFORMER_ENGINE},
+}
+OPTIONS: dict[Format, dict[str, Any]] = {
+    Format.MHC_OPS: {},
+    Format.DEEPSEEK: {},
+    Format.TRANSFORMERS: {},
+    Format.LIGER: {"hc_eps": 0.0, "transposed": True},
+    # Megatron's norm has its eps, 1e-6, outside of the root.
+    Format.MEGATRON: {"norm_eps": 1e-12},
+    Format.MEGATRON_MAIN: {"norm_eps": 1e-12, "hc_eps": 0.0, "sinkhorn_eps": 0.0, "transposed": True},
+    Format.TRANSFORMER_ENGINE: {"norm_eps": torch.finfo(torch.float32).eps, "hc_eps": 0.0, "sinkhorn_eps": 0.0},
+}

@@ -1,0 +1,111 @@
+"""mhc-ops convert: files of safetensors in and out, and what it says."""
+
+import sys
+
+import pytest
+import torch
+
+from mhc_ops import cli
+
+N, D = 4, 8
+M, K = N * N + 2 * N, N * D
+
+
+@pytest.fixture
+def safetensors():
+    return pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install safetensors")
+
+
+@pytest.fixture
+def checkpoint(safetensors, tmp_path):
+    """Of two tensors that are none of mHC, and one connection."""
+    torch.manual_seed(1)
+    state = {
+        "embed.weight": torch.randn(5, D).bfloat16(),
+        "layers.0.hc_attn_fn": torch.randn(M, K),
+        "layers.0.hc_attn_base": torch.randn(M),
+        "layers.0.hc_attn_scale": torch.randn(3),
+        "layers.0.norm.weight": torch.randn(D),
+    }
+    path = tmp_path / "in.safetensors"
+    safetensors.save_file(state, path, {"format": "pt", "note": "kept"})
+    return path
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+
+
+def refused(command, capsys):
+    """The one line that says so."""
+    try:
+        code = cli.main(["convert", *map(str, command)])
+    except SystemExit as exit:
+        code = exit.code
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    (line,) = printed.err.splitlines()
+    return line.removeprefix("mhc-ops convert: ")
+
+
+def test_there_and_back(checkpoint, tmp_path, capsys, safetensors):
+    ours, back = tmp_path / "ours.safetensors", tmp_path / "back.safetensors"
+    assert cli.main(["convert", str(checkpoint), str(ours), "--from", "deepseek"]) == 0
+    assert capsys.readouterr().out == (
+        "1 of mHC among 5 tensors: layers.0.hc_attn\ndeepseek computes as HyperConnection(layer, n, D) does\n"
+    )
+    found = safetensors.load_file(ours)
+    assert set(found) == {f"layers.0.hc_attn.{name}" for name in ("phi", "alpha", "bias")} | {
+        "embed.weight",
+        "layers.0.norm.weight",
+    }
+    assert cli.main(["convert", str(ours), str(back), "--from", "mhc_ops", "--to", "deepseek"]) == 0
+    assert equal(safetensors.load_file(back), safetensors.load_file(checkpoint))
+    import safetensors as files
+
+    with files.safe_open(back, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "note": "kept"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([checkpoint.name, ours.name, back.name])
+
+
+@pytest.mark.parametrize("target", ["liger", "megatron", "transformer-engine"])
+def test_to_others_it_says_what_differs(target, checkpoint, tmp_path, capsys, safetensors):
+    """And writes what a file of safetensors can hold: contiguous, no memory shared."""
+    there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
+    assert cli.main(["convert", str(checkpoint), str(there), "--from", "deepseek", "--to", target]) == 0
+    assert f"not the same function: {target} computes as HyperConnection(layer, n, D, " in capsys.readouterr().err
+    assert cli.main(["convert", str(there), str(back), "--from", target, "--to", "deepseek"]) == 0
+    assert equal(safetensors.load_file(back), safetensors.load_file(checkpoint))
+
+
+def test_the_options_of_liger_are_said(checkpoint, tmp_path, capsys):
+    there, ours = tmp_path / "there.safetensors", tmp_path / "ours.safetensors"
+    assert cli.main(["convert", str(checkpoint), str(there), "--from", "deepseek", "--to", "liger"]) == 0
+    assert cli.main(["convert", str(there), str(ours), "--from", "liger"]) == 0
+    assert "liger computes as HyperConnection(layer, n, D, hc_eps=0.0, transposed=True) does" in capsys.readouterr().out
+
+
+def test_what_is_refused(checkpoint, tmp_path, capsys, safetensors):
+    out = tmp_path / "out.safetensors"
+    missing, wrong, odd = tmp_path / "missing", tmp_path / "wrong", tmp_path / "odd"
+    wrong.write_text("no tensors")
+    safetensors.save_file({"a_fn": torch.zeros(M, K), "a_base": torch.zeros(M)}, odd)
+    said = {
+        (checkpoint, out, "--from", "liger"): f"{checkpoint}: there are no parameters of mHC in it as liger has them",
+        (checkpoint, checkpoint, "--from", "deepseek"): f"{checkpoint} and {checkpoint} are one file",
+        (missing, out, "--from", "deepseek"): f"{missing}: No such file or directory",
+        (wrong, out, "--from", "deepseek"): f"{wrong}: it is not a file of safetensors: ",
+        (odd, out, "--from", "deepseek"): f"{odd}: a_scale is missing beside a_fn",
+        (checkpoint, out, "--from", "deepsek"): "argument --from: invalid choice: 'deepsek'",
+        (checkpoint, tmp_path / "no" / "out", "--from", "deepseek"): "argument OUT.safetensors: ",
+        (checkpoint, out): "the following arguments are required: --from",
+    }
+    for command, line in said.items():
+        assert refused(command, capsys).startswith(line)
+    assert not out.exists()
+
+
+def test_without_safetensors(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    line = refused([tmp_path / "in", tmp_path / "out", "--from", "liger"], capsys)
+    assert line == "it reads and writes safetensors, which is not installed: pip install safetensors"

@@ -1,0 +1,126 @@
+"""mhc_ops.compat.liger against the equations of Liger-Kernel, forward and backward."""
+
+import inspect
+
+import pytest
+import torch
+from compat_oracle import assert_near, gradients, inverse_rms, logits, read, sinkhorn, write
+from torch import nn
+
+from mhc_ops.compat.liger import (
+    LigerMHC,
+    liger_mhc_apply,
+    liger_mhc_coeffs,
+    liger_mhc_forward,
+    liger_mhc_post_res,
+    liger_mhc_pre,
+)
+
+FP32 = 1e-5
+BF16 = 2**-8  # one rounding
+N, C = 4, 24
+M, K = N * N + 2 * N, N * C
+OPTIONS = {"tmax": 7, "rms_eps": 1e-5, "pre_eps": 1e-3, "sinkhorn_eps": 1e-4, "post_mult": 1.5}
+
+
+def draw(dtype=torch.float32):
+    """x, phi, b, alpha_pre, alpha_post, alpha_res; all leaves"""
+    torch.manual_seed(1)
+    x, phi, b = torch.randn(2, 5, N, C).to(dtype), torch.randn(K, M) / K**0.5, 0.3 * torch.randn(M)
+    alphas = torch.tensor(1.1), torch.tensor(0.7), torch.tensor(1.3)
+    return [tensor.requires_grad_() for tensor in (x, phi, b, *alphas)]
+
+
+def in_fp64(tensors):
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+def expected_coeffs(x, phi, b, *alphas, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0):
+    pre, post, res = logits(x, phi.T, alphas, b, lambda v: inverse_rms(v, rms_eps))
+    return pre.sigmoid() + pre_eps, post_mult * post.sigmoid(), sinkhorn(res, tmax, sinkhorn_eps)
+
+
+def expected_layer(x, layer, *parameters, **options):
+    h_pre, h_post, h_res = expected_coeffs(x, *parameters, **options)
+    return write(x, layer(read(x, h_pre)), h_post, h_res.mT)  # the mix is h_res[new, old]
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["defaults", "options"])
+def test_coeffs(options):
+    given = draw()
+    found = liger_mhc_coeffs(*given, allow_fp32=True, **options)
+    expected = expected_coeffs(*(truth := in_fp64(given)), **options)
+    assert_near(found, expected, FP32)
+    assert_near(gradients(found, given), gradients(expected, truth), FP32)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["defaults", "options"])
+def test_forward(options):
+    x, *parameters = given = draw()
+    truth = in_fp64(given)
+    expected = expected_layer(truth[0], torch.tanh, *truth[1:], **options)
+    found = liger_mhc_forward(x, torch.tanh, *parameters, allow_fp32=True, **options)
+    x_out, coeffs = liger_mhc_forward(x, torch.tanh, *parameters, allow_fp32=True, return_coeffs=True, **options)
+    for result in (found, x_out):
+        assert_near([result], [expected], FP32)
+        assert_near(gradients([result], given), gradients([expected], truth), FP32)
+    assert_near(coeffs, expected_coeffs(*truth, **options), FP32)
+
+
+def test_the_steps_are_the_layer():
+    x, *parameters = draw(torch.bfloat16)
+    h_pre, h_post, h_res = liger_mhc_coeffs(x, *parameters)
+    assert {tensor.dtype for tensor in (h_pre, h_post, h_res)} == {torch.float32}
+    x_in = liger_mhc_pre(x, h_pre)
+    x_out = liger_mhc_post_res(x, torch.tanh(x_in), h_post, h_res)
+    assert x_in.dtype == x_out.dtype == torch.bfloat16
+    assert torch.equal(x_out, liger_mhc_forward(x, torch.tanh, *parameters))
+    applied = liger_mhc_apply(x, torch.tanh(x_in), h_pre, h_post, h_res, return_x_in=True)
+    assert torch.equal(applied[0], x_out) and torch.equal(applied[1], x_in)
+    assert torch.equal(liger_mhc_apply(x, torch.tanh(x_in), h_pre, h_post, h_res), x_out)
+
+
+def test_module():
+    """bf16 streams, phi in fp16, a layer in fp32: types as there, values within one rounding."""
+    torch.manual_seed(2)
+    mhc = LigerMHC(nn.Linear(C, C, bias=False), hc=N, c=C)
+    shapes = {name: (tuple(p.shape), p.dtype) for name, p in mhc.named_parameters()}
+    assert shapes == {
+        "phi": ((K, M), torch.float16),
+        "b": ((M,), torch.float32),
+        "alpha_pre": ((), torch.float32),
+        "alpha_post": ((), torch.float32),
+        "alpha_res": ((), torch.float32),
+        "layer.weight": ((C, C), torch.float32),
+    }
+    x = torch.randn(3, N, C).bfloat16().requires_grad_()
+    parameters = [mhc.phi, mhc.b, mhc.alpha_pre, mhc.alpha_post, mhc.alpha_res]
+    truth = in_fp64([x, *parameters, mhc.layer.weight])
+    found = mhc(x)
+    expected = expected_layer(truth[0], lambda h_in: h_in @ truth[-1].T, *truth[1:-1])
+    assert found.dtype == torch.bfloat16
+    assert_near([found], [expected], BF16)
+    # What the layer reads is rounded to bf16 before it, and its gradient: more than one rounding in what lies behind.
+    assert_near(gradients([found], [x, mhc.phi, mhc.b]), gradients([expected], truth[:3]), 2 * BF16)
+    assert repr(mhc).startswith("LigerMHC(\n  hc=4, c=24, tmax=20")
+
+
+def test_what_is_refused():
+    mhc = LigerMHC(nn.Identity(), hc=N, c=C)
+    with pytest.raises(AssertionError, match="x must be bfloat16 or float16 without allow_fp32=True, got float32"):
+        mhc(torch.randn(2, N, C))
+    with pytest.raises(ValueError, match=r"LigerMHC: x must be \[\.\.\., 4, 24\], got \[2, 3, 24\]"):
+        mhc(torch.randn(2, 3, C).bfloat16())
+    assert LigerMHC(nn.Identity(), hc=N, c=C, allow_fp32=True)(torch.randn(2, N, C)).dtype == torch.float32
+
+
+def test_defaults():
+    of_maps = {"tmax": 20, "rms_eps": 1e-6, "pre_eps": 0.0, "sinkhorn_eps": 1e-6, "post_mult": 2.0, "allow_fp32": False}
+    more = {
+        liger_mhc_coeffs: {},
+        liger_mhc_forward: {"return_coeffs": False},
+        LigerMHC: {"phi_dtype": torch.float16},
+    }
+    for function, further in more.items():
+        parameters = inspect.signature(function).parameters.values()
+        assert {p.name: p.default for p in parameters if p.default is not p.empty} == {**of_maps, **further}

@@ -1,0 +1,209 @@
+"""mhc_ops.compat.megatron against the equations of Megatron-Core's dev branch, and in the place of its functions."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from compat_oracle import assert_near, gradients, inverse_rms, logits, read, sinkhorn, write
+
+from mhc_ops.compat import megatron
+
+FP32 = 1e-5
+BF16 = 2**-8  # one rounding
+EPS = 1e-6
+S, B, N, C = 5, 2, 4, 24
+M, K = N * N + 2 * N, N * C
+
+
+def outside_the_root(v, eps=EPS):
+    return 1 / (v.norm(dim=-1, keepdim=True) / v.shape[-1] ** 0.5 + eps)
+
+
+def draw(scale=1.0):
+    """x [T, K], weight, three alphas, bias; all leaves"""
+    torch.manual_seed(1)
+    x, weight, bias = scale * torch.randn(S * B, K), torch.randn(M, K) / K**0.5, 0.3 * torch.randn(M)
+    alphas = torch.tensor([1.1]), torch.tensor([0.7]), torch.tensor([1.3])
+    return [tensor.requires_grad_() for tensor in (x, weight, *alphas, bias)]
+
+
+def in_fp64(tensors):
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+def expected_maps(x, weight, alpha_pre, alpha_post, alpha_res, bias):
+    alphas = (alpha_pre, alpha_post, alpha_res)
+    pre, post, res = logits(x.unflatten(-1, (N, C)), weight, alphas, bias, outside_the_root)
+    return pre.sigmoid() + EPS, 2 * post.sigmoid(), res.flatten(-2)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 1e3])
+def test_projection(scale):
+    """Apart by eps/rms of the norm's factor, as said, beside the rounding of fp32."""
+    given = draw(scale)
+    truth = in_fp64(given)
+    *found, rms = megatron.fused_proj_rms_compute_h(*given, N)
+    expected = expected_maps(*truth)
+    tolerance = FP32 + EPS / scale
+    assert_near(found, expected, tolerance)
+    assert_near(gradients(found, given), gradients(expected, truth), tolerance)
+    assert_near([rms], [truth[0].norm(dim=-1, keepdim=True) / K**0.5], FP32)
+
+
+def test_a_token_of_zeros_gives_the_maps_of_the_bias():
+    _, weight, *alphas, bias = draw()
+    h_pre, h_post, h_res, rms = megatron.fused_proj_rms_compute_h(torch.zeros(1, K), weight, *alphas, bias, N)
+    assert_near([h_res[0], rms[0] + 1], [bias[2 * N :], torch.ones(1)], FP32)
+    assert h_pre.isfinite().all() and h_post.isfinite().all()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_aggregate_and_post(with_bias):
+    torch.manual_seed(2)
+    residual, x, bias = torch.randn(S, B, N, C), torch.randn(S, B, C), torch.randn(C)
+    h_pre, h_post, h_res = torch.rand(S, B, N), torch.rand(S, B, N), torch.rand(S, B, N, N)
+    given = [t.requires_grad_() for t in (residual, x, h_pre, h_post, h_res, *([bias] if with_bias else []))]
+    truth = in_fp64(given)
+    found = (
+        megatron.fused_h_aggregate(residual, h_pre),
+        megatron.fused_h_post_bda(h_res, residual, h_post, x, bias if with_bias else None),
+    )
+    residual, x, h_pre, h_post, h_res, *bias = truth
+    expected = read(residual, h_pre), write(residual, x + sum(bias), h_post, h_res)
+    assert_near(found, expected, FP32)
+    assert_near(gradients(found, given), gradients(expected, truth), FP32)
+
+
+def test_types_are_those_of_the_streams():
+    """Megatron hands maps over in bf16."""
+    torch.manual_seed(3)
+    residual, x, bias = torch.randn(S, B, N, C).bfloat16(), torch.randn(S, B, C).bfloat16(), torch.randn(C).bfloat16()
+    h_post, logit = torch.rand(S, B, N).bfloat16(), torch.randn(S, B, N, N).bfloat16()
+    h_res = megatron.fused_sinkhorn(logit, 20)
+    found = megatron.fused_h_post_bda(h_res, residual, h_post, x, bias)
+    assert h_res.dtype == found.dtype == torch.bfloat16
+    expected = write(residual.double(), x.double() + bias.double(), h_post.double(), h_res.double())
+    assert_near([h_res, found], [sinkhorn(logit.double(), 20, EPS), expected], BF16)
+
+
+def test_aggregate_into_a_buffer():
+    x, h_pre = torch.randn(S, B, N, C), torch.rand(S, B, N, requires_grad=True)
+    out = torch.empty(S, B, C)
+    found = megatron.fused_h_aggregate_into(x, h_pre, out)
+    assert found.data_ptr() == out.data_ptr() and torch.equal(found, megatron.fused_h_aggregate(x, h_pre))
+    (gradient,) = torch.autograd.grad(found.sum(), h_pre)
+    assert_near([gradient], [x.sum(-1)], FP32)
+    wrong = {
+        r"must be \[5, 2, 24\], got \[5, 2, 23\]": torch.empty(S, B, C - 1),
+        "as x is, got torch.float16 on cpu": torch.empty(S, B, C, dtype=torch.float16),
+        "must be contiguous": torch.empty(B, S, C).transpose(0, 1),
+        "must not require a gradient": torch.empty(S, B, C, requires_grad=True),
+    }
+    for message, buffer in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            megatron.fused_h_aggregate_into(x, h_pre, buffer)
+
+
+def config(**changes):
+    own = {"hidden_size": C, "num_residual_streams": N, "mhc_sinkhorn_iterations": 20, "mhc_init_gating_factor": 0.5}
+    return SimpleNamespace(**{**own, "sequence_parallel": False, **changes})
+
+
+def test_module():
+    torch.manual_seed(4)
+    module = megatron.HyperConnectionModule(config(), layer_number=1)
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    alphas = {f"alpha_{part}": (1,) for part in ("pre", "post", "res")}
+    assert shapes == {"mapping_proj.weight": (M, K), "bias": (M,), **alphas}
+    x, bias = torch.randn(S, B, K, requires_grad=True), torch.randn(C)
+    parameters = [module.mapping_proj.weight, module.alpha_pre, module.alpha_post, module.alpha_res, module.bias]
+
+    def run(x, module):
+        h_in, h_res, h_post, residual = module(x)
+        return module.fused_h_res_h_post_bda(h_res, residual, h_post, (torch.tanh(h_in), bias), 0.1, False, True)
+
+    found, truth = run(x, module), in_fp64([x, *parameters])
+    h_pre, h_post, h_res = expected_maps(*truth)
+    streams, h_res = truth[0].unflatten(-1, (N, C)), sinkhorn(h_res.unflatten(-1, (N, N)), 20, EPS)
+    h_out = torch.tanh(read(streams, h_pre)) + bias.double()
+    expected = write(streams, h_out, h_post, h_res).flatten(-2)
+    assert_near([found], [expected], FP32)
+    assert_near(gradients([found], [x, *parameters]), gradients([expected], truth), FP32)
+
+
+def test_dropout_is_of_what_is_written():
+    module = megatron.HyperConnectionModule(config(), layer_number=1)
+    x = torch.randn(S, B, K)
+    h_in, h_res, h_post, residual = module(x)
+    mixed = module.fused_h_res_h_post_bda(h_res, residual, h_post, (h_in * 0, None), 0.0, True, True)
+    torch.manual_seed(5)
+    found = module.fused_h_res_h_post_bda(h_res, residual, h_post, (h_in, None), 0.5, True, True)
+    torch.manual_seed(5)
+    written = torch.nn.functional.dropout(h_post[..., None] * h_in.unsqueeze(-2), 0.5).flatten(-2)
+    assert_near([found], [mixed + written], FP32)
+
+
+def test_ends():
+    torch.manual_seed(6)
+    x = torch.randn(S, B, C)
+    streams = megatron.HyperConnectionModule.input_expand(x, N)
+    assert torch.equal(streams, x.repeat(1, 1, N))
+    assert_near([megatron.HyperConnectionModule.output_contract(streams, N)], [x], FP32)
+    v, head_fn, base, scale = torch.randn(S, B, K), torch.randn(N, K), torch.randn(N), torch.tensor([0.3])
+    weights = (v @ head_fn.T * inverse_rms(v, EPS) * scale + base).sigmoid() + EPS
+    found = megatron.learned_output_contract(v, head_fn, base, scale, N, EPS)
+    assert_near([found], [read(v.unflatten(-1, (N, C)), weights)], FP32)
+    assert torch.equal(megatron.fused_add_3(x, x, x), 3 * x)
+
+
+def test_sequence_parallel_is_said_of_every_parameter():
+    module = megatron.HyperConnectionModule(config(sequence_parallel=True), layer_number=1)
+    assert all(parameter.sequence_parallel for parameter in module.parameters())
+
+
+def test_recomputation_is_refused():
+    module = megatron.HyperConnectionModule(config(), layer_number=1)
+    with pytest.raises(NotImplementedError, match="recomputation is of Megatron's own module"):
+        module(torch.randn(S, B, K), mhc_recompute_manager=object())
+
+
+@pytest.fixture
+def megatron_core(monkeypatch):
+    """Packages of Megatron, without the module that is stood in for."""
+    for name in ("megatron", "megatron.core", "megatron.core.fusions"):
+        package = ModuleType(name)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+        if "." in name:
+            parent, _, last = name.rpartition(".")
+            setattr(sys.modules[parent], last, package)
+
+
+def test_install(megatron_core):
+    try:
+        megatron.install()
+        megatron.install()  # again: nothing happens
+        from megatron.core.fusions import fused_mhc_kernels
+        from megatron.core.fusions.fused_mhc_kernels import (
+            fused_h_aggregate_into,
+            fused_proj_rms_compute_h,
+            log_fused_mhc_backend_once,
+        )
+
+        assert fused_h_aggregate_into is megatron.fused_h_aggregate_into
+        assert fused_proj_rms_compute_h is megatron.fused_proj_rms_compute_h
+        assert log_fused_mhc_backend_once() is None
+        assert fused_mhc_kernels.is_triton_available() and not fused_mhc_kernels.is_cutile_available()
+    finally:
+        megatron.uninstall()
+    assert "megatron.core.fusions.fused_mhc_kernels" not in sys.modules
+    assert not hasattr(sys.modules["megatron.core.fusions"], "fused_mhc_kernels")
+
+
+def test_install_refuses_where_the_real_one_is_loaded(megatron_core, monkeypatch):
+    name = "megatron.core.fusions.fused_mhc_kernels"
+    monkeypatch.setitem(sys.modules, name, real := ModuleType(name))
+    with pytest.raises(RuntimeError, match=r"fused_mhc_kernels is loaded already, .* before the first import"):
+        megatron.install()
+    assert sys.modules[name] is real

@@ -1,0 +1,272 @@
+"""mhc_ops.compat.tile_kernels against the equations of TileKernels 1.0, and under its name."""
+
+import inspect
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from compat_oracle import assert_near, gradients, inverse_rms, logits, read, sinkhorn, weighted, write
+
+from mhc_ops.compat import tile_kernels as tk
+
+FP32 = 1e-5
+BF16 = 2**-8  # one rounding
+B, S, N, D = 2, 5, 4, 24
+M, K = N * N + 2 * N, N * D
+
+
+def draw(dtype=torch.bfloat16):
+    """residual, fn, scale, base, norm_weight; all leaves"""
+    torch.manual_seed(1)
+    residual = torch.randn(B, S, N, D).to(dtype)
+    fn, scale = torch.randn(M, K) / K**0.5, torch.tensor([1.1, 0.7, 1.3])
+    base, norm_weight = 0.3 * torch.randn(M), 1 + 0.2 * torch.randn(K)
+    return [tensor.requires_grad_() for tensor in (residual, fn, scale, base, norm_weight)]
+
+
+def in_fp64(tensors):
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+def expected_pre(residual, fn, scale, base, norm_weight, post_mult=1.0, repeat=10, eps=1e-6):
+    pre, post, comb = logits(residual, fn * norm_weight, scale, base, lambda v: inverse_rms(v, eps))
+    layer_input = read(residual, pre.sigmoid() + eps)
+    return layer_input, (post_mult * post.sigmoid()).unsqueeze(-1), sinkhorn(comb, repeat, eps)
+
+
+def pre(residual, fn, scale, base, norm_weight, **options):
+    layer_input, (post_mix, comb_mix) = tk.mhc_pre(residual, fn, scale, base, norm_weight=norm_weight, **options)
+    return layer_input, post_mix, comb_mix
+
+
+def pre_in_pieces(residual, fn, scale, base, norm_weight):
+    mixes = tk.mhc_pre_norm_fn(residual, fn, norm_weight, 1e-6, fuse_grad_acc=False)
+    pre_mix, post_mix, comb_mix = tk.mhc_pre_split_mixes(mixes, scale, base, N, 1.0, 1e-6)
+    return tk.mhc_pre_apply_mix(residual, pre_mix), post_mix, tk.sinkhorn_normalize(comb_mix)
+
+
+@pytest.mark.parametrize("function", [pre, pre_in_pieces])
+def test_pre(function):
+    given = draw(torch.float32)
+    found, expected = function(*given), expected_pre(*(truth := in_fp64(given)))
+    assert_near(found, expected, FP32)
+    assert_near(gradients(found, given), gradients(expected, truth), FP32)
+
+
+def test_pre_as_it_is_called_there():
+    """bf16 streams and fp32 parameters, and DeepSeek V4's numbers in place of the defaults."""
+    given = draw()
+    options = {"post_mult_value": 2.0, "sinkhorn_repeat": 20}
+    found, expected = pre(*given, **options), expected_pre(*(truth := in_fp64(given)), 2.0, 20)
+    assert [result.dtype for result in found] == [torch.bfloat16, torch.float32, torch.float32]
+    assert_near(found[:1], expected[:1], BF16)
+    assert_near(found[1:], expected[1:], FP32)
+    found_gradients, expected_gradients = gradients(found, given), gradients(expected, truth)
+    assert [g.dtype for g in found_gradients] == [torch.bfloat16] + [torch.float32] * 4
+    assert_near(found_gradients[:1], expected_gradients[:1], BF16)
+    assert_near(found_gradients[1:], expected_gradients[1:], FP32)
+
+
+def test_norm_weight_counts_without_gradients_too():
+    given = draw()
+    with torch.no_grad():
+        found = pre(*given)
+    assert all(torch.equal(a, b) for a, b in zip(found, pre(*given)))
+    residual, fn, scale, base, _ = given
+    fused = tk.mhc_pre_big_fuse(residual, fn, scale, base, 1e-6, 1e-6, 1e-6, 1.0, 10)
+    layer_input, (post_mix, comb_mix) = tk.mhc_pre(residual, fn, scale, base)
+    assert not any(result.requires_grad for result in fused)
+    assert all(torch.equal(a, b) for a, b in zip(fused, (post_mix, comb_mix, layer_input)))
+
+
+def test_post():
+    torch.manual_seed(2)
+    x, residual, post = torch.randn(B, S, D), torch.randn(B, S, N, D), torch.rand(B, S, N, 1)
+    given = [t.requires_grad_() for t in (x, residual, post, torch.rand(B, S, N, N))]
+    x, residual, post, comb = truth = in_fp64(given)
+    found, expected = tk.mhc_post(*given), write(residual, x, post.squeeze(-1), comb)
+    assert_near([found], [expected], FP32)
+    assert_near(gradients([found], given), gradients([expected], truth), FP32)
+    d_o = torch.randn_like(found)
+    assert_near(tk.mhc_post_bwd(*given, d_o), torch.autograd.grad(expected, truth, d_o.double()), FP32)
+
+
+@pytest.mark.parametrize("rows", [N, M])
+def test_head(rows):
+    """fn of n rows, or padded as for the pieces."""
+    residual, fn, scale, base, norm_weight = draw(torch.float32)
+    fn, scale, base = fn.detach()[:rows].requires_grad_(), scale[0], base[:N]
+    found = tk.mhc_head(residual, fn, scale, base, norm_weight=norm_weight)
+    mixes = tk.mhc_pre_norm_fn(residual, fn, norm_weight, 1e-6)[..., :N]
+    in_pieces = tk.mhc_pre_apply_mix(residual, tk.mhc_head_compute_mix(mixes, scale, base, 1e-6).unsqueeze(-1))
+    x, phi, alpha, bias, gamma = (tensor.double() for tensor in (residual, fn, scale, base, norm_weight))
+    v = x.flatten(-2)
+    weights = (v @ (phi[:N] * gamma).T * inverse_rms(v, 1e-6) * alpha + bias).sigmoid() + 1e-6
+    expected = read(x, weights)
+    given = [residual, fn, norm_weight]
+    for result in (found, in_pieces):
+        assert_near([result], [expected], FP32)
+        wanted = gradients([expected], given)
+        assert_near(gradients([result], given), wanted, FP32)
+    assert expected.grad_fn is not None
+
+
+def test_out_is_written_and_keeps_no_graph():
+    residual, *_ = draw()
+    mix = torch.rand(B, S, N, 1, requires_grad=True)
+    buffer = torch.empty(B, S, D, dtype=torch.bfloat16)
+    found = tk.mhc_pre_apply_mix(residual, mix, out=buffer)
+    assert found.data_ptr() == buffer.data_ptr() and found.requires_grad and not buffer.requires_grad
+    assert torch.equal(buffer, tk.mhc_pre_apply_mix(residual, mix))
+    torch.autograd.grad(found.float().sum(), [residual, mix])
+
+
+@pytest.mark.parametrize("function", [pre, pre_in_pieces])
+def test_main_grad(function):
+    """Gradients are added to what is there, of every parameter that has the attribute, and .grad stays None."""
+    given = draw()
+    expected = gradients(function(*given), given)
+    for parameter in given[1:]:
+        parameter.main_grad = torch.full_like(parameter, 3)
+    weighted(function(*given)).backward()
+    assert torch.equal(given[0].grad, expected[0])
+    assert all(parameter.grad is None for parameter in given[1:])
+    assert_near([parameter.main_grad - 3 for parameter in given[1:]], expected[1:], FP32)
+
+
+@pytest.mark.parametrize("outputs", [2, 3])
+def test_multilayer_recompute(outputs):
+    torch.manual_seed(3)
+    pre_mix = [torch.rand(B, S, N, 1) for _ in range(3)]
+    post_mix = [torch.rand(B, S, N, 1) for _ in range(outputs)]
+    comb_mix = [torch.rand(B, S, N, N) for _ in range(outputs)]
+    out = [torch.randn(B, S, D).bfloat16() for _ in range(outputs)]
+    x = streams = torch.randn(B, S, N, D).bfloat16()
+    expected_inputs, expected_streams = [], []
+    for layer, weights in enumerate(pre_mix):
+        expected_inputs.append(tk.mhc_pre_apply_mix(streams, weights))
+        if layer < outputs:
+            streams = tk.mhc_post(out[layer], streams, post_mix[layer], comb_mix[layer])
+            expected_streams.append(streams)
+    inputs, between = [torch.empty(B, S, D).bfloat16() for _ in pre_mix], [torch.empty_like(x) for _ in out]
+    tk.mhc_multilayer_recompute(x, pre_mix, out, post_mix, comb_mix, inputs, between)
+    assert all(torch.equal(a, b) for a, b in zip([*inputs, *between], [*expected_inputs, *expected_streams]))
+    with pytest.raises(AssertionError, match="L or L − 1 outputs"):
+        tk.mhc_multilayer_recompute(x, pre_mix, out[:1], post_mix, comb_mix, inputs, between)
+
+
+def test_expand():
+    x = torch.randn(B, S, D, requires_grad=True)
+    found = tk.expand_from_embedding(x)
+    assert torch.equal(found, x.unsqueeze(-2).expand(B, S, 4, D)) and found.is_contiguous()
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert torch.equal(gradient, torch.full_like(x, 4))
+
+
+def test_streams_that_are_not_mhc_mult():
+    residual, fn, scale, base, _ = draw()
+    with pytest.raises(ValueError, match=r"mhc_pre: residual must be \[\.\.\., 2, D\], got \[2, 5, 4, 24\]"):
+        tk.mhc_pre(residual, fn, scale, base, mhc_mult=2)
+
+
+DEFAULTS = {
+    "mhc_pre": {
+        "norm_weight": None,
+        "norm_eps": 1e-6,
+        "mhc_mult": 4,
+        "post_mult_value": 1.0,
+        "pre_eps": 1e-6,
+        "sinkhorn_eps": 1e-6,
+        "sinkhorn_repeat": 10,
+        "n_splits": 16,
+    },
+    "mhc_head": {"norm_weight": None, "norm_eps": 1e-6, "mhc_mult": 4, "pre_eps": 1e-6, "n_splits": 16},
+    "expand_from_embedding": {"mhc_mult": 4},
+    "expand_to_mhc": {"out": None},
+    "mhc_pre_norm_fn": {"fuse_grad_acc": True, "n_splits": 16},
+    "sinkhorn_normalize": {"repeat": 10, "eps": 1e-6},
+    "mhc_pre_apply_mix": {"out": None},
+    "mhc_pre_big_fuse": {"n_splits": 16},
+    "mhc_post": {"out": None},
+    "mhc_post_fwd": {"out": None},
+    "mhc_post_bwd": {"fuse_grad_acc": True},
+    "mhc_pre_split_mixes": {},
+    "mhc_head_compute_mix": {},
+    "mhc_multilayer_recompute": {},
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults(name):
+    parameters = inspect.signature(getattr(tk, name)).parameters.values()
+    assert {p.name: p.default for p in parameters if p.default is not p.empty} == DEFAULTS[name]
+
+
+@pytest.fixture
+def installed():
+    assert not any(name.startswith("tile_kernels") for name in sys.modules)
+    tk.install()
+    yield
+    tk.uninstall()
+
+
+def test_install(installed):
+    tk.install()  # again: nothing happens
+    import tile_kernels
+    from tile_kernels.modeling.mhc import expand_from_embedding, mhc_head, mhc_pre
+    from tile_kernels.modeling.mhc.functional import mhc_pre as functional_pre
+    from tile_kernels.modeling.mhc.ops import mhc_post
+    from tile_kernels.modeling.mhc.ops.post import mhc_post_bwd
+
+    assert (mhc_pre, mhc_head, functional_pre) == (tk.mhc_pre, tk.mhc_head, tk.mhc_pre)
+    assert (expand_from_embedding, mhc_post, mhc_post_bwd) == (tk.expand_from_embedding, tk.mhc_post, tk.mhc_post_bwd)
+    assert tile_kernels.modeling.mhc.ops.sinkhorn_normalize is tk.sinkhorn_normalize
+    tk.uninstall()
+    tk.uninstall()
+    assert not any(name.startswith("tile_kernels") for name in sys.modules)
+
+
+def test_the_kernels_that_automodel_takes(installed):
+    from tile_kernels.mhc.sinkhorn_kernel import _mhc_sinkhorn_bwd, _mhc_sinkhorn_fwd
+
+    x, d_out = torch.randn(7, N, N), torch.randn(7, N, N)
+    truth = x.double().requires_grad_()
+    expected = sinkhorn(truth, 20, 1e-6)
+    out, d_x = torch.empty_like(x), torch.empty_like(x)
+    _mhc_sinkhorn_fwd(N, 1, 20, 1e-6)(x, out)
+    _mhc_sinkhorn_bwd(N, 32, 20, 1e-6)(d_out, x, d_x)
+    assert_near([out, d_x], [expected, *torch.autograd.grad(expected, truth, d_out.double())], FP32)
+
+
+def test_install_refuses_where_the_real_one_is_loaded(monkeypatch):
+    real = ModuleType("tile_kernels.modeling.mhc")
+    monkeypatch.setitem(sys.modules, "tile_kernels.modeling.mhc", real)
+    with pytest.raises(RuntimeError, match=r"modeling\.mhc is loaded already, .* before the first import"):
+        tk.install()
+    assert [name for name in sys.modules if name.startswith("tile_kernels")] == ["tile_kernels.modeling.mhc"]
+
+
+def test_install_beside_a_version_without_mhc(tmp_path, monkeypatch):
+    """Version 2: what it has stays its own, also while it is loaded."""
+    (tmp_path / "tile_kernels" / "modeling").mkdir(parents=True)
+    (tmp_path / "tile_kernels" / "__init__.py").write_text("version = 2\n")
+    (tmp_path / "tile_kernels" / "modeling" / "__init__.py").write_text("engram = 'its own'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        tk.install()
+        import tile_kernels.modeling
+        from tile_kernels.modeling.mhc.ops import mhc_post
+
+        assert mhc_post is tk.mhc_post
+        assert (tile_kernels.version, tile_kernels.modeling.engram) == (2, "its own")
+        assert "tile_kernels.mhc" not in sys.modules
+        tk.uninstall()
+        tk.install()  # now that it is loaded
+        assert tile_kernels.modeling.mhc.mhc_pre is tk.mhc_pre
+        tk.uninstall()
+        assert not hasattr(tile_kernels.modeling, "mhc")
+    finally:
+        tk.uninstall()
+        for name in ("tile_kernels.modeling", "tile_kernels"):
+            sys.modules.pop(name, None)

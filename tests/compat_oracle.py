@@ -1,0 +1,55 @@
+"""The equations of mHC as other libraries write them, in plain torch, for the tests of what stands in for them."""
+
+import torch
+
+
+def sinkhorn(z, repeat, eps):
+    c = z.softmax(-1) + eps
+    c = c / (c.sum(-2, keepdim=True) + eps)
+    for _ in range(repeat - 1):
+        c = c / (c.sum(-1, keepdim=True) + eps)
+        c = c / (c.sum(-2, keepdim=True) + eps)
+    return c
+
+
+def inverse_rms(v, eps):
+    """[..., 1], eps within the root"""
+    return (v.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def logits(x, phi, scales, base, inverse):
+    """pre, post [..., n] and res [..., n, n]; phi [n² + 2n, nD], inverse(v) is the norm's factor"""
+    n, v = x.shape[-2], x.flatten(-2)
+    mixes = v @ phi.T * inverse(v)
+    z = torch.cat([m * s for m, s in zip(mixes.split([n, n, n * n], -1), scales)], -1) + base
+    pre, post, res = z.split([n, n, n * n], -1)
+    return pre, post, res.unflatten(-1, (n, n))
+
+
+def read(x, pre):
+    return torch.einsum("...n,...nd->...d", pre, x)
+
+
+def write(x, out, post, comb):
+    """comb[old, new]"""
+    return torch.einsum("...mn,...md->...nd", comb, x) + post[..., None] * out[..., None, :]
+
+
+def weighted(outputs, seed=0):
+    """One number of all outputs, by fixed random weights, which a cotangent in bf16 holds as they are"""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(output.shape, generator=generator).bfloat16().double() for output in outputs]
+    return sum((output.double() * weight).sum() for output, weight in zip(outputs, weights))
+
+
+def gradients(outputs, inputs):
+    """Of that number"""
+    return torch.autograd.grad(weighted(outputs), inputs, retain_graph=True)
+
+
+def assert_near(found, expected, tolerance):
+    """‖found − expected‖ ≤ tolerance · ‖expected‖, of each, and the same shapes"""
+    for nth, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.shape == b.shape, nth
+        error = (a.double() - b.double()).norm() / b.double().norm()
+        assert error <= tolerance, (nth, float(error))

@@ -1,0 +1,272 @@
+"""mhc_ops.convert: round trips bit for bit, and converted parameters compute what they did in their library."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compat_oracle import assert_near, inverse_rms, logits, read, sinkhorn, write
+from torch import nn
+
+from mhc_ops import HyperConnection, HyperHead, convert
+from mhc_ops.compat.liger import LigerMHC
+from mhc_ops.compat.megatron import HyperConnectionModule
+
+FP32 = 1e-5
+FP64 = 1e-12
+EPS = 1e-6
+N, D = 4, 24
+M, K = N * N + 2 * N, N * D
+OTHERS = [format.value for format in convert.Format if format is not convert.Format.MHC_OPS]
+WITH_HEAD = ["deepseek", "transformers", "megatron"]
+
+
+def drawn(shapes, dtype=torch.float32):
+    torch.manual_seed(1)
+    return {name: (torch.randn(shape) / (K**0.5 if K in shape else 1)).to(dtype) for name, shape in shapes.items()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+
+
+STATES = {
+    "deepseek": {
+        "embed.weight": (9, D),
+        "layers.0.hc_attn_fn": (M, K),
+        "layers.0.hc_attn_scale": (3,),
+        "layers.0.attn.wq.scale": (2, 2),  # of a quantised weight: none of ours
+        "layers.0.hc_attn_base": (M,),
+        "hc_head_fn": (N, K),
+        "hc_head_base": (N,),
+        "hc_head_scale": (1,),
+    },
+    "transformers": {
+        "model.layers.0.attn_hc.fn": (M, K),
+        "model.layers.0.attn_hc.base": (M,),
+        "model.layers.0.attn_hc.scale": (3,),
+        "model.layers.0.input_layernorm.weight": (D,),
+        "model.hc_head.hc_fn": (N, K),
+        "model.hc_head.hc_base": (N,),
+        "model.hc_head.hc_scale": (1,),
+    },
+    "liger": {
+        "0.layer.weight": (D, D),
+        "0.phi": (K, M),
+        "0.b": (M,),
+        "0.alpha_pre": (),
+        "0.alpha_post": (),
+        "0.alpha_res": (),
+    },
+    "megatron": {
+        "decoder.layers.0.hc.mapping_proj.weight": (M, K),
+        "decoder.layers.0.hc.alpha_pre": (1,),
+        "decoder.layers.0.hc.alpha_post": (1,),
+        "decoder.layers.0.hc.alpha_res": (1,),
+        "decoder.layers.0.hc.bias": (M,),
+        "decoder.layers.0.linear.bias": (D,),
+        "decoder.hc_head_fn": (N, K),
+        "decoder.hc_head_base": (N,),
+        "decoder.hc_head_scale": (1,),
+    },
+    "megatron-main": {
+        "0.mapping_proj.weight": (M, K),
+        "0.alpha_pre": (1,),
+        "0.alpha_post": (1,),
+        "0.alpha_res": (1,),
+        "0.bias": (M,),
+    },
+    "transformer-engine": {
+        "0.phi": (M, K),
+        "0.alpha": (3,),
+        "0.beta": (1, M),
+        "0.norm_weight": (K,),
+        "1.phi": (M, K),
+        "1.alpha": (3,),
+        "1.beta": (1, M),
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_round_trip(name, dtype):
+    state = drawn(STATES[name], dtype)
+    ours = convert.to_ours(state, name)
+    assert not any(key.rpartition(".")[2] in ("b", "fn", "beta", "alpha_pre", "hc_fn") for key in ours)
+    assert all(tensor.is_contiguous() for tensor in ours.values())
+    assert equal(convert.from_ours(ours, name), state)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_round_trip_of_ours(name):
+    """A stack with its layers, and a head where the library has one; as a whole, and one connection alone."""
+    torch.manual_seed(2)
+    model = nn.Sequential(*(HyperConnection(nn.Linear(D, D), N, D, layer_norm=True) for _ in range(2)))
+    if name in WITH_HEAD:
+        model.append(HyperHead(N, D))
+    for state in (model.state_dict(), model[0].state_dict()):
+        theirs = convert.from_ours(state, name)
+        assert equal(convert.to_ours(theirs, name), state)
+
+
+def connection(state, name, begin="0"):
+    """Ours around tanh, of a state dict of theirs"""
+    ours = convert.to_ours(state, name)
+    found = HyperConnection(torch.tanh, N, D, gamma=f"{begin}.gamma" in ours, **convert.options(name))
+    mine = {key.removeprefix(f"{begin}."): tensor for key, tensor in ours.items() if key.startswith(f"{begin}.")}
+    found.load_state_dict({key: tensor for key, tensor in mine.items() if not key.startswith("layer.")})
+    return found.double()
+
+
+def x_drawn():
+    torch.manual_seed(3)
+    return torch.randn(3, 2, N, D, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "names"),
+    [
+        ("deepseek", "layers.0.hc_attn", ("_fn", "_scale", "_base")),
+        ("transformers", "model.layers.0.attn_hc", (".fn", ".scale", ".base")),
+    ],
+)
+def test_outputs_of_deepseek(name, begin, names):
+    state, x = drawn(STATES[name]), x_drawn()
+    fn, scale, base = (state[begin + end].double() for end in names)
+    pre, post, comb = logits(x, fn, scale, base, lambda v: inverse_rms(v, 1e-6))
+    h_out = torch.tanh(read(x, pre.sigmoid() + 1e-6))
+    expected = write(x, h_out, 2 * post.sigmoid(), sinkhorn(comb, 20, 1e-6))
+    assert_near([connection(state, name, begin)(x)], [expected], FP64)
+
+
+@pytest.mark.parametrize("name", WITH_HEAD)
+def test_outputs_of_a_head(name):
+    state, x = drawn(STATES[name]), x_drawn()
+    begin = {"deepseek": "hc_head", "transformers": "model.hc_head", "megatron": "decoder.hc_head"}[name]
+    ours = {key.removeprefix(f"{begin}."): t for key, t in convert.to_ours(state, name).items() if begin in key}
+    head = HyperHead(N, D)
+    head.load_state_dict(ours)
+    ends = {"transformers": (".hc_fn", ".hc_scale", ".hc_base")}.get(name, ("_fn", "_scale", "_base"))
+    fn, scale, base = (state[begin + end].double() for end in ends)
+    v = x.flatten(-2)
+    expected = read(x, (v @ fn.T * inverse_rms(v, 1e-6) * scale + base).sigmoid() + 1e-6)
+    assert_near([head.double()(x)], [expected], FP64)
+
+
+def test_outputs_of_liger():
+    state, x = drawn(STATES["liger"]), x_drawn()
+    theirs = LigerMHC(nn.Identity(), hc=N, c=D, phi_dtype=torch.float32, allow_fp32=True)
+    theirs.layer.forward = torch.tanh
+    theirs.load_state_dict({key.removeprefix("0."): t for key, t in state.items() if "layer" not in key})
+    assert_near([connection(state, "liger")(x)], [theirs.double()(x)], FP64)
+
+
+def test_outputs_of_megatron():
+    state, x = drawn(STATES["megatron"]), x_drawn()
+    begin = "decoder.layers.0.hc"
+    of_config = {"mhc_sinkhorn_iterations": 20, "mhc_init_gating_factor": 0.01, "sequence_parallel": False}
+    theirs = HyperConnectionModule(SimpleNamespace(hidden_size=D, num_residual_streams=N, **of_config), 1)
+    theirs.load_state_dict({k.removeprefix(f"{begin}."): t for k, t in state.items() if k.startswith(begin)})
+    h_in, h_res, h_post, residual = theirs.double()(x.flatten(-2))
+    expected = theirs.fused_h_res_h_post_bda(h_res, residual, h_post, (torch.tanh(h_in), None), 0.0, True, True)
+    assert_near([connection(state, "megatron", begin)(x).flatten(-2)], [expected], FP64)
+
+
+def test_outputs_of_megatron_main():
+    """Rows and columns divided by their sums without eps, h_res[new, old], eps of the norm outside of the root."""
+    assert convert.options("megatron-main")["hc_eps"] == 0  # too small a difference for what follows
+    state, x = drawn(STATES["megatron-main"]), x_drawn()
+    alphas = [state[f"0.alpha_{part}"].double() for part in ("pre", "post", "res")]
+    weight, bias = state["0.mapping_proj.weight"].double(), state["0.bias"].double()
+    pre, post, res = logits(x, weight, alphas, bias, lambda v: 1 / (v.norm(dim=-1, keepdim=True) / K**0.5 + 1e-6))
+    h_res = (res - res.amax(-1, keepdim=True)).exp()
+    for _ in range(20):
+        h_res = h_res / h_res.sum(-1, keepdim=True)
+        h_res = h_res / h_res.sum(-2, keepdim=True)
+    expected = h_res @ x + 2 * post.sigmoid()[..., None] * torch.tanh(read(x, pre.sigmoid()))[..., None, :]
+    # rsqrt(rms² + eps²) and 1/(rms + eps) are apart by eps, and with them each logit by as much of itself.
+    assert_near([connection(state, "megatron-main")(x)], [expected], EPS)
+
+
+@pytest.mark.parametrize("begin", ["0", "1"], ids=["norm weight", "without"])
+def test_outputs_of_transformer_engine(begin):
+    """x is [..., D, n] there, and so are the columns of phi; Sinkhorn in logarithms."""
+    state, x = drawn(STATES["transformer-engine"]), x_drawn()
+    state["0.norm_weight"] += 1
+    phi, alpha, beta = (state[f"{begin}.{name}"].double() for name in ("phi", "alpha", "beta"))
+    phi = phi * state.get(f"{begin}.norm_weight", torch.ones(K)).double()
+    innermost = x.mT
+    v = innermost.flatten(-2)
+    eps = torch.finfo(torch.float32).eps
+    mixes = v @ phi.T / (v.square().mean(-1, keepdim=True) + eps).sqrt()
+    sizes = [N, N, N * N]
+    pre, post, res = (m * a + b for m, a, b in zip(mixes.split(sizes, -1), alpha, beta[0].split(sizes)))
+    res = res.unflatten(-1, (N, N))
+    g = torch.zeros(())
+    for _ in range(20):
+        f = -torch.logsumexp(res + g, -1, keepdim=True)
+        g = -torch.logsumexp(res + f, -2, keepdim=True)
+    h_out = torch.tanh((innermost @ pre.sigmoid()[..., None]).squeeze(-1))
+    expected = h_out[..., None] @ (2 * post.sigmoid())[..., None, :] + innermost @ (f + res + g).exp()
+    assert_near([connection(state, "transformer-engine", begin)(x).mT], [expected], FP64)
+
+
+def test_nothing_is_changed_in_place():
+    state = drawn(STATES["transformer-engine"])
+    before = {key: tensor.clone() for key, tensor in state.items()}
+    convert.to_ours(state, "transformer-engine")
+    assert equal(state, before)
+
+
+def test_between_two_others():
+    state = drawn(STATES["megatron-main"])
+    assert equal(convert.between(convert.between(state, "megatron-main", "liger"), "liger", "megatron-main"), state)
+
+
+def test_fold_gamma():
+    torch.manual_seed(4)
+    normed = HyperConnection(torch.tanh, N, D, gamma=True)
+    with torch.no_grad():
+        normed.phi.normal_()
+        normed.gamma.normal_()
+    with pytest.raises(ValueError, match="convert: gamma: liger has no norm weight; fold_gamma puts it into phi"):
+        convert.from_ours(normed.state_dict(), "liger")
+    plain = HyperConnection(torch.tanh, N, D)
+    plain.load_state_dict(convert.fold_gamma(normed.state_dict()))
+    x = x_drawn().float()
+    assert_near([plain(x)], [normed(x)], FP32)
+
+
+@pytest.mark.parametrize(
+    ("state", "source", "target", "message"),
+    [
+        (STATES["deepseek"], "deepsek", "mhc_ops", "source must be one of mhc_ops, deepseek, .* got 'deepsek'"),
+        ({"a.fn": (M, K), "a.base": (M,)}, "transformers", "mhc_ops", "a.scale is missing beside a.fn"),
+        (STATES["deepseek"], "deepseek", "liger", "hc_head is a head, and liger has none"),
+        ({"a_fn": (8, K), "a_base": (8,), "a_scale": (2,)}, "deepseek", "liger", "a is a connection that keeps its"),
+        (
+            {"a_fn": (7, K), "a_base": (7,), "a_scale": (3,)},
+            "deepseek",
+            "mhc_ops",
+            r"must be \[n² \+ 2n, nD\], got \[7",
+        ),
+        ({"a_fn": (M, K), "a_base": (9,), "a_scale": (3,)}, "deepseek", "mhc_ops", r"bias must be \[24\], got \[9\]"),
+        ({"a_fn": (M, K), "a_base": (M,), "a_scale": (4,)}, "deepseek", "mhc_ops", r"1 to 3 scales, got \[4\]"),
+        ({"a.phi": (M, K), "a.alpha": (3,), "a.beta": ()}, "transformer-engine", "mhc_ops", "do not fit one another"),
+        (
+            {"a_fn": (M, K), "a_base": (M,), "a_scale": (3,), "a.phi": ()},
+            "deepseek",
+            "mhc_ops",
+            "two tensors would be a.phi",
+        ),
+    ],
+)
+def test_what_does_not_fit(state, source, target, message):
+    with pytest.raises(ValueError, match=f"^convert: .*{message}"):
+        convert.between(drawn(state), source, target)
+
+
+def test_a_state_dict_without_any_goes_through():
+    state = drawn({"embed.weight": (3, 4)})
+    assert equal(convert.to_ours(state, "deepseek"), state)
+    assert convert.groups(state, "deepseek") == {}
