@@ -6,12 +6,12 @@
     on_mhc_ops.patch(model)                  # a model that is there
     with on_mhc_ops.patched(model): ...      # for a while
 
-What stays: parameters and their names in checkpoints, the names of classes, hidden states and all else that is recorded,
+What stays: parameters and their names in checkpoints, names of classes, hidden states and all else that is recorded,
 caches, gradient checkpointing, hooks. Patched modules differ from transformers' own by their class, a subclass of it,
 and by nothing else: `unpatch` gives the same bits as before. Importing this patches nothing.
 
-What differs: the maps stay in fp32 where transformers rounds them to the type of the streams, sums are rounded once, and
-the RMSNorm in front of a sublayer is computed with what it reads, without a call of its module, where that is the
+What differs: the maps stay in fp32 where transformers rounds them to the type of the streams, sums are rounded once,
+and the RMSNorm in front of a sublayer is computed with what it reads, without a call of its module, where that is the
 model's own and has neither hooks nor another forward. `exact_as_eager=True` rounds the maps as transformers does and
 calls the norm. `attn_hc` and `ffn_hc`, called as in transformers, return what they do there; a patched layer calls them
 with more, and a hook on them sees (h_in, carry) as the output, where `carry.h_post` and `carry.h_res` are the maps.
@@ -49,7 +49,7 @@ def patch(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> tu
 
 
 def unpatch(model: nn.Module | None = None) -> None:
-    """Undo `patch`: of a model, whichever way it was patched; without one, what is loaded from now on is not patched."""
+    """Undo `patch`: of a model, whichever way it was patched; without one, for what is loaded from now on."""
     if model is None:
         _unregister()
         return
@@ -256,9 +256,9 @@ KINDS = {
 class _Replacement(type):
     """The class of patched classes: subclasses of transformers' own (`original`), of the same name.
 
-    The same name, because layers are found by it (device maps, FSDP). transformers also puts a registered class where it
-    looks for layers whose outputs it records, for all models of the kind: so that those of models that are not patched
-    are still found, an instance of the original passes for one of the replacement.
+    The same name, because layers are found by it (device maps, FSDP). transformers also puts a registered class where
+    it looks for layers whose outputs it records, for all models of the kind: so that those of models that are not
+    patched are still found, an instance of the original passes for one of the replacement.
     """
 
     original: type

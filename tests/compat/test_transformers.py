@@ -317,8 +317,7 @@ def test_hooks_run(built):
 def test_another_norm_is_called(built):
     tiny = built("hy_v4")
     model = copy.deepcopy(tiny.model)
-    own, other = (layer.input_layernorm for layer in model.model.layers[:2])
-    own.forward = lambda h: 0 * h
+    model.model.layers[0].input_layernorm.forward = lambda h: 0 * h
     model.model.layers[1].input_layernorm = nn.RMSNorm(32, eps=0.5)
     expected = model(tiny.ids).logits
     with patched(model):
@@ -399,7 +398,7 @@ def test_what_others_changed_is_not_patched(built):
     layer.__class__ = original
     patch(model)
     layer.__class__ = type("FSDPLayer", (type(layer),), {})
-    with pytest.raises(ValueError, match="^unpatch: model.layers.1 is a FSDPLayer, not a HYV4DecoderLayer"):
+    with pytest.raises(ValueError, match=r"^unpatch: model\.layers\.1 is a FSDPLayer, not a HYV4DecoderLayer"):
         unpatch(model)
 
 
@@ -408,3 +407,10 @@ def test_nothing_is_patched_by_importing():
         "import sys, mhc_ops.compat.transformers; print([m for m in sys.modules if m.split('.')[0] == 'transformers'])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+@needed
+def test_the_page_runs(mapping):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adopt_transformers.md").read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    exec(compile(block, "adopt_transformers.md", "exec"), {})
