@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import pickle
 import re
 import subprocess
@@ -414,3 +415,18 @@ def test_the_page_runs(mapping):
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adopt_transformers.md").read_text(), re.DOTALL)
     torch.manual_seed(0)
     exec(compile(block, "adopt_transformers.md", "exec"), {})
+
+
+@needed
+def test_the_benchmark_runs(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("transformers_step", ROOT / "benchmarks" / "transformers_step.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    sizes = {"device": "cpu", "hidden": 64, "batch": 1, "seq": 16, "layers": 1, "experts": 2, "steps": 1}
+    line = [f"--{name}={value}" for name, value in {**sizes, "json": tmp_path / "step.json"}.items()]
+    script.main(line)
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert set(found["variants"]) == {"plain", "eager", "patched", "exact_as_eager"}
+    losses = {name: each["loss"] for name, each in found["variants"].items()}
+    assert abs(losses["patched"] / losses["eager"] - 1) < 2**-8  # bf16
+    assert "hyper_connections_ms" in capsys.readouterr().out
