@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from mhc_ops import use_backend
 from mhc_ops.compat import transformers as on_mhc_ops
 from mhc_ops.compat.transformers import patch, patched, unpatch
 
@@ -172,6 +173,15 @@ def test_the_layers_run_on_the_operators(tiny, monkeypatch):
         tiny.model(tiny.ids)
     head = "mhc_mean" if tiny.kind == "glm5_next" else "mhc_head"
     assert called == 3 * ["mhc_enter", "mhc_next", "mhc_leave"] + [head]
+
+
+@needed
+def test_on_kernels(built, kernel_device):
+    tiny = built("deepseek_v4")
+    model, ids = copy.deepcopy(tiny.model).to(kernel_device), tiny.ids[:1, :4].to(kernel_device)
+    expected = results(model, ids)
+    with patched(model), use_backend("triton"):
+        assert_same_results(results(model, ids), expected)
 
 
 def test_gradient_checkpointing(tiny):
@@ -377,6 +387,22 @@ def test_wrong_use(built, mapping):
     with (
         patched(),
         pytest.raises(ValueError, match=r"^patch: \w+ of transformers is replaced already; unpatch\(\) undoes what"),
+    ):
+        patch()
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: None)
+    message = "patch: the package transformers is not installed: pip install transformers"
+    with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$"):
+        patch()
+
+
+@needed
+def test_a_transformers_without_these_models(monkeypatch):
+    monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: "here" if name == "transformers" else None)
+    with pytest.raises(
+        ImportError, match=r"^patch: transformers \S+ has none of deepseek_v4, glm5_next, hy_v4; 5\.8 was"
     ):
         patch()
 
