@@ -1,0 +1,369 @@
+"""DeepSeek V4, GLM-5.3 and Hy4 of transformers, with their hyper-connections on the operators of this library.
+
+    from mhc_ops.compat import transformers as on_mhc_ops
+
+    on_mhc_ops.patch()                       # models that from_pretrained or from_config makes from now on
+    on_mhc_ops.patch(model)                  # a model that is there
+    with on_mhc_ops.patched(model): ...      # for a while
+
+What stays: parameters and their names in checkpoints, names of classes, hidden states and all else that is recorded,
+caches, gradient checkpointing, hooks. Patched modules differ from transformers' own by their class, a subclass of it,
+and by nothing else: `unpatch` gives the same bits as before. Importing this patches nothing.
+
+What differs: the maps stay in fp32 where transformers rounds them to the type of the streams, sums are rounded once,
+and the RMSNorm in front of a sublayer is computed with what it reads, without a call of its module, where that is the
+model's own and has neither hooks nor another forward. `exact_as_eager=True` rounds the maps as transformers does and
+calls the norm. `attn_hc` and `ffn_hc`, called as in transformers, return what they do there; a patched layer calls them
+with more, and a hook on them sees (h_in, carry) as the output, where `carry.h_post` and `carry.h_res` are the maps.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .. import Carry, mhc_enter, mhc_head, mhc_leave, mhc_mean, mhc_next, mhc_pre
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def patch(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> tuple[str, ...]:
+    """Run the hyper-connections of a model on mhc_ops; without a model, those of all that are loaded from now on.
+
+    Loaded is what `from_pretrained` and `from_config` of transformers make, or a constructor inside its
+    `apply_patches()`. exact_as_eager: round as transformers does (see above).
+    Returns the kinds of models that are patched, of "deepseek_v4", "glm5_next" and "hy_v4": those of the installed
+    transformers, or those in this model.
+    """
+    if model is None:
+        return _register(exact_as_eager)
+    found = _originals_in(model)
+    for module, kind in found:
+        module.__class__ = _replacement(kind, type(module).__name__, exact_as_eager)
+    return tuple(sorted({kind for _, kind in found}))
+
+
+def unpatch(model: nn.Module | None = None) -> None:
+    """Undo `patch`: of a model, whichever way it was patched; without one, for what is loaded from now on."""
+    if model is None:
+        _unregister()
+        return
+    for module in _replaced_in(model):
+        module.__class__ = type(module).original
+
+
+@contextmanager
+def patched(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> Iterator[nn.Module | None]:
+    """`patch` for a with block: this model, or the models that are loaded in it, which stay patched behind it."""
+    patch(model, exact_as_eager=exact_as_eager)
+    try:
+        yield model
+    finally:
+        unpatch(model)
+
+
+class _Connection:
+    """What reads the streams for a sublayer: `attn_hc` and `ffn_hc`."""
+
+    exact_as_eager: bool
+    norm: type  # the model's own RMSNorm
+    rounds_maps: bool  # transformers rounds them to the type of the streams
+    fn: Tensor
+    scale: Tensor
+    base: Tensor
+
+    def options(self) -> Any:
+        raise NotImplementedError
+
+    def forward(self, hidden_streams: Any, h_out: Tensor | None = None, *, norm: Any = None) -> Any:
+        """h_in of the sublayer behind this norm, and its carry, from x or from the carry and h_out of the sublayer
+        before. With x alone, what transformers returns: the maps, then h_in without a norm."""
+        own: Any = {"phi": self.fn, "alpha": self.scale, "bias": self.base, **self.options()}
+        if norm is None:
+            h_in, h_post, h_res = mhc_pre(hidden_streams, **own)
+            return (h_post, h_in) if h_res is None else (h_post, h_res, h_in)
+        if self.exact_as_eager:
+            x = hidden_streams if h_out is None else mhc_leave(hidden_streams, h_out)
+            h_in, *maps = mhc_pre(x, **own)
+            return norm(h_in), Carry(x, *(_rounded(each, x) for each in maps) if self.rounds_maps else maps)
+        fused = self._is_plain(norm)
+        if fused:
+            own |= {"layer_norm_weight": norm.weight, "layer_norm_eps": norm.variance_epsilon}
+        h_in, carry = mhc_enter(hidden_streams, **own) if h_out is None else mhc_next(hidden_streams, h_out, **own)
+        return h_in if fused else norm(h_in), carry
+
+    def _is_plain(self, norm: Any) -> bool:
+        """Nobody would notice that its module is not called."""
+        has = vars(norm)
+        return type(norm) is self.norm and "forward" not in has and not any(has[hooks] for hooks in HOOKS)
+
+
+class _SinkhornConnection(_Connection):
+    rounds_maps = True
+    hc_eps: float
+    hc_sinkhorn_iters: int
+    input_norm: Any
+
+    def options(self) -> Any:
+        of_sinkhorn = {"sinkhorn_iters": self.hc_sinkhorn_iters, "sinkhorn_eps": self.hc_eps}
+        return {"norm_eps": self.input_norm.eps, "hc_eps": self.hc_eps, **of_sinkhorn}
+
+
+class _IdentityConnection(_Connection):
+    rounds_maps = False
+    hc_eps: float
+    hc_post_magnitude: float
+    input_norm: Any
+
+    def options(self) -> Any:
+        of_post = {"post_mult": self.hc_post_magnitude, "post_eps": self.hc_eps}
+        return {"norm_eps": self.input_norm.eps, "hc_eps": self.hc_eps, "residual": "identity", **of_post}
+
+
+class _DeepseekLayer:
+    self_attn: Any
+    mlp: Any
+
+    def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
+        x, _ = _sublayers(
+            self,
+            hidden_states,
+            attention=lambda h_in: self.self_attn(h_in, **kwargs),
+            feed_forward=lambda h_in: self.mlp(h_in, input_ids=input_ids),
+        )
+        return x
+
+
+class _IndexedLayer:
+    """Whose attention chooses the tokens it reads, and returns the choice for layers that share it."""
+
+    self_attn: Any
+    mlp: Any
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: Any = None,
+        prev_topk_indices: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        of_attention = {
+            **kwargs,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "position_embeddings": position_embeddings,
+            "prev_topk_indices": prev_topk_indices,
+        }
+        x, (_, topk_indices) = _sublayers(
+            self, hidden_states, attention=lambda h_in: self.attend(h_in, of_attention), feed_forward=self.mlp
+        )
+        return x, topk_indices
+
+    def attend(self, h_in: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any, Any]:
+        """h_out, weights, indices"""
+        return self.self_attn(hidden_states=h_in, **given)
+
+
+class _GlmLayer(_IndexedLayer):
+    block_type: str
+
+    def attend(self, h_in: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any, Any]:
+        if self.block_type != "linear_attention":
+            return super().attend(h_in, given)
+        of_others = ("position_ids", "past_key_values", "use_cache", "position_embeddings", "prev_topk_indices")
+        own = {name: value for name, value in given.items() if name not in of_others}
+        return self.self_attn(hidden_states=h_in, cache_params=given["past_key_values"], **own), None, None
+
+
+def _sublayers(layer: Any, x: Tensor, attention: Any, feed_forward: Any) -> tuple[Tensor, list[Any]]:
+    """x behind both sublayers, and what attention returned behind h_out."""
+    h_in, carry = layer.attn_hc(x, norm=layer.input_layernorm)
+    h_out, *rest = attention(h_in)
+    h_in, carry = layer.ffn_hc(carry, h_out, norm=layer.post_attention_layernorm)
+    return mhc_leave(carry, feed_forward(h_in)), rest
+
+
+class _LearnedHead:
+    hc_fn: Tensor
+    hc_scale: Tensor
+    hc_base: Tensor
+    input_norm: Any
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mhc_head(x, self.hc_fn, self.hc_scale, self.hc_base, norm_eps=self.input_norm.eps, hc_eps=self.eps)
+
+
+class _MeanHead:
+    def forward(self, hidden_streams: Tensor) -> Tensor:
+        return mhc_mean(hidden_streams)
+
+
+def _rounded(h: Tensor, x: Tensor) -> Tensor:
+    return h.to(x.dtype).to(h.dtype)
+
+
+class Kind(NamedTuple):
+    """A family of models of transformers: the names of its classes, and what each is to do."""
+
+    norm: str
+    parts: dict[str, type]
+
+    @staticmethod
+    def file(name: str) -> str:
+        return f"transformers.models.{name}.modeling_{name}"
+
+
+KINDS = {
+    "deepseek_v4": Kind(
+        norm="DeepseekV4RMSNorm",
+        parts={
+            "DeepseekV4DecoderLayer": _DeepseekLayer,
+            "DeepseekV4HyperConnection": _SinkhornConnection,
+            "DeepseekV4HyperHead": _LearnedHead,
+        },
+    ),
+    "glm5_next": Kind(
+        norm="Glm5NextTextRMSNorm",
+        parts={
+            "Glm5NextTextDecoderLayer": _GlmLayer,
+            "Glm5NextTextHyperConnection": _SinkhornConnection,
+            "Glm5NextTextHyperHead": _MeanHead,
+        },
+    ),
+    "hy_v4": Kind(
+        norm="HYV4RMSNorm",
+        parts={
+            "HYV4DecoderLayer": _IndexedLayer,
+            "HYV4HyperConnection": _IdentityConnection,
+            "HYV4HyperHead": _LearnedHead,
+        },
+    ),
+}
+
+
+class _Replacement(type):
+    """The class of patched classes: subclasses of transformers' own (`original`), of the same name.
+
+    The same name, because layers are found by it (device maps, FSDP). transformers also puts a registered class where
+    it looks for layers whose outputs it records, for all models of the kind: so that those of models that are not
+    patched are still found, an instance of the original passes for one of the replacement.
+    """
+
+    original: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or isinstance(instance, vars(cls).get("original", ()))
+
+
+@cache
+def _replacement(kind: str, name: str, exact_as_eager: bool) -> Any:
+    module = import_module(Kind.file(kind))
+    original = getattr(module, name)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _unpickled, (kind, name, exact_as_eager), self.__dict__
+
+    own = {
+        "original": original,
+        "exact_as_eager": exact_as_eager,
+        "norm": getattr(module, KINDS[kind].norm),
+        "__module__": __name__,
+        "__doc__": original.__doc__,
+        "__reduce_ex__": reduce,  # pickle finds classes by name, and this name is the original's
+    }
+    return _Replacement(name, (KINDS[kind].parts[name], original), own)
+
+
+def _unpickled(kind: str, name: str, exact_as_eager: bool) -> Any:
+    replacement = _replacement(kind, name, exact_as_eager)
+    return replacement.__new__(replacement)
+
+
+def _register(exact_as_eager: bool) -> tuple[str, ...]:
+    kinds = _installed_kinds("patch")
+    names = {name: kind for kind in kinds for name in KINDS[kind].parts}
+    patching = import_module("transformers.monkey_patching")
+    for name in names.keys() & patching.get_patch_mapping().keys():
+        raise ValueError(f"patch: {name} of transformers is replaced already; unpatch() undoes what patch() replaced")
+    patching.register_patch_mapping({name: _replacement(kind, name, exact_as_eager) for name, kind in names.items()})
+    return kinds
+
+
+def _unregister() -> None:
+    _installed_kinds("unpatch")
+    patching = import_module("transformers.monkey_patching")
+    mapping = patching.get_patch_mapping()
+    ours = [name for name, replaced_by in mapping.items() if isinstance(replaced_by, _Replacement)]
+    if not ours:
+        raise ValueError("unpatch: nothing is patched; unpatch(model) is for a model")
+    patching.unregister_patch_mapping(ours)
+
+
+def _installed_kinds(function: str) -> tuple[str, ...]:
+    if find_spec("transformers") is None:
+        raise ModuleNotFoundError(f"{function}: the package transformers is not installed: pip install transformers")
+    kinds = tuple(kind for kind in KINDS if find_spec(f"transformers.models.{kind}") is not None)
+    if not kinds:
+        version = import_module("transformers").__version__
+        raise ImportError(f"{function}: transformers {version} has none of {', '.join(KINDS)}; 5.8 was the first")
+    return kinds
+
+
+def _originals_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The modules to patch, each with its kind. A model of a kind is there only where its file is loaded."""
+    _check_module("patch", model)
+    loaded = {kind: sys.modules[Kind.file(kind)] for kind in KINDS if Kind.file(kind) in sys.modules}
+    known = {getattr(file, name): kind for kind, file in loaded.items() for name in KINDS[kind].parts}
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(type(module), _Replacement):
+            raise ValueError(f"patch: {name or 'the model'} is patched already; unpatch(model) undoes it")
+        of_transformers = next((each for each in type(module).__mro__ if each in known), None)
+        if of_transformers is not None:
+            _check_untouched("patch", name, module, of_transformers)
+            found.append((module, known[of_transformers]))
+    if not found:
+        kinds = ", ".join(KINDS)
+        raise ValueError(f"patch: {type(model).__name__} has no hyper-connections of a known kind ({kinds})")
+    return found
+
+
+def _replaced_in(model: nn.Module) -> list[Any]:
+    _check_module("unpatch", model)
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        of_ours = next((each for each in type(module).__mro__ if "original" in vars(each)), None)
+        if isinstance(of_ours, _Replacement):
+            _check_untouched("unpatch", name, module, of_ours)
+            found.append(module)
+    if not found:
+        raise ValueError(f"unpatch: {type(model).__name__} is not patched")
+    return found
+
+
+def _check_module(function: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _check_untouched(function: str, name: str, module: nn.Module, expected: type) -> None:
+    """Another class or another forward would not run ours, or would keep running it."""
+    if type(module) is not expected:
+        what = f"is a {type(module).__name__}, not a {expected.__name__}"
+    elif "forward" in vars(module):
+        what = "has a forward of its own"
+    else:
+        return
+    raise ValueError(f"{function}: {name} {what}; {function} the model before others change it")

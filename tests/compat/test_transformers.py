@@ -1,0 +1,458 @@
+"""Tiny random models of transformers, patched against their own code."""
+
+import copy
+import importlib.util
+import json
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mhc_ops import use_backend
+from mhc_ops.compat import transformers as on_mhc_ops
+from mhc_ops.compat.transformers import patch, patched, unpatch
+
+ROOT = Path(__file__).parents[2]
+HAVE = importlib.util.find_spec("transformers") is not None
+needed = pytest.mark.skipif(not HAVE, reason="transformers is not installed: pip install 'mhc-ops[adopt]'")
+KINDS = ["deepseek_v4", "glm5_next", "hy_v4"]
+LOGITS, GRADIENTS = 1e-5, 1e-4  # fp32: relative to the norm of what transformers computes
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "initializer_range": 0.2,
+}
+SIZES |= {"num_attention_heads": 2, "q_lora_rank": 16, "n_routed_experts": 3, "num_experts_per_tok": 3}
+SIZES |= {"index_n_heads": 2, "index_head_dim": 16, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+# No two constants alike, and none so small that it would not show.
+SIZES |= {"hc_mult": 3, "hc_eps": 0.02, "rms_norm_eps": 0.01}
+LATENT = {"num_key_value_heads": 2, "intermediate_size": 32, "kv_lora_rank": 16, "v_head_dim": 16}
+LATENT |= {"qk_nope_head_dim": 16, "index_topk": 8}
+
+
+def deepseek_v4(transformers):
+    layers = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    attention = {"head_dim": 16, "o_groups": 2, "o_lora_rank": 8, "sliding_window": 8, "index_topk": 2}
+    own = {"layer_types": layers, "mlp_layer_types": ["hash_moe", "moe", "moe"], "hc_sinkhorn_iters": 3}
+    return transformers.DeepseekV4ForCausalLM, transformers.DeepseekV4Config(**SIZES, **attention, **own)
+
+
+def glm5_next(transformers):
+    layers = ["linear_attention", "indexed_attention", "indexed_attention"]
+    own = {"layer_types": layers, "mlp_layer_types": ["dense", "sparse", "sparse"], "hc_sinkhorn_iters": 3}
+    own |= {"indexer_types": ["full", "full", "shared"], "index_kpool": 4, "linear_head_dim": 8, "linear_num_heads": 2}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    vision |= {"projection_intermediate_size": 16}
+    config = transformers.Glm5NextConfig(text_config={**SIZES, **LATENT, **own}, vision_config=vision)
+    return transformers.Glm5NextForConditionalGeneration, config
+
+
+def hy_v4(transformers):
+    own = {"qk_rope_head_dim": 8, "hc_magnitude": 1.5}
+    return transformers.HYV4ForCausalLM, transformers.HYV4Config(**SIZES, **LATENT, **own)
+
+
+def build(kind):
+    """A model in which no parameter is 0 or 1 and the norms have an eps of their own."""
+    import transformers
+
+    torch.manual_seed(0)
+    constructor, config = globals()[kind](transformers)
+    config._attn_implementation = "eager"  # the others return no attentions
+    model = constructor(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    for name, module in model.named_modules():
+        if hasattr(module, "tid2eid"):
+            module.tid2eid.copy_(torch.arange(3).expand_as(module.tid2eid))
+        if name.endswith(("input_layernorm", "post_attention_layernorm")):
+            module.variance_epsilon = 0.05
+    return model
+
+
+class Built:
+    """A model and what transformers computes with it, once per kind."""
+
+    def __init__(self, kind, folder):
+        self.kind, self.model, self.folder = kind, build(kind), folder
+        self.ids = torch.randint(3, 64, (2, 24))
+        self.eager = results(self.model, self.ids)
+        self.model.save_pretrained(folder)
+
+    def text_layers(self):
+        return [module for name, module in self.model.named_modules() if re.search(r"layers\.\d+$", name)]
+
+    def load(self, **options):
+        loaded = type(self.model).from_pretrained(self.folder, attn_implementation="eager", **options)
+        for name, module in loaded.named_modules():
+            if name.endswith(("input_layernorm", "post_attention_layernorm")):
+                module.variance_epsilon = 0.05
+        return loaded.eval()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    if not HAVE:
+        pytest.skip("transformers is not installed: pip install 'mhc-ops[adopt]'")
+    models = {}
+
+    def of(kind):
+        if kind not in models:
+            models[kind] = Built(kind, tmp_path_factory.mktemp(kind))
+        return models[kind]
+
+    return of
+
+
+@pytest.fixture(params=KINDS)
+def tiny(request, built):
+    return built(request.param)
+
+
+@pytest.fixture
+def mapping():
+    """What is registered with transformers, which every test leaves empty."""
+    from transformers.monkey_patching import get_patch_mapping
+
+    assert get_patch_mapping() == {}
+    yield get_patch_mapping
+    assert get_patch_mapping() == {}
+
+
+def results(model, ids):
+    """Logits, and all gradients of the loss."""
+    model.zero_grad()
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return out.logits.detach(), gradients
+
+
+def distance(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def assert_same_results(found, expected):
+    (logits, gradients), (expected_logits, expected_gradients) = found, expected
+    assert distance(logits, expected_logits) < LOGITS
+    assert gradients.keys() == expected_gradients.keys()
+    off = {name: distance(gradients[name], expected_gradients[name]) for name in gradients}
+    assert max(off.values()) < GRADIENTS, max(off, key=off.get)
+
+
+def count_calls(module):
+    calls = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("exact_as_eager", [False, True], ids=["", "exact_as_eager"])
+def test_same_logits_and_gradients(tiny, exact_as_eager):
+    with patched(tiny.model, exact_as_eager=exact_as_eager) as model:
+        assert_same_results(results(model, tiny.ids), tiny.eager)
+
+
+def test_the_layers_run_on_the_operators(tiny, monkeypatch):
+    """A patch that did nothing would pass every comparison."""
+    called = []
+    for name in ("mhc_enter", "mhc_next", "mhc_leave", "mhc_head", "mhc_mean"):
+        ours = getattr(on_mhc_ops, name)
+        monkeypatch.setattr(on_mhc_ops, name, lambda *a, _=(name, ours), **k: called.append(_[0]) or _[1](*a, **k))
+    with patched(tiny.model), torch.no_grad():
+        tiny.model(tiny.ids)
+    head = "mhc_mean" if tiny.kind == "glm5_next" else "mhc_head"
+    assert called == 3 * ["mhc_enter", "mhc_next", "mhc_leave"] + [head]
+
+
+@needed
+def test_on_kernels(built, kernel_device):
+    tiny = built("deepseek_v4")
+    model, ids = copy.deepcopy(tiny.model).to(kernel_device), tiny.ids[:1, :4].to(kernel_device)
+    expected = results(model, ids)
+    with patched(model), use_backend("triton"):
+        assert_same_results(results(model, ids), expected)
+
+
+def test_gradient_checkpointing(tiny):
+    with patched(copy.deepcopy(tiny.model)) as model:
+        model.train().gradient_checkpointing_enable()
+        assert_same_results(results(model, tiny.ids), tiny.eager)
+
+
+def test_generates_the_same_tokens(tiny):
+    def tokens():
+        return tiny.model.generate(tiny.ids, max_new_tokens=6, do_sample=False)
+
+    expected = tokens()
+    with patched(tiny.model):
+        found = tokens()
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_what_is_recorded(tiny):
+    wanted = {"output_hidden_states": True, "output_attentions": True, "output_router_logits": True}
+    model = copy.deepcopy(tiny.model)
+    expected = model(tiny.ids, **wanted)
+    with patched(model):
+        found = model(tiny.ids, **wanted)
+    for name in ("hidden_states", "attentions", "router_logits"):
+        assert len(found[name]) == len(expected[name]) > 0, name
+        assert all(distance(*pair) < LOGITS for pair in zip(found[name], expected[name])), name
+    assert found.hidden_states[1].shape[-2:] == (3, 32)  # the streams, as transformers shows them
+
+
+def test_unpatched_has_the_same_bits(tiny):
+    classes = [type(module) for module in tiny.model.modules()]
+    with patched(tiny.model):
+        assert [type(module) for module in tiny.model.modules()] != classes
+    assert [type(module) for module in tiny.model.modules()] == classes
+    logits, gradients = results(tiny.model, tiny.ids)
+    assert torch.equal(logits, tiny.eager[0])
+    assert all(torch.equal(gradients[name], tiny.eager[1][name]) for name in gradients)
+
+
+def test_models_that_are_loaded_later(tiny, mapping):
+    with patched():
+        loaded = tiny.load()
+    assert len(loaded(tiny.ids, output_hidden_states=True).hidden_states) == 4
+    assert_same_results(results(loaded, tiny.ids), tiny.eager)
+    unpatch(loaded)
+    assert torch.equal(results(loaded, tiny.ids)[0], tiny.eager[0])
+
+
+@torch.no_grad()
+def test_models_that_are_not_loaded(built, mapping):
+    """A constructor makes a model that is not patched, and that still records what it should."""
+    tiny = built("hy_v4")
+    with patched():
+        from_config = type(tiny.model)._from_config(copy.deepcopy(tiny.model.config))
+        constructed = type(tiny.model)(copy.deepcopy(tiny.model.config))
+        assert len(constructed(tiny.ids, output_hidden_states=True).hidden_states) == 4
+    unpatch(from_config)
+    with pytest.raises(ValueError, match="is not patched"):
+        unpatch(constructed)
+
+
+def test_checkpoints_stay_the_same(tiny, tmp_path):
+    from safetensors.torch import load_file
+
+    with patched(tiny.model) as model:
+        keys = list(model.state_dict())
+        model.save_pretrained(tmp_path)
+    assert keys == list(tiny.model.state_dict())
+    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path, tiny.folder))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert (tmp_path / "config.json").read_text() == (tiny.folder / "config.json").read_text()
+
+
+def choosing_nothing(model):
+    """Attention to all tokens: which are chosen is decided by a rounding, and then all that follows differs."""
+    for module in model.modules():
+        if hasattr(module, "index_topk"):
+            module.index_topk = 32
+    return model
+
+
+def test_bf16(tiny):
+    """As near to the fp32 model of the same values as transformers is, which rounds more often."""
+    model = choosing_nothing(tiny.load(dtype=torch.bfloat16))
+    eager = results(model, tiny.ids)
+    wide = results(copy.deepcopy(model).float(), tiny.ids)
+
+    def errors(found):
+        flat = (torch.cat([each.flatten() for each in gradients.values()]) for gradients in (found[1], wide[1]))
+        return distance(found[0], wide[0]), distance(*flat)
+
+    for exact_as_eager in (False, True):
+        with patched(model, exact_as_eager=exact_as_eager):
+            found = results(model, tiny.ids)
+        assert {name: each.dtype for name, each in found[1].items()} == {n: each.dtype for n, each in eager[1].items()}
+        assert all(ours < 1.5 * theirs for ours, theirs in zip(errors(found), errors(eager)))
+        if exact_as_eager and tiny.kind == "hy_v4":  # which rounds as mhc_ops does
+            assert torch.equal(found[0], eager[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("exact_as_eager", [False, True])
+def test_exact_as_eager_rounds_the_maps_and_calls_the_norm(tiny, exact_as_eager):
+    layer = copy.deepcopy(tiny.text_layers()[1]).to(torch.bfloat16)
+    patch(layer, exact_as_eager=exact_as_eager)
+    x = torch.randn(2, 5, 3, 32).bfloat16()
+    h_in, carry = layer.attn_hc(x, norm=layer.input_layernorm)
+    maps = [h for h in (carry.h_post, carry.h_res) if h is not None]
+    rounded = all(torch.equal(h, h.bfloat16().float()) for h in maps)
+    assert rounded == (exact_as_eager and tiny.kind != "hy_v4")
+    unpatch(layer)
+    *_, read = layer.attn_hc(x)
+    assert torch.equal(h_in, layer.input_layernorm(read)) == exact_as_eager
+
+
+@torch.no_grad()
+def test_a_connection_called_as_in_transformers(tiny):
+    connection = tiny.text_layers()[1].attn_hc
+    x = torch.randn(2, 5, 3, 32)
+    expected = connection(x)
+    with patched(connection):
+        found = connection(x)
+    assert len(found) == len(expected)
+    assert all(distance(*pair) < LOGITS for pair in zip(found, expected))
+
+
+@torch.no_grad()
+def test_hooks_run(built):
+    """Also those of a norm, which is computed by its module then."""
+    tiny = built("hy_v4")
+    model = copy.deepcopy(tiny.model)
+    layer = model.model.layers[0]
+    with patched(model):
+        calls = [count_calls(each) for each in (layer, layer.attn_hc, layer.ffn_hc, layer.input_layernorm, layer.mlp)]
+        logits = model(tiny.ids).logits
+    assert calls == 5 * [[1]]
+    assert distance(logits, tiny.eager[0]) < LOGITS
+
+
+@torch.no_grad()
+def test_another_norm_is_called(built):
+    tiny = built("hy_v4")
+    model = copy.deepcopy(tiny.model)
+    model.model.layers[0].input_layernorm.forward = lambda h: 0 * h
+    model.model.layers[1].input_layernorm = nn.RMSNorm(32, eps=0.5)
+    expected = model(tiny.ids).logits
+    with patched(model):
+        assert distance(model(tiny.ids).logits, expected) < LOGITS
+
+
+def test_copies_and_pickles(tiny):
+    model = tiny.model.model
+    with patched(model):
+        made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        names = [type(module).__name__ for module in model.modules()]
+    with torch.no_grad():
+        expected = model(tiny.ids).last_hidden_state
+        for each in made:
+            assert [type(module).__name__ for module in each.modules()] == names
+            assert distance(each(tiny.ids).last_hidden_state, expected) < LOGITS
+            unpatch(each)
+            assert torch.equal(each(tiny.ids).last_hidden_state, expected)
+
+
+def test_names_of_classes_stay(tiny):
+    """Device maps and FSDP find layers by them."""
+    layer = tiny.text_layers()[0]
+    name = type(layer).__name__
+    with patched(tiny.model):
+        assert type(layer).__name__ == name in tiny.model._no_split_modules
+
+
+@needed
+def test_the_kinds_are_said(built, mapping):
+    with patched(built("hy_v4").model):
+        pass
+    assert patch(built("hy_v4").model) == ("hy_v4",)
+    unpatch(built("hy_v4").model)
+    assert patch() == tuple(KINDS)
+    unpatch()
+
+
+@needed
+def test_wrong_use(built, mapping):
+    model = built("hy_v4").model
+
+    def says(error, message):
+        return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+    with says(ValueError, "patch: Linear has no hyper-connections of a known kind (deepseek_v4, glm5_next, hy_v4)"):
+        patch(nn.Linear(2, 2))
+    with says(TypeError, "patch: model must be a torch.nn.Module, got str"):
+        patch("tencent/Hy4-preview")
+    with says(ValueError, "unpatch: HYV4ForCausalLM is not patched"):
+        unpatch(model)
+    with says(ValueError, "unpatch: nothing is patched; unpatch(model) is for a model"):
+        unpatch()
+    with patched(model), says(ValueError, "patch: model.layers.0 is patched already; unpatch(model) undoes it"):
+        patch(model)
+    with (
+        patched(),
+        pytest.raises(ValueError, match=r"^patch: \w+ of transformers is replaced already; unpatch\(\) undoes what"),
+    ):
+        patch()
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: None)
+    message = "patch: the package transformers is not installed: pip install transformers"
+    with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$"):
+        patch()
+
+
+@needed
+def test_a_transformers_without_these_models(monkeypatch):
+    monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: "here" if name == "transformers" else None)
+    with pytest.raises(
+        ImportError, match=r"^patch: transformers \S+ has none of deepseek_v4, glm5_next, hy_v4; 5\.8 was"
+    ):
+        patch()
+
+
+@needed
+def test_what_others_changed_is_not_patched(built):
+    """A forward of its own (accelerate, kernels) or another class (FSDP2) would not run ours."""
+    model = copy.deepcopy(built("hy_v4").model)
+    layer = model.model.layers[1]
+    layer.forward = layer.forward
+    message = "patch: model.layers.1 has a forward of its own; patch the model before others change it"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        patch(model)
+    del layer.forward
+    original = type(layer)
+    layer.__class__ = type("FSDPLayer", (original,), {})
+    message = "patch: model.layers.1 is a FSDPLayer, not a HYV4DecoderLayer; patch the model before others change it"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        patch(model)
+    layer.__class__ = original
+    patch(model)
+    layer.__class__ = type("FSDPLayer", (type(layer),), {})
+    with pytest.raises(ValueError, match=r"^unpatch: model\.layers\.1 is a FSDPLayer, not a HYV4DecoderLayer"):
+        unpatch(model)
+
+
+def test_nothing_is_patched_by_importing():
+    code = (
+        "import sys, mhc_ops.compat.transformers; print([m for m in sys.modules if m.split('.')[0] == 'transformers'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+@needed
+def test_the_page_runs(mapping):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adopt_transformers.md").read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    exec(compile(block, "adopt_transformers.md", "exec"), {})
+
+
+@needed
+def test_the_benchmark_runs(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("transformers_step", ROOT / "benchmarks" / "transformers_step.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    sizes = {"device": "cpu", "hidden": 64, "batch": 1, "seq": 16, "layers": 1, "experts": 2, "steps": 1}
+    line = [f"--{name}={value}" for name, value in {**sizes, "json": tmp_path / "step.json"}.items()]
+    script.main(line)
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert set(found["variants"]) == {"plain", "eager", "patched", "exact_as_eager"}
+    losses = {name: each["loss"] for name, each in found["variants"].items()}
+    assert abs(losses["patched"] / losses["eager"] - 1) < 2**-8  # bf16
+    assert "hyper_connections_ms" in capsys.readouterr().out
