@@ -335,10 +335,20 @@ def test_another_norm_is_called(built):
         assert distance(model(tiny.ids).logits, expected) < LOGITS
 
 
+def can_be_pickled(model):
+    """Of transformers' own models some cannot, where `kernels` is installed too."""
+    try:
+        pickle.dumps(model)
+    except AttributeError:
+        return False
+    return True
+
+
 def test_copies_and_pickles(tiny):
     model = tiny.model.model
+    ways = [copy.deepcopy, *([lambda m: pickle.loads(pickle.dumps(m))] if can_be_pickled(model) else [])]
     with patched(model):
-        made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        made = [way(model) for way in ways]
         names = [type(module).__name__ for module in model.modules()]
     with torch.no_grad():
         expected = model(tiny.ids).last_hidden_state
