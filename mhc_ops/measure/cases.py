@@ -208,36 +208,30 @@ class Case(Drawn):
     sigma: float = 1.05  # of the logits that Sinkhorn gets
 
     def _drawn(self, normal: Callable[..., Tensor], generator: torch.Generator) -> Tensors:
-        n, D, inputs = self.n, self.D, self.subject.inputs
-        if inputs == SINKHORN.inputs:
-            return {"logits": (self.sigma * normal(*self.sizes)).to(self.dtype)}
-        tensors = {"x": (normal(*self.sizes) * self.scale).to(self.dtype)}
-        if "h_out" in inputs:
-            tensors["h_out"] = (normal(*self.outer, D) * self.scale).to(self.dtype)
-        if "h_post" in inputs:
-            tensors["h_post"] = 2 * torch.sigmoid(normal(*self.outer, n))
-        if "h_res" in inputs:
-            tensors["h_res"] = mhc_ops.sinkhorn(normal(*self.outer, n, n), backend="reference")
-        if "phi" in inputs:
-            M = sum(map(len, self.sections.values()))
-            parameters = {"phi": normal(M, n * D) / (n * D) ** 0.5}
-            parameters["alpha"] = torch.tensor([1.1, 0.9, self.sigma][: len(self.sections)])
-            parameters["bias"] = 0.1 * normal(M)
-            if self.gamma:
-                parameters["gamma"] = 1 + 0.3 * normal(n, D)
-            tensors |= {name: p.to(self.parameter_dtype) for name, p in parameters.items()}
-        return tensors | self._drawn_for_a_stack(tensors["x"], normal)
+        n, D, outer, inputs = self.n, self.D, self.outer, self.subject.inputs
+        M, sections = sum(map(len, self.sections.values())), len(self.sections)
 
-    def _drawn_for_a_stack(self, x: Tensor, normal: Callable[..., Tensor]) -> Tensors:
-        drawn: Tensors = {}
-        if "layer_norm_weight" in self.subject.inputs:
-            drawn["layer_norm_weight"] = (1 + 0.3 * normal(self.D)).to(self.parameter_dtype)
-        for name in ("h_pre", "read"):
-            if name in self.subject.inputs:
-                drawn[name] = torch.sigmoid(normal(*self.outer, self.n))
-        if "link" in self.subject.inputs:
-            drawn["link"] = x.new_zeros(()).expand(x.shape)
-        return drawn
+        def parameter(tensor: Tensor) -> Tensor:
+            return tensor.to(self.parameter_dtype)
+
+        drawn: dict[str, Callable[[], Tensor]] = {
+            "logits": lambda: (self.sigma * normal(*self.sizes)).to(self.dtype),
+            "x": lambda: (normal(*self.sizes) * self.scale).to(self.dtype),
+            "h_out": lambda: (normal(*outer, D) * self.scale).to(self.dtype),
+            "h_post": lambda: 2 * torch.sigmoid(normal(*outer, n)),
+            "h_res": lambda: mhc_ops.sinkhorn(normal(*outer, n, n), backend="reference"),
+            "phi": lambda: parameter(normal(M, n * D) / (n * D) ** 0.5),
+            "alpha": lambda: parameter(torch.tensor([1.1, 0.9, self.sigma][:sections])),
+            "bias": lambda: parameter(0.1 * normal(M)),
+            "gamma": lambda: parameter(1 + 0.3 * normal(n, D)),
+            "layer_norm_weight": lambda: parameter(1 + 0.3 * normal(D)),
+            "h_pre": lambda: torch.sigmoid(normal(*outer, n)),
+            "read": lambda: torch.sigmoid(normal(*outer, n)),
+        }
+        wanted = [name for name in drawn if name in inputs and (name != "gamma" or self.gamma)]
+        tensors = {name: drawn[name]() for name in wanted}
+        # On the device of x: moved there, it would get elements of its own.
+        return tensors | ({"link": tensors["x"].new_zeros(()).expand(self.sizes)} if "link" in inputs else {})
 
     @property
     def sizes(self) -> tuple[int, ...]:

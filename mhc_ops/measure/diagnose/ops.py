@@ -21,7 +21,7 @@ from ...mhc.options import DEFAULTS
 from ..accuracy import Cotangents
 from ..cases import Case, Tensors
 from ..conv_cases import AnyCase, ConvCase
-from .outputs import BLOCKED, layout, sections, words_of
+from .outputs import BLOCKED, layout, words_of
 
 Hypothesis = tuple[str, Mapping[str, Change]]  # a sentence, and what is then instead of which values
 SMALLEST_BLOCK = 8
@@ -158,7 +158,7 @@ def model_of(
 def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]:
     """And what the steps read beside what the op is given."""
     op, device = case.subject.name, next(iter(tensors.values())).device
-    section_of_row = [k for k, rows in enumerate(sections(case).values()) for _ in rows]
+    section_of_row = [k for k, rows in enumerate(case.sections.values()) for _ in rows]
     inputs: Values = {**DEFAULTS._asdict(), "n": case.n, "section_of_row": torch.tensor(section_of_row, device=device)}
     inputs |= {"gamma": torch.ones(case.n, case.D, device=device)}
     forward, wanted, names = MHC[op], set(tensors), {}
@@ -225,7 +225,7 @@ def _parts(case: AnyCase, step: Step) -> dict[str, dict[str, Change]]:
     """Of a term that is a sum itself, what leaves out each summand."""
     summed = "dm for dinv_rms via m" if step.name == "dx via inv_rms" else f"{step.reads[-1]} for {step.name}"
     indices: dict[str, Any] = {f"stream {i}": (..., i, slice(None)) for i in range(case.n) if summed in BY_STREAM}
-    indices |= {name: (..., rows) for name, rows in sections(case).items() if step.name in BY_SECTION}
+    indices |= {name: (..., rows) for name, rows in case.sections.items() if step.name in BY_SECTION}
     return {part: {summed: steps.at(index, steps.zeros)} for part, index in indices.items()}
 
 
@@ -235,7 +235,7 @@ def _parts(case: AnyCase, step: Step) -> dict[str, dict[str, Change]]:
 def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
     """The order is the order of preference where two explain an output equally well."""
     if model.steps:
-        yield from _in_maps(sections(case)) if isinstance(case, Case) else _in_taps(case, model.right)
+        yield from _in_maps(case.sections) if isinstance(case, Case) else _in_taps(case, model.right)
         yield from _left_out(case, model)
     if "read" in model.right:
         yield "h_in is read with the weights of this sublayer", {"read for h_in": steps.always(model.right["h_pre"])}
