@@ -79,17 +79,16 @@ def public(name: str, **options: Any) -> Call:
     return call
 
 
-def _pre_normed(
-    x: Tensor, layer_norm_weight: Tensor | None = None, layer_norm_eps: Any = 1e-6, **parameters: Any
-) -> tuple[Tensor, ...]:
+def _pre_exact(tensors: Tensors, results: Tensors, layer_norm_eps: float = 1e-6, **options: Any) -> tuple[Tensor, ...]:
     """mhc_pre and, last, h_in as a norm scales it: the gradient that comes there and the one that comes through the
     norm's factor cancel (all of dh_pre where n is 1), so the terms of both are to be known apart."""
-    h_in, h_post, h_res = mhc_ops.mhc_pre(x, **parameters, backend="reference")
-    if layer_norm_weight is None:
+    given: Any = {name: tensor for name, tensor in tensors.items() if name != "layer_norm_weight"}
+    h_in, h_post, h_res = mhc_ops.mhc_pre(**given, **options, backend="reference")
+    if "layer_norm_weight" not in tensors:
         return h_in, h_post, h_res
     scaled = h_in.clone()
     factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
-    return layer_norm_weight * scaled * factor, h_post, h_res, scaled
+    return tensors["layer_norm_weight"] * scaled * factor, h_post, h_res, scaled
 
 
 def _stored(value: Tensor, result: Tensor) -> Tensor:
@@ -97,12 +96,17 @@ def _stored(value: Tensor, result: Tensor) -> Tensor:
     return value + (result.double() - value).detach()
 
 
+def _parted(tensors: Tensors) -> tuple[Any, Tensors]:
+    """What a post takes, and what is left for the pre behind it, which lacks its x; a link is neither's."""
+    own = {name: tensor for name, tensor in tensors.items() if name not in (*_POST, "link")}
+    return {name: tensors[name] for name in _POST}, own
+
+
 def _post_pre_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     """The next layer reads x_next as it was stored."""
-    of_post: dict[str, Any] = {name: tensors[name] for name in _POST}
+    of_post, own = _parted(tensors)
     x_next = mhc_ops.mhc_post(**of_post, backend="reference")
-    of_pre = {name: tensor for name, tensor in tensors.items() if name not in _POST}
-    return x_next, *_pre_normed(_stored(x_next, results["x_next"]), **of_pre, **options)
+    return x_next, *_pre_exact({"x": _stored(x_next, results["x_next"]), **own}, results, **options)
 
 
 def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[Tensor, ...]:
@@ -329,13 +333,9 @@ SCALING_CPU = (
 
 
 # The stack: the layer's norm, the boundary with its carry, the maps and the read alone.
-def _pre_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    return _pre_normed(**tensors, **options)
-
-
 def _layer_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     of_pre = {name: tensor for name, tensor in tensors.items() if name != "h_out"}
-    h_in, h_post, h_res, *more = _pre_normed(**of_pre, **options)
+    h_in, h_post, h_res, *more = _pre_exact(of_pre, results, **options)
     x_next = mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, backend="reference")
     return x_next, h_in, *more
 
@@ -367,22 +367,22 @@ def _next(
 
 
 def _next_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    x, h_out, h_post, h_res, link = (tensors[name] for name in (*_POST, "link"))
-    x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend="reference")
+    of_post, own = _parted(tensors)
+    x_next = mhc_ops.mhc_post(**{**of_post, "x": tensors["x"].detach()}, backend="reference")
     if "dlink" in results:
         x_next = _StoredGradient.apply(x_next, results["dlink"].double())
-    x_next = x_next + link
-    own = {name: tensor for name, tensor in tensors.items() if name not in (*_POST, "link")}
+    x_next = x_next + tensors["link"]
     stored = _stored(x_next, results["x_next"])
-    h_in, h_post, h_res, *more = _pre_normed(stored, **own, **options)
-    return h_in, mhc_ops.mhc_post(stored, h_out.detach(), h_post, h_res, backend="reference"), x_next, *more
+    h_in, h_post, h_res, *more = _pre_exact({"x": stored, **own}, results, **options)
+    after = mhc_ops.mhc_post(stored, tensors["h_out"].detach(), h_post, h_res, backend="reference")
+    return h_in, after, x_next, *more
 
 
 _NORM = ("layer_norm_weight",)
 _OF_NEXT = (*_POST, "link", *_PARAMETERS)
 MHC_MAPS = Subject("mhc_maps", "mhc", public("mhc_maps"), _PRE, ("h_pre", "h_post", "h_res"), (1, 0, 2, 0))
 MHC_READ = Subject("mhc_read", "mhc", public("mhc_read"), ("x", "h_pre"), ("h_in",), (1, 1, 2, 1))
-MHC_PRE_NORMED = replace(MHC_PRE, name="mhc_pre normed", inputs=(*_PRE, *_NORM), exact=_pre_normed_exact)
+MHC_PRE_NORMED = replace(MHC_PRE, name="mhc_pre normed", inputs=(*_PRE, *_NORM), exact=_pre_exact)
 MHC_LAYER_NORMED = replace(
     MHC_LAYER, name="mhc_layer normed", inputs=(*MHC_LAYER.inputs, *_NORM), exact=_layer_normed_exact
 )
