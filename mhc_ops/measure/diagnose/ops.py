@@ -64,7 +64,7 @@ POST_BEFORE = (
 # ends with dlink, the gradient of x_next; that of the post before begins with dlink as it was stored. x has none.
 AFTER = {"h_out": "h_out after", "written": "written after", "mixed": "mixed after", "x_next": "x_after"}
 POST_AFTER = renamed(POST, x="stored", **AFTER)
-DX = steps_of(
+LINK = steps_of(
     dlink_taken=lambda dlink, dlink_as_stored: dlink if dlink_as_stored is None else dlink_as_stored,
     dx=lambda x: torch.zeros_like(x),
 )
@@ -135,8 +135,7 @@ READ_IN_BLOCKS = (
     *("dh_mix", "dz", "x", "stored", "dx_next", "dx_after", "dh_in", "dh_read", "dout"),
     *("phi", "gamma", "h_out", "h_out after", "h_read", "layer_norm_weight"),
 )
-# What leaves these out.
-NEUTRAL = {"gamma": steps.ones, "alphas": steps.ones, "layer_norm_weight": steps.ones, "r": steps.ones}
+FACTORS = ("gamma", "alphas", "layer_norm_weight", "r")
 CONV_READ_IN_BLOCKS = ("everything", "dz", "dy", "weight")
 
 
@@ -175,7 +174,7 @@ def _gradients_of_next(forward: Steps, wanted: Collection[str], outputs: Collect
     names = {"dstored": "dlink"} | {f"dstored via {step.name}": f"dx via {step.name}" for step in own}
     of_own = renamed(steps.gradients(own, {*wanted, "stored"}, outputs), **names)
     of_post = steps.gradients(POST_BEFORE, set(wanted) - {"x"}, ["x_next"])
-    return (*of_own, *DX, *renamed(of_post, **{"cotangent of x_next": "dlink_taken"}))
+    return (*of_own, *LINK, *renamed(of_post, **{"cotangent of x_next": "dlink_taken"}))
 
 
 def _conv(case: ConvCase, tensors: Tensors, given: Values) -> tuple[Steps, Values]:
@@ -256,13 +255,13 @@ def _in_maps(sections: Mapping[str, range]) -> Iterator[Hypothesis]:
 
 
 def _left_out(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
-    """A factor or a summand, of one value, of all gradients or of everything; or a term of a value in between."""
-    for name in [name for name in NEUTRAL if name in model.right]:
+    """A factor of one value, of all gradients or of everything; or a term of a value that is no output."""
+    for name in [name for name in FACTORS if name in model.right]:
         readers = _readers(model, name)
         readers["the backward"] = [read for names in readers.values() for read in names if " via " in read]
         for into, names in readers.items():
             if names:
-                yield f"{WORDS.get(name, name)} is left out of {into}", dict.fromkeys(names, NEUTRAL[name])
+                yield f"{WORDS.get(name, name)} is left out of {into}", dict.fromkeys(names, steps.ones)
     results = {*case.subject.outputs, *(f"d{name}" for name in model.inputs)}  # whose terms are fitted
     for value, terms in model.sums.items():
         for term in terms if value not in results and len(terms) > 1 else ():
