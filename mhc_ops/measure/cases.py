@@ -80,24 +80,19 @@ def public(name: str, **options: Any) -> Call:
     return call
 
 
-def _pre_normed(
-    x: Tensor,
-    layer_norm_weight: Tensor | None = None,
-    layer_norm_eps: Any = 1e-6,
-    read: Tensor | None = None,
-    **parameters: Any,
-) -> tuple[Any, ...]:
+def _pre_exact(tensors: Tensors, results: Tensors, layer_norm_eps: float = 1e-6, **options: Any) -> tuple[Any, ...]:
     """mhc_pre, where h_in is read with `read` also h_pre and, last, h_in as a norm scales it: the gradient that comes
     there and the one that comes through the norm's factor cancel (all of dh_pre where n is 1), so the terms of both are
     to be known apart."""
-    h_pre, h_post, h_res = mhc_ops.mhc_maps(x, **parameters, backend="reference")
-    h_in = mhc_ops.mhc_read(x, h_pre if read is None else read, backend="reference")
-    maps = (h_post, h_res) if read is None else (h_post, h_res, h_pre)
-    if layer_norm_weight is None:
+    of_maps: Any = {name: tensor for name, tensor in tensors.items() if name in _PRE}
+    h_pre, h_post, h_res = mhc_ops.mhc_maps(**of_maps, **options, backend="reference")
+    h_in = mhc_ops.mhc_read(tensors["x"], tensors.get("read", h_pre), backend="reference")
+    maps = (h_post, h_res, h_pre) if "read" in tensors else (h_post, h_res)
+    if "layer_norm_weight" not in tensors:
         return h_in, *maps
     scaled = h_in.clone()
     factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
-    return layer_norm_weight * scaled * factor, *maps, scaled
+    return tensors["layer_norm_weight"] * scaled * factor, *maps, scaled
 
 
 def _stored(value: Tensor, result: Tensor) -> Tensor:
@@ -105,12 +100,17 @@ def _stored(value: Tensor, result: Tensor) -> Tensor:
     return value + (result.double() - value).detach()
 
 
+def _parted(tensors: Tensors) -> tuple[Any, Tensors]:
+    """What a post takes, and what is left for the pre behind it, which lacks its x; a link is neither's."""
+    own = {name: tensor for name, tensor in tensors.items() if name not in (*_POST, "link")}
+    return {name: tensors[name] for name in _POST if name in tensors}, own
+
+
 def _post_pre_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     """The next layer reads x_next as it was stored."""
-    of_post: dict[str, Any] = {name: tensors[name] for name in _POST}
+    of_post, own = _parted(tensors)
     x_next = mhc_ops.mhc_post(**of_post, backend="reference")
-    of_pre = {name: tensor for name, tensor in tensors.items() if name not in _POST}
-    return x_next, *_pre_normed(_stored(x_next, results["x_next"]), **of_pre, **options)
+    return x_next, *_pre_exact({"x": _stored(x_next, results["x_next"]), **own}, results, **options)
 
 
 def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[Tensor, ...]:
@@ -216,36 +216,30 @@ class Case(Drawn):
     sigma: float = 1.05  # of the logits that Sinkhorn gets
 
     def _drawn(self, normal: Callable[..., Tensor], generator: torch.Generator) -> Tensors:
-        n, D, inputs = self.n, self.D, self.subject.inputs
-        if inputs == SINKHORN.inputs:
-            return {"logits": (self.sigma * normal(*self.sizes)).to(self.dtype)}
-        tensors = {"x": (normal(*self.sizes) * self.scale).to(self.dtype)}
-        if "h_out" in inputs:
-            tensors["h_out"] = (normal(*self.outer, D) * self.scale).to(self.dtype)
-        if "h_post" in inputs:
-            tensors["h_post"] = 2 * torch.sigmoid(normal(*self.outer, n))
-        if "h_res" in inputs:
-            tensors["h_res"] = mhc_ops.sinkhorn(normal(*self.outer, n, n), backend="reference")
-        if "phi" in inputs:
-            M = sum(map(len, self.sections.values()))
-            parameters = {"phi": normal(M, n * D) / (n * D) ** 0.5}
-            parameters["alpha"] = torch.tensor([1.1, 0.9, self.sigma][: len(self.sections)])
-            parameters["bias"] = 0.1 * normal(M)
-            if self.gamma:
-                parameters["gamma"] = 1 + 0.3 * normal(n, D)
-            tensors |= {name: p.to(self.parameter_dtype) for name, p in parameters.items()}
-        return tensors | self._drawn_for_a_stack(tensors["x"], normal)
+        n, D, outer, inputs = self.n, self.D, self.outer, self.subject.inputs
+        M, sections = sum(map(len, self.sections.values())), len(self.sections)
 
-    def _drawn_for_a_stack(self, x: Tensor, normal: Callable[..., Tensor]) -> Tensors:
-        drawn: Tensors = {}
-        if "layer_norm_weight" in self.subject.inputs:
-            drawn["layer_norm_weight"] = (1 + 0.3 * normal(self.D)).to(self.parameter_dtype)
-        for name in ("h_pre", "read"):
-            if name in self.subject.inputs:
-                drawn[name] = torch.sigmoid(normal(*self.outer, self.n))
-        if "link" in self.subject.inputs:
-            drawn["link"] = x.new_zeros(()).expand(x.shape)
-        return drawn
+        def parameter(tensor: Tensor) -> Tensor:
+            return tensor.to(self.parameter_dtype)
+
+        drawn: dict[str, Callable[[], Tensor]] = {
+            "logits": lambda: (self.sigma * normal(*self.sizes)).to(self.dtype),
+            "x": lambda: (normal(*self.sizes) * self.scale).to(self.dtype),
+            "h_out": lambda: (normal(*outer, D) * self.scale).to(self.dtype),
+            "h_post": lambda: 2 * torch.sigmoid(normal(*outer, n)),
+            "h_res": lambda: mhc_ops.sinkhorn(normal(*outer, n, n), backend="reference"),
+            "phi": lambda: parameter(normal(M, n * D) / (n * D) ** 0.5),
+            "alpha": lambda: parameter(torch.tensor([1.1, 0.9, self.sigma][:sections])),
+            "bias": lambda: parameter(0.1 * normal(M)),
+            "gamma": lambda: parameter(1 + 0.3 * normal(n, D)),
+            "layer_norm_weight": lambda: parameter(1 + 0.3 * normal(D)),
+            "h_pre": lambda: torch.sigmoid(normal(*outer, n)),
+            "read": lambda: torch.sigmoid(normal(*outer, n)),
+        }
+        wanted = [name for name in drawn if name in inputs and (name != "gamma" or self.gamma)]
+        tensors = {name: drawn[name]() for name in wanted}
+        # On the device of x: moved there, it would get elements of its own.
+        return tensors | ({"link": tensors["x"].new_zeros(()).expand(self.sizes)} if "link" in inputs else {})
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -344,14 +338,10 @@ SCALING_CPU = (
 
 
 # The stack: the layer's norm, the boundary with its carry, the maps and the read alone.
-def _pre_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    return _pre_normed(**tensors, **options)
-
-
 def _layer_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     of_pre = {name: tensor for name, tensor in tensors.items() if name != "h_out"}
-    h_in, h_post, h_res, *more = _pre_normed(**of_pre, **options)
-    of_post = {"transposed": options.get("transposed", False), "backend": "reference"}
+    h_in, h_post, h_res, *more = _pre_exact(of_pre, results, **options)
+    of_post: Any = {"transposed": options.get("transposed", False), "backend": "reference"}
     return mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, **of_post), h_in, *more
 
 
@@ -391,24 +381,22 @@ def _next(
 
 
 def _next_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    of_post: dict[str, Any] = {"h_res": None} | {name: tensors[name] for name in _POST if name in tensors}
-    x, h_out, link = tensors["x"].detach(), tensors["h_out"], tensors["link"]
-    x_next = mhc_ops.mhc_post(**of_post | {"x": x}, backend="reference")
+    of_post, own = _parted(tensors)
+    x_next = mhc_ops.mhc_post(**{"h_res": None, **of_post, "x": tensors["x"].detach()}, backend="reference")
     if "dlink" in results:
         x_next = _StoredGradient.apply(x_next, results["dlink"].double())
-    x_next = x_next + link
-    own = {name: tensor for name, tensor in tensors.items() if name not in (*_POST, "link")}
+    x_next = x_next + tensors["link"]
     stored = _stored(x_next, results["x_next"])
-    h_in, h_post, h_res, *more = _pre_normed(stored, **own, **options)
-    x_after = mhc_ops.mhc_post(stored, h_out.detach(), h_post, h_res, backend="reference")
-    return h_in, x_after, *([more.pop(0)] if "read" in tensors else []), x_next, *more
+    h_in, h_post, h_res, *more = _pre_exact({"x": stored, **own}, results, **options)
+    after = mhc_ops.mhc_post(stored, tensors["h_out"].detach(), h_post, h_res, backend="reference")
+    return h_in, after, *([more.pop(0)] if "read" in tensors else []), x_next, *more
 
 
 _NORM = ("layer_norm_weight",)
 _OF_NEXT = (*_POST, "link", *_PARAMETERS)
 MHC_MAPS = Subject("mhc_maps", "mhc", public("mhc_maps"), _PRE, ("h_pre", "h_post", "h_res"), (1, 0, 2, 0))
 MHC_READ = Subject("mhc_read", "mhc", public("mhc_read"), ("x", "h_pre"), ("h_in",), (1, 1, 2, 1))
-MHC_PRE_NORMED = replace(MHC_PRE, name="mhc_pre normed", inputs=(*_PRE, *_NORM), exact=_pre_normed_exact)
+MHC_PRE_NORMED = replace(MHC_PRE, name="mhc_pre normed", inputs=(*_PRE, *_NORM), exact=_pre_exact)
 MHC_LAYER_NORMED = replace(
     MHC_LAYER, name="mhc_layer normed", inputs=(*MHC_LAYER.inputs, *_NORM), exact=_layer_normed_exact
 )

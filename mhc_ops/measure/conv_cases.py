@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class ConvCase(Drawn):
     norm_eps: float = 1e-5  # of short_conv
 
     steep = False  # nothing here grows small errors
+    sections: ClassVar[dict[str, range]] = {}
 
     @property
     def subject(self) -> Subject:

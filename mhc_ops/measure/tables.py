@@ -1,6 +1,6 @@
 """Results as the tables that commands print: which columns there are, and how a figure is written."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .report import Table
@@ -70,22 +70,20 @@ def left_out(entries: Iterable[NotMeasured]) -> str:
     return "\n".join(lines)
 
 
-def of_bench(results: Results) -> list[Table | str]:
+def of_bench(results: Results) -> Iterator[Table | str]:
     failed = [row for row in results.accuracy if not row.passed]
-    parts = [
-        table(results.steps, STEPS) if results.steps else None,
-        speed_table(results.measurements, results.add_microseconds)
-        if results.measurements or not results.steps
-        else None,
-        table(results.scaling, GROWTH) if results.scaling else None,
-        *(
-            f"stack of {STACKED_LAYERS} HyperConnections, {name}: peak {megabytes:.0f} MB"
-            for name, megabytes in results.stack_megabytes.items()
-            if megabytes is not None
-        ),
-        *(f"{name} computes with: {words}" for name, words in results.precision.items()),
-        f"{len(results.accuracy) - len(failed)} results within their tolerance of fp64, {len(failed)} not",
-        table(failed, ACCURACY) if failed else None,
-        left_out(results.not_measured) or None,
-    ]
-    return [part for part in parts if part is not None]
+    if results.steps:
+        yield table(results.steps, STEPS)
+    if results.measurements or not results.steps:
+        yield speed_table(results.measurements, results.add_microseconds)
+    if results.scaling:
+        yield table(results.scaling, GROWTH)
+    for name, megabytes in results.stack_megabytes.items():
+        if megabytes is not None:
+            yield f"stack of {STACKED_LAYERS} HyperConnections, {name}: peak {megabytes:.0f} MB"
+    yield from (f"{name} computes with: {words}" for name, words in results.precision.items())
+    yield f"{len(results.accuracy) - len(failed)} results within their tolerance of fp64, {len(failed)} not"
+    if failed:
+        yield table(failed, ACCURACY)
+    if results.not_measured:
+        yield left_out(results.not_measured)

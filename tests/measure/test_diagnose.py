@@ -110,7 +110,6 @@ VERDICTS = {
     (maps, "block shorter than a row"): "h_pre: channels 32 and up of x are read as zero for h_mix",
     (maps, "inv_rms missing in res, backward"): "dphi: the res section lacks the factor inv_rms in dh_mix",
     (read, "grid covers the first stream only, backward"): "dx: streams 1 to 3 are never written",
-    (boundary, "inv_rms missing in res, backward"): "dphi: the res section lacks the factor inv_rms in dh_mix",
     (boundary_normed, "norm's factor taken as constant"): "dbias: the term via r is left out of dh_read",
     (boundary, "stream 2 left out of the mix"): "x_next: h_resᵀ x of stream 2 is left out",
     (pre_identity, "inv_rms missing in post, forward"): "h_post: the post section lacks the factor inv_rms in z",

@@ -90,6 +90,6 @@ def test_the_kernels_give_silence(case, kernel_device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.parametrize("subject", cases.ALL, ids=lambda subject: subject.name)
 def test_the_kernels_give_silence_at_a_real_size(subject):
     assert diagnose(Case(subject, (2, 128), 4, 264, bf16), "triton", "cuda").findings == []

@@ -68,17 +68,17 @@ def diagnose(
         results = accuracy.run(subject, tensors, backend, cotangents)
         return {name: accuracy.as_computed(case, result) for name, result in results.items()}
 
-    outputs = run()
-    cotangents = accuracy.random_cotangents(subject, outputs, case.seed, case.unused)
-    _leave_zeros(*outputs.values(), *tensors.values())
-    first = run(cotangents)
-    with _fresh_memory_is_nan():
-        results = run(cotangents)
-    exact = accuracy.truth(case.subject, tensors, cotangents, results)
-    rows = {name: accuracy.judge(case, backend, name, results[name], exact[name]) for name in exact}
-    if all(row.passed for row in rows.values()):
-        return Diagnosis(case, backend, list(rows.values()), [], [])
     with _threads_that_pay(tensors):
+        outputs = run()
+        cotangents = accuracy.random_cotangents(subject, outputs, case.seed, case.unused)
+        _leave_zeros(*outputs.values(), *tensors.values())
+        first = run(cotangents)
+        with _fresh_memory_is_nan():
+            results = run(cotangents)
+        exact = accuracy.truth(case.subject, tensors, cotangents, results)
+        rows = {name: accuracy.judge(case, backend, name, results[name], exact[name]) for name in exact}
+        if all(row.passed for row in rows.values()):
+            return Diagnosis(case, backend, list(rows.values()), [], [])
         model = model_of(case, tensors, cotangents, results)
         names = [name for name in model.right if name in rows] or list(rows)
         terms = {name: {} if rows[name].passed else terms_of(case, model, name) for name in names}
@@ -89,8 +89,8 @@ def diagnose(
 
 @contextlib.contextmanager
 def _threads_that_pay(tensors: Tensors) -> Iterator[None]:
-    """One for small tensors: hundreds of models are run, and on a busy CPU threads that wait for each other take six
-    times as long.
+    """One for small tensors: an op, its truth and hundreds of models are run, and on a busy CPU threads that wait for
+    each other take ten times as long.
     """
     before = torch.get_num_threads()
     if max(tensor.numel() for tensor in tensors.values()) < ENOUGH_FOR_THREADS:

@@ -21,7 +21,7 @@ from ...mhc.options import DEFAULTS
 from ..accuracy import Cotangents
 from ..cases import Case, Tensors
 from ..conv_cases import AnyCase, ConvCase
-from .outputs import BLOCKED, layout, sections, words_of
+from .outputs import BLOCKED, layout, words_of
 
 Hypothesis = tuple[str, Mapping[str, Change]]  # a sentence, and what is then instead of which values
 SMALLEST_BLOCK = 8
@@ -56,18 +56,21 @@ PRE_NORMED = (*renamed(PRE, h_in="h_read"), *LAYER_NORM)
 # stored, or as it is where nothing was.
 BEFORE = {"h_post": "h_post before", "h_res": "h_res before"}
 GRADIENTS = {f"d{new}": f"d{name}" for name, new in BEFORE.items()} | {f"d{name}": f"d{name} given" for name in BEFORE}
-POST_BEFORE = (
-    *renamed(POST, **BEFORE),
-    *steps_of(stored=lambda x_next, as_stored: x_next if as_stored is None else x_next + (as_stored - x_next).detach()),
+STORED = steps_of(
+    stored=lambda x_next, as_stored: x_next if as_stored is None else x_next + (as_stored - x_next).detach()
 )
+POST_BEFORE = (*renamed(POST, **BEFORE), *STORED)
 # mhc_next ends with the post of the next sublayer, which costs nothing. Its backward is two: that of the next sublayer
 # ends with dlink, the gradient of x_next; that of the post before begins with dlink as it was stored. x has none.
 AFTER = {"h_out": "h_out after", "written": "written after", "mixed": "mixed after", "x_next": "x_after"}
 POST_AFTER = renamed(POST, x="stored", **AFTER)
-DX = steps_of(
+LINK = steps_of(
     dlink_taken=lambda dlink, dlink_as_stored: dlink if dlink_as_stored is None else dlink_as_stored,
     dx=lambda x: torch.zeros_like(x),
 )
+SHIFTED_PRE = (*PROJECT, *MAPS, *SINKHORN, *renamed(READ, h_pre="read"))
+IDENTITY_PRE = (*PROJECT, *MAPS[:1], *READ)
+IDENTITY_POST = (*WRITE[:1], *steps_of(kept=lambda x: x), total("x_next", "written", "kept"))
 MHC: dict[str, Steps] = {
     "sinkhorn": SINKHORN,
     "mhc_post": POST,
@@ -75,11 +78,18 @@ MHC: dict[str, Steps] = {
     "mhc_head": renamed((*PROJECT, *READ), h_in="out"),
     "mhc_maps": (*PROJECT, *MAPS, *SINKHORN),
     "mhc_read": READ,
-    "mhc_shifted_pre": (*PROJECT, *MAPS, *SINKHORN, *renamed(READ, h_pre="read")),
-    "mhc_pre identity": (*PROJECT, *MAPS[:1], *READ),
-    "mhc_post identity": (*WRITE[:1], *steps_of(kept=lambda x: x), total("x_next", "written", "kept")),
+    "mhc_shifted_pre": SHIFTED_PRE,
+    "mhc_pre identity": IDENTITY_PRE,
+    "mhc_post identity": IDENTITY_POST,
     "mhc_mean": steps_of(out=lambda x: x.mean(-2)),
 }
+for _norm, _pre in {"": SHIFTED_PRE, " normed": (*renamed(SHIFTED_PRE, h_in="h_read"), *LAYER_NORM)}.items():
+    MHC[f"mhc_next shifted{_norm}"] = (*POST_BEFORE, *renamed(_pre, x="stored"), *POST_AFTER)
+_post_after = renamed(IDENTITY_POST, x="stored", **AFTER, kept="kept after")
+MHC["mhc_next identity"] = (
+    *(*renamed(IDENTITY_POST, **BEFORE), *STORED),
+    *(*renamed(IDENTITY_PRE, x="stored"), *_post_after),
+)
 for _norm, _pre in {"": PRE, " normed": PRE_NORMED}.items():
     MHC[f"mhc_pre{_norm}"] = _pre
     MHC[f"mhc_layer{_norm}"] = (*_pre, *POST)
@@ -135,8 +145,7 @@ READ_IN_BLOCKS = (
     *("dh_mix", "dz", "x", "stored", "dx_next", "dx_after", "dh_in", "dh_read", "dout"),
     *("phi", "gamma", "h_out", "h_out after", "h_read", "layer_norm_weight"),
 )
-# What leaves these out.
-NEUTRAL = {"gamma": steps.ones, "alphas": steps.ones, "layer_norm_weight": steps.ones, "r": steps.ones}
+FACTORS = ("gamma", "alphas", "layer_norm_weight", "r")
 CONV_READ_IN_BLOCKS = ("everything", "dz", "dy", "weight")
 
 
@@ -158,12 +167,14 @@ def model_of(
 def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]:
     """And what the steps read beside what the op is given."""
     op, device = case.subject.name, next(iter(tensors.values())).device
-    section_of_row = [k for k, rows in enumerate(sections(case).values()) for _ in rows]
+    section_of_row = [k for k, rows in enumerate(case.sections.values()) for _ in rows]
     inputs: Values = {**DEFAULTS._asdict(), "n": case.n, "section_of_row": torch.tensor(section_of_row, device=device)}
     inputs |= {"gamma": torch.ones(case.n, case.D, device=device)}
     forward, wanted, names = MHC[op], set(tensors), {}
     if {"h_post", "phi"} <= wanted:  # a post and the pre behind it
-        inputs |= {BEFORE[name]: tensors[name] for name in BEFORE} | {"h_out after": tensors["h_out"]}
+        inputs |= {BEFORE[name]: tensors[name] for name in BEFORE if name in tensors} | {
+            "h_out after": tensors["h_out"]
+        }
         inputs |= {"as_stored": results.get("x_next"), "dlink_as_stored": results.get("dlink")}
         wanted, names = {BEFORE.get(name, name) for name in tensors}, GRADIENTS
     gradients = _gradients_of_next if "link" in tensors else steps.gradients
@@ -171,11 +182,12 @@ def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]
 
 
 def _gradients_of_next(forward: Steps, wanted: Collection[str], outputs: Collection[str]) -> Steps:
-    own = forward[len(POST_BEFORE) :]
+    end = next(i for i, step in enumerate(forward) if step.name == "stored") + 1
+    before, own = forward[:end], forward[end:]
     names = {"dstored": "dlink"} | {f"dstored via {step.name}": f"dx via {step.name}" for step in own}
     of_own = renamed(steps.gradients(own, {*wanted, "stored"}, outputs), **names)
-    of_post = steps.gradients(POST_BEFORE, set(wanted) - {"x"}, ["x_next"])
-    return (*of_own, *DX, *renamed(of_post, **{"cotangent of x_next": "dlink_taken"}))
+    of_post = steps.gradients(before, set(wanted) - {"x"}, ["x_next"])
+    return (*of_own, *LINK, *renamed(of_post, **{"cotangent of x_next": "dlink_taken"}))
 
 
 def _conv(case: ConvCase, tensors: Tensors, given: Values) -> tuple[Steps, Values]:
@@ -225,7 +237,7 @@ def _parts(case: AnyCase, step: Step) -> dict[str, dict[str, Change]]:
     """Of a term that is a sum itself, what leaves out each summand."""
     summed = "dm for dinv_rms via m" if step.name == "dx via inv_rms" else f"{step.reads[-1]} for {step.name}"
     indices: dict[str, Any] = {f"stream {i}": (..., i, slice(None)) for i in range(case.n) if summed in BY_STREAM}
-    indices |= {name: (..., rows) for name, rows in sections(case).items() if step.name in BY_SECTION}
+    indices |= {name: (..., rows) for name, rows in case.sections.items() if step.name in BY_SECTION}
     return {part: {summed: steps.at(index, steps.zeros)} for part, index in indices.items()}
 
 
@@ -235,7 +247,7 @@ def _parts(case: AnyCase, step: Step) -> dict[str, dict[str, Change]]:
 def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
     """The order is the order of preference where two explain an output equally well."""
     if model.steps:
-        yield from _in_maps(sections(case)) if isinstance(case, Case) else _in_taps(case, model.right)
+        yield from _in_maps(case.sections) if isinstance(case, Case) else _in_taps(case, model.right)
         yield from _left_out(case, model)
     if "read" in model.right:
         yield "h_in is read with the weights of this sublayer", {"read for h_in": steps.always(model.right["h_pre"])}
@@ -256,13 +268,13 @@ def _in_maps(sections: Mapping[str, range]) -> Iterator[Hypothesis]:
 
 
 def _left_out(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
-    """A factor or a summand, of one value, of all gradients or of everything; or a term of a value in between."""
-    for name in [name for name in NEUTRAL if name in model.right]:
+    """A factor of one value, of all gradients or of everything; or a term of a value that is no output."""
+    for name in [name for name in FACTORS if name in model.right]:
         readers = _readers(model, name)
         readers["the backward"] = [read for names in readers.values() for read in names if " via " in read]
         for into, names in readers.items():
             if names:
-                yield f"{WORDS.get(name, name)} is left out of {into}", dict.fromkeys(names, NEUTRAL[name])
+                yield f"{WORDS.get(name, name)} is left out of {into}", dict.fromkeys(names, steps.ones)
     results = {*case.subject.outputs, *(f"d{name}" for name in model.inputs)}  # whose terms are fitted
     for value, terms in model.sums.items():
         for term in terms if value not in results and len(terms) > 1 else ():

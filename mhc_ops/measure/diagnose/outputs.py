@@ -50,15 +50,10 @@ def layout(case: AnyCase, name: str, shape: Sequence[int]) -> dict[str, int]:
     axes = (table[name] if name in table else table[name.removeprefix("d")]).split()
     first, *others = [axis.replace("_", " ") for axis in axes if axis != "stream" or case.n]
     sizes = {"old stream": case.n, "new stream": case.n, "stream": case.n, "channel": case.D, "step": (1, *shape)[-1]}
-    rows = sum(map(len, sections(case).values()))
+    rows = sum(map(len, case.sections.values()))
     sizes |= {"row": rows} if isinstance(case, Case) else {"token": case.L, "tap": case.W}
     known = {axis: sizes[axis] for axis in others}
     return {first: math.prod(shape) // max(1, math.prod(known.values())), **known}
-
-
-def sections(case: AnyCase) -> dict[str, range]:
-    """The rows of each section of phi, bias and h_mix; a convolution has none."""
-    return case.sections if isinstance(case, Case) else {}
 
 
 class Place(NamedTuple):
@@ -153,7 +148,7 @@ class Output:
         return self.locate(self.off)
 
     def locate(self, off: Tensor) -> Place:
-        return place_of(off, self.axes, sections(self.case))
+        return place_of(off, self.axes, self.case.sections)
 
     def close(self, candidate: Tensor) -> bool:
         """Whether the result would pass if this were the truth."""
