@@ -1,5 +1,6 @@
 """Where a test runs: on the CPU, in Triton's interpreter, or on a GPU."""
 
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -7,14 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+import mhc_ops
 from mhc_ops.core import call
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.measure import cases, speed, training_step
 
 # torch keeps what torch.compile made by its source, not by ATEN_CPU_CAPABILITY: code for one set of vector instructions
-# would be taken for another, and give garbage or not compile.
-kept = Path(tempfile.gettempdir()) / f"mhc_ops_inductor_{os.getuid()}_{torch.backends.cpu.get_cpu_capability()}"
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
+# would be taken for another, and give garbage or not compile. Nor by the ops that a backward calls: with other arguments
+# than these took before, what was kept calls them wrongly.
+ops = b"".join(path.read_bytes() for path in sorted(Path(mhc_ops.__file__).parent.rglob("contracts.py")))
+kept = f"mhc_ops_inductor_{os.getuid()}_{torch.backends.cpu.get_cpu_capability()}_{hashlib.sha256(ops).hexdigest()[:8]}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / kept))
 
 
 def pytest_configure():

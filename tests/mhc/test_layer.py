@@ -206,25 +206,25 @@ def test_opcheck(gamma, norm, kernel_device):
     parameters.append(torch.rand(D, device=kernel_device) if norm else None)
     leaves = [t if t is None else t.requires_grad_() for t in (x, *parameters)]
     read = torch.rand(6, N, device=kernel_device)
-    for given in (None, read.requires_grad_()):
+    shifted = (None, read.requires_grad_()) if gamma and norm else (None,)
+    for given in shifted:
         opcheck(contracts.mhc_layer_pre.traced, (leaves[0], given, *leaves[1:], *OPTIONS, "triton"))
     detached = [t if t is None else t.detach() for t in leaves]
     of_pre = (detached[0], None, *detached[1:], *OPTIONS, "triton")
     h_in, h_post, h_res, link, _, inv_rms, h_mix = contracts.mhc_layer_pre.traced(*of_pre)
     maps = [t.requires_grad_() for t in (h_out, h_post, h_res)]
-    for transposed in (False, True):
-        opcheck(contracts.mhc_layer_post.traced, (link, x.detach(), *maps, transposed, "triton"))
-        opcheck(contracts.mhc_post_fwd.traced, (x, *maps, transposed, "triton"))
+    opcheck(contracts.mhc_layer_post.traced, (link, x.detach(), *maps, gamma, "triton"))  # transposed or not
+    opcheck(contracts.mhc_post_fwd.traced, (x, *maps, norm, "triton"))
     opcheck(contracts.mhc_post_fwd.traced, (x, *maps[:2], None, False, "triton"))
     opcheck(contracts.mhc_post_pre_fwd.traced, (x, *maps, *leaves[1:], *OPTIONS, "triton"))
-    for given in (None, read):
+    for given in shifted:
         of_next = (link, x.detach(), *maps, given, *leaves[1:], *OPTIONS, True, "triton")
         opcheck(contracts.mhc_next_fwd.traced, of_next)
     opcheck(contracts.sinkhorn_fwd.traced, (h_res.detach().requires_grad_(), 20, 1e-6, "triton"))
     plain = [t.detach() for t in maps]
     opcheck(contracts.mhc_next_fwd.traced, (None, detached[0], *plain, None, *detached[1:], *OPTIONS, False, "triton"))
     opcheck(contracts.mhc_post_bwd.traced, (detached[0], *plain, False, detached[0], True, "triton"))
-    for given in (None, read.detach()):
+    for given in [None if weights is None else weights.detach() for weights in shifted]:
         kept = (*OPTIONS, given, inv_rms, h_mix)
         cotangents = (h_in, plain[1], plain[2], given, detached[0])
         opcheck(contracts.mhc_pre_bwd.traced, (*detached, *kept, *cotangents, "triton"))

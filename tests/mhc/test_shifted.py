@@ -657,8 +657,8 @@ def of_sublayer(dtype, options, tokens, n, D, norm, device):
     return x, read, h_out, own
 
 
-@by_options
-@pytest.mark.parametrize("tokens", [7, 70], ids=["one launch", "several"])
+@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("standard", "identity of Hy4", "all else")], ids=str)
+@pytest.mark.parametrize("tokens", [7, 66], ids=["one launch", "several"])
 @pytest.mark.parametrize(("dtype", "norm"), [(bf16, True), (bf16, False), (fp16, True)], ids=str)
 def test_types_on_kernels(dtype, norm, tokens, options, triton_device):
     """One shifted sublayer: outputs and gradients are rounded once. Few tokens are one launch in bf16."""
@@ -677,16 +677,15 @@ def test_types_on_kernels(dtype, norm, tokens, options, triton_device):
 @pytest.mark.parametrize("dtype", [bf16, fp32])
 def test_bits_on_kernels(dtype, shifted, triton_device):
     """The boundary has the bits of its parts, twice, with and without gradients, alone and in a batch."""
-    for name in ("standard", "identity of Hy4", "all else"):
+    for name in ("identity of Hy4", "all else"):
         options = OPTIONS[name]
-        x, parameters = sublayers([options] * 3, (70,), 4, 40, dtype, norm=False, device=triton_device)
-        outputs = in_a_loop(x, parameters, [options] * 3, shifted)
+        x, parameters = sublayers([options] * 2, (66,), 4, 24, dtype, norm=False, device=triton_device)
+        outputs = in_a_loop(x, parameters, [options] * 2, shifted)
         leaves = leaves_of(x, parameters)
-        assert_equal(results_of(in_a_loop(x, parameters, [options] * 3, shifted), leaves), results_of(outputs, leaves))
+        assert_equal(results_of(in_a_loop(x, parameters, [options] * 2, shifted), leaves), results_of(outputs, leaves))
         with torch.no_grad():
-            assert_equal(in_a_loop(x, parameters, [options] * 3, shifted), outputs)
             assert_equal(by_parts(x, parameters, options, shifted), outputs)
-            alone = in_a_loop(x[3:5], parameters, [options] * 3, shifted)
+            alone = in_a_loop(x[3:5], parameters, [options] * 2, shifted)
         assert_equal(alone, [output[3:5] for output in outputs])
 
 
@@ -697,7 +696,7 @@ def test_stacks_on_kernels(options, recompute, triton_device):
     torch.manual_seed(cases.SEED)
     connections = [HyperConnection(layer, 4, 24, layer_norm=True, **options) for _ in range(4)]
     stack = HyperStack(*connections, recompute=recompute, shifted=True).to(triton_device)
-    x = torch.randn(70, 4, 24, device=triton_device).requires_grad_()
+    x = torch.randn(6, 4, 24, device=triton_device).requires_grad_()
     own = [dict(connection.named_parameters()) for connection in connections]
     expected = results_of([in_a_loop(x, own, [options] * 4, True)[2]], [x, *stack.parameters()])
     assert_equal(results_of([stack(x)], [x, *stack.parameters()]), expected)
@@ -717,7 +716,8 @@ def test_mean_on_kernels(outer, n, dtype, triton_device, poisoned):
 @pytest.mark.parametrize(("T", "D"), [(2048, 4096), (4096, 2560), (2048, 320), (61, 4096)])
 def test_large_sizes(subject, T, D, poisoned):
     """The boundary's own kernels, where the GPU has them; few tokens in one launch."""
-    rows = accuracy.measure(cases.Case(subject, (T,), 4, D, bf16, unused=("x_next",)), "triton", "cuda")
+    unused = ("x_next",) if "link" in subject.inputs else ()  # nobody looks at x between two sublayers
+    rows = accuracy.measure(cases.Case(subject, (T,), 4, D, bf16, unused=unused), "triton", "cuda")
     assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
 
 

@@ -264,9 +264,9 @@ def test_partial_sums_have_the_bits_of_the_projection(T, D):
     if configs.boundary_fwd(n, D, T, on) is None:
         pytest.skip("no fused kernel on this GPU")
     expected, x_next = torch.empty_like(post["x"]), torch.full_like(post["x"], torch.nan)
-    mhc_post_fwd(**post, x_next=expected)
+    mhc_post_fwd(**post, transposed=False, x_next=expected)
     of_pre = {"phi": tensors["phi"], "gamma": tensors["gamma"]}
-    partials, split = post_project(**post, **of_pre, x_next=x_next)
+    partials, split = post_project(**post, transposed=False, **of_pre, x_next=x_next)
     assert torch.equal(x_next, expected)
     other, other_split = project(expected, **of_pre)
     assert partials.isfinite().all()
@@ -302,7 +302,7 @@ def test_same_bits_200_times(T, D):
         x_next.fill_(torch.nan)
         with torch.cuda.stream(busy):
             copy = given["x"].clone()
-        partials, _ = post_project(**given, x_next=x_next)
+        partials, _ = post_project(**given, transposed=False, x_next=x_next)
         first = first or (x_next.clone(), partials)
         assert torch.equal(x_next, first[0])
         assert torch.equal(partials, first[1])

@@ -386,8 +386,9 @@ def test_tickets_are_set_back_on_a_gpu():
 def test_a_boundary_with_its_norm_is_one_launch():
     tensors = cases.Case(BOUNDARY_NORMED, (16,), 4, 4096, bf16).inputs("cuda")
     mhc_ops.mhc_post_pre(**tensors)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        mhc_ops.mhc_post_pre(**tensors)
-        torch.cuda.synchronize()
+    for _ in range(2):  # a process's first profile may miss what runs while the profiler starts
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            mhc_ops.mhc_post_pre(**tensors)
+            torch.cuda.synchronize()
     kernels = [event.key for event in profile.key_averages() if "mhc" in event.key]
     assert kernels == ["mhc_few_fwd_kernel"]
