@@ -14,8 +14,8 @@ from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.measure import cases, speed, training_step
 
 # torch keeps what torch.compile made by its source, not by ATEN_CPU_CAPABILITY: code for one set of vector instructions
-# would be taken for another, and give garbage or not compile. Nor by the ops that a backward calls: with other arguments
-# than these took before, what was kept calls them wrongly.
+# would be taken for another, and give garbage or not compile. Nor by the ops that a backward calls: where they take
+# other arguments now, what was kept calls them wrongly.
 ops = b"".join(path.read_bytes() for path in sorted(Path(mhc_ops.__file__).parent.rglob("contracts.py")))
 kept = f"mhc_ops_inductor_{os.getuid()}_{torch.backends.cpu.get_cpu_capability()}_{hashlib.sha256(ops).hexdigest()[:8]}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / kept))

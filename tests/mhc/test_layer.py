@@ -197,8 +197,7 @@ def test_the_link_stays_one_element(kernel_device):
     assert taken["h_out"].is_contiguous()
 
 
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("gamma", [False, True])
+@pytest.mark.parametrize(("gamma", "norm"), [(False, False), (True, True)])
 def test_opcheck(gamma, norm, kernel_device):
     """The private pair, the boundary, and the ops that their gradients are made of."""
     tensors = cases.Case(cases.MHC_LAYER, (6,), N, D, torch.float32, gamma=gamma).inputs(kernel_device)
