@@ -34,6 +34,8 @@ MHC = [
     (4, 257, bf16),
     *((n, 4096, bf16, True, True) for n in (1, 4, 8)),  # with the layer's norm
     (4, 1280, fp32, True, True),
+    *((n, 4096, bf16, True, True, False, False, True) for n in (4, 8)),  # shifted, the identity as residual
+    (4, 4096, bf16, True, True, True, True, True),  # shifted, transposed
 ]
 CONV = [
     *itertools.product((4096,), (4,), (bf16,), ("", "cu_seqlens states")),

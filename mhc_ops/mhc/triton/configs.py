@@ -320,13 +320,13 @@ def post_fwd(n: int, D: int, wide: bool, on: Device) -> Tile:
 
 
 @cache
-def post_bwd(n: int, D: int, wide: bool, on: Device) -> Tile:
+def post_bwd(n: int, D: int, wide: bool, mixed: bool, on: Device) -> Tile:
     """256 channels, 1 warp, 3 stages: 167 µs at T = 8192, D = 4096 (4,000 GB/s); 512 channels with 2 warps 173, 1024
-    with 4 warps 188. `wide`: x or dx_next is fp32."""
+    with 4 warps 188. `wide`: x or dx_next is fp32; `mixed`: there is an h_res (without it, 2 warps spill on sm_100)."""
     if on.kind == "cpu":
         return Tile(64, max(8, min(1024, next_power_of_2(D))), 4)
     if n > 4:
-        return Tile(1, max(8, min(128 if wide else 256, next_power_of_2(D))), 2, 2)
+        return Tile(1, max(8, min(128 if wide else 256, next_power_of_2(D))), 2 if mixed else 4, 2)
     return Tile(1, max(8, min(256, next_power_of_2(D))), 1, 3)
 
 

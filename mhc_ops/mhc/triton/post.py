@@ -173,7 +173,7 @@ def mhc_layer_post(*, link, **arguments):
 def mhc_post_bwd(*, x, h_out, h_post, h_res, transposed, dx_next, residual, dx, dh_out, dh_post, dh_res):
     n, D = x.shape[-2:]
     wide = torch.float32 in (x.dtype, dx_next.dtype)
-    T, tile = h_out.numel() // D, configs.post_bwd(n, D, wide, device.of(x.device))
+    T, tile = h_out.numel() // D, configs.post_bwd(n, D, wide, h_res is not None, device.of(x.device))
     if T == 0:
         return
     launch(

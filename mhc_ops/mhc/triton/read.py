@@ -21,11 +21,11 @@ def mhc_read_fwd_kernel(
     in_tile = in_batch & (d < D)
     h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for i in tl.static_range(n):
-        x = tl.load(x_ptr + (t * n + i) * D + d, mask=in_tile, other=0.0).to(tl.float32)
         if h_pre_ptr is None:
-            h_in += x
+            h_in += tl.load(x_ptr + (t * n + i) * D + d, mask=in_tile, other=0.0).to(tl.float32)
         else:
-            h_in += tl.load(h_pre_ptr + t * n + i, mask=in_batch, other=0.0).to(tl.float32) * x
+            weight = tl.load(h_pre_ptr + t * n + i, mask=in_batch, other=0.0).to(tl.float32)
+            h_in += weight * tl.load(x_ptr + (t * n + i) * D + d, mask=in_tile, other=0.0).to(tl.float32)
     if h_pre_ptr is None:
         h_in = h_in / n
     tl.store(h_in_ptr + t * D + d, h_in.to(h_in_ptr.dtype.element_ty), mask=in_tile)

@@ -164,7 +164,7 @@ def tiles(n, D, dtype):
     yield "dh_pre", configs.dh_pre(n, D, wide, on), wide
     yield "normed dh_pre", configs.normed_dh_pre(n, D, on), wide
     yield "post_fwd", configs.post_fwd(n, D, wide, on), wide
-    yield "post_bwd", configs.post_bwd(n, D, wide, on), wide
+    yield "post_bwd", configs.post_bwd(n, D, wide, True, on), wide
     yield "project", configs.project(M, D, wide, on), configs.padded_maps(M), wide
     yield "dmaps", configs.dmaps(n, on)
     yield "dphi", configs.dphi(M, on)

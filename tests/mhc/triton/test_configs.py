@@ -121,12 +121,12 @@ def test_row_by_row_kernels(on):
             configs.normed_dh_pre(n, D, on),
             configs.read_bwd(n, D, on),
             configs.post_fwd(n, D, wide, on),
-            configs.post_bwd(n, D, wide, on),
+            *(configs.post_bwd(n, D, wide, mixed, on) for mixed in (False, True)),
         )
         for tile in tiles:
             assert is_power_of_2(tile.block_t, tile.block_d, tile.warps)
             assert tile.stages >= 1
-        assert configs.post_bwd(n, D, wide, on).block_d >= 8, "own_sums adds 8 channels of a thread"
+        assert configs.post_bwd(n, D, wide, True, on).block_d >= 8, "own_sums adds 8 channels of a thread"
     for n in STREAMS:
         for tile in (configs.sinkhorn(n, on), configs.dmaps(n, on)):
             assert is_power_of_2(tile.block_t, tile.warps)
