@@ -26,6 +26,7 @@ def warmup(
     tokens: int = 8192,
     gamma: bool = False,
     layer_norm: bool = False,
+    shifted: bool = False,
     parameter_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cuda",
     backend: str | None = None,
@@ -33,7 +34,8 @@ def warmup(
 ) -> int:
     """Compile what a `HyperConnection` or `HyperStack` of these sizes needs, with and without gradients, on all cores.
 
-    tokens: about how many a step has; the kernels of few (below a thousand) and of many differ.
+    shifted: as HyperStack has it. tokens: about how many a step has; the kernels of few (below a thousand) and of many
+    differ.
     Returns how many kernels were asked for; those that a cache on disk has take no time. With a backend whose kernels
     are not Triton's, one step is run instead.
     """
@@ -47,13 +49,14 @@ def warmup(
         return 0
     check_kernel_limits(function, x, name)
     check_kernel_options(function, run["options"], name)
-    if layer_norm:
-        check_not_tilelang(f"{function} with layer_norm", name)
+    for wanted, word in ((layer_norm, "layer_norm"), (shifted, "shifted")):
+        if wanted:
+            check_not_tilelang(f"{function} with {word}", name)
     if name != "triton":
-        _step(x, gamma, layer_norm, parameter_dtype, **run)
+        _step(x, gamma, layer_norm, shifted, parameter_dtype, **run)
         return 0
     with collected() as compilations:
-        _step(x, gamma, layer_norm, parameter_dtype, **run)
+        _step(x, gamma, layer_norm, shifted, parameter_dtype, **run)
 
     def compile_one(compilation: Any) -> None:
         with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():  # threads have a current device each
@@ -77,7 +80,9 @@ def _signature(compilation: Any) -> tuple[Any, ...]:
     return compilation.func, *((type(value), kind(value)) for value in (*compilation.args, *options))
 
 
-def _step(x: Tensor, gamma: bool, layer_norm: bool, dtype: torch.dtype, backend: str, options: Any) -> None:
+def _step(
+    x: Tensor, gamma: bool, layer_norm: bool, shifted: bool, dtype: torch.dtype, backend: str, options: Any
+) -> None:
     """The ops of a training step of a stack and of a forward without gradients, on zeros."""
     n, D = x.shape[-2:]
     sections = [n, n] if options.residual == Residual.IDENTITY else [n, n, n * n]
@@ -94,21 +99,22 @@ def _step(x: Tensor, gamma: bool, layer_norm: bool, dtype: torch.dtype, backend:
     }
     weight = zeros(D) if layer_norm else None
     of_pre = {"x": x, **maps, "layer_norm_weight": weight, "options": options, "backend": backend}
-    pre = contracts.mhc_layer_pre.launch(**of_pre, read=None)
+    read = torch.zeros(*x.shape[:-1], dtype=torch.float32, device=x.device) if shifted else None
+    pre = contracts.mhc_layer_pre.launch(**of_pre, read=read)
     h_res = pre.h_res if pre.h_res.numel() else None
     of_boundary = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": h_res, "backend": backend}
     of_post = {**of_boundary, "transposed": options.transposed}
     contracts.mhc_layer_post.launch(link=pre.link, **of_post)
     post = contracts.mhc_post_bwd.launch(**of_post, dx_next=x, residual=False)
     dh_res = post.dh_res if post.dh_res.numel() else None
-    kept = {"inv_rms": pre.inv_rms, "h_mix": pre.h_mix, "read": None, "dh_pre": None}
+    kept = {"inv_rms": pre.inv_rms, "h_mix": pre.h_mix, "read": read, "dh_pre": read}
     cotangents = {"dh_in": pre.h_in, "dh_post": post.dh_post, "dh_res": dh_res, "dx_next": x}
     contracts.mhc_pre_bwd.launch(**of_pre, **kept, **cotangents)
     contracts.mhc_pre_fwd.launch(**of_pre)
 
-    of_next = {**of_pre, **of_boundary, "read": None}
+    of_next = {**of_pre, **of_boundary, "read": read}
     between = contracts.mhc_next_fwd.launch(**of_next, link=pre.link, linked=True)
     contracts.mhc_next_fwd.launch(**of_next, link=None, linked=False)
     kept = {"x_next": x, "inv_rms": between.inv_rms, "h_mix": between.h_mix, "dx_next": None, "dlink_next": x}
-    cotangents = {"dh_in": pre.h_in, "dh_post_next": post.dh_post, "dh_res_next": dh_res, "dh_pre_next": None}
+    cotangents = {"dh_in": pre.h_in, "dh_post_next": post.dh_post, "dh_res_next": dh_res, "dh_pre_next": read}
     contracts.mhc_next_bwd.launch(**of_next, **kept, **cotangents)

@@ -723,6 +723,18 @@ def test_large_sizes(subject, T, D, poisoned):
 
 @pytest.mark.gpu
 @both_forms
+def test_large_sublayers_of_different_options(shifted):
+    """No kernel of a boundary takes a sublayer with a residual map and one without."""
+    options = [OPTIONS[name] for name in ("standard", "identity", "standard", "transposed", "identity")]
+    x, parameters = sublayers(options, (2048,), 4, 256, bf16, norm=False, device="cuda")
+    with torch.no_grad():
+        outputs = in_a_loop(x, parameters, options, shifted)
+        few = in_a_loop(x[:20], parameters, options, shifted)
+    assert_equal(few, [output[:20] for output in outputs])
+
+
+@pytest.mark.gpu
+@both_forms
 @pytest.mark.parametrize("name", ["standard", "identity", "transposed"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_bits_of_large_sizes(name, norm, shifted):

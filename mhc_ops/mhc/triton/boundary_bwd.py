@@ -395,6 +395,7 @@ def boundary_pass(
     assert dread is None or layer_norm_weight is None, "the norm waits for pass A, which makes dread"
     streams, D = x.shape[-2:]
     mixed = 0 if h_res is None else streams**2
+    assert parts.shape[1] == configs.padded_maps(2 * streams + mixed), "both sublayers with a map, or both without"
     T, K, maps = table.shape[0], streams * D, 2 * streams + mixed
     tile, on = configs.BOUNDARY_BWD, device.of(x.device)
     blocks = D // tile.block_d

@@ -384,6 +384,7 @@ def post_project(*, x, h_out, h_post, h_res, transposed, phi, gamma, x_next, rea
     was split."""
     tile, on = configs.BOUNDARY_FWD, device.of(x.device)
     streams, D = x.shape[-2:]
+    assert (h_res is None) == (phi.shape[0] == 2 * streams), "the kernel takes both layers with a map, or both without"
     T = x.numel() // (streams * D)
     bundles, token_blocks = D // configs.BUNDLE, cdiv(T, tile.block_t)
     parts = phi_parts(phi, gamma, None, streams, configs.arithmetic(x.dtype, on), tile.block_d)

@@ -372,6 +372,12 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
 
 
 @cache
+def same_blocks_of_k(n: int, M: int, D: int, on: Device) -> bool:
+    """Whether the projection of bf16 has the same order of K with M maps as with all of them."""
+    return project(M, D, False, on).block_d == project(maps(n), D, False, on).block_d
+
+
+@cache
 def split_k_few(n: int, D: int, on: Device) -> SplitK:
     """Pieces are slices."""
     block_d = project(maps(n), D, False, on).block_d

@@ -243,10 +243,13 @@ def mhc_few_fwd_kernel(
 KERNEL = Ticketed(mhc_few_fwd_kernel)
 
 
-def chosen(x, T):
-    """How so few tokens are taken, or None where they are not."""
-    n, D = x.shape[-2:]
-    return configs.few(n, D, T, device.of(x.device)) if x.dtype == configs.FEW_DTYPE else None
+def chosen(x, T, M):
+    """How so few tokens are taken, or None where they are not, or where many with these maps are summed in blocks of
+    another size, as on some GPUs without h_res."""
+    (n, D), on = x.shape[-2:], device.of(x.device)
+    if x.dtype != configs.FEW_DTYPE or not configs.same_blocks_of_k(n, M, D, on):
+        return None
+    return configs.few(n, D, T, on)
 
 
 def few_fwd(

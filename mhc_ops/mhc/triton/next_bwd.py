@@ -19,12 +19,14 @@ def mhc_next_bwd(**arguments):
         composition(**arguments)
 
 
-def is_one_kernel(*, x, h_out, h_post, h_res, dh_in, dx_next, dlink_next, **_):
+def is_one_kernel(*, x, h_out, h_post, h_res, phi, dh_in, dx_next, dlink_next, **_):
     """Where all gradients come that a sublayer in a stack gets, and no other (somebody looked at x in between), in
-    tensors that can be copied block by block."""
+    tensors that can be copied block by block, and both sublayers have a residual map or neither has."""
     if dh_in is None or dlink_next is None or dx_next is not None:
         return False
     n, D = x.shape[-2:]
+    if (h_res is None) != (phi.shape[0] == 2 * n):
+        return False
     enough = x.numel() >= configs.BOUNDARY_TOKENS * n * D
     if configs.boundary_bwd(n, D, x.dtype, enough, device.of(x.device)) is None or boundary_pass() is None:
         return False

@@ -23,17 +23,18 @@ def mhc_post_pre_fwd(*, x, h_out, h_post, h_res, phi, gamma, options, x_next, h_
     of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "x_next": x_next}
     of_finish["options"] = options
     T = x.numel() // phi.shape[1]
-    tile = few.chosen(x, T)
+    tile = few.chosen(x, T, phi.shape[0])
     if tile is not None and T:
         maps = {"h_post_next": h_post_next, "h_res_next": h_res_next}
         few.few_fwd(tile=tile, **of_post, phi=phi, gamma=gamma, **maps, **of_finish)
         return
     of_finish |= {"x": x_next, "h_post": h_post_next, "h_res": h_res_next}
-    if is_fused(**of_post, read=of_finish.get("read")):
+    read = of_finish.get("read") if of_finish["layer_norm_weight"] is None else None  # the norm has a kernel for h_in
+    if is_fused(**of_post, phi=phi, read=read):
         of_project = {**of_post, "transposed": options.transposed, "phi": phi, "gamma": gamma}
-        if of_finish.get("read") is not None and of_finish["layer_norm_weight"] is None:
-            of_project |= {name: of_finish.pop(name) for name in ("read", "h_in")}
-            of_finish["h_in"] = None
+        if read is not None:
+            of_project |= {"read": read, "h_in": of_finish["h_in"]}
+            of_finish |= {"read": None, "h_in": None}
         partials, split = post_project()(**of_project)
         finish(**of_finish, partials=partials, split=split)
     else:
@@ -41,9 +42,12 @@ def mhc_post_pre_fwd(*, x, h_out, h_post, h_res, phi, gamma, options, x_next, h_
         mhc_pre_fwd(**of_finish, phi=phi, gamma=gamma)
 
 
-def is_fused(*, x, h_out, h_post, h_res, x_next, read):
-    """Whether the boundary's kernel takes these tensors. It copies blocks, which begin and are wide in 16 bytes."""
+def is_fused(*, x, h_out, h_post, h_res, x_next, phi, read):
+    """Whether the boundary's kernel takes these tensors. It copies blocks, which begin and are wide in 16 bytes, and
+    both layers have a residual map or neither has."""
     n, D = x.shape[-2:]
+    if (h_res is None) != (phi.shape[0] == 2 * n):
+        return False
     maps = [tensor for tensor in (h_post, h_res, read) if tensor is not None]
     return (
         configs.boundary_fwd(n, D, h_out.numel() // D, device.of(x.device)) is not None

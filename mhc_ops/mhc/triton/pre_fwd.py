@@ -171,7 +171,7 @@ def project(x, phi, gamma):
 def mhc_pre_fwd(*, x, phi, gamma, h_post=None, h_res=None, **arguments):
     """arguments: of `finish`"""
     T = x.numel() // phi.shape[1]
-    tile = few.chosen(x, T)
+    tile = few.chosen(x, T, phi.shape[0])
     if T == 0:
         return
     if tile is not None:

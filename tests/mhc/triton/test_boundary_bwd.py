@@ -21,7 +21,7 @@ from mhc_ops.core.launch import COMPILE_OPTIONS
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import contracts
 from mhc_ops.mhc.options import PreOptions, Residual
-from mhc_ops.mhc.triton import boundary_bwd, configs, next_bwd
+from mhc_ops.mhc.triton import boundary_bwd, configs, next_bwd, post_pre
 
 HOPPER = GPUS["sm_90"]
 SUBJECTS = (cases.MHC_NEXT, cases.MHC_NEXT_NORMED)
@@ -340,6 +340,18 @@ def test_otherwise_the_composition(changed, monkeypatch):
             given[name] = torch.empty(value, dtype=bf16, device="meta")
     assert next_bwd.is_one_kernel(**boundary(4096))
     assert not next_bwd.is_one_kernel(**given)
+
+
+def test_sublayers_with_and_without_a_map_take_the_composition(monkeypatch):
+    """Both kernels know one kind of residual."""
+    monkeypatch.setattr(device, "of", lambda _: HOPPER)
+    mixed, identity = (boundary(8192, mixed=mixed) for mixed in (True, False))
+    for given, other in ((mixed, identity), (identity, mixed)):
+        assert next_bwd.is_one_kernel(**given)
+        assert not next_bwd.is_one_kernel(**given | {"h_res": other["h_res"]})
+        of_post = {name: given[name] for name in ("x", "h_out", "h_post", "h_res", "x_next", "phi")} | {"read": None}
+        assert post_pre.is_fused(**of_post)
+        assert not post_pre.is_fused(**of_post | {"h_res": other["h_res"]})
 
 
 def test_unaligned_tensors_take_the_composition(monkeypatch):

@@ -198,7 +198,7 @@ def test_warmup_compiles_it(monkeypatch):
     with cross_compile.compiling_for("sm_90", monkeypatch, {KERNEL}) as kernels:
         with collected() as compilations:
             x = torch.empty(8192, n, 4096, dtype=bf16, device="meta")
-            warmup._step(x, False, True, fp32, backend="triton", options=PreOptions())
+            warmup._step(x, False, True, False, fp32, backend="triton", options=PreOptions())
         for compilation in compilations:
             compilation()
     assert {kernel.name for kernel in kernels} == {KERNEL}

@@ -77,7 +77,7 @@ def assert_same(some, others):
 
 
 def is_taken(x):
-    return few.chosen(x, x.numel() // x.shape[-1] // x.shape[-2]) is not None
+    return few.chosen(x, x.numel() // x.shape[-1] // x.shape[-2], configs.maps(x.shape[-2])) is not None
 
 
 @pytest.mark.parametrize(("subject", "T", "n", "D", "gamma"), SMALL, ids=name_of)
