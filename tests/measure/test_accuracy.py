@@ -182,8 +182,9 @@ def test_the_sizes_of_terms_are_what_each_element_contributes(case, monkeypatch)
 
 @pytest.mark.parametrize("seed", range(1, 21))
 def test_the_reference_is_exact_at_any_seed(seed):
-    """Every case of `mhc-ops check`, with 20 other draws."""
+    """Every case of `mhc-ops check`, with 20 other draws; of mHC with fewer tokens, which take most of the time."""
     drawn = [replace(case, seed=cases.SEED + seed) for case in CHECK]
+    drawn = [replace(case, outer=case.outer[-1:]) if isinstance(case, cases.Case) else case for case in drawn]
     failed = [row for case in drawn for row in accuracy.measure(case, "reference") if not row.passed]
     assert failed == []
 

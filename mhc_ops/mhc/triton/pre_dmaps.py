@@ -98,11 +98,10 @@ def mhc_pre_dmaps_kernel(
             h_res = sinkhorn_keeping(z, divisors_ptr, t, T, iters, sinkhorn_eps, n, N)
             if h_res_ptr is not None:
                 i, j = tl.arange(0, N)[None, :, None], tl.arange(0, N)[None, None, :]
-                if TABLE == 0 and TRANSPOSED:
-                    h_res_at = h_res_ptr + at
+                if TRANSPOSED:
+                    h_res_at = h_res_ptr + (at if TABLE == 0 else token * TABLE + j * n + i)
                 else:
-                    place = j * n + i if (TABLE == 0) != TRANSPOSED else i * n + j
-                    h_res_at = h_res_ptr + token * (n * n if TABLE == 0 else TABLE) + place
+                    h_res_at = h_res_ptr + (token * (n * n) + j * n + i if TABLE == 0 else token * TABLE + i * n + j)
                 tl.store(h_res_at, h_res, mask=present)
             if dh_res_ptr is not None:
                 dz = tl.where(present, sinkhorn_back(z, h_res, dz, divisors_ptr, t, T, iters, n, N), 0.0)
