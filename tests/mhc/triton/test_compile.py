@@ -43,6 +43,13 @@ COMPILED = [
     *((*config, "sm_90") for config in CONFIGS),
     *((*config, target) for target, configs_there in ELSEWHERE.items() for config in configs_there),
 ]
+# Everything is compiled for these; else on Hopper what fills registers (the table has all): 4 minutes for two cores.
+EVERYTHING = [
+    *((n, 4096, bf16, "sm_90") for n in (1, 4, 8)),
+    (8, 257, fp32, "sm_90"),
+    (4, 4096, bf16, "gfx942"),
+]
+CROWDED = {"mhc_post_bwd_kernel", "mhc_pre_normed_dh_pre_kernel"}
 SOME, FEW = 100, 16  # tokens, where the projection cuts phi into parts itself, and where one launch does everything
 KERNELS = {
     "phi_parts_kernel",
@@ -126,14 +133,15 @@ def launch(name, **inputs):
     ("n", "D", "dtype", "target"), COMPILED, ids=[f"n{n}-D{D}-{name_of(dtype)}-{t}" for n, D, dtype, t in COMPILED]
 )
 def test_no_spills(n, D, dtype, target, monkeypatch):
-    everything = target == "sm_90" or (target, D) == ("gfx942", 4096)
-    with cross_compile.compiling_for(target, monkeypatch, None if everything else TILED) as kernels:
+    everything = (n, D, dtype, target) in EVERYTHING
+    wanted = None if everything else TILED | CROWDED if target == "sm_90" else TILED
+    with cross_compile.compiling_for(target, monkeypatch, wanted) as kernels:
         launch_all(8192, n, D, dtype)
         launch_all(8192, n, D, dtype, normed=True)
     fused = BOUNDARY if (n, D, dtype, target) == (4, 4096, bf16, "sm_90") else set()
     if target == "sm_90" and dtype == bf16 and n <= configs.FEW_STREAMS:
         fused = fused | {ONE_LAUNCH}
-    assert {kernel.name for kernel in kernels} == (KERNELS | OF_THE_NORM | fused if everything else TILED)
+    assert {kernel.name for kernel in kernels} == (KERNELS | OF_THE_NORM | fused if everything else wanted)
     cross_compile.check(target, kernels)
 
 
