@@ -82,10 +82,12 @@ def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
     """Whether the truth itself moves this far when every input and cotangent moves by the tolerance of fp32.
 
     Asked of a few numbers only: among thousands of cases some are zero but for rounding, as the slope of SiLU at its
-    turning point or a sum of two streams. In larger tensors such numbers do not count.
+    turning point or a sum of two streams. In larger tensors such numbers do not count, but as single elements that are
+    rounded to 16 bits where the whole is right.
     """
     size, name = accuracy.NORM_TOLERANCE[torch.float32], row.output
-    if ran.results[name].numel() > A_FEW:
+    right_in_norm = row.relative_error <= row.tolerance
+    if ran.results[name].numel() > A_FEW and not right_in_norm:
         return False
     generator = torch.Generator().manual_seed(0)
 
