@@ -1,0 +1,1 @@
+"""Training on many machines, by torch.distributed: docs/distributed.md. `import mhc_ops` does not import this."""

@@ -1,0 +1,81 @@
+"""Run a function in several processes that are one gloo group: results = run(2, function, argument)."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Each process is a copy of one that has imported torch, which takes seconds, and has done nothing else.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "torch.distributed.tensor", "mhc_ops"])
+
+
+def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
+    """What `function(*arguments)` returned on each rank; it is found by its name in its module, as are arguments.
+
+    An error of one rank is raised here with that rank's traceback; all processes have ended when this returns."""
+    with TemporaryDirectory() as folder:
+        ends, processes = [], []
+        for rank in range(world):
+            here, there = PROCESSES.Pipe(duplex=False)
+            process = PROCESSES.Process(
+                target=_rank, args=(rank, world, str(Path(folder) / "store"), there, function, arguments), daemon=True
+            )
+            process.start()
+            there.close()
+            ends.append(here)
+            processes.append(process)
+        try:
+            return _results(ends, monotonic() + seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _results(ends: list[Connection], until: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(ends):
+        waiting = {end: rank for rank, end in enumerate(ends) if rank not in results}
+        ready = wait(list(waiting), timeout=max(0, until - monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} have not ended")
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = waiting[end]
+            try:
+                failed, result = end.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} ended without a result") from None
+            if failed:
+                raise RuntimeError(f"rank {rank}:\n{result}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _rank(
+    rank: int, world: int, store: str, end: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timedelta(seconds=60)
+        )
+        result = (False, function(*arguments))
+        dist.barrier()  # none leaves while another still waits for it
+    except BaseException:
+        result = (True, traceback.format_exc())
+    # By numpy's way, not torch's: shared memory of tensors would have to outlive this process.
+    multiprocessing.reduction.ForkingPickler._extra_reducers.clear()  # type: ignore[attr-defined]
+    end.send(result)
+    end.close()
