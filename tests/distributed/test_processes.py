@@ -26,7 +26,7 @@ def test_every_rank_answers():
 
 
 def test_an_error_of_one_rank_is_told():
-    with pytest.raises(RuntimeError, match="(?s)rank 1:.*no tokens"):
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1:.*no tokens"):
         run(2, _fail, 1, False)
 
 
