@@ -176,8 +176,7 @@ def test_the_layers_run_on_the_operators(tiny, monkeypatch):
 
 
 @needed
-def test_on_kernels(built, kernel_device):
-    tiny = built("deepseek_v4")
+def test_on_kernels(tiny, kernel_device):
     model, ids = copy.deepcopy(tiny.model).to(kernel_device), tiny.ids[:1, :4].to(kernel_device)
     expected = results(model, ids)
     with patched(model), use_backend("triton"):

@@ -87,6 +87,7 @@ sys.modules["a_copy"] = copy
 spec.loader.exec_module(copy)
 del sys.modules["mhc_ops"]
 import torch, mhc_ops
+torch.set_default_device(sys.argv[2])
 
 def results(package):
     torch.manual_seed(0)
@@ -113,10 +114,11 @@ with copy.use_backend("hip"):
 """
 
 
-def test_beside_an_installed_mhc_ops(folder):
-    """The same bits, forward and backward, with ops, modules and choices of its own."""
-    init = folder / "build" / "torch-cpu" / "__init__.py"
-    done = subprocess.run([sys.executable, "-c", BESIDE, str(init)], capture_output=True, text=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_beside_an_installed_mhc_ops(folder, device):
+    """The same bits, forward and backward, with ops, modules and choices of its own; on a GPU by its kernels."""
+    init = folder / "build" / f"torch-{device}" / "__init__.py"
+    done = subprocess.run([sys.executable, "-c", BESIDE, str(init), device], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
