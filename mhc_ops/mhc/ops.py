@@ -1,6 +1,6 @@
 """mHC: the public functions. What each does first, checking its input and choosing a backend, is in prepare.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -387,11 +387,10 @@ def _enter(function: str, x: Tensor, **of_pre: Any) -> tuple[Tensor, Carry]:
     return h_in, _carried(x, parts, shifted, linked, of_pre.get("transposed", False))
 
 
-def _carried(x: Tensor, parts: list[Any], shifted: bool, linked: bool, transposed: bool) -> Carry:
+def _carried(x: Tensor, parts: Sequence[Any], shifted: bool, linked: bool, transposed: bool) -> Carry:
     """parts: h_post, h_res; where shifted, h_pre; where linked, the link"""
-    h_post, h_res, *rest = parts
-    link = rest.pop() if linked else None
-    return Carry(x, h_post, h_res, rest[0] if shifted else None, link, transposed)
+    h_post, h_res = parts[:2]
+    return Carry(x, h_post, h_res, parts[2] if shifted else None, parts[-1] if linked else None, transposed)
 
 
 def _leave(function: str, carry: Carry, h_out: Tensor, backend: str | None) -> Tensor:

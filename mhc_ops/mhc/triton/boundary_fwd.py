@@ -109,7 +109,9 @@ def mix_in_place(x_memory, h_out_memory, h_post, h_res, read):
         more = sum_neighbours(value * value, TILE_D, TILE_D // LANE)
         squares = more if j == 0 else squares + more  # noqa: F821
         if read is not None:
-            h_in = read[j] * value if j == 0 else h_in + read[j] * value  # noqa: F821
+            weight, _ = gl.broadcast(read[j], value)
+            # Not a sum of products: of the first two the compiler would choose which to round, and not as elsewhere.
+            h_in = weight * value if j == 0 else gl.fma(weight, value, h_in)  # noqa: F821
     # One store for all streams: a barrier stands before each. [.., .., j % 2, j // 2] reversed
     wide = gl.join(gl.join(x_next[0], x_next[2]), gl.join(x_next[1], x_next[3]))
     x_memory.store(gl.reshape(gl.permute(wide, [2, 3, 0, 1]), [n, BLOCK_T, TILE_D]))

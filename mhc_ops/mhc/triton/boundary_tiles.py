@@ -14,6 +14,7 @@ from .boundary_common import n, shared, widen
 
 BLOCK_T = gl.constexpr(configs.BOUNDARY_BWD.block_t)
 BLOCK_D = gl.constexpr(configs.BOUNDARY_BWD.block_d)
+WARPS = gl.constexpr(configs.BOUNDARY_BWD.warps)
 BATCHES = gl.constexpr(configs.BOUNDARY_BWD.block_t // 4)  # of 4 tokens, one for each warp
 
 # Of tiles [tokens, channels] and results of products: a warp has the channels 8·w .. 8·w + 7 and 32 more of these.
@@ -68,12 +69,19 @@ HALF_PRODUCTS = gl.constexpr(  # [batch, 16, 8]
         [4, 16, 8],
     )
 )
-
+OWN_DOTS = gl.constexpr(  # [warp, tokens, 8, streams]: HALF_PRODUCTS of every stream
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 8, 0, 0]],
+        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        [[1, 0, 0, 0], [2, 0, 0, 0]],
+        [],
+        [4, 16, 8, 4],
+    )
+)
 
 SHARED_TILE = gl.constexpr(shared((16, 64), torch.bfloat16))
 SHARED_MAPS_32 = gl.constexpr(shared((16, 32), torch.bfloat16))
 SHARED_MAPS_16 = gl.constexpr(shared((16, 16), torch.bfloat16))
-OF_STREAMS = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0]))  # [tokens, streams], to be stored
 
 
 # Σ over the tokens t and t + 8, which one thread holds: [tokens / 2, channels]
@@ -213,15 +221,33 @@ def store_dots(dots_ptr, x, h_out, dlink, left, DOTS: gl.constexpr, MIXED: gl.co
     gl.store(at, own_half(mma_v2(h_out, dlink, zero), upper), mask=own & (m < 4))
 
 
-# dots[t, i] = <dh_in[t], x_next[t, i]>, for `left` tokens
+# A tile as [warp, tokens, channels that it holds]: 8·w + r and 32 + 8·w + r
 @gluon.jit
-def store_read_dots(dots_ptr, dh_in, x_next, left, DOTS: gl.constexpr):
-    sums = ()
-    for i in gl.static_range(n):  # first over the channels that one thread holds, 2 in each half of a block
-        products = gl.reshape(dh_in * widen(x_next[i]), [BLOCK_T, 2, BLOCK_D // 4, 2])
-        sums = sums + (gl.sum(gl.sum(products, axis=3), axis=1),)
-    wide = gl.join(gl.join(sums[0], sums[2]), gl.join(sums[1], sums[3]))  # [tokens, channels, i // 2, i % 2]
-    dots = gl.convert_layout(gl.sum(gl.reshape(wide, [BLOCK_T, BLOCK_D // 4, n]), axis=1), OF_STREAMS)
-    token = gl.expand_dims(gl.arange(0, BLOCK_T, gl.SliceLayout(1, OF_STREAMS)), 1)
-    i = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, OF_STREAMS)), 0)
-    gl.store(dots_ptr + (token * DOTS + i), dots, mask=token < left)
+def by_warp(tile):
+    channels = gl.permute(gl.reshape(tile, [BLOCK_T, 2, WARPS, 8]), [2, 0, 1, 3])
+    return gl.reshape(channels, [WARPS, BLOCK_T, BLOCK_D // WARPS])
+
+
+# dots[warp, t, i] = <dh_in[t], x_next[t, i]> over the channels of a warp, for `left` tokens. Tiles are held as both
+# sides of a product of all tokens with all tokens, of which the diagonal is kept; nothing goes from warp to warp.
+@gluon.jit
+def store_read_dots(dots_ptr, dh_in, x_next, T, left):
+    rows = gl.convert_layout(by_warp(dh_in), gl.DotOperandLayout(0, PRODUCTS, 2), assert_trivial=True)
+    zero = gl.zeros([WARPS, BLOCK_T, BLOCK_T], gl.float32, PRODUCTS)
+    w = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OWN_DOTS))))[:, None, None, None]
+    t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, OWN_DOTS))))[None, :, None, None]
+    c = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, OWN_DOTS))))[None, None, :, None]
+    i = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, OWN_DOTS))))[None, None, None, :]
+    upper = (
+        gl.expand_dims(gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, HALF_PRODUCTS))), 0), 2) >= 8
+    )
+    found = ()
+    for j in gl.static_range(n):
+        columns = gl.convert_layout(
+            gl.permute(by_warp(x_next[j]), [0, 2, 1]), gl.DotOperandLayout(1, PRODUCTS, 2), assert_trivial=True
+        )
+        found = found + (own_half(mma_v2(rows, columns, zero), upper),)
+    wide = gl.join(gl.join(found[0], found[2]), gl.join(found[1], found[3]))  # [.., .., .., j // 2, j % 2]
+    wide = gl.convert_layout(gl.reshape(wide, [WARPS, BLOCK_T, 8, n]), OWN_DOTS, assert_trivial=True)
+    at, own = gl.broadcast((w.to(gl.int64) * T + t) * n + i, (c == t % 8) & (t < left))
+    gl.store(dots_ptr + at, wide, mask=own)

@@ -139,6 +139,8 @@ def test_more_than_2_to_the_31_elements():
             dh_post=cotangents[1][rows],
             dh_res=cotangents[2][rows],
             dx_next=None,
+            read=None,
+            dh_pre=None,
             backend="triton",
         )
         return outputs, gradients
