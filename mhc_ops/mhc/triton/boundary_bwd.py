@@ -13,9 +13,9 @@ matrix units (boundary_tiles.py):
     dh_res  = x · dlinkᵀ per token      four tokens at once, of which the diagonal blocks are kept
     dh_post = h_out · dlinkᵀ            likewise
 
-The dots of dh_res and dh_post are of the program's channels only: mhc_boundary_dots_kernel adds them up. So it does
-with those that pass A makes elsewhere, in a shifted stack: dread = <dh_in, x_next>, on which nothing in this kernel
-depends. They are left per warp, as warps that add theirs wait for one another.
+The dots of dh_res and dh_post are of the program's channels only: mhc_boundary_dots_kernel adds them up. So are those
+that pass A makes elsewhere, in a shifted stack: dread = <dh_in, x_next>, on which nothing in this kernel depends. Each
+warp makes them of its channels, on matrix units too, and they are added behind a barrier that is there anyhow.
 """
 
 from functools import partial
@@ -66,6 +66,7 @@ from .boundary_tiles import (
     store_A,
     store_dots,
     store_read_dots,
+    store_warps_dots,
     with_tokens,
     x_as_left,
 )
@@ -122,25 +123,25 @@ def compute(
     weights,
     dlink_out,
     dh_out_out,
+    read_dots,
     barriers,
     T,
     D,
     MAPS: gl.constexpr,
+    DOTS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
     phi_ptr, layer_norm_weight_ptr = parameters
-    dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr, read_dots_ptr = outputs
+    dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr = outputs
     full, empty, phi_full = barriers
     xs, dlink_nexts, h_outs, dh_ins, dh_mixes, h_posts, h_ress, tables = stages
     NORM: gl.constexpr = layer_norm_weight_ptr is not None
     MIXED: gl.constexpr = MAPS > 16
     M: gl.constexpr = 2 * n + n * n if MIXED else 2 * n
-    DOTS: gl.constexpr = n + n * n if MIXED else n
+    READ_DOTS: gl.constexpr = n + n * n if MIXED else n  # where the dots of dread begin
     SHARED_MAPS: gl.constexpr = SHARED_MAPS_32 if MIXED else SHARED_MAPS_16
     d0 = gl.program_id(0) * BLOCK_D
     dots_ptr += gl.program_id(0).to(gl.int64) * T * DOTS
-    if read_dots_ptr is not None:
-        read_dots_ptr += gl.program_id(0).to(gl.int64) * T * (WARPS * n)
 
     m = gl.expand_dims(gl.arange(0, MAPS, gl.SliceLayout(1, FROM_MEMORY)), 1)
     d = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, FROM_MEMORY)), 0)
@@ -176,8 +177,8 @@ def compute(
         dh_mix = dh_mixes.index(stage)._reinterpret(gl.bfloat16, [2, BLOCK_T, MAPS], SHARED_MAPS)
         A = with_tokens(A, x_next, dh_mix, MAPS)
 
-        if read_dots_ptr is not None:  # without the norm: dh_in is what was copied. Here few registers are taken
-            store_read_dots(read_dots_ptr + t.to(gl.int64) * n, dh_ins.index(stage).load(TILE), x_next, T, T - t)
+        if DOTS > READ_DOTS:  # without the norm: dh_in is what was copied. Here few registers are taken
+            store_warps_dots(read_dots, dh_ins.index(stage).load(TILE), x_next)
         if MIXED:
             table = tables.index(stage).load(COLUMNS_32)
             h_res_next, others = gl.split(gl.permute(gl.reshape(table, [BLOCK_T, 2, 16]), [0, 2, 1]))
@@ -218,6 +219,8 @@ def compute(
         barrier()
         tma.store_wait(0)
         barrier()  # no warp stores before that thread has waited
+        if DOTS > READ_DOTS:
+            store_read_dots(dots_ptr + (t.to(gl.int64) * DOTS + READ_DOTS), read_dots, T - t, DOTS)
         wide = gl.join(gl.join(dlink[0], dlink[2]), gl.join(dlink[1], dlink[3]))  # [tokens, channels, i // 2, i % 2]
         dlink_out.store(gl.reshape(gl.permute(wide, [2, 3, 0, 1]), [n, BLOCK_T, BLOCK_D]))
         dh_out_out.store(narrow(dh_out))
@@ -251,8 +254,7 @@ def compute(
 #              + Σ_j h_res_next[i, j]·dlink_next[j], rounded; dh_in as in mhc_pre_dx_kernel
 # A[slice]   = Σ_{t in slice} dh_mix[t] ⊗ x_next[t];  dweight[slice] = Σ_{t in slice} r·h_in ⊙ dy, with the layer's norm
 # dh_out     = Σ_j h_post[j]·dlink[j]
-# dots[block] = <h_out, dlink[j]>, <x[i], dlink[j]> over its channels
-# read_dots[block, warp] = <dh_in, x_next[i]> over those of a warp, where they are asked for
+# dots[block] = <h_out, dlink[j]>, <x[i], dlink[j]> and, where they are asked for, <dh_in, x_next[i]> over its channels
 @gluon.jit(do_not_specialize=["T"])
 def mhc_boundary_bwd_kernel(
     x_desc,  # [n, T, D], as dlink_next and dlink
@@ -271,11 +273,11 @@ def mhc_boundary_bwd_kernel(
     A_ptr,
     dweight_ptr,
     dots_ptr,
-    read_dots_ptr,
     T,
     D,
     MAPS: gl.constexpr,  # with zeros
     TABLE: gl.constexpr,
+    DOTS: gl.constexpr,  # of a token
     TRANSPOSED: gl.constexpr,  # h_res is [new, old]
 ):
     bf16: gl.constexpr = gl.bfloat16
@@ -298,6 +300,11 @@ def mhc_boundary_bwd_kernel(
     weights = gl.allocate_shared_memory(fp32, [BLOCK_D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     dlink_out = gl.allocate_shared_memory(bf16, [n, BLOCK_T, BLOCK_D], dlink_desc.layout)
     dh_out_out = gl.allocate_shared_memory(bf16, [BLOCK_T, BLOCK_D], dh_out_desc.layout)
+    read_dots = weights
+    if DOTS > n + (0 if h_res_desc is None else n * n):
+        read_dots = gl.allocate_shared_memory(
+            fp32, [WARPS, BLOCK_T, 4, n], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+        )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     phi_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -308,7 +315,7 @@ def mhc_boundary_bwd_kernel(
     barrier()  # nobody waits for a barrier before it is one
     descriptors = (x_desc, dlink_next_desc, h_out_desc, dh_in_desc, dh_mix_desc, h_post_desc, h_res_desc, table_desc)
     parameters = (phi_ptr, layer_norm_weight_ptr)
-    outputs = (dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr, read_dots_ptr)
+    outputs = (dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr)
     barriers = (full, empty, phi_full)
     gl.warp_specialize(
         [
@@ -322,10 +329,12 @@ def mhc_boundary_bwd_kernel(
                     weights,
                     dlink_out,
                     dh_out_out,
+                    read_dots,
                     barriers,
                     T,
                     D,
                     MAPS,
+                    DOTS,
                     TRANSPOSED,
                 ),
             ),
@@ -336,56 +345,40 @@ def mhc_boundary_bwd_kernel(
     )
 
 
-# Σ_row dots[row, e] of dots [rows, size], in a fixed order
-@triton.jit
-def sum_of_rows(dots_ptr, rows, size, e, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    total = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        present = (row < rows) & (e < size)[None, :]
-        total += tl.sum(tl.load(dots_ptr + row * size + e[None, :], mask=present, other=0.0), axis=0)
-    return total
-
-
-# dh_post[t, j], dh_res[t, i, j] = Σ_block dots[block, t];  dread[t, i] = Σ_{block, warp} read_dots[block, warp, t], by
-# the programs behind the first ones
-@triton.jit(do_not_specialize=["T", "blocks", "programs"])
+# dh_post[t, j], dh_res[t, i, j], dread[t, i] = Σ_block dots[block, t], in a fixed order
+@triton.jit(do_not_specialize=["T", "blocks"])
 def mhc_boundary_dots_kernel(
     dots_ptr,
-    read_dots_ptr,
     dh_post_ptr,
     dh_res_ptr,
     dread_ptr,
     T,
     blocks,
-    programs,  # of dh_post and dh_res
     n: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    WARPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = n if dh_res_ptr is None else n + n * n
-    e = tl.arange(0, COLUMNS).to(tl.int64)
-    program = tl.program_id(0).to(tl.int64)
-    if program < programs:
-        e += program * COLUMNS
-        size = T.to(tl.int64) * WIDTH
-        total = sum_of_rows(dots_ptr, blocks, size, e, ROWS, COLUMNS)
-        t, c = e // WIDTH, e % WIDTH
-        in_post = (e < size) & (c < n)
-        tl.store(dh_post_ptr + t * n + c, total.to(dh_post_ptr.dtype.element_ty), mask=in_post)
-        if dh_res_ptr is not None:
-            ij = c - n
-            place = ij % n * n + ij // n if TRANSPOSED else ij
-            tl.store(
-                dh_res_ptr + t * (n * n) + place, total.to(dh_res_ptr.dtype.element_ty), mask=(e < size) & (ij >= 0)
-            )
-    elif dread_ptr is not None:
-        e += (program - programs) * COLUMNS
-        size = T.to(tl.int64) * n
-        total = sum_of_rows(read_dots_ptr, blocks * WARPS, size, e, ROWS, COLUMNS)
-        tl.store(dread_ptr + e, total.to(dread_ptr.dtype.element_ty), mask=e < size)
+    RES: tl.constexpr = 0 if dh_res_ptr is None else n * n
+    WIDTH: tl.constexpr = n + RES + (0 if dread_ptr is None else n)
+    e = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    size = T.to(tl.int64) * WIDTH
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, blocks, ROWS):
+        block = start + tl.arange(0, ROWS)[:, None]
+        present = (block < blocks) & (e < size)[None, :]
+        total += tl.sum(tl.load(dots_ptr + block * size + e[None, :], mask=present, other=0.0), axis=0)
+    t, c = e // WIDTH, e % WIDTH
+    in_post = (e < size) & (c < n)
+    tl.store(dh_post_ptr + t * n + c, total.to(dh_post_ptr.dtype.element_ty), mask=in_post)
+    if dh_res_ptr is not None:
+        ij = c - n
+        in_res = (e < size) & (ij >= 0) & (ij < n * n)
+        place = ij % n * n + ij // n if TRANSPOSED else ij
+        tl.store(dh_res_ptr + t * (n * n) + place, total.to(dh_res_ptr.dtype.element_ty), mask=in_res)
+    if dread_ptr is not None:
+        i = c - (n + RES)
+        tl.store(dread_ptr + t * n + i, total.to(dread_ptr.dtype.element_ty), mask=(e < size) & (i >= 0))
 
 
 def boundary_pass(
@@ -424,8 +417,7 @@ def boundary_pass(
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
-    A, dots = scratch(slices, maps, K), scratch(blocks, T, streams + mixed)
-    read_dots = None if dread is None else scratch(blocks * tile.warps, T, streams)
+    A, dots = scratch(slices, maps, K), scratch(blocks, T, streams + mixed + (0 if dread is None else streams))
     dweight = None if layer_norm_weight is None else scratch(slices, D)
     launch(
         mhc_boundary_bwd_kernel,
@@ -446,31 +438,27 @@ def boundary_pass(
         A_ptr=A,
         dweight_ptr=dweight,
         dots_ptr=dots,
-        read_dots_ptr=read_dots,
         T=T,
         D=D,
         MAPS=dh_mix.shape[2],
         TABLE=table.shape[1],
+        DOTS=dots.shape[2],
         TRANSPOSED=transposed,
         num_warps=tile.warps,
         maxnreg=configs.BOUNDARY_REGISTERS,
     )
     sums = configs.BOUNDARY_DOTS
-    programs = cdiv(T * dots.shape[2], sums.block_d)
     launch(
         mhc_boundary_dots_kernel,
-        (programs + (0 if dread is None else cdiv(T * streams, sums.block_d)),),
+        (cdiv(T * dots.shape[2], sums.block_d),),
         dots_ptr=dots,
-        read_dots_ptr=read_dots,
         dh_post_ptr=dh_post,
         dh_res_ptr=None if h_res is None else dh_res,
         dread_ptr=dread,
         T=T,
         blocks=blocks,
-        programs=programs,
         n=streams,
         TRANSPOSED=transposed,
-        WARPS=tile.warps,
         ROWS=sums.block_t,
         COLUMNS=sums.block_d,
         num_warps=sums.warps,

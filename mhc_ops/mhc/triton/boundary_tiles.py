@@ -69,13 +69,22 @@ HALF_PRODUCTS = gl.constexpr(  # [batch, 16, 8]
         [4, 16, 8],
     )
 )
-OWN_DOTS = gl.constexpr(  # [warp, tokens, 8, streams]: HALF_PRODUCTS of every stream
+LANES = gl.constexpr(  # [warp, tokens, 4 lanes]: half of HALF_PRODUCTS
     gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 8, 0, 0]],
-        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
-        [[1, 0, 0, 0], [2, 0, 0, 0]],
+        [[0, 8, 0]],
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0], [2, 0, 0]],
         [],
-        [4, 16, 8, 4],
+        [4, 16, 4],
+    )
+)
+ALL_WARPS = gl.constexpr(  # [warp, tokens, 4 lanes, streams]: what all warps have, in one thread
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [1, 0, 0, 0], [2, 0, 0, 0]],
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        [[0, 8, 0, 0], [0, 0, 0, 2]],
+        [],
+        [4, 16, 4, 4],
     )
 )
 
@@ -228,26 +237,35 @@ def by_warp(tile):
     return gl.reshape(channels, [WARPS, BLOCK_T, BLOCK_D // WARPS])
 
 
-# dots[warp, t, i] = <dh_in[t], x_next[t, i]> over the channels of a warp, for `left` tokens. Tiles are held as both
-# sides of a product of all tokens with all tokens, of which the diagonal is kept; nothing goes from warp to warp.
+# memory[warp, t, .., i] = <dh_in[t], x_next[t, i]> over the channels of a warp, among others. Tiles are held as both
+# sides of products of all tokens with all tokens, of which the diagonal is wanted: in one of the 4 lanes of a token.
 @gluon.jit
-def store_read_dots(dots_ptr, dh_in, x_next, T, left):
+def store_warps_dots(memory, dh_in, x_next):
     rows = gl.convert_layout(by_warp(dh_in), gl.DotOperandLayout(0, PRODUCTS, 2), assert_trivial=True)
     zero = gl.zeros([WARPS, BLOCK_T, BLOCK_T], gl.float32, PRODUCTS)
-    w = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OWN_DOTS))))[:, None, None, None]
-    t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, OWN_DOTS))))[None, :, None, None]
-    c = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, OWN_DOTS))))[None, None, :, None]
-    i = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, OWN_DOTS))))[None, None, None, :]
-    upper = (
-        gl.expand_dims(gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, HALF_PRODUCTS))), 0), 2) >= 8
-    )
+    token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, gl.SliceLayout(2, HALF_PRODUCTS)))[None, :, None]
     found = ()
-    for j in gl.static_range(n):
+    for i in gl.static_range(n):
         columns = gl.convert_layout(
-            gl.permute(by_warp(x_next[j]), [0, 2, 1]), gl.DotOperandLayout(1, PRODUCTS, 2), assert_trivial=True
+            gl.permute(by_warp(x_next[i]), [0, 2, 1]), gl.DotOperandLayout(1, PRODUCTS, 2), assert_trivial=True
         )
-        found = found + (own_half(mma_v2(rows, columns, zero), upper),)
-    wide = gl.join(gl.join(found[0], found[2]), gl.join(found[1], found[3]))  # [.., .., .., j // 2, j % 2]
-    wide = gl.convert_layout(gl.reshape(wide, [WARPS, BLOCK_T, 8, n]), OWN_DOTS, assert_trivial=True)
-    at, own = gl.broadcast((w.to(gl.int64) * T + t) * n + i, (c == t % 8) & (t < left))
-    gl.store(dots_ptr + at, wide, mask=own)
+        half = own_half(mma_v2(rows, columns, zero), token >= 8)
+        even, odd = gl.split(gl.reshape(half, [WARPS, BLOCK_T, 4, 2]))
+        even = gl.convert_layout(even, LANES, assert_trivial=True)
+        odd = gl.convert_layout(odd, LANES, assert_trivial=True)
+        is_odd = gl.arange(0, BLOCK_T, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None] % 2 == 1
+        found = found + (gl.where(is_odd, odd, even),)
+    wide = gl.join(gl.join(found[0], found[2]), gl.join(found[1], found[3]))  # [.., .., .., i // 2, i % 2]
+    memory.store(gl.reshape(wide, [WARPS, BLOCK_T, 4, n]))
+
+
+# dots[t, i] = Σ_warp of what they stored, for `left` tokens
+@gluon.jit
+def store_read_dots(dots_ptr, memory, left, DOTS: gl.constexpr):
+    dots = gl.sum(memory.load(ALL_WARPS), axis=0)  # in one thread
+    OF_TOKENS: gl.constexpr = gl.SliceLayout(0, ALL_WARPS)
+    token = gl.arange(0, BLOCK_T, gl.SliceLayout(1, gl.SliceLayout(2, OF_TOKENS)))[:, None, None]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, OF_TOKENS)))[None, :, None]
+    i = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, OF_TOKENS)))[None, None, :]
+    at, own = gl.broadcast(token * DOTS + i, (lane == token % 8 // 2) & (token < left))
+    gl.store(dots_ptr + at, dots, mask=own)

@@ -133,12 +133,12 @@ def emulating(kernel, grid, **arguments):
         kernel[grid](**arguments)
     else:
         n, dots = arguments["n"], arguments["dots_ptr"].sum(0)
-        arguments["dh_post_ptr"].copy_(dots[:, :n])
-        if arguments["dh_res_ptr"] is not None:
-            dh_res = dots[:, n:].unflatten(1, (n, n))
-            arguments["dh_res_ptr"].copy_(dh_res.mT if arguments["TRANSPOSED"] else dh_res)
-        if arguments["dread_ptr"] is not None:
-            arguments["dread_ptr"].copy_(arguments["read_dots_ptr"].sum(0))
+        outputs = {name: arguments[name] for name in ("dh_post_ptr", "dh_res_ptr", "dread_ptr")}
+        for name, output in outputs.items():
+            if output is not None:
+                width = n * n if name == "dh_res_ptr" else n
+                own, dots = dots[:, :width].reshape(output.shape), dots[:, width:]
+                output.copy_(own.mT if name == "dh_res_ptr" and arguments["TRANSPOSED"] else own)
 
 
 @pytest.fixture
