@@ -176,8 +176,10 @@ def test_the_layers_run_on_the_operators(tiny, monkeypatch):
 
 
 @needed
-def test_on_kernels(tiny, kernel_device):
-    model, ids = copy.deepcopy(tiny.model).to(kernel_device), tiny.ids[:1, :4].to(kernel_device)
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_kernels(kind, kernel_device):
+    """The model is only run where its kernels are: an attention of fla's that is installed runs on a GPU alone."""
+    model, ids = build(kind).to(kernel_device), torch.randint(3, 64, (1, 4), device=kernel_device)
     expected = results(model, ids)
     with patched(model), use_backend("triton"):
         assert_same_results(results(model, ids), expected)
