@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mhc_ops.measure import accuracy
+from mhc_ops.measure import accuracy, cases
 
 # a backend, and a device where it runs
 PLACES = [
@@ -14,26 +14,33 @@ PLACES = [
 
 
 def random_cotangents(outputs):
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(cases.SEED + 3)
     return [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
 
 
 def gradients(out, leaves):
     """The outputs, and their gradients for random cotangents."""
-    outputs = out if isinstance(out, tuple) else (out,)
+    outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     found = torch.autograd.grad(outputs, leaves, random_cotangents(outputs), materialize_grads=True)
     return [*outputs, *found]
 
 
-def exact(out, leaves):
-    """The same of fp64 tensors, and of each gradient the size of the terms that it adds up."""
-    outputs = out if isinstance(out, tuple) else (out,)
+def exact(out, leaves, scaled=(), dtypes=None):
+    """The same of fp64 tensors, and of each gradient the size of the terms that it adds up.
+
+    scaled: tensors in between whose gradients have terms of their own; dtypes: of the outputs, and so of their
+    cotangents, that these are compared with
+    """
+    outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    cotangents = random_cotangents(outputs)
+    if dtypes is not None:
+        cotangents = [c.to(dtype).double() for c, dtype in zip(cotangents, dtypes, strict=True)]
 
     def by_place(cotangents):
         found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, materialize_grads=True)
         return dict(enumerate(found))
 
-    found = accuracy.exact_gradients(by_place, outputs, random_cotangents(outputs))
+    found = accuracy.exact_gradients(by_place, [*outputs, *scaled], cotangents)
     return [*(accuracy.Exact(output.detach()) for output in outputs), *found.values()]
 
 

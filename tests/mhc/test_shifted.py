@@ -7,7 +7,26 @@ from itertools import product
 import pytest
 import shifted_oracle
 import torch
-from mhc_kernels import bf16, fp16, fp32, needs
+from mhc_kernels import bf16, fp16, fp32
+from shifted_sublayers import (
+    OPTIONS,
+    D,
+    T,
+    assert_like_the_oracle,
+    both_forms,
+    by_options,
+    by_parts,
+    fp64,
+    in_a_loop,
+    in_doubles,
+    in_oracle,
+    layer,
+    leaves_of,
+    sublayer,
+    sublayer_in_oracle,
+    sublayers,
+)
+from stack_results import assert_close, assert_equal, exact, gradients
 from torch import nn
 
 import mhc_ops
@@ -15,125 +34,6 @@ from mhc_ops import HyperConnection, HyperStack
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import prepare, recompute
 from mhc_ops.mhc.options import DEFAULTS, NOT_IN_TILELANG
-
-fp64 = torch.float64
-T, D = 5, 7  # sizes that are a multiple of nothing
-OPTIONS = {
-    "standard": {},
-    "identity": {"residual": "identity"},
-    "identity of Hy4": {"residual": "identity", "post_eps": 1e-6, "norm_eps": 1e-5},
-    "post_eps": {"post_eps": 0.25, "post_mult": 1.5},
-    "transposed": {"transposed": True},
-    "no eps": {"sinkhorn_eps": 0.0, "hc_eps": 0.0},
-    "norm_eps of V4.1": {"norm_eps": 1e-20},
-    "all else": {"norm_eps": 1e-2, "hc_eps": 1e-2, "sinkhorn_iters": 3, "sinkhorn_eps": 1e-3, "layer_norm_eps": 1e-2,
-                 "transposed": True, "post_eps": 0.1},
-}  # fmt: skip
-by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-both_forms = pytest.mark.parametrize("shifted", [False, True], ids=["standard form", "shifted"])
-
-
-def layer(h_in):
-    return torch.tanh(h_in) + 0.5 * h_in
-
-
-def sublayers(options, outer, n, D, dtype, gamma=True, norm=True, scale=1.0, parameter_dtype=fp32, device="cpu"):
-    """x, and the parameters of a sublayer for each of the options, by their names; all need a gradient."""
-    drawn = []
-    for number, own in enumerate(options):
-        seed = cases.SEED + number
-        case = cases.Case(
-            cases.MHC_PRE_NORMED,
-            outer,
-            n,
-            D,
-            dtype,
-            gamma=gamma,
-            scale=scale,
-            parameter_dtype=parameter_dtype,
-            seed=seed,
-        )
-        tensors = case.inputs(device)
-        if own.get("residual") == "identity":
-            tensors |= {name: tensors[name][: 2 * n].clone() for name in ("phi", "bias")}
-            tensors["alpha"] = tensors["alpha"][:2].clone()
-        if not norm:
-            del tensors["layer_norm_weight"]
-        drawn.append(tensors)
-    x, *_ = [tensors.pop("x") for tensors in drawn]
-    if dtype == fp64:
-        drawn = [{name: t.double() for name, t in own.items()} for own in drawn]
-    return x.requires_grad_(), [{k: t.requires_grad_() for k, t in own.items()} for own in drawn]
-
-
-def in_a_loop(x, parameters, options, shifted=False, read=None):
-    """x behind all sublayers; shifted, x, p and what they are contracted to."""
-    of_shifted = {"shifted": True, "read": read} if shifted else {}
-    h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], **options[0], **of_shifted)
-    for own, given in zip(parameters[1:], options[1:]):
-        h_in, carry = mhc_ops.mhc_next(carry, layer(h_in), **own, **given)
-    out = mhc_ops.mhc_leave(carry, layer(h_in))
-    return (*out, mhc_ops.mhc_read(*out)) if shifted else (out,)
-
-
-def in_oracle(x, parameters, options, shifted=False, read=None, scaled=None):
-    out = shifted_oracle.stack(x, [layer] * len(parameters), parameters, options, read, shifted, scaled)
-    return (*out, shifted_oracle.contract(*out)) if shifted else (out,)
-
-
-def leaves_of(x, parameters, *more):
-    return [x, *(tensor for own in parameters for tensor in own.values()), *more]
-
-
-def in_doubles(x, parameters):
-    wide = [{name: t.detach().double().requires_grad_() for name, t in own.items()} for own in parameters]
-    return x.detach().double().requires_grad_(), wide
-
-
-def random_cotangents(outputs):
-    generator = torch.Generator().manual_seed(cases.SEED + 3)
-    return [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
-
-
-def results_of(outputs, leaves):
-    """The outputs, and their gradients for random cotangents."""
-    found = torch.autograd.grad(outputs, leaves, random_cotangents(outputs), materialize_grads=True)
-    return [*outputs, *found]
-
-
-def exact(outputs, leaves, scaled=(), dtypes=None):
-    """The same in fp64, and of each gradient the size of the terms it adds up.
-
-    scaled: as the oracle has it; dtypes: of the outputs, and so of their cotangents, that these are compared with
-    """
-
-    def by_place(cotangents):
-        found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, materialize_grads=True)
-        return dict(enumerate(found))
-
-    cotangents = random_cotangents(outputs)
-    if dtypes is not None:
-        cotangents = [c.to(dtype).double() for c, dtype in zip(cotangents, dtypes, strict=True)]
-    found = accuracy.exact_gradients(by_place, [*outputs, *scaled], cotangents)
-    return [*(accuracy.Exact(output.detach()) for output in outputs), *found.values()]
-
-
-def assert_close(results, expected):
-    assert [i for i, (r, e) in enumerate(zip(results, expected, strict=True)) if not accuracy.close(r, e)] == []
-
-
-def assert_equal(results, expected):
-    assert [torch.equal(r, e) for r, e in zip(results, expected, strict=True)].count(False) == 0
-
-
-def assert_like_the_oracle(options, n=3, dtype=fp64, shifted=True, outer=(T,), **drawn):
-    x, parameters = sublayers(options, outer, n, D, dtype, **drawn)
-    results = results_of(in_a_loop(x, parameters, options, shifted), leaves_of(x, parameters))
-    wide, double = in_doubles(x, parameters)
-    scaled = []
-    outputs = in_oracle(wide, double, options, shifted, scaled=scaled)
-    assert_close(results, exact(outputs, leaves_of(wide, double), scaled))
-
 
 # Against the loops
 
@@ -181,7 +81,7 @@ def test_no_and_one_token(options, tokens, shifted, poisoned):
 @pytest.mark.parametrize("outer", [(), (2, 2), (2, 0)], ids=str)
 def test_leading_dimensions(outer):
     x, parameters = sublayers([{}] * 2, outer, 3, D, fp64)
-    results = results_of(in_a_loop(x, parameters, [{}] * 2, True), leaves_of(x, parameters))
+    results = gradients(in_a_loop(x, parameters, [{}] * 2, True), leaves_of(x, parameters))
     flat = x.detach().reshape(-1, 3, D).requires_grad_()
     outputs = [o.reshape(r.shape) for o, r in zip(in_oracle(flat, parameters, [{}] * 2, True), results)]
     found = exact(outputs, leaves_of(flat, parameters))
@@ -201,23 +101,6 @@ KINDS = [  # dtype of x, of the parameters, n, gamma, norm
 ]
 
 
-def sublayer(x, read, h_out, own, options):
-    """One shifted sublayer around a layer whose output is given: h_in, x_next, p."""
-    h_in, carry = mhc_ops.mhc_enter(x, **own, **options, shifted=True, read=read)
-    return h_in, *mhc_ops.mhc_leave(carry, h_out)
-
-
-def sublayer_in_oracle(x, read, h_out, own, options, scaled):
-    h_ins = []
-
-    def keep(h_in):
-        h_ins.append(h_in)
-        return h_out
-
-    out = shifted_oracle.stack(x, [keep], [own], [options], read, True, scaled)
-    return h_ins[0], *out
-
-
 @by_options
 @pytest.mark.parametrize(("dtype", "parameter_dtype", "n", "gamma", "norm"), KINDS, ids=str)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
@@ -229,7 +112,7 @@ def test_types(dtype, parameter_dtype, n, gamma, norm, scale, options):
     h_out = (scale * torch.randn(40, 33, generator=generator)).to(dtype).requires_grad_()
     outputs = sublayer(x, read, h_out, own, options)
     assert [output.dtype for output in outputs] == [dtype, dtype, fp32]
-    results = results_of(outputs, leaves_of(x, [own], read, h_out))
+    results = gradients(outputs, leaves_of(x, [own], read, h_out))
     wide, (double,) = in_doubles(x, [own])
     of_read, of_h_out = (t.detach().double().requires_grad_() for t in (read, h_out))
     scaled = []
@@ -251,25 +134,6 @@ def test_bits_of_a_loop(dtype, shifted):
             assert_equal(by_parts(x, parameters, options, shifted), outputs)
 
 
-def by_parts(x, parameters, options, shifted):
-    """Of mhc_maps, mhc_read and mhc_post, where nothing is fused."""
-    of_post = {"transposed": options.get("transposed", False)}
-    of_maps = {name: value for name, value in options.items() if name != "layer_norm_eps"}
-    p = torch.eye(x.shape[-2], device=x.device)[0].expand(x.shape[:-1])
-    for own in parameters:
-        weight = own.get("layer_norm_weight")
-        maps = {name: t for name, t in own.items() if name != "layer_norm_weight"}
-        h_pre, h_post, h_res = mhc_ops.mhc_maps(x, **maps, **of_maps)
-        h_in = mhc_ops.mhc_read(x.float(), p if shifted else h_pre)
-        if weight is not None:
-            h_in = (
-                weight * h_in * torch.rsqrt(h_in.square().mean(-1, keepdim=True) + options.get("layer_norm_eps", 1e-6))
-            )
-        h_in = h_in.to(x.dtype)
-        x, p = mhc_ops.mhc_post(x, layer(h_in), h_post, h_res, **of_post), h_pre
-    return (x, p, mhc_ops.mhc_read(x, p)) if shifted else (x,)
-
-
 @by_options
 def test_functions_take_them(options):
     """mhc_pre, mhc_post, mhc_post_pre, mhc_layer: one sublayer, its boundary, and all in one."""
@@ -288,7 +152,7 @@ def test_functions_take_them(options):
     layers = mhc_ops.mhc_layer(layers, layer, **parameters[1], **options)
     expected = exact(in_oracle(x, parameters, [options] * 2), leaves)
     for out in (apart, fused, layers):
-        assert_close(results_of([out], leaves), expected)
+        assert_close(gradients([out], leaves), expected)
 
 
 def test_logits():
@@ -321,7 +185,7 @@ def test_mean(outer, n, dtype):
     wide = x.detach().double().requires_grad_()
     out, expected = mhc_ops.mhc_mean(x), shifted_oracle.mean(wide.reshape(-1, n, 33)).reshape(*outer, 33)
     assert out.dtype == dtype
-    assert_close(results_of([out], [x]), exact([expected], [wide], dtypes=[dtype]))
+    assert_close(gradients([out], [x]), exact([expected], [wide], dtypes=[dtype]))
     with torch.autocast("cpu", bf16):
         assert torch.equal(mhc_ops.mhc_mean(x), out)
 
@@ -369,7 +233,7 @@ def test_a_carry_used_twice():
     out = [*mhc_ops.mhc_leave(after, layer(h_next)), *mhc_ops.mhc_leave(carry, layer(h_in))]
     expected = [*in_oracle(x, parameters, [{}] * 2, True)[:2], *in_oracle(x, parameters[:1], [{}], True)[:2]]
     leaves = leaves_of(x, parameters)
-    assert_close(results_of(out, leaves), exact(expected, leaves))
+    assert_close(gradients(out, leaves), exact(expected, leaves))
 
 
 def test_a_carry_made_without_gradients():
@@ -415,12 +279,10 @@ def test_stack(options, shifted):
     out = shifted_oracle.stack(x, [c.layer for c in made], parameters, [options] * 3, shifted=shifted)
     expected = shifted_oracle.contract(*out) if shifted else out
     leaves = [x, *stack.parameters()]
-    assert_close(results_of([stack(x)], leaves), exact([expected], leaves))
-    assert_equal(
-        results_of([stack(x)], leaves), results_of([HyperStack(*made, shifted=shifted, recompute=2)(x)], leaves)
-    )
+    assert_close(gradients([stack(x)], leaves), exact([expected], leaves))
+    assert_equal(gradients([stack(x)], leaves), gradients([HyperStack(*made, shifted=shifted, recompute=2)(x)], leaves))
     if not shifted:
-        assert_close(results_of([nn.Sequential(*made)(x)], leaves), exact([expected], leaves))
+        assert_close(gradients([nn.Sequential(*made)(x)], leaves), exact([expected], leaves))
 
 
 @by_options
@@ -437,14 +299,14 @@ def test_stages_of_a_pipeline(options):
     made = connections(4, norm_eps=1e-20, **options)
     whole, x = HyperStack(*made, shifted=True), streams(dtype=fp32)
     leaves = [x, *whole.parameters()]
-    expected = results_of([whole(x)], leaves)
+    expected = gradients([whole(x)], leaves)
     for cut in range(1, 4):
-        assert_equal(results_of([whole[cut:](whole[:cut](x))], leaves), expected)
-        assert_equal(results_of([whole[cut:](*whole[:cut](x))], leaves), expected)
+        assert_equal(gradients([whole[cut:](whole[:cut](x))], leaves), expected)
+        assert_equal(gradients([whole[cut:](*whole[:cut](x))], leaves), expected)
     first = HyperStack(*made[:1], shifted=True, last=False)
     middle = HyperStack(*made[1:3], shifted=True, first=False, last=False)
     last = HyperStack(made[3], shifted=True, first=False)
-    assert_equal(results_of([last(middle(first(x)))], leaves), expected)
+    assert_equal(gradients([last(middle(first(x)))], leaves), expected)
     x_next, p = middle(first(x))
     assert (x_next.shape, p.shape, p.dtype) == ((T, 3, D), (T, 3), fp32)
     assert torch.equal((first + middle + last)(x), whole(x))
@@ -493,8 +355,8 @@ def test_compile():
     whole, x = HyperStack(*connections(2), shifted=True), streams(dtype=fp32)
     compiled = torch.compile(whole, fullgraph=True, dynamic=True, backend="aot_eager")
     leaves = [x, *whole.parameters()]
-    expected = [r.double() for r in results_of([whole(x)], leaves)]
-    assert_close(results_of([compiled(x)], leaves), expected)
+    expected = [r.double() for r in gradients([whole(x)], leaves)]
+    assert_close(gradients([compiled(x)], leaves), expected)
 
 
 def test_autocast_and_inference_mode():
@@ -604,160 +466,3 @@ def test_tilelang_refuses_the_residual():
     for h_res, transposed, words in ((None, False, "without h_res"), (torch.ones(1), True, "with transposed=True")):
         with pytest.raises(NotImplementedError, match=f"^mhc_post {words}: backend 'tilelang' does not have it"):
             prepare.check_kernel_residual("mhc_post", h_res, transposed, "tilelang")
-
-
-# On kernels
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted"),
-        pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
-    ]
-)
-def triton_device(request):
-    needs("triton")
-    with mhc_ops.use_backend("triton"):
-        yield request.param
-
-
-@both_forms
-@by_options
-def test_plain_loops_on_kernels(options, shifted, triton_device, poisoned):
-    """Three sublayers; the norm in one of the forms."""
-    assert_like_the_oracle([options] * 3, n=4, dtype=fp32, shifted=shifted, norm=shifted, device=triton_device)
-
-
-@pytest.mark.parametrize("n", range(1, 9))
-def test_streams_on_kernels(n, triton_device):
-    for options in ({}, {"residual": "identity"}):
-        assert_like_the_oracle([options] * 2, n=n, dtype=fp32, gamma=n % 2 == 0, norm=n % 3 == 0, device=triton_device)
-
-
-def test_sublayers_of_different_options_on_kernels(triton_device):
-    """Boundaries between two that no kernel does at once."""
-    for shifted in (False, True):
-        options = [OPTIONS[name] for name in ("standard", "transposed", "identity", "post_eps")]
-        assert_like_the_oracle(options, dtype=fp32, shifted=shifted, device=triton_device)
-
-
-@both_forms
-@pytest.mark.parametrize("tokens", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"residual": "identity"}], ids=str)
-def test_no_and_one_token_on_kernels(options, tokens, shifted, triton_device, poisoned):
-    assert_like_the_oracle([options] * 2, dtype=fp32, outer=(tokens,), shifted=shifted, device=triton_device)
-
-
-def of_sublayer(dtype, options, tokens, n, D, norm, device):
-    x, (own,) = sublayers([options], (tokens,), n, D, dtype, True, norm, device=device)
-    generator = torch.Generator().manual_seed(cases.SEED + 5)
-    read = torch.sigmoid(torch.randn(tokens, n, generator=generator)).to(device).requires_grad_()
-    h_out = torch.randn(tokens, D, generator=generator).to(device, dtype).requires_grad_()
-    return x, read, h_out, own
-
-
-@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("standard", "identity of Hy4", "all else")], ids=str)
-@pytest.mark.parametrize("tokens", [7, 66], ids=["one launch", "several"])
-@pytest.mark.parametrize(("dtype", "norm"), [(bf16, True), (bf16, False), (fp16, True)], ids=str)
-def test_types_on_kernels(dtype, norm, tokens, options, triton_device):
-    """One shifted sublayer: outputs and gradients are rounded once. Few tokens are one launch in bf16."""
-    x, read, h_out, own = of_sublayer(dtype, options, tokens, 4, 33, norm, triton_device)
-    outputs = sublayer(x, read, h_out, own, options)
-    results = results_of(outputs, leaves_of(x, [own], read, h_out))
-    wide, (double,) = in_doubles(x, [own])
-    of_read, of_h_out = (t.detach().double().requires_grad_() for t in (read, h_out))
-    scaled = []
-    expected = sublayer_in_oracle(wide, of_read, of_h_out, double, options, scaled)
-    found = exact(expected, leaves_of(wide, [double], of_read, of_h_out), scaled, [o.dtype for o in outputs])
-    assert_close(results, found)
-
-
-@both_forms
-def test_bits_on_kernels(shifted, triton_device):
-    """The boundary has the bits of its parts, twice, with and without gradients, alone and in a batch."""
-    for name in ("identity of Hy4", "all else"):
-        options = OPTIONS[name]
-        x, parameters = sublayers([options] * 2, (66,), 4, 24, bf16, norm=False, device=triton_device)
-        outputs = in_a_loop(x, parameters, [options] * 2, shifted)
-        leaves = leaves_of(x, parameters)
-        assert_equal(results_of(in_a_loop(x, parameters, [options] * 2, shifted), leaves), results_of(outputs, leaves))
-        with torch.no_grad():
-            assert_equal(by_parts(x, parameters, options, shifted), outputs)
-            alone = in_a_loop(x[3:5], parameters, [options] * 2, shifted)
-        assert_equal(alone, [output[3:5] for output in outputs])
-
-
-@pytest.mark.parametrize("recompute", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"residual": "identity"}], ids=str)
-def test_stacks_on_kernels(options, recompute, triton_device):
-    """As the loop, bit for bit, and no x of every second boundary is kept."""
-    torch.manual_seed(cases.SEED)
-    connections = [HyperConnection(layer, 4, 24, layer_norm=True, **options) for _ in range(4)]
-    stack = HyperStack(*connections, recompute=recompute, shifted=True).to(triton_device)
-    x = torch.randn(6, 4, 24, device=triton_device).requires_grad_()
-    own = [dict(connection.named_parameters()) for connection in connections]
-    expected = results_of([in_a_loop(x, own, [options] * 4, True)[2]], [x, *stack.parameters()])
-    assert_equal(results_of([stack(x)], [x, *stack.parameters()]), expected)
-
-
-@pytest.mark.parametrize("dtype", [bf16, fp16, fp32])
-@pytest.mark.parametrize(("outer", "n"), [((40,), 3), ((1,), 1), ((0,), 4), ((2, 3), 8)], ids=str)
-def test_mean_on_kernels(outer, n, dtype, triton_device, poisoned):
-    x = cases.Case(cases.MHC_PRE, outer, n, 33, dtype).inputs(triton_device)["x"].requires_grad_()
-    wide = x.detach().double().requires_grad_()
-    expected = shifted_oracle.mean(wide.reshape(-1, n, 33)).reshape(*outer, 33)
-    assert_close(results_of([mhc_ops.mhc_mean(x)], [x]), exact([expected], [wide], dtypes=[dtype]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("subject", cases.VARIANTS, ids=lambda subject: subject.name)
-@pytest.mark.parametrize(("T", "D"), [(2048, 4096), (4096, 2560), (2048, 320), (61, 4096)])
-def test_large_sizes(subject, T, D, poisoned):
-    """The boundary's own kernels, where the GPU has them; few tokens in one launch."""
-    unused = ("x_next",) if "link" in subject.inputs else ()  # nobody looks at x between two sublayers
-    rows = accuracy.measure(cases.Case(subject, (T,), 4, D, bf16, unused=unused), "triton", "cuda")
-    assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
-
-
-@pytest.mark.gpu
-@both_forms
-def test_large_sublayers_of_different_options(shifted):
-    """No kernel of a boundary takes a sublayer with a residual map and one without."""
-    options = [OPTIONS[name] for name in ("standard", "identity", "standard", "transposed", "identity")]
-    x, parameters = sublayers(options, (2048,), 4, 256, bf16, norm=False, device="cuda")
-    with torch.no_grad():
-        outputs = in_a_loop(x, parameters, options, shifted)
-        few = in_a_loop(x[:20], parameters, options, shifted)
-    assert_equal(few, [output[:20] for output in outputs])
-
-
-@pytest.mark.gpu
-@both_forms
-@pytest.mark.parametrize("name", ["standard", "identity", "transposed"])
-@pytest.mark.parametrize("norm", [False, True])
-def test_bits_of_large_sizes(name, norm, shifted):
-    """Kernels of a boundary, its parts, and few tokens of them; 20 times."""
-    options = OPTIONS[name]
-    x, parameters = sublayers([options] * 2, (2048,), 4, 2560, bf16, norm=norm, device="cuda")
-    leaves = leaves_of(x, parameters)
-    expected = results_of(in_a_loop(x, parameters, [options] * 2, shifted), leaves)
-    count = 3 if shifted else 1
-    for _ in range(20):
-        assert_equal(results_of(in_a_loop(x, parameters, [options] * 2, shifted), leaves), expected)
-    with torch.no_grad():
-        if not norm:
-            assert_equal(by_parts(x, parameters, options, shifted), expected[:count])
-        few = in_a_loop(x[100:120], parameters, [options] * 2, shifted)
-    assert_equal(few, [output[100:120] for output in expected[:count]])
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("n", [3, 4])
-def test_kernels_return_logits(n):
-    """They make them already, for mhc_forward_pre."""
-    x, (own,) = sublayers([{}], (T,), n, D, fp32, norm=False)
-    wide, (double,) = in_doubles(x, [own])
-    for function in (mhc_ops.mhc_pre, mhc_ops.mhc_maps):
-        results = results_of(function(x, **own, residual="logits", backend="triton"), leaves_of(x, [own]))
-        expected = function(wide, **double, residual="logits", backend="reference")
-        assert_close(results, exact(expected, leaves_of(wide, [double])))
