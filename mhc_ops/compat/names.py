@@ -31,13 +31,15 @@ def put(modules: Mapping[str, Mapping[str, Any]], packages: Mapping[str, Mapping
             )
     for name in sorted(wanted, key=lambda name: name.count(".")):
         if name not in _ours:
-            _put(name, wanted[name])
+            _put(name, wanted[name], is_package=any(other.startswith(f"{name}.") for other in wanted))
 
 
-def _put(name: str, content: Mapping[str, Any]) -> None:
+def _put(name: str, content: Mapping[str, Any], is_package: bool) -> None:
     module = ModuleType(name, f"Stands in for {name}: the functions of mhc_ops.compat.")
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-    module.__package__, module.__path__ = name, []
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)
+    module.__package__ = module.__spec__.parent
+    if is_package:
+        module.__path__ = []
     vars(module).update(content)
     _ours[name] = sys.modules[name] = module
     parent, _, last = name.rpartition(".")

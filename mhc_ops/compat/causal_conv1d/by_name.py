@@ -3,16 +3,15 @@
 import sys
 import warnings
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .. import names
 from . import causal_conv1d_interface, causal_conv1d_varlen, cpp_functions
 
 NAME, VERSION = "causal_conv1d", "1.7.0"  # the version whose functions these are
-_installed: dict[str, ModuleType] = {}
 
 
 def install() -> None:
@@ -23,17 +22,9 @@ def install() -> None:
     transformers looks for it when the file of a model is imported, and a file that was imported earlier keeps what it
     found, of which there is a warning. Where the package itself is imported already, that is an error.
     """
-    present = sys.modules.get(NAME)
-    if present is not None and present is _installed.get(NAME):
+    if _METADATA in sys.meta_path:
         return
-    if present is not None:
-        version, place = getattr(present, "__version__", "?"), getattr(present, "__file__", "an unknown place")
-        raise RuntimeError(
-            f"install: {NAME} {version} is imported already, from {place}; call install() before anything imports it, "
-            f"or leave it out and use that package"
-        )
-    _installed.update(_modules())
-    sys.modules.update(_installed)
+    names.put(_modules())
     sys.meta_path.insert(0, _METADATA)
     if late := _decided_before():
         warnings.warn(f"install: imported before, and not looking for {NAME} again: {', '.join(late)}", stacklevel=2)
@@ -41,37 +32,19 @@ def install() -> None:
 
 def uninstall() -> None:
     """Take out what `install()` put in. What was imported in between keeps the functions that it found."""
-    for name, module in _installed.items():
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-    _installed.clear()
+    names.remove(NAME)
     if _METADATA in sys.meta_path:
         sys.meta_path.remove(_METADATA)
 
 
-def _modules() -> dict[str, ModuleType]:
-    """The package and its modules, by their full names."""
+def _modules() -> dict[str, dict[str, Any]]:
+    """What is in the package and in its modules, by their full names."""
     functions = {name: getattr(causal_conv1d_interface, name) for name in ("causal_conv1d_fn", "causal_conv1d_update")}
-    package = _module(NAME, __file__, {**functions, "__version__": VERSION, "__path__": []})
-    modules = {NAME: package}
+    modules: dict[str, dict[str, Any]] = {NAME: {**functions, "__version__": VERSION}}
     for part in (causal_conv1d_interface, causal_conv1d_varlen, cpp_functions):
         short = part.__name__.rpartition(".")[2]
-        modules[f"{NAME}.{short}"] = _module(f"{NAME}.{short}", part.__file__, _public(part))
-        setattr(package, short, modules[f"{NAME}.{short}"])
+        modules[f"{NAME}.{short}"] = {name: value for name, value in vars(part).items() if name.startswith(NAME)}
     return modules
-
-
-def _public(module: ModuleType) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name.startswith(NAME)}
-
-
-def _module(name: str, file: str | None, contents: dict[str, Any]) -> ModuleType:
-    module = ModuleType(name, f"{name} on mhc_ops")
-    module.__spec__ = ModuleSpec(name, None, origin=file, is_package="__path__" in contents)
-    module.__package__ = module.__spec__.parent
-    module.__file__ = file
-    vars(module).update(contents)
-    return module
 
 
 def _decided_before() -> list[str]:
