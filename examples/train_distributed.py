@@ -1,0 +1,384 @@
+"""The tiny language model with mHC on many processes, in a run that survives a lost worker.
+
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_distributed.py --cp 2 --out run
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_distributed.py --fail-at step:30 --fail-at checkpoint:80
+
+The mesh is data × context: the texts of a step are shared among `--dp` rows of processes, every text in pieces among
+the `--cp` processes of a row. Parameters, gradients and the optimizer's state are sharded over all of them by FSDP2.
+
+Every `--every` steps a checkpoint is written into `--out`, a folder that all machines see. When a worker is lost,
+torchrun starts all of them again, and they go on from the last whole checkpoint, at the texts that come next: with the
+bits of a run in which nobody was lost. So does a later call with the same `--out`, also on more or fewer processes,
+then up to rounding.
+
+`--fail-at` is a drill: a worker kills itself in that step, between forward and backward, or in the checkpoint after so
+many steps, when its share is written and the whole is not. The first drill takes place in the first attempt, the second
+after the first restart and so on.
+"""
+
+import argparse
+import csv
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from train_tiny_lm import HEAD_DIM, MLP, connect, learning_rate, optimizer_of, read_text
+
+from mhc_ops import HyperHead, causal_conv1d, mhc_expand
+from mhc_ops.measure.report import Refused, progress, say
+
+WIDTH = 4  # taps of the convolution
+COLUMNS = ("step", "loss", "tokens_per_second")
+
+
+# The data: windows of the text, each once in every pass, in an order that does not depend on how many processes take
+# them.
+
+
+class Windows:
+    """The texts of all processes together. The text is cut into windows of `length` characters and the one behind."""
+
+    def __init__(self, text: Tensor, length: int, seed: int):
+        self.windows = text[: (len(text) - 1) // length * length + 1].unfold(0, length + 1, length)
+        self.seed, self.position = seed, 0  # how many windows were taken
+
+    def take(self, count: int) -> Tensor:
+        """The next [count, length + 1]."""
+        places = [divmod(self.position + index, len(self.windows)) for index in range(count)]
+        self.position += count
+        return self.windows[torch.tensor([order(len(self.windows), self.seed, nth)[place] for nth, place in places])]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seed": self.seed, "length": self.windows.shape[1] - 1, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Elsewhere in another order the position would have no meaning."""
+        for name in ("seed", "length"):
+            if state[name] != self.state_dict()[name]:
+                raise Refused(f"--{name} is {self.state_dict()[name]}, but the run to go on with has {state[name]}")
+        self.position = state["position"]
+
+
+@lru_cache(maxsize=2)
+def order(count: int, seed: int, nth_pass: int) -> list[int]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed(seed, nth_pass))).tolist()
+
+
+def mixed(*numbers: int) -> int:
+    """A seed out of several numbers."""
+    return random.Random(str(numbers)).getrandbits(63)
+
+
+# The model. Each process has a piece of every text; of the others only the two mixers of tokens know.
+
+
+@dataclass
+class Pieces:
+    """Of a sequence, one after the other, among the processes of a group."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def positions(self, length: int) -> Tensor:
+        """Of the tokens here, in the sequence of `length` tokens."""
+        return torch.arange(length).chunk(self.size)[self.rank]
+
+
+class Convolution(nn.Module):
+    def __init__(self, D: int, pieces: Pieces):
+        super().__init__()
+        self.pieces, self.out = pieces, nn.Linear(D, D)
+        self.weight = nn.Parameter(torch.empty(D, WIDTH).uniform_(-(WIDTH**-0.5), WIDTH**-0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(causal_conv1d(x, self.weight, activation="silu"))
+
+
+class Attention(nn.Module):
+    """Queries of the tokens here, keys and values of all that lie before them, gathered from the group."""
+
+    def __init__(self, D: int, pieces: Pieces):
+        super().__init__()
+        self.pieces, self.heads = pieces, D // HEAD_DIM
+        self.q, self.kv, self.out = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kv, length = self.kv(x), x.shape[1] * self.pieces.size
+        if self.pieces.size > 1:
+            kv = all_gather_tensor_autograd(kv.contiguous(), 1, self.pieces.group)
+        mask = self.pieces.positions(length)[:, None] >= torch.arange(length)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), *kv.chunk(2, -1)))
+        mixed = F.scaled_dot_product_attention(q, k, v, mask.to(x.device))
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+class LM(nn.Module):
+    def __init__(self, vocabulary: int, options: argparse.Namespace, pieces: Pieces):
+        super().__init__()
+        D, self.n, self.pieces, self.length = options.D, options.n, pieces, options.length
+        self.characters, self.positions = nn.Embedding(vocabulary, D), nn.Embedding(options.length, D)
+        self.layers = connect([layer for _ in range(options.depth) for layer in block(D, options, pieces)], self.n, D)
+        self.head, self.norm, self.logits = HyperHead(self.n, D), nn.RMSNorm(D, eps=1e-6), nn.Linear(D, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.characters(ids) + self.positions(self.pieces.positions(self.length).to(ids.device))
+        return self.logits(self.norm(self.head(self.layers(mhc_expand(x, self.n)))))
+
+
+def block(D: int, options: argparse.Namespace, pieces: Pieces) -> list[nn.Module]:
+    mlp = nn.Sequential(MLP(D), nn.Dropout(options.dropout))
+    return [Convolution(D, pieces), Attention(D, pieces), mlp]
+
+
+def sharded(model: LM, mesh: DeviceMesh) -> LM:
+    """Every process has a share of each parameter. Its gradient is the mean over all of them: of all tokens."""
+    for connection in model.layers:
+        fully_shard(connection, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+# Checkpoints: a folder each, which has its name only when all of it is written.
+
+
+class Checkpoints:
+    def __init__(self, folder: Path, keep: int = 2):
+        self.folder, self.keep = folder, keep
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for broken in folder.glob("*.partial"):
+                shutil.rmtree(broken)
+        dist.barrier()
+
+    def whole(self) -> list[Path]:
+        """From the oldest to the last, as the first process sees them."""
+        found = [sorted(path for path in self.folder.glob("step-*") if path.suffix != ".partial")]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def save(self, state: dict[str, Any], step: int, writer: type[dcp.FileSystemWriter]) -> None:
+        path = self.folder / f"step-{step:09d}"
+        partial = path.with_suffix(".partial")
+        dcp.save(state, storage_writer=writer(partial))  # ends when all processes have written and said so
+        if dist.get_rank() == 0:
+            partial.rename(path)
+        for old in self.whole()[: -self.keep]:
+            if dist.get_rank() == 0:
+                shutil.rmtree(old)
+
+
+# Drills.
+
+
+class Drill(NamedTuple):
+    """A worker that is lost: `step:30`, `checkpoint:80`, the last process unless it is said, `step:30:0`."""
+
+    where: str
+    step: int
+    rank: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Drill":
+        found = re.fullmatch(r"(step|checkpoint):(\d+)(?::(\d+))?", text)
+        if not found:
+            raise argparse.ArgumentTypeError(f"must be step:NUMBER or checkpoint:NUMBER, maybe with :RANK, got {text}")
+        where, step, rank = found.groups(default="-1")
+        return cls(where, int(step), int(rank))
+
+    def __call__(self, where: str, step: int) -> None:
+        if (where, step, dist.get_rank()) == (self.where, self.step, self.rank % dist.get_world_size()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def drill(options: argparse.Namespace) -> Drill:
+    """That of this attempt, which torchrun counts; where there is none, one that never takes place."""
+    return dict(enumerate(options.fail_at)).get(options.attempt, Drill("never", 0, 0))
+
+
+# Training.
+
+
+def mesh_of(options: argparse.Namespace) -> DeviceMesh:
+    world, cp = dist.get_world_size(), options.cp
+    dp = options.dp or world // cp
+    if dp * cp != world:
+        raise Refused(f"--dp {dp} × --cp {cp} is {dp * cp} processes, but there are {world}")
+    if options.batch % dp:
+        raise Refused(f"--batch {options.batch} texts cannot be shared equally by --dp {dp}")
+    if options.length % cp:
+        raise Refused(f"--length {options.length} cannot be cut into --cp {cp} pieces of one size")
+    return init_device_mesh(options.device, (dp, cp), mesh_dim_names=("data", "context"))
+
+
+class Run:
+    """Everything that a checkpoint holds, and how to make a step of it."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.drill = options, drill(options)
+        self.mesh = mesh_of(options)
+        self.device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
+        self.pieces = Pieces(self.mesh.get_group("context"), self.mesh.get_local_rank("context"), options.cp)
+        alphabet, text = read_text()
+        self.windows = Windows(text, options.length, options.seed)
+        torch.manual_seed(options.seed)  # every process draws the whole model and keeps its share
+        model = LM(len(alphabet), options, self.pieces).to(self.device)
+        self.model = sharded(model, self.mesh._flatten("all"))
+        self.optimizer = optimizer_of(self.model, options.lr)
+        self.checkpoints = Checkpoints(options.out / "checkpoints")
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "windows": self.windows.state_dict()}
+
+    def save(self, step: int) -> None:
+        run = self
+
+        class Writer(dcp.FileSystemWriter):
+            def write_data(self, *arguments: Any) -> Any:
+                written = super().write_data(*arguments)
+                run.drill("checkpoint", step)
+                return written
+
+        self.checkpoints.save({**self.state(), "step": step}, step, Writer)
+
+    def load(self) -> int:
+        """How many steps are made already."""
+        whole = self.checkpoints.whole()
+        if not whole:
+            return 0
+        state = {**self.state(), "step": 0}
+        dcp.load(state, checkpoint_id=whole[-1])
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.windows.load_state_dict(state["windows"])
+        return state["step"]
+
+    def gradients(self, step: int) -> Tensor:
+        """Those of the mean loss of all tokens. Returns the loss of the tokens here."""
+        options = self.options
+        torch.manual_seed(mixed(options.seed, step, dist.get_rank()))  # for dropout; so a checkpoint need not hold it
+        texts = self.windows.take(options.batch).chunk(self.mesh.size(0))[self.mesh.get_local_rank("data")]
+        here = self.pieces.positions(options.length)
+        logits = self.model(texts[:, here].to(self.device))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), texts[:, here + 1].flatten().to(self.device))
+        self.drill("step", step)
+        loss.backward()
+        return loss.detach()
+
+    def step(self, step: int) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.lr * learning_rate(step, self.options.steps)
+        loss = self.gradients(step)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+class Curve:
+    """losses.csv, a line for each step, written by the first process; as a string how the run stands."""
+
+    def __init__(self, path: Path, first: int):
+        self.path, self.last = path, f"step {first}"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(lines[: first + 1]) if first else ",".join(COLUMNS) + "\n")
+
+    def add(self, steps: range, losses: list[float], speed: float) -> None:
+        with self.path.open("a", newline="") as file:
+            csv.writer(file).writerows((step, loss, round(speed)) for step, loss in zip(steps, losses, strict=True))
+        self.last = f"step {steps.stop}  loss {losses[-1]:.4f}  {speed:,.0f} tokens/s"
+
+    def __str__(self) -> str:
+        return self.last
+
+
+def train(options: argparse.Namespace) -> None:
+    run = Run(options)
+    first, leads = run.load(), dist.get_rank() == 0
+    curve = Curve(options.out / "losses.csv", first) if leads else None
+    if leads and first:
+        say(f"goes on from the checkpoint of step {first}")
+    cuts = {*range(0, options.steps, options.report), *range(0, options.steps, options.every), options.steps}
+    spans = [range(*ends) for ends in pairwise([first, *sorted(cut for cut in cuts if cut > first)])]
+    for _, span in zip(progress([curve] * len(spans), "train") if leads else spans, spans):
+        clock = time.perf_counter()
+        losses = torch.stack([run.step(step) for step in span])
+        dist.all_reduce(losses)
+        means = (losses / dist.get_world_size()).tolist()  # of pieces of one size; waits for the device
+        if curve:
+            tokens = len(span) * options.batch * options.length
+            curve.add(span, means, tokens / (time.perf_counter() - clock))
+        if span.stop % options.every == 0 or span.stop == options.steps:
+            run.save(span.stop)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dp", type=int, default=0, help="data parallel: processes that share the texts (all left)")
+    parser.add_argument("--cp", type=int, default=1, help="context parallel: processes that share a text (%(default)s)")
+    parser.add_argument("--n", type=int, default=4, help="residual streams (%(default)s)")
+    parser.add_argument("--D", type=int, default=128, help=f"channels, a multiple of {HEAD_DIM} (%(default)s)")
+    parser.add_argument("--depth", type=int, default=2, help="convolutions, attentions and MLPs (%(default)s)")
+    parser.add_argument("--length", type=int, default=128, help="characters of a text (%(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="texts of a step, of all processes (%(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="(%(default)s)")
+    parser.add_argument("--lr", type=float, default=6e-3, help="the largest learning rate (%(default)s)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="behind each MLP (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the texts (%(default)s)")
+    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints (%(default)s)")
+    parser.add_argument("--report", type=int, default=10, help="steps between lines of progress (%(default)s)")
+    parser.add_argument("--fail-at", type=Drill.parse, action="append", default=[], metavar="WHERE:STEP[:RANK]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("train_distributed"), help="folder (%(default)s)")
+    options = parser.parse_args(arguments)
+    if options.D % HEAD_DIM:
+        parser.error(f"--D must be a multiple of {HEAD_DIM}, got {options.D}")
+    for name in ("cp", "n", "D", "depth", "length", "batch", "steps", "every", "report"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    options.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    if "RANK" not in os.environ:
+        say("torchrun starts the processes: torchrun --nproc-per-node 2 examples/train_distributed.py")
+        return 2
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, world = next(dist.rendezvous("env://"))
+    # With torchrun's default rendezvous the store of the attempt before is used again, and has lost workers' addresses.
+    store = dist.PrefixStore(f"attempt {options.attempt}", store)
+    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    try:
+        train(options)
+    except Refused as refused:
+        if dist.get_rank() == 0:
+            say(refused)
+        return 2
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
