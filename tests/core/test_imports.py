@@ -31,6 +31,7 @@ ALLOWED = {
     "compat": {"core", "ops", "public", "compat"},
     "convert": set(),
     "hub": {"ops", "public"},
+    "distributed": {"core", "prepare", "contracts", "distributed"},
     "command": {"convert", "hub", "measure"},
     "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
     "cli": {"core", "measure", "command"},
@@ -46,7 +47,7 @@ def layer(parts):
         return "public", None
     if parts[0] in ("convert", "hub") and parts[1:] == ("command",):
         return "command", None
-    if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "hub"):
+    if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "hub", "distributed"):
         return parts[0], None
     family, *rest = parts
     if not rest:
