@@ -120,7 +120,8 @@ def train(folder, save):
     gradients = gradients_of(network)
     norm = whole(nn.utils.clip_grad_norm_(network.parameters(), MOST))
     clipped = gradients_of(network)
-    optimizer.step()
+    for _ in range(1 if save else 2):  # away from what was saved
+        optimizer.step()
     kept = state(network, optimizer)
     if save:
         dcp.save(kept, checkpoint_id=folder)
