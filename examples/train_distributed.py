@@ -25,7 +25,6 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -39,10 +38,12 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from train_tiny_lm import HEAD_DIM, MLP, connect, learning_rate, optimizer_of, read_text
 
-from mhc_ops import HyperHead, causal_conv1d, mhc_expand
+import mhc_ops
+from mhc_ops import HyperHead, mhc_expand
+from mhc_ops.distributed import causal_conv1d, fully_shard, shard_sequence
 from mhc_ops.measure.report import Refused, progress, say
 
 WIDTH = 4  # taps of the convolution
@@ -90,17 +91,15 @@ def mixed(*numbers: int) -> int:
 # The model. Each process has a piece of every text; of the others only the two mixers of tokens know.
 
 
-@dataclass
 class Pieces:
-    """Of a sequence, one after the other, among the processes of a group."""
+    """Of a sequence among the processes of a group, where tokens are numbered from its begin."""
 
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-
-    def positions(self, length: int) -> Tensor:
-        """Of the tokens here, in the sequence of `length` tokens."""
-        return torch.arange(length).chunk(self.size)[self.rank]
+    def __init__(self, group: dist.ProcessGroup, layout: str, length: int, device: torch.device):
+        self.group, self.layout, self.size = group, layout, dist.get_world_size(group)
+        self.here = shard_sequence(torch.arange(length, device=device), group=group, layout=layout, dim=0)
+        everywhere = [torch.empty_like(self.here) for _ in range(self.size)]
+        dist.all_gather(everywhere, self.here, group=group)
+        self.everywhere = torch.cat(everywhere)  # the order in which gathered tokens come
 
 
 class Convolution(nn.Module):
@@ -110,7 +109,10 @@ class Convolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(D, WIDTH).uniform_(-(WIDTH**-0.5), WIDTH**-0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(causal_conv1d(x, self.weight, activation="silu"))
+        if self.pieces.size == 1:
+            return self.out(mhc_ops.causal_conv1d(x, self.weight, activation="silu"))
+        group, layout = self.pieces.group, self.pieces.layout
+        return self.out(causal_conv1d(x, self.weight, activation="silu", group=group, layout=layout))
 
 
 class Attention(nn.Module):
@@ -122,38 +124,30 @@ class Attention(nn.Module):
         self.q, self.kv, self.out = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        kv, length = self.kv(x), x.shape[1] * self.pieces.size
+        kv = self.kv(x)
         if self.pieces.size > 1:
             kv = all_gather_tensor_autograd(kv.contiguous(), 1, self.pieces.group)
-        mask = self.pieces.positions(length)[:, None] >= torch.arange(length)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), *kv.chunk(2, -1)))
-        mixed = F.scaled_dot_product_attention(q, k, v, mask.to(x.device))
-        return self.out(mixed.transpose(1, 2).flatten(-2))
+        before = self.pieces.here[:, None] >= self.pieces.everywhere
+        return self.out(F.scaled_dot_product_attention(q, k, v, before).transpose(1, 2).flatten(-2))
 
 
 class LM(nn.Module):
     def __init__(self, vocabulary: int, options: argparse.Namespace, pieces: Pieces):
         super().__init__()
-        D, self.n, self.pieces, self.length = options.D, options.n, pieces, options.length
+        D, self.n, self.pieces = options.D, options.n, pieces
         self.characters, self.positions = nn.Embedding(vocabulary, D), nn.Embedding(options.length, D)
         self.layers = connect([layer for _ in range(options.depth) for layer in block(D, options, pieces)], self.n, D)
         self.head, self.norm, self.logits = HyperHead(self.n, D), nn.RMSNorm(D, eps=1e-6), nn.Linear(D, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.characters(ids) + self.positions(self.pieces.positions(self.length).to(ids.device))
+        x = self.characters(ids) + self.positions(self.pieces.here)
         return self.logits(self.norm(self.head(self.layers(mhc_expand(x, self.n)))))
 
 
 def block(D: int, options: argparse.Namespace, pieces: Pieces) -> list[nn.Module]:
     mlp = nn.Sequential(MLP(D), nn.Dropout(options.dropout))
     return [Convolution(D, pieces), Attention(D, pieces), mlp]
-
-
-def sharded(model: LM, mesh: DeviceMesh) -> LM:
-    """Every process has a share of each parameter. Its gradient is the mean over all of them: of all tokens."""
-    for connection in model.layers:
-        fully_shard(connection, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 # Checkpoints: a folder each, which has its name only when all of it is written.
@@ -223,8 +217,9 @@ def mesh_of(options: argparse.Namespace) -> DeviceMesh:
         raise Refused(f"--dp {dp} × --cp {cp} is {dp * cp} processes, but there are {world}")
     if options.batch % dp:
         raise Refused(f"--batch {options.batch} texts cannot be shared equally by --dp {dp}")
-    if options.length % cp:
-        raise Refused(f"--length {options.length} cannot be cut into --cp {cp} pieces of one size")
+    pieces = 2 * cp if options.layout == "zigzag" else cp
+    if options.length % pieces:
+        raise Refused(f"--length {options.length} cannot be cut into {pieces} pieces of one size for --cp {cp}")
     return init_device_mesh(options.device, (dp, cp), mesh_dim_names=("data", "context"))
 
 
@@ -235,12 +230,14 @@ class Run:
         self.options, self.drill = options, drill(options)
         self.mesh = mesh_of(options)
         self.device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
-        self.pieces = Pieces(self.mesh.get_group("context"), self.mesh.get_local_rank("context"), options.cp)
+        self.pieces = Pieces(self.mesh.get_group("context"), options.layout, options.length, self.device)
         alphabet, text = read_text()
         self.windows = Windows(text, options.length, options.seed)
         torch.manual_seed(options.seed)  # every process draws the whole model and keeps its share
         model = LM(len(alphabet), options, self.pieces).to(self.device)
-        self.model = sharded(model, self.mesh._flatten("all"))
+        # Over all processes: a gradient is the mean of what each has of its own tokens, which are equally many.
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, options.dtype), reduce_dtype=torch.float32)
+        self.model = fully_shard(model, mesh=self.mesh._flatten("all"), mp_policy=policy)
         self.optimizer = optimizer_of(self.model, options.lr)
         self.checkpoints = Checkpoints(options.out / "checkpoints")
 
@@ -275,9 +272,8 @@ class Run:
         options = self.options
         torch.manual_seed(mixed(options.seed, step, dist.get_rank()))  # for dropout; so a checkpoint need not hold it
         texts = self.windows.take(options.batch).chunk(self.mesh.size(0))[self.mesh.get_local_rank("data")]
-        here = self.pieces.positions(options.length)
-        logits = self.model(texts[:, here].to(self.device))
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), texts[:, here + 1].flatten().to(self.device))
+        ids, following = (texts.to(self.device)[:, self.pieces.here + ahead] for ahead in (0, 1))
+        loss = F.cross_entropy(self.model(ids).flatten(0, 1).float(), following.flatten())
         self.drill("step", step)
         loss.backward()
         return loss.detach()
@@ -333,6 +329,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dp", type=int, default=0, help="data parallel: processes that share the texts (all left)")
     parser.add_argument("--cp", type=int, default=1, help="context parallel: processes that share a text (%(default)s)")
+    parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="zigzag", help="of a text (%(default)s)")
     parser.add_argument("--n", type=int, default=4, help="residual streams (%(default)s)")
     parser.add_argument("--D", type=int, default=128, help=f"channels, a multiple of {HEAD_DIM} (%(default)s)")
     parser.add_argument("--depth", type=int, default=2, help="convolutions, attentions and MLPs (%(default)s)")
@@ -345,7 +342,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints (%(default)s)")
     parser.add_argument("--report", type=int, default=10, help="steps between lines of progress (%(default)s)")
     parser.add_argument("--fail-at", type=Drill.parse, action="append", default=[], metavar="WHERE:STEP[:RANK]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu", help="(%(default)s)")
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, default=dtypes[gpu], help="of the layers (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("train_distributed"), help="folder (%(default)s)")
     options = parser.parse_args(arguments)
     if options.D % HEAD_DIM:

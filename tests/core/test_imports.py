@@ -30,6 +30,7 @@ ALLOWED = {
     "kernels": {"core", "options", "composed", "kernels"},
     "compat": {"core", "ops", "public", "compat"},
     "convert": set(),
+    "distributed": {"core", "prepare", "contracts", "ops", "modules", "recompute", "stack", "distributed"},
     "hub": {"ops", "public"},
     "command": {"convert", "hub", "measure"},
     "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
@@ -46,7 +47,7 @@ def layer(parts):
         return "public", None
     if parts[0] in ("convert", "hub") and parts[1:] == ("command",):
         return "command", None
-    if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "hub"):
+    if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "distributed", "hub"):
         return parts[0], None
     family, *rest = parts
     if not rest:

@@ -95,11 +95,15 @@ def _two(folder):
     return results, [_refusal(folder / "refused", *arguments) for arguments in REFUSED]
 
 
-MESHES = {1: [()], 2: [("--dp", 2)], 4: [("--dp", 4)]}
+MESHES = {
+    1: [()],
+    2: [("--dp", 2), ("--cp", 2)],
+    4: [("--dp", 4), ("--cp", 4, "--layout", "contiguous"), ("--dp", 2, "--cp", 2)],
+}
 DROPOUT = ("--dropout", 0.1)
 REFUSED = {
     ("--dp", 3): "--dp 3 × --cp 1 is 3 processes, but there are 2",
-    ("--cp", 2, "--length", 15): "--length 15 cannot be cut into --cp 2 pieces of one size",
+    ("--cp", 2, "--length", 15): "--length 15 cannot be cut into 4 pieces of one size for --cp 2",
     ("--batch", 1): "--batch 1 texts cannot be shared equally by --dp 2",
 }
 
