@@ -1,0 +1,124 @@
+"""What is said to be sent in a step is what is sent, in every mesh."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mhc_ops import HyperConnection, HyperStack, mhc_expand
+from mhc_ops.distributed import causal_conv1d, fully_shard, shard_sequence
+from mhc_ops.distributed.traffic import Mesh, Model, traffic
+
+
+class Sending(TorchDispatchMode):
+    """Counts the bytes that this process hands over to be sent, by collective: as a ring sends them."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # seen again as operations on the tensors inside
+        space, _, name = func._schema.name.partition("::")
+        if space in ("c10d", "_c10d_functional"):
+            self.count(name, args)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name, args):
+        if name == "_allgather_base_":
+            output, share = map(size, args[:2])
+            self.bytes["all-gather"] += output - share
+        elif name == "_reduce_scatter_base_":
+            share, whole = map(size, args[:2])
+            self.bytes["reduce-scatter"] += whole - share
+        elif name == "allreduce_":
+            world = dist.ProcessGroup.unbox(args[1]).size()
+            self.bytes["all-reduce"] += sum(-(-2 * (world - 1) * size(tensor) // world) for tensor in args[0])
+        elif name == "all_gather_into_tensor":
+            self.bytes["all-gather"] += (args[1] - 1) * size(args[0])
+        elif name == "reduce_scatter_tensor":
+            self.bytes["reduce-scatter"] += size(args[0]) - size(args[0]) // args[2]
+        elif name == "all_to_all_single":
+            rows, _, given, group = args
+            own = given[dist.get_rank(dist.distributed_c10d._resolve_process_group(group))]
+            self.bytes["all-to-all"] += size(rows) // max(1, sum(given)) * (sum(given) - own)
+        elif name == "send":
+            self.bytes["send"] += sum(map(size, args[0]))
+        elif name not in ("wait_tensor", "recv_"):
+            raise AssertionError(f"{name} is not counted")
+
+
+def size(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+class Layer(nn.Module):
+    """A convolution and nothing else."""
+
+    def __init__(self, model, **pieces):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(model.D, model.width))
+        self.how = {"dilation": model.dilation, **pieces}
+
+    def forward(self, x):
+        return causal_conv1d(x, self.weight, **self.how)
+
+
+def _counted(model, mesh, layout):
+    """Of one step: forward, backward, by collective."""
+    devices = init_device_mesh("cpu", mesh[:3], mesh_dim_names=("replicate", "data", "context"))
+    group = devices.get_group("context")
+    layers = [Layer(model, group=group, layout=layout) for _ in range(model.convolutions)]
+    gather = lambda h_in: h_in + all_gather_tensor_autograd(h_in, 1, group).mean(1, keepdim=True)  # noqa: E731
+    layers += [gather] * model.attentions
+    stack = HyperStack(
+        *(HyperConnection(layer, model.n, model.D, layer_norm=model.layer_norm, gamma=model.gamma) for layer in layers)
+    )
+    shards = devices["replicate", "data"] if mesh.replicate > 1 else devices["data", "context"]._flatten("shards")
+    network = fully_shard(nn.Sequential(stack), mesh=shards)
+    x = torch.randn(model.batch // (mesh.replicate * mesh.data), model.length, model.D)
+    x = mhc_expand(shard_sequence(x, group=group, layout=layout), model.n)
+    network(x).sum().backward()  # in the first step the processes also agree on lengths
+    with Sending() as forward:
+        y = network(x)
+    with Sending() as backward:
+        y.sum().backward()
+    return forward.bytes, backward.bytes
+
+
+CONVOLUTIONS = {"convolutions": 2, "width": 3, "dilation": 2}
+ATTENTIONS = {"attentions": 1, "keys": 8}
+MODEL = Model(connections=3, n=3, D=8, batch=4, length=16, itemsize=4, gamma=True, **CONVOLUTIONS, **ATTENTIONS)
+MESHES = {
+    2: [(Mesh(data=2), "contiguous"), (Mesh(context=2), "contiguous"), (Mesh(context=2), "zigzag")],
+    4: [
+        (Mesh(data=4), "contiguous"),
+        (Mesh(context=4), "contiguous"),
+        (Mesh(context=4), "zigzag"),
+        (Mesh(data=2, context=2), "contiguous"),
+        (Mesh(replicate=2, data=2), "contiguous"),
+    ],
+}
+
+
+def _all_counted(world):
+    return [_counted(MODEL, mesh, layout) for mesh, layout in MESHES[world]]
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_counted_bytes(world):
+    results = run(world, _all_counted, world)
+    for (mesh, layout), *ranks in zip(MESHES[world], *results):
+        ways = [{name: max(rank[way][name] for rank in ranks) for name in ranks[0][way]} for way in (0, 1)]
+        expected = Counter()
+        for row in traffic(MODEL, mesh, layout=layout):
+            expected[row.collective] += row.step
+        assert Counter(ways[0]) + Counter(ways[1]) == expected, (mesh, layout)
