@@ -1,5 +1,7 @@
 """The convolution over a sequence in pieces: the bits of one process, and its gradients."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,24 @@ from mhc_ops import distributed
 from mhc_ops.distributed.pieces import pieces_of
 from mhc_ops.measure import accuracy
 from mhc_ops.measure.conv_cases import PLACES, ConvCase
+
+
+@dataclass(frozen=True)
+class Packed(ConvCase):
+    """With these boundaries in the place of its own."""
+
+    bounds: tuple[int, ...] = ()
+
+    def _drawn(self, normal, generator):
+        tensors = super()._drawn(normal, generator) | {"cu_seqlens": torch.tensor(self.bounds)}
+        if "initial_state" in tensors:
+            state = normal(len(self.bounds) - 1, self.D, (self.W - 1) * self.dilation)
+            tensors["initial_state"] = state.to(self.dtype)
+        return tensors
+
+    def __str__(self):
+        return f"{super().__str__()} {self.bounds}"
+
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYOUTS = ("contiguous", "zigzag")
@@ -104,8 +124,8 @@ def bits_of_dx(case, layout, dx, expected):
     return [f"dx has other bits in {rows}" for rows in inner if not torch.equal(dx[:, rows], expected[:, rows])]
 
 
-def all_wrong(cases, backend):
-    return [words for case in cases for layout in LAYOUTS for words in wrong(case, backend, layout)]
+def all_wrong(cases, backend, layouts=LAYOUTS):
+    return [words for case in cases for layout in layouts for words in wrong(case, backend, layout)]
 
 
 def cases(world):
@@ -114,7 +134,15 @@ def cases(world):
     def L(rows):
         return 2 * world * rows
 
+    # sequences that begin and end right before and behind the begin of a piece, one that is empty there, padding first
+    close = (1, L(11) // 2 - 2, L(11) // 2 - 1, L(11) // 2 - 1, L(11) // 2 + 2, L(11) - 1)
+    impossible = (-3, 4, 2, L(11) - 5, 9, L(11) + 7)
     return [
+        *(
+            Packed(1, L(11), 5, 3, dtype, dilation=2, places="cu_seqlens states", residual=True, bounds=bounds)
+            for bounds in (close, impossible)
+            for dtype in (FP32, BF16)
+        ),
         *(ConvCase(2, L(9), 5, W, FP32) for W in range(1, 9)),
         *(ConvCase(2, L(8), 6, 3, dtype, dilation=d, residual=d > 1) for d in (1, 2, 3) for dtype in (FP32, BF16)),
         *(ConvCase(2, L(7), 5, scale=scale) for scale in (1e-3, 1e3)),
@@ -135,4 +163,27 @@ def cases(world):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_reference(world):
     found = run(world, all_wrong, cases(world), "reference")
+    assert not found[0], "\n".join(found[0])
+
+
+def test_hip():
+    plain = [case for case in cases(2) if case.runs_on("hip")]
+    found = run(2, all_wrong, plain, "hip")
+    assert not found[0], "\n".join(found[0])
+
+
+# A launch takes a tenth of a second in the interpreter, so every way once
+INTERPRETED = {
+    "contiguous": [
+        ConvCase(1, 12, 3, 3, BF16),
+        Packed(1, 14, 3, 3, FP32, places="cu_seqlens states", bounds=(1, 6, 6, 8, 13)),
+    ],
+    "zigzag": [ConvCase(1, 20, 3, 2, FP32, places="seq_idx states"), ConvCase(1, 20, 3, 3, FP32, n=2, residual=True)],
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_triton(layout):
+    found = run(2, all_wrong, INTERPRETED[layout], "triton", (layout,))
     assert not found[0], "\n".join(found[0])
