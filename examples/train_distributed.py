@@ -25,7 +25,7 @@ import shutil
 import signal
 import sys
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,15 +35,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Shard
 from train_tiny_lm import HEAD_DIM, MLP, connect, learning_rate, optimizer_of, read_text
 
-import mhc_ops
-from mhc_ops import HyperHead, mhc_expand
-from mhc_ops.distributed import causal_conv1d, fully_shard, shard_sequence
+from mhc_ops import HyperHead, causal_conv1d, distributed, mhc_expand
+from mhc_ops.distributed import fully_shard, shard_sequence
 from mhc_ops.measure.report import Refused, progress, say
 
 WIDTH = 4  # taps of the convolution
@@ -92,14 +91,16 @@ def mixed(*numbers: int) -> int:
 
 
 class Pieces:
-    """Of a sequence among the processes of a group, where tokens are numbered from its begin."""
+    """Of a sequence among the processes of a mesh of one dimension. Tokens are numbered from its begin."""
 
-    def __init__(self, group: dist.ProcessGroup, layout: str, length: int, device: torch.device):
-        self.group, self.layout, self.size = group, layout, dist.get_world_size(group)
-        self.here = shard_sequence(torch.arange(length, device=device), group=group, layout=layout, dim=0)
-        everywhere = [torch.empty_like(self.here) for _ in range(self.size)]
-        dist.all_gather(everywhere, self.here, group=group)
-        self.everywhere = torch.cat(everywhere)  # the order in which gathered tokens come
+    def __init__(self, mesh: DeviceMesh, layout: str, length: int, device: torch.device):
+        self.mesh, self.layout = mesh, layout
+        self.here = shard_sequence(torch.arange(length, device=device), group=mesh, layout=layout, dim=0)
+        self.everywhere = self.gathered(self.here, dim=0)
+
+    def gathered(self, x: Tensor, dim: int) -> Tensor:
+        """The tokens of all processes, one process behind the other; their gradients go back as sums."""
+        return DTensor.from_local(x, self.mesh, [Shard(dim)]).full_tensor(grad_placements=[Partial()])
 
 
 class Convolution(nn.Module):
@@ -109,10 +110,9 @@ class Convolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(D, WIDTH).uniform_(-(WIDTH**-0.5), WIDTH**-0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.pieces.size == 1:
-            return self.out(mhc_ops.causal_conv1d(x, self.weight, activation="silu"))
-        group, layout = self.pieces.group, self.pieces.layout
-        return self.out(causal_conv1d(x, self.weight, activation="silu", group=group, layout=layout))
+        pieces = {"group": self.pieces.mesh, "layout": self.pieces.layout}
+        convolve = partial(distributed.causal_conv1d, **pieces) if self.pieces.mesh.size() > 1 else causal_conv1d
+        return self.out(convolve(x, self.weight, activation="silu"))
 
 
 class Attention(nn.Module):
@@ -124,10 +124,8 @@ class Attention(nn.Module):
         self.q, self.kv, self.out = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        kv = self.kv(x)
-        if self.pieces.size > 1:
-            kv = all_gather_tensor_autograd(kv.contiguous(), 1, self.pieces.group)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), *kv.chunk(2, -1)))
+        parts = self.q(x), *self.pieces.gathered(self.kv(x), dim=1).chunk(2, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         before = self.pieces.here[:, None] >= self.pieces.everywhere
         return self.out(F.scaled_dot_product_attention(q, k, v, before).transpose(1, 2).flatten(-2))
 
@@ -170,10 +168,10 @@ class Checkpoints:
 
     def save(self, state: dict[str, Any], step: int, writer: type[dcp.FileSystemWriter]) -> None:
         path = self.folder / f"step-{step:09d}"
-        partial = path.with_suffix(".partial")
-        dcp.save(state, storage_writer=writer(partial))  # ends when all processes have written and said so
+        unfinished = path.with_suffix(".partial")
+        dcp.save(state, storage_writer=writer(unfinished))  # ends when all processes have written and said so
         if dist.get_rank() == 0:
-            partial.rename(path)
+            unfinished.rename(path)
         for old in self.whole()[: -self.keep]:
             if dist.get_rank() == 0:
                 shutil.rmtree(old)
@@ -230,7 +228,7 @@ class Run:
         self.options, self.drill = options, drill(options)
         self.mesh = mesh_of(options)
         self.device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
-        self.pieces = Pieces(self.mesh.get_group("context"), options.layout, options.length, self.device)
+        self.pieces = Pieces(self.mesh["context"], options.layout, options.length, self.device)
         alphabet, text = read_text()
         self.windows = Windows(text, options.length, options.seed)
         torch.manual_seed(options.seed)  # every process draws the whole model and keeps its share
