@@ -5,13 +5,12 @@ from .context import causal_conv1d, short_conv
 from .fsdp import fully_shard
 from .parallel import HyperParallel
 from .pieces import shard_sequence, tail_bytes
-from .traffic import Mesh, Model, Sent, traffic
+from .traffic import MeshSizes, ModelSizes, traffic
 
 __all__ = [
     "HyperParallel",
-    "Mesh",
-    "Model",
-    "Sent",
+    "MeshSizes",
+    "ModelSizes",
     "causal_conv1d",
     "fully_shard",
     "shard_sequence",

@@ -5,6 +5,7 @@ that sends least: of w shares an all-gather or a reduce-scatter sends w − 1, a
 send for themselves (their weights, tensor-parallel products, experts) is not in it.
 """
 
+import math
 from typing import NamedTuple
 
 from ..core.check import check_count
@@ -13,7 +14,7 @@ from .pieces import tail_bytes
 MAP_BYTES = 4  # maps and the sums of gradients are fp32
 
 
-class Mesh(NamedTuple):
+class MeshSizes(NamedTuple):
     """How many processes each dimension has. replicate: groups of data × context that have the same shards (HSDP)."""
 
     replicate: int = 1
@@ -28,7 +29,7 @@ class Mesh(NamedTuple):
         return self.data * self.context
 
 
-class Model(NamedTuple):
+class ModelSizes(NamedTuple):
     """connections: `HyperConnection`s, all in a `HyperStack`   batch: sequences of a step, of all processes together
 
     length: tokens of a sequence   itemsize: bytes of x and of what layers compute in   layer_norm, gamma: as there
@@ -65,7 +66,7 @@ class Sent(NamedTuple):
         return self.layer * self.count
 
 
-def traffic(model: Model, mesh: Mesh, *, layout: str = "contiguous", gathers: int = 2) -> list[Sent]:
+def traffic(model: ModelSizes, mesh: MeshSizes, *, layout: str = "contiguous", gathers: int = 2) -> list[Sent]:
     """All that a process sends in a step; nothing is listed for dimensions of size 1.
 
     gathers: how often fully_shard gathers a parameter: 2, once more for the backward; 1 with
@@ -76,6 +77,7 @@ def traffic(model: Model, mesh: Mesh, *, layout: str = "contiguous", gathers: in
     connections, convolutions, attentions = (-(-count // mesh.pipeline) for count in everywhere)
     sent = [
         *_sharded("maps", maps(model), MAP_BYTES, connections, mesh, gathers),
+        _summed(model, mesh, connections),
         *_sharded("convolution", convolution(model), model.itemsize, convolutions, mesh, gathers),
         *_tails(model, mesh, convolutions, layout),
         *_keys(model, mesh, attentions),
@@ -83,7 +85,7 @@ def traffic(model: Model, mesh: Mesh, *, layout: str = "contiguous", gathers: in
     return [row for row in sent if row.step]
 
 
-def maps(model: Model) -> list[tuple[int, ...]]:
+def maps(model: ModelSizes) -> list[tuple[int, ...]]:
     """The shapes of a connection's own parameters."""
     n, D = model.n, model.D
     rows = n * n + 2 * n
@@ -91,12 +93,12 @@ def maps(model: Model) -> list[tuple[int, ...]]:
     return [(rows, n * D), (3,), (rows,), *optional]
 
 
-def convolution(model: Model) -> list[tuple[int, ...]]:
+def convolution(model: ModelSizes) -> list[tuple[int, ...]]:
     return [(model.D, model.width)]
 
 
 def _sharded(
-    what: str, shapes: list[tuple[int, ...]], itemsize: int, count: int, mesh: Mesh, gathers: int
+    what: str, shapes: list[tuple[int, ...]], itemsize: int, count: int, mesh: MeshSizes, gathers: int
 ) -> list[Sent]:
     """By fully_shard: gathered, and their gradients scattered; between replicas the shards of gradients are added."""
     shards = mesh.shards
@@ -108,6 +110,12 @@ def _sharded(
         Sent(f"{what}: gradients", over, "reduce-scatter", (shards - 1) * share * MAP_BYTES, count),
         Sent(f"{what}: gradients", "replicate", "all-reduce", replicas, count),
     ]
+
+
+def _summed(model: ModelSizes, mesh: MeshSizes, count: int) -> Sent:
+    """By HyperParallel: the gradients of parameters that are whole on every process, each by itself."""
+    sent = sum(_all_reduce(math.prod(shape) * MAP_BYTES, mesh.tensor) for shape in maps(model))
+    return Sent("maps: gradients", "tensor", "all-reduce", sent, count)
 
 
 def _share(shape: tuple[int, ...], shards: int) -> int:
@@ -122,7 +130,7 @@ def _all_reduce(size: int, world: int) -> int:
     return -(-2 * (world - 1) * size // world)
 
 
-def _tails(model: Model, mesh: Mesh, count: int, layout: str) -> list[Sent]:
+def _tails(model: ModelSizes, mesh: MeshSizes, count: int, layout: str) -> list[Sent]:
     """Of the convolution's inputs to the piece behind, and their gradients back."""
     if mesh.context == 1:
         return []
@@ -146,12 +154,12 @@ def _tails(model: Model, mesh: Mesh, count: int, layout: str) -> list[Sent]:
     ]
 
 
-def _sequences(model: Model, mesh: Mesh) -> int:
+def _sequences(model: ModelSizes, mesh: MeshSizes) -> int:
     """On a process."""
     return model.batch // (mesh.replicate * mesh.data)
 
 
-def _keys(model: Model, mesh: Mesh, count: int) -> list[Sent]:
+def _keys(model: ModelSizes, mesh: MeshSizes, count: int) -> list[Sent]:
     tokens = _sequences(model, mesh) * model.length // mesh.context
     sent = (mesh.context - 1) * tokens * model.keys * model.itemsize
     return [
@@ -160,7 +168,7 @@ def _keys(model: Model, mesh: Mesh, count: int) -> list[Sent]:
     ]
 
 
-def _check(model: Model, mesh: Mesh) -> None:
+def _check(model: ModelSizes, mesh: MeshSizes) -> None:
     for name in ("connections", "n", "D", "batch", "length", "itemsize", "width", "dilation"):
         check_count("traffic", name, getattr(model, name))
     for name, size in mesh._asdict().items():

@@ -10,11 +10,19 @@ from processes import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhc_ops import HyperConnection, HyperStack, mhc_expand
-from mhc_ops.distributed import causal_conv1d, fully_shard, shard_sequence
-from mhc_ops.distributed.traffic import Mesh, Model, traffic
+from mhc_ops.distributed import (
+    HyperParallel,
+    MeshSizes,
+    ModelSizes,
+    causal_conv1d,
+    fully_shard,
+    shard_sequence,
+    traffic,
+)
 
 
 class Sending(TorchDispatchMode):
@@ -41,14 +49,16 @@ class Sending(TorchDispatchMode):
             self.bytes["reduce-scatter"] += whole - share
         elif name == "allreduce_":
             world = dist.ProcessGroup.unbox(args[1]).size()
-            self.bytes["all-reduce"] += sum(-(-2 * (world - 1) * size(tensor) // world) for tensor in args[0])
+            self.bytes["all-reduce"] += sum(all_reduced(tensor, world) for tensor in args[0])
+        elif name == "all_reduce":
+            self.bytes["all-reduce"] += all_reduced(args[0], group_of(args[2]).size())
         elif name == "all_gather_into_tensor":
             self.bytes["all-gather"] += (args[1] - 1) * size(args[0])
         elif name == "reduce_scatter_tensor":
             self.bytes["reduce-scatter"] += size(args[0]) - size(args[0]) // args[2]
         elif name == "all_to_all_single":
             rows, _, given, group = args
-            own = given[dist.get_rank(dist.distributed_c10d._resolve_process_group(group))]
+            own = given[group_of(group).rank()]
             self.bytes["all-to-all"] += size(rows) // max(1, sum(given)) * (sum(given) - own)
         elif name == "send":
             self.bytes["send"] += sum(map(size, args[0]))
@@ -58,6 +68,13 @@ class Sending(TorchDispatchMode):
 
 def size(tensor):
     return tensor.numel() * tensor.element_size()
+
+
+def all_reduced(tensor, world):
+    return -(-2 * (world - 1) * size(tensor) // world)
+
+
+group_of = dist.distributed_c10d._resolve_process_group
 
 
 class Layer(nn.Module):
@@ -80,17 +97,25 @@ def _mean(pieces, h_in):
 
 def _counted(model, mesh, layout):
     """Of one step: forward, backward, by collective."""
-    devices = init_device_mesh("cpu", mesh[:3], mesh_dim_names=("replicate", "data", "context"))
-    group = devices.get_group("context")
+    devices = init_device_mesh("cpu", mesh[:4], mesh_dim_names=mesh._fields[:4])
+    group = devices["context"]
     layers = [Layer(model, group=group, layout=layout) for _ in range(model.convolutions)]
-    layers += [partial(_mean, devices["context"])] * model.attentions
+    layers += [partial(_mean, group)] * model.attentions
+    layers += [nn.Identity()] * (model.connections - len(layers))
     stack = HyperStack(
         *(HyperConnection(layer, model.n, model.D, layer_norm=model.layer_norm, gamma=model.gamma) for layer in layers)
     )
-    shards = devices["replicate", "data"] if mesh.replicate > 1 else devices["data", "context"]._flatten("shards")
-    network = fully_shard(nn.Sequential(stack), mesh=shards)
     x = torch.randn(model.batch // (mesh.replicate * mesh.data), model.length, model.D)
-    x = mhc_expand(shard_sequence(x, group=group, layout=layout), model.n)
+    x = shard_sequence(x, group=group, layout=layout)
+    if mesh.tensor > 1:
+        parallelize_module(stack, devices["tensor"], HyperParallel(use_local_output=True))
+        x = shard_sequence(x, group=devices["tensor"])
+    if mesh.replicate * mesh.shards > 1:
+        sharding = devices["replicate", "data"] if mesh.replicate > 1 else devices["data", "context"]._flatten("shards")
+        network = fully_shard(nn.Sequential(stack), mesh=sharding)
+    else:
+        network = stack
+    x = mhc_expand(x, model.n)
     network(x).sum().backward()  # in the first step the processes also agree on lengths
     with Sending() as forward:
         y = network(x)
@@ -99,31 +124,41 @@ def _counted(model, mesh, layout):
     return forward.bytes, backward.bytes
 
 
-CONVOLUTIONS = {"convolutions": 2, "width": 3, "dilation": 2}
-ATTENTIONS = {"attentions": 1, "keys": 8}
-MODEL = Model(connections=3, n=3, D=8, batch=4, length=16, itemsize=4, gamma=True, **CONVOLUTIONS, **ATTENTIONS)
-MESHES = {
-    2: [(Mesh(data=2), "contiguous"), (Mesh(context=2), "contiguous"), (Mesh(context=2), "zigzag")],
+MODEL = ModelSizes(connections=3, n=3, D=8, batch=4, length=16, itemsize=4, gamma=True)
+MIXED = MODEL._replace(convolutions=2, width=3, dilation=2, attentions=1, keys=8)
+CASES = {
+    2: [
+        (MIXED, MeshSizes(data=2), "contiguous"),
+        (MIXED, MeshSizes(context=2), "contiguous"),
+        (MIXED, MeshSizes(context=2), "zigzag"),
+        (MODEL, MeshSizes(tensor=2), "contiguous"),
+    ],
     4: [
-        (Mesh(data=4), "contiguous"),
-        (Mesh(context=4), "contiguous"),
-        (Mesh(context=4), "zigzag"),
-        (Mesh(data=2, context=2), "contiguous"),
-        (Mesh(replicate=2, data=2), "contiguous"),
+        (MIXED, MeshSizes(data=4), "contiguous"),
+        (MIXED, MeshSizes(context=4), "contiguous"),
+        (MIXED, MeshSizes(context=4), "zigzag"),
+        (MIXED, MeshSizes(data=2, context=2), "contiguous"),
+        (MIXED, MeshSizes(replicate=2, data=2), "contiguous"),
+        (MODEL, MeshSizes(data=2, tensor=2), "contiguous"),
     ],
 }
 
 
 def _all_counted(world):
-    return [_counted(MODEL, mesh, layout) for mesh, layout in MESHES[world]]
+    return [_counted(*case) for case in CASES[world]]
 
 
-@pytest.mark.parametrize("world", MESHES)
+@pytest.mark.parametrize("world", CASES)
 def test_counted_bytes(world):
     results = run(world, _all_counted, world)
-    for (mesh, layout), *ranks in zip(MESHES[world], *results):
-        ways = [{name: max(rank[way][name] for rank in ranks) for name in ranks[0][way]} for way in (0, 1)]
+    for (model, mesh, layout), *ranks in zip(CASES[world], *results):
+        forward, backward = (most(way) for way in zip(*ranks))
         expected = Counter()
-        for row in traffic(MODEL, mesh, layout=layout):
+        for row in traffic(model, mesh, layout=layout):
             expected[row.collective] += row.step
-        assert Counter(ways[0]) + Counter(ways[1]) == expected, (mesh, layout)
+        assert forward + backward == expected, (mesh, layout)
+
+
+def most(ranks):
+    """Of the processes, by collective."""
+    return Counter({name: max(rank[name] for rank in ranks) for name in set().union(*ranks)})
