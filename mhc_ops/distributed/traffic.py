@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from ..core.check import check_count
 from .pieces import tail_bytes
+from .pipeline import MAP_BYTES, Send, boundary_bytes
 
-MAP_BYTES = 4  # maps and the sums of gradients are fp32
+SUM_BYTES = 4  # of a gradient: sums are fp32
 
 
 class MeshSizes(NamedTuple):
@@ -66,11 +67,25 @@ class Sent(NamedTuple):
         return self.layer * self.count
 
 
-def traffic(model: ModelSizes, mesh: MeshSizes, *, layout: str = "contiguous", gathers: int = 2) -> list[Sent]:
+def traffic(
+    model: ModelSizes,
+    mesh: MeshSizes,
+    *,
+    layout: str = "contiguous",
+    gathers: int = 2,
+    send: str = Send.X_NEXT.value,
+    stages: int = 1,
+) -> list[Sent]:
     """All that a process sends in a step; nothing is listed for dimensions of size 1.
 
-    gathers: how often fully_shard gathers a parameter: 2, once more for the backward; 1 with
-    reshard_after_forward=False. Gradients are reduced once, at the end of the step.
+    layout: of the pieces of a sequence, as in `causal_conv1d` here   send: as in `pipeline_stages`
+    gathers: how often fully_shard gathers a parameter: 2, once more for the backward; 1 with reshard_after_forward
+    =False. In a pipeline, where that is for every microbatch, 1 for all of them. Gradients are reduced once in a step.
+    stages: of a process in the pipeline, more than one in interleaved schedules
+
+    >>> model = ModelSizes(connections=122, n=4, D=7168, batch=64, length=8192)
+    >>> {row.what: row.layer for row in traffic(model, MeshSizes(data=64))}
+    {'maps: parameters': 2737791, 'maps: gradients': 2737791}
     """
     _check(model, mesh)
     everywhere = (model.connections, model.convolutions, model.attentions)
@@ -81,6 +96,7 @@ def traffic(model: ModelSizes, mesh: MeshSizes, *, layout: str = "contiguous", g
         *_sharded("convolution", convolution(model), model.itemsize, convolutions, mesh, gathers),
         *_tails(model, mesh, convolutions, layout),
         *_keys(model, mesh, attentions),
+        *_streams(model, mesh, send, stages),
     ]
     return [row for row in sent if row.step]
 
@@ -104,17 +120,17 @@ def _sharded(
     shards = mesh.shards
     share = sum(_share(shape, shards) for shape in shapes)
     over = " × ".join(name for name in ("data", "context") if getattr(mesh, name) > 1)
-    replicas = _all_reduce(share * MAP_BYTES, mesh.replicate)
+    replicas = _all_reduce(share * SUM_BYTES, mesh.replicate)
     return [
         Sent(f"{what}: parameters", over, "all-gather", (shards - 1) * share * itemsize, gathers * count),
-        Sent(f"{what}: gradients", over, "reduce-scatter", (shards - 1) * share * MAP_BYTES, count),
+        Sent(f"{what}: gradients", over, "reduce-scatter", (shards - 1) * share * SUM_BYTES, count),
         Sent(f"{what}: gradients", "replicate", "all-reduce", replicas, count),
     ]
 
 
 def _summed(model: ModelSizes, mesh: MeshSizes, count: int) -> Sent:
     """By HyperParallel: the gradients of parameters that are whole on every process, each by itself."""
-    sent = sum(_all_reduce(math.prod(shape) * MAP_BYTES, mesh.tensor) for shape in maps(model))
+    sent = sum(_all_reduce(math.prod(shape) * SUM_BYTES, mesh.tensor) for shape in maps(model))
     return Sent("maps: gradients", "tensor", "all-reduce", sent, count)
 
 
@@ -166,6 +182,14 @@ def _keys(model: ModelSizes, mesh: MeshSizes, count: int) -> list[Sent]:
         Sent("attention: keys and values", "context", "all-gather", sent, count),
         Sent("attention: their gradients", "context", "reduce-scatter", sent, count),
     ]
+
+
+def _streams(model: ModelSizes, mesh: MeshSizes, send: str, stages: int) -> list[Sent]:
+    """Of all microbatches, from a stage to the next, and their gradients back. Tensor parallel, x is in pieces too."""
+    tokens = _sequences(model, mesh) * model.length // (mesh.context * mesh.tensor)
+    sent = tokens * boundary_bytes(model.n, model.D, model.itemsize, send=send)
+    count = stages if mesh.pipeline > 1 else 0
+    return [Sent(what, "pipeline", "send", sent, count) for what in ("streams", "streams: gradients")]
 
 
 def _check(model: ModelSizes, mesh: MeshSizes) -> None:

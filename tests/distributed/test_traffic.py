@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from processes import run
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -18,8 +19,10 @@ from mhc_ops.distributed import (
     HyperParallel,
     MeshSizes,
     ModelSizes,
+    PipelineStage,
     causal_conv1d,
     fully_shard,
+    pipeline_stages,
     shard_sequence,
     traffic,
 )
@@ -60,8 +63,9 @@ class Sending(TorchDispatchMode):
             rows, _, given, group = args
             own = given[group_of(group).rank()]
             self.bytes["all-to-all"] += size(rows) // max(1, sum(given)) * (sum(given) - own)
-        elif name == "send":
-            self.bytes["send"] += sum(map(size, args[0]))
+        elif name == "send":  # to a stage behind, or back
+            way = "send" if args[2] > dist.ProcessGroup.unbox(args[1]).rank() else "send back"
+            self.bytes[way] += sum(map(size, args[0]))
         elif name not in ("wait_tensor", "_wrap_tensor_autograd", "recv_"):
             raise AssertionError(f"{name} is not counted")
 
@@ -101,20 +105,16 @@ def _counted(model, mesh, layout):
     group = devices["context"]
     layers = [Layer(model, group=group, layout=layout) for _ in range(model.convolutions)]
     layers += [partial(_mean, group)] * model.attentions
-    layers += [nn.Identity()] * (model.connections - len(layers))
-    stack = HyperStack(
-        *(HyperConnection(layer, model.n, model.D, layer_norm=model.layer_norm, gamma=model.gamma) for layer in layers)
-    )
+    stack = _stack(model, layers)
     x = torch.randn(model.batch // (mesh.replicate * mesh.data), model.length, model.D)
     x = shard_sequence(x, group=group, layout=layout)
     if mesh.tensor > 1:
         parallelize_module(stack, devices["tensor"], HyperParallel(use_local_output=True))
         x = shard_sequence(x, group=devices["tensor"])
+    network = nn.Sequential(stack)
     if mesh.replicate * mesh.shards > 1:
         sharding = devices["replicate", "data"] if mesh.replicate > 1 else devices["data", "context"]._flatten("shards")
-        network = fully_shard(nn.Sequential(stack), mesh=sharding)
-    else:
-        network = stack
+        network = fully_shard(network, mesh=sharding)
     x = mhc_expand(x, model.n)
     network(x).sum().backward()  # in the first step the processes also agree on lengths
     with Sending() as forward:
@@ -124,7 +124,33 @@ def _counted(model, mesh, layout):
     return forward.bytes, backward.bytes
 
 
-MODEL = ModelSizes(connections=3, n=3, D=8, batch=4, length=16, itemsize=4, gamma=True)
+def _stack(model, layers):
+    layers = [*layers, *[nn.Identity() for _ in range(model.connections - len(layers))]]
+    own = {"layer_norm": model.layer_norm, "gamma": model.gamma}
+    return HyperStack(*(HyperConnection(layer, model.n, model.D, **own) for layer in layers))
+
+
+def _counted_of_stages(model, mesh, send):
+    """Of one step of 1F1B, in two microbatches."""
+    devices = init_device_mesh("cpu", (mesh.data, mesh.pipeline), mesh_dim_names=("data", "pipeline"))
+    rank = devices.get_local_rank("pipeline")
+    network = nn.Sequential(_stack(model, []))
+    part = pipeline_stages(network, [model.connections // mesh.pipeline], send=send)[rank]
+    if mesh.data > 1:
+        part = fully_shard(part, mesh=devices["data"], reshard_after_forward=False)
+    kind = PipelineStage if send == "carry" else pipelining.PipelineStage
+    stage = kind(part, rank, mesh.pipeline, torch.device("cpu"), group=devices.get_group("pipeline"))
+    schedule = pipelining.Schedule1F1B(stage, 2, loss_fn=lambda out, target: (out * target).sum())
+    x = torch.randn(model.batch // mesh.data, model.length, model.n, model.D)
+    step = partial(schedule.step, x) if rank == 0 else partial(schedule.step, target=x)
+    step()  # the first one also tells shapes
+    with Sending() as sending:
+        step()
+    back = sending.bytes.pop("send back", 0)
+    return sending.bytes, Counter({"send": back})
+
+
+MODEL = ModelSizes(connections=4, n=3, D=8, batch=4, length=16, itemsize=4, gamma=True)
 MIXED = MODEL._replace(convolutions=2, width=3, dilation=2, attentions=1, keys=8)
 CASES = {
     2: [
@@ -132,6 +158,8 @@ CASES = {
         (MIXED, MeshSizes(context=2), "contiguous"),
         (MIXED, MeshSizes(context=2), "zigzag"),
         (MODEL, MeshSizes(tensor=2), "contiguous"),
+        (MODEL, MeshSizes(pipeline=2), "x_next"),
+        (MODEL, MeshSizes(pipeline=2), "carry"),
     ],
     4: [
         (MIXED, MeshSizes(data=4), "contiguous"),
@@ -140,23 +168,26 @@ CASES = {
         (MIXED, MeshSizes(data=2, context=2), "contiguous"),
         (MIXED, MeshSizes(replicate=2, data=2), "contiguous"),
         (MODEL, MeshSizes(data=2, tensor=2), "contiguous"),
+        (MODEL, MeshSizes(data=2, pipeline=2), "carry"),
     ],
 }
 
 
 def _all_counted(world):
-    return [_counted(*case) for case in CASES[world]]
+    return [
+        (_counted if mesh.pipeline == 1 else _counted_of_stages)(*case) for case in CASES[world] for mesh in [case[1]]
+    ]
 
 
 @pytest.mark.parametrize("world", CASES)
 def test_counted_bytes(world):
     results = run(world, _all_counted, world)
-    for (model, mesh, layout), *ranks in zip(CASES[world], *results):
-        forward, backward = (most(way) for way in zip(*ranks))
+    for (model, mesh, way), *ranks in zip(CASES[world], *results):
+        forward, backward = (most(counted) for counted in zip(*ranks))
         expected = Counter()
-        for row in traffic(model, mesh, layout=layout):
+        for row in traffic(model, mesh, **({"layout": way} if mesh.pipeline == 1 else {"send": way, "gathers": 1})):
             expected[row.collective] += row.step
-        assert forward + backward == expected, (mesh, layout)
+        assert forward + backward == expected, (mesh, way)
 
 
 def most(ranks):
