@@ -204,7 +204,9 @@ class _Kept:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """The same memory, seen in the same way: autograd keeps outputs as tensors of their own."""
+    """The same memory, seen in the same way: autograd keeps outputs as tensors of their own. That of a DTensor is its
+    piece's."""
+    one, other = getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
     return (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape

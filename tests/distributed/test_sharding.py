@@ -82,6 +82,8 @@ CONV_OF_TRITON = [
     (update, SLOTS, {"x": Shard(1), "conv_state": Shard(1), "weight": Shard(0), "bias": Shard(0)}),
     (mhc_ops.short_conv, STREAMS, BATCH),
 ]
+PLACES = ("x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")  # of causal_conv1d_update
+FOUR = [(layer, {"x": X, **OF_PRE}, OF_TOKENS), (layer, {"x": random(1, 6, n, D), **OF_PRE}, OF_TOKENS)]
 
 
 def results(function, arguments):
@@ -131,7 +133,16 @@ def in_a_row(groups, alone):
         for case in globals()[group]:
             places = case[2]
             assert_as_alone(case, backend, next(known), lambda name: [places[name]] if name in places else None, mesh)
+    assert_in_place_or_not_at_all(mesh)
     return seen
+
+
+def assert_in_place_or_not_at_all(mesh):
+    """The slots of a batch in pieces are not where conv_state_indices say: a copy would be written to, and dropped."""
+    tensors = {name: distribute_tensor(value, mesh, [Replicate()]) for name, value in SLOTS.items()}
+    tensors["conv_state"] = distribute_tensor(SLOTS["conv_state"], mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"^causal_conv1d_update_: it cannot write in place to conv_state \[Shard"):
+        torch.ops.mhc_ops.causal_conv1d_update(*[tensors.get(name) for name in PLACES], False, 1, -1, "triton")
 
 
 def alone(groups):
@@ -159,6 +170,15 @@ def test_reference_on_two_ranks():
     run(2, in_a_row, groups, alone(groups))
 
 
-def four(alone):
-    """Batch and sequence on two dimensions of a mesh, one rank of the second without tokens."""
-    mesh = init_device_mesh("cpu", (2, 2))
+def on_four_ranks(alone):
+    """Batch and sequence on a mesh of two dimensions; then six tokens, of which the last rank has none."""
+    square, row, known = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,)), torch.load(io.BytesIO(alone))
+    at = lambda *placements: lambda name: list(placements) if name == "x" else None
+    assert_as_alone(FOUR[0], "triton", known[0], at(Shard(0), TOKENS), square)
+    assert_as_alone(FOUR[1], "triton", known[1], at(TOKENS), row)
+
+
+@pytest.mark.interpreted
+def test_mesh_of_two_dimensions_and_a_rank_without_tokens():
+    run(4, on_four_ranks, alone([("FOUR", "triton")]))
+
