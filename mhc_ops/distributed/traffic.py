@@ -85,7 +85,7 @@ def traffic(
 
     >>> model = ModelSizes(connections=122, n=4, D=7168, batch=64, length=8192)
     >>> {row.what: row.layer for row in traffic(model, MeshSizes(data=64))}
-    {'maps: parameters': 2737791, 'maps: gradients': 2737791}
+    {'maps: parameters': 2738232, 'maps: gradients': 2738232}
     """
     _check(model, mesh)
     everywhere = (model.connections, model.convolutions, model.attentions)

@@ -1,7 +1,11 @@
 """What is said to be sent in a step is what is sent, in every mesh."""
 
+import doctest
+import re
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from mhc_ops.distributed import (
     MeshSizes,
     ModelSizes,
     PipelineStage,
+    boundary_bytes,
     causal_conv1d,
     fully_shard,
     pipeline_stages,
@@ -193,3 +198,93 @@ def test_counted_bytes(world):
 def most(ranks):
     """Of the processes, by collective."""
     return Counter({name: max(rank[name] for rank in ranks) for name in set().union(*ranks)})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sentence"),
+    [
+        (MeshSizes(data=3), "traffic: 3 rows of processes cannot share 4 sequences equally"),
+        (MeshSizes(context=3), "traffic: 3 pieces do not divide a sequence of 16 tokens"),
+        (MeshSizes(pipeline=5), "traffic: 5 stages need a connection each, there are 4"),
+        (MeshSizes(tensor=0), "traffic: tensor must be at least 1, got 0"),
+    ],
+)
+def test_wrong_meshes_are_told(mesh, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        traffic(MODEL, mesh)
+
+
+def test_one_process_sends_nothing():
+    assert traffic(MIXED, MeshSizes()) == []
+
+
+# The tables of the page: layers as wide and as many as DeepSeek's, 8,192 tokens of bf16 on a GPU at a time.
+
+PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+TOKENS = 8192
+DEEPSEEK = ModelSizes(connections=122, n=4, D=7168, batch=1, length=TOKENS, convolutions=61, width=4)
+NVLINK, NETWORK = 450, 50  # GB/s that a GPU sends: within a node of H200s, and by 400 Gb/s between nodes
+DIMENSIONS = [
+    (DEEPSEEK._replace(batch=8), MeshSizes(data=8), {}),
+    (DEEPSEEK._replace(length=8 * TOKENS), MeshSizes(context=8), {}),
+    (DEEPSEEK._replace(length=8 * TOKENS), MeshSizes(tensor=8), {}),
+    (DEEPSEEK, MeshSizes(pipeline=8), {"send": "x_next"}),
+    (DEEPSEEK, MeshSizes(pipeline=8), {"send": "carry"}),
+]
+PLANS = [
+    (DEEPSEEK._replace(batch=16), MeshSizes(data=16, pipeline=4)),
+    (DEEPSEEK._replace(batch=32, length=4 * TOKENS), MeshSizes(replicate=4, data=8, context=4, pipeline=8)),
+]
+
+
+def table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def rows_of(model, mesh, **how):
+    """As cells: dimension, what, how, bytes. Of a carry also what is left to send when the layer has ended."""
+    late = TOKENS * boundary_bytes(model.n, model.D, model.itemsize, send="carry", critical=True)
+    for row in traffic(model, mesh, **how):
+        words = f"{row.what} ({how['send']})" if row.dimension == "pipeline" else row.what
+        yield row.dimension, words, row.collective, row.layer, row.count
+        if words.endswith("(carry)"):
+            yield row.dimension, f"{words}, of it behind the layer", row.collective, late, row.count
+
+
+def of_dimensions():
+    rows = []
+    for model, mesh, how in DIMENSIONS:
+        for dimension, what, collective, size, _ in rows_of(model, mesh, **how):
+            times = [f"{size / speed / 1e3:,.1f}" for speed in (NVLINK, NETWORK)]
+            rows.append([dimension, what, collective, f"{size:,}", *times])
+    return table(["dimension", "what", "how", "bytes", "µs, NVLink", "µs, network"], rows)
+
+
+def of_plan(model, mesh):
+    rows = []
+    for dimension, what, _, size, count in rows_of(model, mesh, gathers=1, send="carry", layout="zigzag"):
+        speed = NVLINK if dimension == "context" else NETWORK
+        rows.append([what, dimension, f"{size:,}", f"{size / speed / 1e3:,.1f}", str(count)])
+    return table(["what", "over", "bytes", "µs", "of these"], rows)
+
+
+def test_the_tables_of_the_page():
+    page = PAGE.read_text(encoding="utf-8")
+    for expected in (of_dimensions(), *(of_plan(*plan) for plan in PLANS)):
+        assert expected in page, f"docs/distributed.md should have\n{expected}"
+
+
+def _run_page():
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, PAGE.name, "exec"), {})
+
+
+def test_the_code_of_the_page_runs():
+    run(2, _run_page)
+
+
+def test_the_examples_in_docstrings():
+    module = sys.modules["mhc_ops.distributed.traffic"]
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed

@@ -92,6 +92,7 @@ def _two(folder):
     results = _world(folder, MESHES[2])
     _train(folder / "ended")
     _train(folder / "undisturbed", *DROPOUT)
+    _train(folder / "bf16", "--dtype", "bfloat16")
     return results, [_refusal(folder / "refused", *arguments) for arguments in REFUSED]
 
 
@@ -166,6 +167,11 @@ def test_losses_and_gradients_are_those_of_one_process(mesh, ran):
 def test_a_run_goes_on_with_fewer_processes(ran):
     folder = ran[0]
     torch.testing.assert_close(losses(folder / "ended"), losses(folder / name(())))
+
+
+def test_layers_in_bf16_learn_the_same(ran):
+    folder = ran[0]
+    torch.testing.assert_close(losses(folder / "bf16"), losses(folder / name(())), rtol=2**-8, atol=0)
 
 
 def test_every_window_is_taken_once_in_a_pass():
