@@ -174,7 +174,7 @@ class Checkpoints:
             unfinished.rename(path)
         for old in self.whole()[: -self.keep]:
             if dist.get_rank() == 0:
-                shutil.rmtree(old)
+                shutil.rmtree(old.rename(old.with_suffix(".partial")))
 
 
 # Drills.
@@ -210,7 +210,7 @@ def drill(options: argparse.Namespace) -> Drill:
 
 def mesh_of(options: argparse.Namespace) -> DeviceMesh:
     world, cp = dist.get_world_size(), options.cp
-    dp = options.dp or world // cp
+    dp = options.dp or max(1, world // cp)
     if dp * cp != world:
         raise Refused(f"--dp {dp} × --cp {cp} is {dp * cp} processes, but there are {world}")
     if options.batch % dp:

@@ -54,17 +54,17 @@ class ModelSizes(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """One kind of communication. layer: bytes of one of them; count: how many a process sends in a step."""
+    """One kind of communication. layer: bytes of one of them; times: how often a process sends it in a step."""
 
     what: str
     dimension: str
     collective: str
     layer: int
-    count: int
+    times: int
 
     @property
     def step(self) -> int:
-        return self.layer * self.count
+        return self.layer * self.times
 
 
 def traffic(

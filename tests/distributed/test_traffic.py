@@ -247,9 +247,9 @@ def rows_of(model, mesh, **how):
     late = TOKENS * boundary_bytes(model.n, model.D, model.itemsize, send="carry", critical=True)
     for row in traffic(model, mesh, **how):
         words = f"{row.what} ({how['send']})" if row.dimension == "pipeline" else row.what
-        yield row.dimension, words, row.collective, row.layer, row.count
+        yield row.dimension, words, row.collective, row.layer, row.times
         if words.endswith("(carry)"):
-            yield row.dimension, f"{words}, of it behind the layer", row.collective, late, row.count
+            yield row.dimension, f"{words}, of it behind the layer", row.collective, late, row.times
 
 
 def of_dimensions():
