@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 --max-restarts 3 examples/train_distributed.py --cp 2 --out run
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_distributed.py --fail-at step:30 --fail-at checkpoint:80
 
-The mesh is data × context: the texts of a step are shared among `--dp` rows of processes, every text in pieces among
-the `--cp` processes of a row. Parameters, gradients and the optimizer's state are sharded over all of them by FSDP2.
+The mesh is data × context × pipeline: the texts of a step are shared among `--dp` groups of processes, every text in
+pieces among `--cp` of them, and the layers in stages among `--pp`. Parameters, gradients and the optimizer's state of a
+stage are sharded over all of its processes by FSDP2.
 
 Every `--every` steps a checkpoint is written into `--out`, a folder that all machines see. When a worker is lost,
 torchrun starts all of them again, and they go on from the last whole checkpoint, at the texts that come next: with the
@@ -25,6 +26,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import OrderedDict
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,17 +37,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Shard
 from train_tiny_lm import HEAD_DIM, MLP, connect, learning_rate, optimizer_of, read_text
 
 from mhc_ops import HyperHead, causal_conv1d, distributed, mhc_expand
-from mhc_ops.distributed import fully_shard, shard_sequence
+from mhc_ops.distributed import PipelineStage, fully_shard, pipeline_stages, shard_sequence
 from mhc_ops.measure.report import Refused, progress, say
 
 WIDTH = 4  # taps of the convolution
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameters, which stages have different ones of
 COLUMNS = ("step", "loss", "tokens_per_second")
 
 
@@ -130,22 +134,23 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, before).transpose(1, 2).flatten(-2))
 
 
-class LM(nn.Module):
-    def __init__(self, vocabulary: int, options: argparse.Namespace, pieces: Pieces):
+class Start(nn.Module):
+    def __init__(self, vocabulary: int, length: int, D: int, n: int, pieces: Pieces):
         super().__init__()
-        D, self.n, self.pieces = options.D, options.n, pieces
-        self.characters, self.positions = nn.Embedding(vocabulary, D), nn.Embedding(options.length, D)
-        self.layers = connect([layer for _ in range(options.depth) for layer in block(D, options, pieces)], self.n, D)
-        self.head, self.norm, self.logits = HyperHead(self.n, D), nn.RMSNorm(D, eps=1e-6), nn.Linear(D, vocabulary)
+        self.n, self.pieces = n, pieces
+        self.characters, self.positions = nn.Embedding(vocabulary, D), nn.Embedding(length, D)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.characters(ids) + self.positions(self.pieces.here)
-        return self.logits(self.norm(self.head(self.layers(mhc_expand(x, self.n)))))
+        return mhc_expand(self.characters(ids) + self.positions(self.pieces.here), self.n)
 
 
-def block(D: int, options: argparse.Namespace, pieces: Pieces) -> list[nn.Module]:
-    mlp = nn.Sequential(MLP(D), nn.Dropout(options.dropout))
-    return [Convolution(D, pieces), Attention(D, pieces), mlp]
+def model_of(vocabulary: int, options: argparse.Namespace, pieces: Pieces) -> nn.Sequential:
+    n, D = options.n, options.D
+    mlps = (nn.Sequential(MLP(D), nn.Dropout(options.dropout)) for _ in range(options.depth))
+    layers = [layer for mlp in mlps for layer in (Convolution(D, pieces), Attention(D, pieces), mlp)]
+    parts = {"start": Start(vocabulary, options.length, D, n, pieces), "layers": connect(layers, n, D)}
+    ends = {"head": HyperHead(n, D), "norm": nn.RMSNorm(D, eps=1e-6), "logits": nn.Linear(D, vocabulary)}
+    return nn.Sequential(OrderedDict(**parts, **ends))
 
 
 # Checkpoints: a folder each, which has its name only when all of it is written.
@@ -209,38 +214,58 @@ def drill(options: argparse.Namespace) -> Drill:
 
 
 def mesh_of(options: argparse.Namespace) -> DeviceMesh:
-    world, cp = dist.get_world_size(), options.cp
-    dp = options.dp or max(1, world // cp)
-    if dp * cp != world:
-        raise Refused(f"--dp {dp} × --cp {cp} is {dp * cp} processes, but there are {world}")
-    if options.batch % dp:
-        raise Refused(f"--batch {options.batch} texts cannot be shared equally by --dp {dp}")
+    world, cp, pp = dist.get_world_size(), options.cp, options.pp
+    dp = options.dp or max(1, world // (cp * pp))
+    if dp * cp * pp != world:
+        raise Refused(f"--dp {dp} × --cp {cp} × --pp {pp} is {dp * cp * pp} processes, but there are {world}")
+    if options.batch % (dp * options.microbatches):
+        shares = f"by --dp {dp}" + f" in {options.microbatches} microbatches" * (pp > 1)
+        raise Refused(f"--batch {options.batch} texts cannot be shared equally {shares}")
     pieces = 2 * cp if options.layout == "zigzag" else cp
     if options.length % pieces:
         raise Refused(f"--length {options.length} cannot be cut into {pieces} pieces of one size for --cp {cp}")
-    return init_device_mesh(options.device, (dp, cp), mesh_dim_names=("data", "context"))
+    return init_device_mesh(options.device, (dp, cp, pp), mesh_dim_names=("data", "context", "pipeline"))
 
 
 class Run:
     """Everything that a checkpoint holds, and how to make a step of it."""
 
     def __init__(self, options: argparse.Namespace):
-        self.options, self.drill = options, drill(options)
+        self.options, self.drill, self.now = options, drill(options), -1  # the step
         self.mesh = mesh_of(options)
         self.device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
         self.pieces = Pieces(self.mesh["context"], options.layout, options.length, self.device)
         alphabet, text = read_text()
         self.windows = Windows(text, options.length, options.seed)
         torch.manual_seed(options.seed)  # every process draws the whole model and keeps its share
-        model = LM(len(alphabet), options, self.pieces).to(self.device)
-        # Over all processes: a gradient is the mean of what each has of its own tokens, which are equally many.
-        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, options.dtype), reduce_dtype=torch.float32)
-        self.model = fully_shard(model, mesh=self.mesh._flatten("all"), mp_policy=policy)
+        self.model = self.sharded(model_of(len(alphabet), options, self.pieces).to(self.device))
         self.optimizer = optimizer_of(self.model, options.lr)
         self.checkpoints = Checkpoints(options.out / "checkpoints")
+        self.schedule = self.scheduled() if options.pp > 1 else None
+
+    def sharded(self, model: nn.Sequential) -> nn.Module:
+        """A gradient is the mean of what the processes have of their own tokens, which are equally many."""
+        pp = self.options.pp
+        cuts = [len(model.layers) * stage // pp for stage in range(1, pp)]
+        part = pipeline_stages(model, cuts, send="carry")[self.mesh.get_local_rank("pipeline")] if pp > 1 else model
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, self.options.dtype), reduce_dtype=torch.float32)
+        shards = self.mesh["data", "context"]._flatten("shards")
+        return fully_shard(part, mesh=shards, mp_policy=policy, reshard_after_forward=False if pp > 1 else None)
+
+    def scheduled(self) -> Schedule1F1B:
+        group = self.mesh["pipeline"].get_group()
+        stage = PipelineStage(self.model, dist.get_rank(group), self.options.pp, self.device, group=group)
+        schedule = Schedule1F1B(stage, self.options.microbatches, loss_fn=self.loss)
+        # In its first step torch learns the shapes, and dropout draws numbers for it: better now than in a step that
+        # may be the first or not.
+        texts = self.options.batch // self.mesh["data"].size(), len(self.pieces.here)
+        ids = torch.zeros(texts, dtype=torch.int64, device=self.device)
+        self.piped(schedule, ids, ids)
+        self.model.zero_grad()
+        return schedule
 
     def state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=FLAT)
         return {"model": model, "optimizer": optimizer, "windows": self.windows.state_dict()}
 
     def save(self, step: int) -> None:
@@ -261,29 +286,50 @@ class Run:
             return 0
         state = {**self.state(), "step": 0}
         dcp.load(state, checkpoint_id=whole[-1])
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **loaded, options=FLAT)
         self.windows.load_state_dict(state["windows"])
         return state["step"]
 
+    def loss(self, logits: Tensor, following: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+        self.drill("step", self.now)
+        return loss
+
     def gradients(self, step: int) -> Tensor:
-        """Those of the mean loss of all tokens. Returns the loss of the tokens here."""
-        options = self.options
+        """Those of the mean loss of all tokens. Returns the loss of the tokens here, 0 before the last stage."""
+        options, self.now = self.options, step
         torch.manual_seed(mixed(options.seed, step, dist.get_rank()))  # for dropout; so a checkpoint need not hold it
         texts = self.windows.take(options.batch).chunk(self.mesh.size(0))[self.mesh.get_local_rank("data")]
         ids, following = (texts.to(self.device)[:, self.pieces.here + ahead] for ahead in (0, 1))
-        loss = F.cross_entropy(self.model(ids).flatten(0, 1).float(), following.flatten())
-        self.drill("step", step)
+        if self.schedule:
+            return self.piped(self.schedule, ids, following)
+        loss = self.loss(self.model(ids), following)
         loss.backward()
         return loss.detach()
+
+    def piped(self, schedule: Schedule1F1B, ids: Tensor, following: Tensor) -> Tensor:
+        stage, losses = self.mesh.get_local_rank("pipeline"), []
+        inputs = (ids,) if stage == 0 else ()
+        targets = {"target": following, "losses": losses} if stage == self.options.pp - 1 else {}
+        schedule.step(*inputs, **targets)
+        return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
 
     def step(self, step: int) -> Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.lr * learning_rate(step, self.options.steps)
         loss = self.gradients(step)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.clip(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
+
+    def clip(self, most: float) -> None:
+        """The gradients of all stages together, to a norm of at most this."""
+        parameters = list(self.model.parameters())
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).full_tensor().square()
+        dist.all_reduce(norm, group=self.mesh.get_group("pipeline"))
+        nn.utils.clip_grads_with_norm_(parameters, most, norm.sqrt())
 
 
 class Curve:
@@ -303,9 +349,8 @@ class Curve:
         return self.last
 
 
-def train(options: argparse.Namespace) -> None:
-    run = Run(options)
-    first, leads = run.load(), dist.get_rank() == 0
+def train(run: Run) -> None:
+    options, first, leads = run.options, run.load(), dist.get_rank() == 0
     curve = Curve(options.out / "losses.csv", first) if leads else None
     if leads and first:
         say(f"goes on from the checkpoint of step {first}")
@@ -315,7 +360,7 @@ def train(options: argparse.Namespace) -> None:
         clock = time.perf_counter()
         losses = torch.stack([run.step(step) for step in span])
         dist.all_reduce(losses)
-        means = (losses / dist.get_world_size()).tolist()  # of pieces of one size; waits for the device
+        means = (losses * options.pp / dist.get_world_size()).tolist()  # of pieces of one size; waits for the device
         if curve:
             tokens = len(span) * options.batch * options.length
             curve.add(span, means, tokens / (time.perf_counter() - clock))
@@ -327,6 +372,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dp", type=int, default=0, help="data parallel: processes that share the texts (all left)")
     parser.add_argument("--cp", type=int, default=1, help="context parallel: processes that share a text (%(default)s)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel: stages of the layers (%(default)s)")
+    parser.add_argument("--microbatches", type=int, default=0, help="of a pipeline (as many as --pp)")
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="zigzag", help="of a text (%(default)s)")
     parser.add_argument("--n", type=int, default=4, help="residual streams (%(default)s)")
     parser.add_argument("--D", type=int, default=128, help=f"channels, a multiple of {HEAD_DIM} (%(default)s)")
@@ -348,9 +395,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.D % HEAD_DIM:
         parser.error(f"--D must be a multiple of {HEAD_DIM}, got {options.D}")
-    for name in ("cp", "n", "D", "depth", "length", "batch", "steps", "every", "report"):
+    for name in ("cp", "pp", "n", "D", "depth", "length", "batch", "steps", "every", "report"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.pp > 3 * options.depth:
+        parser.error(f"--pp {options.pp}: there are only {3 * options.depth} layers")
+    options.microbatches = options.microbatches or options.pp
     options.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return options
 
@@ -368,7 +418,7 @@ def main(arguments: list[str]) -> int:
     backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     try:
-        train(options)
+        train(Run(options))
     except Refused as refused:
         if dist.get_rank() == 0:
             say(refused)

@@ -33,10 +33,8 @@ HEAD_DIM = 32
 
 def read_text() -> tuple[list[str], Tensor]:
     """The characters there are, in their order, and the text as their numbers."""
-    characters = TEXT.read_text(encoding="ascii")
-    alphabet = sorted(set(characters))
-    number = {character: index for index, character in enumerate(alphabet)}
-    return alphabet, torch.tensor([number[character] for character in characters])
+    letters, text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).unique(return_inverse=True)
+    return [chr(letter) for letter in letters], text
 
 
 # The model. The two sub-layers are the same in both networks: [B, S, D] -> [B, S, D], each behind an RMSNorm.
