@@ -41,7 +41,7 @@ def causal_conv1d(
         x, weight, bias, activation, dilation, residual, seq_idx, cu_seqlens, initial_state, output_final_state
     )
     if initial_state is None and not output_final_state:
-        dilation = _within(x.shape[1], dilation)
+        dilation = within(x.shape[1], dilation)
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
         state = None if initial_state is None else initial_state.transpose(1, 2)
@@ -126,7 +126,7 @@ def short_conv(
 ) -> Any:
     function = "short_conv"
     norm_eps = check_short_conv(x, gamma, weight, dilation, norm_eps)
-    dilation = _within(x.shape[1], dilation)
+    dilation = within(x.shape[1], dilation)
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
         return reference.short_conv(x, gamma, weight, norm_eps, dilation, residual)
@@ -217,7 +217,7 @@ def _check_weight(function: str, weight: Tensor, D: int) -> None:
         raise ValueError(f"{function}: weight must be [{D}, W] with W at least 1, got {list(weight.shape)}{hint}")
 
 
-def _within(L: int, dilation: int) -> int:
+def within(L: int, dilation: int) -> int:
     """A dilation that does the same without states: from L on, every tap but the last is before the first token.
 
     The memory and the programs of a call grow with it.

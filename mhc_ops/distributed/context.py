@@ -67,20 +67,32 @@ def _short_conv(**arguments: Any) -> Any:
     return asked._replace(returns=("y", "inv_rms")) if isinstance(asked, Request) else (asked, None)
 
 
-def _causal_conv1d_backward(dy: Tensor, left: None, **arguments: Any) -> Any:
-    return _gradients(_causal_conv1d, contracts.causal_conv1d_bwd, arguments, dy=dy, dfinal_state=None)
+def _causal_conv1d_backward(dy: Tensor, left: None, residual: Tensor | None, **arguments: Any) -> Any:
+    if arguments["backend"] == "reference":
+        return _reference_gradients(_causal_conv1d, contracts.causal_conv1d_bwd, dy, residual=residual, **arguments)
+    silu, dilation = arguments["activation"] is not None, arguments["dilation"]
+    if arguments["initial_state"] is None:
+        dilation = prepare.within(dy.shape[1], dilation)
+    return _backward_request(
+        contracts.causal_conv1d_bwd, **{**arguments, "dilation": dilation}, silu=silu, dy=dy, dfinal_state=None
+    )
 
 
 def _short_conv_backward(dy: Tensor, left: Tensor | None, **arguments: Any) -> Any:
-    return _gradients(_short_conv, contracts.short_conv_bwd, arguments, dy=dy, inv_rms=left)
+    if arguments["backend"] == "reference":
+        return _reference_gradients(_short_conv, contracts.short_conv_bwd, dy, **arguments)
+    dilation = prepare.within(dy.shape[1], arguments["dilation"])
+    return _backward_request(contracts.short_conv_bwd, **{**arguments, "dilation": dilation}, dy=dy, inv_rms=left)
 
 
-def _gradients(forward: Callable[..., Any], op: Op, arguments: dict[str, Any], dy: Tensor, **besides: Any) -> Any:
-    """A request of the backward op; in the reference the gradients themselves, None where there is no such input."""
-    if choose(op.name, "conv", arguments["backend"], dy.device) != "reference":
-        asked = forward(**arguments)
-        inputs = {**asked.inputs, "dy": dy, **besides}
-        return asked._replace(op=op, inputs={name: inputs[name] for name in op.inputs}, returns=op.outputs._fields)
+def _backward_request(op: Op, backend: str, **values: Any) -> Request:
+    """Inputs were checked by the forward, and torch.compile does not trace those checks in a backward."""
+    inputs = {name: values[name] for name in op.inputs}
+    return Request(op, backend, inputs, op.outputs._fields, prepare.LAYOUTS)
+
+
+def _reference_gradients(forward: Callable[..., Any], op: Op, dy: Tensor, **arguments: Any) -> tuple[Any, ...]:
+    """None where there is no such input."""
     names = [name.removeprefix("d") for name in op.outputs._fields]
     leaves = {name: arguments[name].detach().requires_grad_() for name in names if arguments.get(name) is not None}
     with torch.enable_grad():
@@ -179,6 +191,7 @@ class InPieces(torch.autograd.Function):
             for i in _incomplete(given, plan):
                 window = _window(given, plan, i, plan.reach, before[i], ids[i])
                 _slice(y, plan, i, plan.reach).copy_(conv.forward(window)[0][:, plan.histories[i] :])
+        under_way.hold(y)
         ctx.conv, ctx.plan, ctx.group, ctx.names = conv, plan, group, names
         ctx.save_for_backward(*tensors, *before, *ids, *[left for _, left in results])
         return y
@@ -418,6 +431,7 @@ def causal_conv1d(
     if S == 0:
         tensors["cu_seqlens"] = None if cu_seqlens is None else plan.local(cu_seqlens)
         return run(prepare.causal_conv1d, **tensors, **options, output_final_state=bool(output_final_state))
+    options["backend"] = choose(function, "conv", backend, x.device)  # the backward's too
     conv = Conv(_causal_conv1d, _causal_conv1d_backward, contracts.causal_conv1d_bwd, options)
     y = InPieces.apply(conv, plan, here.group, tuple(tensors), *tensors.values())
     return (y, _final_state(x, S, cu_seqlens, initial_state, plan, here)) if output_final_state else y
@@ -456,6 +470,7 @@ def short_conv(
     plan = pieces.plan(here.rank, here.world, layout, pieces.check_lengths(function, x, here), S)
     if S == 0:
         return run(prepare.short_conv, **tensors, **options)
+    options["backend"] = choose(function, "conv", backend, x.device)
     conv = Conv(_short_conv, _short_conv_backward, contracts.short_conv_bwd, options)
     return InPieces.apply(conv, plan, here.group, tuple(tensors), *tensors.values())
 

@@ -53,9 +53,12 @@ def pieces_of(rank: int, world: int, layout: str) -> tuple[int, ...]:
     return (rank,) if layout == "contiguous" else (rank, 2 * world - 1 - rank)
 
 
-@lru_cache(maxsize=1024)
 def plan(rank: int, world: int, layout: str, length: int, S: int) -> Plan:
     """length: of a piece; S: how many rows before a piece are needed."""
+    return (_plan if torch.compiler.is_compiling() else _kept_plan)(rank, world, layout, length, S)
+
+
+def _plan(rank: int, world: int, layout: str, length: int, S: int) -> Plan:
     mine = pieces_of(rank, world, layout)
     given: list[tuple[int, int]] = []
     give, take = [], []
@@ -86,6 +89,9 @@ def plan(rank: int, world: int, layout: str, length: int, S: int) -> Plan:
     )
 
 
+_kept_plan = lru_cache(maxsize=1024)(_plan)
+
+
 def _needed(sources: Sequence[int], targets: Sequence[int], length: int, S: int) -> Iterator[tuple[int, int, int, int]]:
     """Of which source i which rows, from `first` of the piece on, are in the history of target j: i, j, first, rows."""
     for j, target in enumerate(targets):
@@ -102,11 +108,16 @@ class Exchange:
     def __init__(self, rows: Tensor, give: Sequence[int], take: Sequence[int], group: dist.ProcessGroup):
         # One collective with a share for each rank, most of them empty: to NCCL that is a send and a receive, and
         # torch.compile knows it, while a pair of isend and irecv it does not.
-        self.rows = rows.contiguous()
+        self.rows, self.takes = rows.contiguous(), sum(take)
         self.pending = torch.ops._c10d_functional.all_to_all_single(self.rows, list(take), list(give), group.group_name)
 
     def result(self) -> Tensor:
         return torch.ops._c10d_functional.wait_tensor(self.pending)
+
+    def hold(self, y: Tensor) -> None:
+        """Keep a compiler from dropping the exchange where this rank only gives: y − Σ nothing, which is y."""
+        if torch.compiler.is_compiling() and not self.takes:
+            y[:, :1].sub_(self.result().sum())
 
 
 def all_sum(share: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -139,6 +150,7 @@ def send_back(dhistories: Sequence[Tensor], plan: Plan, group: dist.ProcessGroup
 def add_tails(dx: Tensor, exchange: Exchange, plan: Plan) -> None:
     """The gradients that came back, to dx of the rows that were given, in place."""
     came = exchange.result().transpose(0, 1)
+    exchange.hold(dx)
     position = 0
     for first, last in plan.given:
         dx[:, first:last] += came[:, position : position + last - first]
@@ -195,6 +207,8 @@ _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[int]]" = WeakKeyDictionary()
 def check_lengths(function: str, x: Tensor, ranks: Ranks) -> int:
     """The length of a piece, which must be the same on all ranks. They ask one another only about a length that is new,
     since the host waits for the answer."""
+    if hasattr(x, "to_local"):
+        raise TypeError(f"{function}: x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor")
     L = x.shape[1]
     known = _agreed.setdefault(ranks.group, set()) if not torch.compiler.is_compiling() else {L}
     if L not in known:
