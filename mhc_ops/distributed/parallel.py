@@ -91,7 +91,9 @@ class HyperParallel(ParallelStyle):
         along, ranks = self.sequence_dim, mesh.size() if isinstance(x, DTensor) else 1
         if not 0 <= along < x.dim() - behind:
             shape = list(x.shape)
-            raise ValueError(f"HyperParallel: sequence_dim={along} is no dimension of the tokens of x, which is {shape}")
+            raise ValueError(
+                f"HyperParallel: sequence_dim={along} is no dimension of the tokens of x, which is {shape}"
+            )
         length = x.shape[along]
         if -(-length // ranks) * (ranks - 1) >= length:  # all others have as many as the first
             of_ranks = f" on {ranks} ranks" if ranks > 1 else ""

@@ -99,10 +99,10 @@ def forms(mesh):
         lambda: model((torch.tanh, {}), (torch.sin, {}), shifted=True, last=False),
     ):
         assert_pieces(parallelize_module(make(), mesh, pieces)(mine), make()(whole), mesh)
-    stage = lambda: model((torch.tanh, {}), (torch.sin, {}), shifted=True, first=False)
     weights = streams()[..., 0]
-    found = parallelize_module(stage(), mesh, pieces)((mine, weights.chunk(2, 1)[mesh.get_local_rank()]))
-    assert_pieces(found, stage()(whole, weights), mesh)
+    stages = [model((torch.tanh, {}), (torch.sin, {}), shifted=True, first=False) for _ in range(2)]
+    found = parallelize_module(stages[0], mesh, pieces)((mine, weights.chunk(2, 1)[mesh.get_local_rank()]))
+    assert_pieces(found, stages[1](whole, weights), mesh)
 
 
 def assert_pieces(found, expected, mesh):
@@ -117,14 +117,16 @@ def assert_pieces(found, expected, mesh):
 
 
 def wrong_use(mesh):
-    connection = lambda layer: parallelize_module(HyperConnection(layer, n, D), mesh, HyperParallel())
-    with pytest.raises(TypeError, match="^HyperParallel: takes a HyperConnection, .* or ShortConv, got Linear$"):
+    def connection(layer):
+        return parallelize_module(HyperConnection(layer, n, D), mesh, HyperParallel())
+
+    with pytest.raises(TypeError, match=r"^HyperParallel: takes a HyperConnection, .* or ShortConv, got Linear$"):
         parallelize_module(nn.Linear(D, D), mesh, HyperParallel())
-    with pytest.raises(ValueError, match="^HyperParallel: the mesh must have one dimension, got 2: slice it$"):
+    with pytest.raises(ValueError, match=r"^HyperParallel: the mesh must have one dimension, got 2: slice it$"):
         HyperParallel()._apply(HyperHead(n, D), init_device_mesh("cpu", (2, 1)))
-    with pytest.raises(ValueError, match="^HyperParallel: every rank must have a token, got 0$"):
+    with pytest.raises(ValueError, match=r"^HyperParallel: every rank must have a token, got 0$"):
         connection(torch.tanh)(streams(0))
-    with pytest.raises(ValueError, match="^HyperParallel: every rank must have a token, got 1 on 2 ranks$"):
+    with pytest.raises(ValueError, match=r"^HyperParallel: every rank must have a token, got 1 on 2 ranks$"):
         connection(torch.tanh)(distribute_tensor(streams(1), mesh, [TOKENS]))
     with pytest.raises(ValueError, match=r"sequence_dim=1 is no dimension of the tokens of x, which is \[8, 2, 8\]$"):
         connection(torch.tanh)(streams()[0])
@@ -132,9 +134,9 @@ def wrong_use(mesh):
     parallelize_module(layer, mesh, {"up": ColwiseParallel(input_layouts=TOKENS), "down": RowwiseParallel()})
     with pytest.raises(ValueError, match=r"returned \[2, 16, 8\] where the rank's piece is \[2, 8, 8\]; .*Shard\(1\)"):
         connection(layer)(streams())
-    with pytest.raises(TypeError, match="^HyperParallel: x must be given by its position$"):
+    with pytest.raises(TypeError, match=r"^HyperParallel: x must be given by its position$"):
         parallelize_module(HyperHead(n, D), mesh, HyperParallel())(x=streams())
-    with pytest.raises(TypeError, match="^HyperConnection: x must be a torch.Tensor, got NoneType$"):
+    with pytest.raises(TypeError, match=r"^HyperConnection: x must be a torch.Tensor, got NoneType$"):
         connection(torch.tanh)(None)
 
 
