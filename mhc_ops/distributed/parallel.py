@@ -36,7 +36,8 @@ class HyperParallel(ParallelStyle):
     x may be a DTensor, else it is the rank's piece, all of one length. As a DTensor, its sequence need not be divided
     by the mesh evenly; a rank without tokens is refused. What comes out is a DTensor, or with use_local_output the
     rank's piece. Parameters are replicated from rank 0; their gradients are summed over the ranks when a backward has
-    made them.
+    made them. FSDP2 comes behind it, on another dimension of the mesh; of a stack it takes the layers and the whole,
+    not the connections.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):

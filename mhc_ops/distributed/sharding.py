@@ -57,7 +57,8 @@ OF_CONV = {
 }
 # With one of these the batch is none: packed sequences are one row, and any sequence may have any slot of the states.
 NO_BATCH = ("cu_seqlens", "conv_state_indices")
-WITHOUT = ("phi", "alpha", "bias", "gamma", "layer_norm_weight", "weight", *NO_BATCH)  # an axis of their own
+# What may have no axis: parameters, and where things are.
+WITHOUT = ("phi", "alpha", "bias", "gamma", "layer_norm_weight", "weight", *NO_BATCH)
 
 
 def ops() -> list[Op]:
@@ -71,9 +72,8 @@ def has_rules(op: Op) -> bool:
     arguments = op.traced._opoverload._schema.arguments
     names = [argument.name for argument in arguments if "Tensor" in str(argument.type)] + list(op.outputs._fields)
     axes = (BEHIND_TOKENS,) if op.family == "mhc" else OF_CONV.get(op.name, ())
-    return bool(axes) and all(
-        _subject(name) in (*WITHOUT, *(known for axis in axes for known in axis)) for name in names
-    )
+    known = {*WITHOUT, *(name for axis in axes for name in axis)}
+    return bool(axes) and all(_subject(name) in known for name in names)
 
 
 def rules(op: Op, *flat: Any) -> list[Rule]:

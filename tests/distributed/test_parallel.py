@@ -4,6 +4,7 @@ import pytest
 import torch
 from processes import run
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -71,8 +72,12 @@ def assert_as_alone(model, x, whole_model, whole_x):
     for name, gradient in gradients.items():
         of_layer = ".layer." in name
         assert of_layer or list(gradient.placements) == [TOKENS if name == "x" else Replicate()], name
-        rounding = 64 * torch.finfo(torch.float32).eps * expected[name].abs().max()
-        assert (gradient.full_tensor() - expected[name]).abs().max() <= rounding, name
+        assert_rounded(gradient, expected[name], name)
+
+
+def assert_rounded(gradient, expected, name):
+    rounding = 64 * torch.finfo(torch.float32).eps * expected.abs().max()
+    assert (gradient.full_tensor() - expected).abs().max() <= rounding, name
 
 
 def train(world, backend, recompute, length):
@@ -150,8 +155,27 @@ def test_two_ranks():
     run(2, on_two_ranks)
 
 
-def test_four_ranks_that_do_not_divide_the_sequence():
-    run(4, train, 4, "reference", 0, 7)
+def beside_data_parallel():
+    """Half of the batch on two ranks each, which have half of the sequence each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(Model("reference"), mesh["tensor"], plan())
+    for connection in (*model.stack, model.alone):
+        fully_shard(connection.layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    mine = streams().chunk(2)[mesh.get_local_rank("data")]
+    _, gradients = step(model, distribute_tensor(mine, mesh["tensor"], [TOKENS]))
+    _, expected = step(Model("reference"), streams())
+    for name, _ in model.named_parameters():
+        assert_rounded(gradients[name], expected[name], name)
+
+
+def on_four_ranks():
+    train(4, "reference", 0, 7)
+    beside_data_parallel()
+
+
+def test_four_ranks_that_do_not_divide_the_sequence_and_two_by_two():
+    run(4, on_four_ranks)
 
 
 @pytest.mark.interpreted

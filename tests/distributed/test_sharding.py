@@ -14,7 +14,7 @@ from mhc_ops.core.op import Op
 
 n, D, W = 2, 8, 3
 M = n * n + 2 * n
-TOKENS, PARAMETER = Shard(1), Replicate()
+TOKENS = Shard(1)
 CHANNELS = {"x": Shard(2), "residual": Shard(2), "weight": Shard(0), "bias": Shard(0), "initial_state": Shard(1)}
 BATCH = dict.fromkeys(("x", "residual", "seq_idx", "initial_state", "conv_state", "cache_seqlens"), Shard(0))
 OF_TOKENS = dict.fromkeys(("x", "h_out", "h_pre", "h_post", "h_res", "read", "logits"), TOKENS)
@@ -37,6 +37,10 @@ def two_layers(x, phi, alpha, bias, shifted=False, **of_pre):
 
 def shifted(*args, backend, **of_pre):
     return mhc_ops.mhc_read(*two_layers(*args, **of_pre, shifted=True, backend=backend), backend=backend)
+
+
+def expand(x, backend):
+    return mhc_ops.mhc_expand(x, n)
 
 
 def update(x, conv_state, **others):
@@ -71,6 +75,7 @@ MHC = [
     (shifted, {"x": X, **OF_PRE}, OF_TOKENS),
     (mhc_ops.mhc_head, {"x": X, **OF_HEAD}, OF_TOKENS),
     (mhc_ops.mhc_mean, {"x": X}, HALVES),
+    (expand, {"x": H_OUT}, OF_TOKENS),
 ]
 CONV = [
     (mhc_ops.causal_conv1d, {**PIECE, **STATES, **SILU}, BATCH),
