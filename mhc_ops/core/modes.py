@@ -1,7 +1,6 @@
 """What may be watching a call: compilers, modes, transforms, forward-mode differentiation; and what else than plain
 tensors may come."""
 
-import functools
 import importlib
 import importlib.util
 import sys
@@ -42,14 +41,15 @@ def traced_under_derivatives() -> bool:
     return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in stack)
 
 
-def expect_dtensors() -> None:
-    """Tell torch how ops are sharded, where there may be a DTensor: who has one has imported it."""
-    if "torch.distributed.tensor" in sys.modules:
-        _register_shardings()
+def is_dtensor(value: object) -> bool:
+    """By its name: its class takes a second to import."""
+    return type(value).__name__ == "DTensor"
 
 
-@functools.cache
-def _register_shardings() -> None:
+def register_shardings() -> None:
+    """Tell torch how ops are sharded: before the first call with a DTensor."""
+    if f"{PACKAGE}.distributed.sharding" in sys.modules:
+        return
     if importlib.util.find_spec(f"{PACKAGE}.distributed"):  # not in a kernel of the hub
         importlib.import_module(f"{PACKAGE}.distributed.sharding")
 
@@ -57,7 +57,7 @@ def _register_shardings() -> None:
 # For torch.compile a constant of each trace, as by torch.compiler.assume_constant_result; but that imports the
 # compiler, which takes seconds.
 traced_under_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
-expect_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined]
+register_shardings._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_plain(value: object) -> bool:

@@ -29,7 +29,14 @@ from torch import Tensor
 
 from . import backend as backends
 from . import device
-from .modes import expect_dtensors, has_tangent, is_eager, is_transformed, traced_under_derivatives
+from .modes import (
+    has_tangent,
+    is_dtensor,
+    is_eager,
+    is_transformed,
+    register_shardings,
+    traced_under_derivatives,
+)
 from .replay import Replay
 
 IN_REFERENCE = "works with backend='reference' only"
@@ -97,8 +104,9 @@ class Op:
 
     def dispatched(self, *, backend: str, **inputs: Any) -> Any:
         """By torch, or by torch.func while one of its transforms is under way."""
-        expect_dtensors()
         flat = [*self.flattened(inputs), backend]
+        if any(is_dtensor(value) for value in flat):
+            register_shardings()
         if self.transformed is not None and is_transformed():
             return self.named(self.transformed.apply(*flat))
         if self.mutates:  # nothing flows back through what is overwritten

@@ -36,7 +36,8 @@ class HyperParallel(ParallelStyle):
     x may be a DTensor, else it is the rank's piece, all of one length. As a DTensor, its sequence need not be divided
     by the mesh evenly; a rank without tokens is refused. What comes out is a DTensor, or with use_local_output the
     rank's piece. Parameters are replicated from rank 0; their gradients are summed over the ranks when a backward has
-    made them.
+    made them. FSDP2 comes behind it, on another dimension of the mesh; of a stack it takes the layers and the whole,
+    not the connections.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
@@ -91,7 +92,9 @@ class HyperParallel(ParallelStyle):
         along, ranks = self.sequence_dim, mesh.size() if isinstance(x, DTensor) else 1
         if not 0 <= along < x.dim() - behind:
             shape = list(x.shape)
-            raise ValueError(f"HyperParallel: sequence_dim={along} is no dimension of the tokens of x, which is {shape}")
+            raise ValueError(
+                f"HyperParallel: sequence_dim={along} is no dimension of the tokens of x, which is {shape}"
+            )
         length = x.shape[along]
         if -(-length // ranks) * (ranks - 1) >= length:  # all others have as many as the first
             of_ranks = f" on {ranks} ranks" if ranks > 1 else ""

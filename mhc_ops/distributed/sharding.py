@@ -57,7 +57,8 @@ OF_CONV = {
 }
 # With one of these the batch is none: packed sequences are one row, and any sequence may have any slot of the states.
 NO_BATCH = ("cu_seqlens", "conv_state_indices")
-WITHOUT = ("phi", "alpha", "bias", "gamma", "layer_norm_weight", "weight", *NO_BATCH)  # an axis of their own
+# What may have no axis: parameters, and where things are.
+WITHOUT = ("phi", "alpha", "bias", "gamma", "layer_norm_weight", "weight", *NO_BATCH)
 
 
 def ops() -> list[Op]:
@@ -71,7 +72,8 @@ def has_rules(op: Op) -> bool:
     arguments = op.traced._opoverload._schema.arguments
     names = [argument.name for argument in arguments if "Tensor" in str(argument.type)] + list(op.outputs._fields)
     axes = (BEHIND_TOKENS,) if op.family == "mhc" else OF_CONV.get(op.name, ())
-    return bool(axes) and all(_subject(name) in (*WITHOUT, *(known for axis in axes for known in axis)) for name in names)
+    known = {*WITHOUT, *(name for axis in axes for name in axis)}
+    return bool(axes) and all(_subject(name) in known for name in names)
 
 
 def rules(op: Op, *flat: Any) -> list[Rule]:
@@ -79,7 +81,7 @@ def rules(op: Op, *flat: Any) -> list[Rule]:
     tensor as a DTensorSpec"""
     inputs, outputs = _shapes(op, flat)
     names = _names(op)
-    everywhere = [Replicate() if name in inputs else None for name in names]
+    everywhere: list[Placement | None] = [Replicate() if name in inputs else None for name in names]
     found: list[Rule] = [([Replicate()] * len(outputs), everywhere)]
     for axis in _axes(op, inputs):
         size = next(tensor.shape[axis[_subject(name)]] for name, tensor in inputs.items() if _subject(name) in axis)
@@ -135,12 +137,12 @@ def register(op: Op) -> None:
         of_torch.op_strategy_funcs[overload] = partial(_in_place, op, of_torch.op_strategy_funcs[overload])
 
 
-def _in_place(op: Op, strategies: Callable[[OpSchema], OpStrategy], schema: OpSchema) -> OpStrategy:
+def _in_place(op: Op, strategies: Callable[[OpSchema], Any], schema: OpSchema) -> OpStrategy:
     """Those that leave what is written to where it is: else a copy would be written to, and dropped."""
     given = {name: value for name, value in zip(_names(op), schema.args_schema) if isinstance(value, OpStrategy)}
     now = {list(given).index(name): given[name].strategies[0].output_spec.placements for name in op.mutates}
-    found = strategies(schema)
-    found.strategies = [s for s in found.strategies if all(s.input_specs[i].placements == now[i] for i in now)]
+    found: OpStrategy = strategies(schema)
+    found.strategies = [s for s in found.strategies if all(s.input_spec(i).placements == now[i] for i in now)]
     if not found.strategies:
         where = ", ".join(f"{name} {list(placements)}" for name, placements in zip(op.mutates, now.values()))
         raise ValueError(f"{op.name}: it cannot write in place to {where} with these shapes and options")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from processes import run
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -71,8 +72,12 @@ def assert_as_alone(model, x, whole_model, whole_x):
     for name, gradient in gradients.items():
         of_layer = ".layer." in name
         assert of_layer or list(gradient.placements) == [TOKENS if name == "x" else Replicate()], name
-        rounding = 64 * torch.finfo(torch.float32).eps * expected[name].abs().max()
-        assert (gradient.full_tensor() - expected[name]).abs().max() <= rounding, name
+        assert_rounded(gradient, expected[name], name)
+
+
+def assert_rounded(gradient, expected, name):
+    rounding = 64 * torch.finfo(torch.float32).eps * expected.abs().max()
+    assert (gradient.full_tensor() - expected).abs().max() <= rounding, name
 
 
 def train(world, backend, recompute, length):
@@ -99,10 +104,10 @@ def forms(mesh):
         lambda: model((torch.tanh, {}), (torch.sin, {}), shifted=True, last=False),
     ):
         assert_pieces(parallelize_module(make(), mesh, pieces)(mine), make()(whole), mesh)
-    stage = lambda: model((torch.tanh, {}), (torch.sin, {}), shifted=True, first=False)
     weights = streams()[..., 0]
-    found = parallelize_module(stage(), mesh, pieces)((mine, weights.chunk(2, 1)[mesh.get_local_rank()]))
-    assert_pieces(found, stage()(whole, weights), mesh)
+    stages = [model((torch.tanh, {}), (torch.sin, {}), shifted=True, first=False) for _ in range(2)]
+    found = parallelize_module(stages[0], mesh, pieces)((mine, weights.chunk(2, 1)[mesh.get_local_rank()]))
+    assert_pieces(found, stages[1](whole, weights), mesh)
 
 
 def assert_pieces(found, expected, mesh):
@@ -117,14 +122,16 @@ def assert_pieces(found, expected, mesh):
 
 
 def wrong_use(mesh):
-    connection = lambda layer: parallelize_module(HyperConnection(layer, n, D), mesh, HyperParallel())
-    with pytest.raises(TypeError, match="^HyperParallel: takes a HyperConnection, .* or ShortConv, got Linear$"):
+    def connection(layer):
+        return parallelize_module(HyperConnection(layer, n, D), mesh, HyperParallel())
+
+    with pytest.raises(TypeError, match=r"^HyperParallel: takes a HyperConnection, .* or ShortConv, got Linear$"):
         parallelize_module(nn.Linear(D, D), mesh, HyperParallel())
-    with pytest.raises(ValueError, match="^HyperParallel: the mesh must have one dimension, got 2: slice it$"):
+    with pytest.raises(ValueError, match=r"^HyperParallel: the mesh must have one dimension, got 2: slice it$"):
         HyperParallel()._apply(HyperHead(n, D), init_device_mesh("cpu", (2, 1)))
-    with pytest.raises(ValueError, match="^HyperParallel: every rank must have a token, got 0$"):
+    with pytest.raises(ValueError, match=r"^HyperParallel: every rank must have a token, got 0$"):
         connection(torch.tanh)(streams(0))
-    with pytest.raises(ValueError, match="^HyperParallel: every rank must have a token, got 1 on 2 ranks$"):
+    with pytest.raises(ValueError, match=r"^HyperParallel: every rank must have a token, got 1 on 2 ranks$"):
         connection(torch.tanh)(distribute_tensor(streams(1), mesh, [TOKENS]))
     with pytest.raises(ValueError, match=r"sequence_dim=1 is no dimension of the tokens of x, which is \[8, 2, 8\]$"):
         connection(torch.tanh)(streams()[0])
@@ -132,9 +139,9 @@ def wrong_use(mesh):
     parallelize_module(layer, mesh, {"up": ColwiseParallel(input_layouts=TOKENS), "down": RowwiseParallel()})
     with pytest.raises(ValueError, match=r"returned \[2, 16, 8\] where the rank's piece is \[2, 8, 8\]; .*Shard\(1\)"):
         connection(layer)(streams())
-    with pytest.raises(TypeError, match="^HyperParallel: x must be given by its position$"):
+    with pytest.raises(TypeError, match=r"^HyperParallel: x must be given by its position$"):
         parallelize_module(HyperHead(n, D), mesh, HyperParallel())(x=streams())
-    with pytest.raises(TypeError, match="^HyperConnection: x must be a torch.Tensor, got NoneType$"):
+    with pytest.raises(TypeError, match=r"^HyperConnection: x must be a torch.Tensor, got NoneType$"):
         connection(torch.tanh)(None)
 
 
@@ -148,8 +155,27 @@ def test_two_ranks():
     run(2, on_two_ranks)
 
 
-def test_four_ranks_that_do_not_divide_the_sequence():
-    run(4, train, 4, "reference", 0, 7)
+def beside_data_parallel():
+    """Half of the batch on two ranks each, which have half of the sequence each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(Model("reference"), mesh["tensor"], plan())
+    for connection in (*model.stack, model.alone):
+        fully_shard(connection.layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    mine = streams().chunk(2)[mesh.get_local_rank("data")]
+    _, gradients = step(model, distribute_tensor(mine, mesh["tensor"], [TOKENS]))
+    _, expected = step(Model("reference"), streams())
+    for name, _ in model.named_parameters():
+        assert_rounded(gradients[name], expected[name], name)
+
+
+def on_four_ranks():
+    train(4, "reference", 0, 7)
+    beside_data_parallel()
+
+
+def test_four_ranks_that_do_not_divide_the_sequence_and_two_by_two():
+    run(4, on_four_ranks)
 
 
 @pytest.mark.interpreted

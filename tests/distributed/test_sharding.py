@@ -1,6 +1,8 @@
 """Every op on DTensors: the bits of one process forward, its gradients to rounding, and where results are placed."""
 
+import importlib
 import io
+import sys
 
 import pytest
 import torch
@@ -9,11 +11,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import mhc_ops
 from mhc_ops.core.op import Op
-from mhc_ops.distributed import sharding
 
 n, D, W = 2, 8, 3
 M = n * n + 2 * n
-TOKENS, PARAMETER = Shard(1), Replicate()
+TOKENS = Shard(1)
 CHANNELS = {"x": Shard(2), "residual": Shard(2), "weight": Shard(0), "bias": Shard(0), "initial_state": Shard(1)}
 BATCH = dict.fromkeys(("x", "residual", "seq_idx", "initial_state", "conv_state", "cache_seqlens"), Shard(0))
 OF_TOKENS = dict.fromkeys(("x", "h_out", "h_pre", "h_post", "h_res", "read", "logits"), TOKENS)
@@ -36,6 +37,10 @@ def two_layers(x, phi, alpha, bias, shifted=False, **of_pre):
 
 def shifted(*args, backend, **of_pre):
     return mhc_ops.mhc_read(*two_layers(*args, **of_pre, shifted=True, backend=backend), backend=backend)
+
+
+def expand(x, backend):
+    return mhc_ops.mhc_expand(x, n)
 
 
 def update(x, conv_state, **others):
@@ -70,6 +75,7 @@ MHC = [
     (shifted, {"x": X, **OF_PRE}, OF_TOKENS),
     (mhc_ops.mhc_head, {"x": X, **OF_HEAD}, OF_TOKENS),
     (mhc_ops.mhc_mean, {"x": X}, HALVES),
+    (expand, {"x": H_OUT}, OF_TOKENS),
 ]
 CONV = [
     (mhc_ops.causal_conv1d, {**PIECE, **STATES, **SILU}, BATCH),
@@ -77,12 +83,15 @@ CONV = [
     (mhc_ops.causal_conv1d, {**PIECE, "seq_idx": SEQUENCES}, BATCH),
 ]
 CONV_OF_TRITON = [
-    (mhc_ops.causal_conv1d, {**PIECE, "x": random(1, 6, D), "residual": random(1, 6, D), "cu_seqlens": PACKED}, CHANNELS),
+    (
+        mhc_ops.causal_conv1d,
+        {**PIECE, "x": random(1, 6, D), "residual": random(1, 6, D), "cu_seqlens": PACKED},
+        CHANNELS,
+    ),
     (update, STEP, BATCH),
     (update, SLOTS, {"x": Shard(1), "conv_state": Shard(1), "weight": Shard(0), "bias": Shard(0)}),
     (mhc_ops.short_conv, STREAMS, BATCH),
 ]
-PLACES = ("x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")  # of causal_conv1d_update
 FOUR = [(layer, {"x": X, **OF_PRE}, OF_TOKENS), (layer, {"x": random(1, 6, n, D), **OF_PRE}, OF_TOKENS)]
 
 
@@ -105,9 +114,12 @@ def fresh(arguments, backend, place=lambda name, tensor: tensor):
 
 
 def assert_as_alone(case, backend, alone, placements, mesh):
-    """placements: of a tensor, by its name"""
+    """placements: of the tensors that are not replicated, by their names"""
     function, arguments, _ = case
-    place = lambda name, tensor: distribute_tensor(tensor, mesh, placements(name) or [Replicate()] * mesh.ndim)
+
+    def place(name, tensor):
+        return distribute_tensor(tensor, mesh, placements.get(name, [Replicate()] * mesh.ndim))
+
     outputs, gradients = results(function, fresh(arguments, backend, place))
     for output, expected in zip(outputs, alone[0], strict=True):
         assert isinstance(output, DTensor), function
@@ -118,7 +130,7 @@ def assert_as_alone(case, backend, alone, placements, mesh):
         if expected is None:
             assert gradient is None, (function, name)
             continue
-        wanted = placements(name) or [Partial()] * mesh.ndim
+        wanted = placements.get(name, [Partial()] * mesh.ndim)
         assert backend == "reference" or list(gradient.placements) == wanted, (function, name, gradient.placements)
         rounding = 64 * torch.finfo(torch.float32).eps * expected.abs().max()
         assert (gradient.full_tensor() - expected).abs().max() <= rounding, (function, name)
@@ -126,23 +138,58 @@ def assert_as_alone(case, backend, alone, placements, mesh):
 
 def in_a_row(groups, alone):
     """All cases of these (group, backend) on two ranks. The names of the ops that ran."""
+    assert "mhc_ops.distributed" not in sys.modules  # the first DTensor brings the rules
     mesh, seen, launch = init_device_mesh("cpu", (2,)), set(), Op.launch
     Op.launch = lambda op, **inputs: (seen.add(op.name), launch(op, **inputs))[1]
     known = iter(torch.load(io.BytesIO(alone)))
     for group, backend in groups:
         for case in globals()[group]:
-            places = case[2]
-            assert_as_alone(case, backend, next(known), lambda name: [places[name]] if name in places else None, mesh)
-    assert_in_place_or_not_at_all(mesh)
+            placements = {name: [placement] for name, placement in case[2].items()}
+            assert_as_alone(case, backend, next(known), placements, mesh)
     return seen
 
 
-def assert_in_place_or_not_at_all(mesh):
-    """The slots of a batch in pieces are not where conv_state_indices say: a copy would be written to, and dropped."""
-    tensors = {name: distribute_tensor(value, mesh, [Replicate()]) for name, value in SLOTS.items()}
-    tensors["conv_state"] = distribute_tensor(SLOTS["conv_state"], mesh, [Shard(0)])
+def other_layouts():
+    """What is not placed as a rule has it is redistributed, but not what is written to: the copy would be dropped."""
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {"x": X, "h_out": H_OUT, **MAPS}
+    expected = mhc_ops.mhc_post(**tensors, backend="triton")
+    for x, h_out, h_post, h_res in ((1, None, None, None), (None, 1, 1, None), (0, 1, 1, 1), (3, 1, 1, 1)):
+        places = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
+        found = mhc_ops.mhc_post(
+            **{name: placed(tensor, mesh, places[name]) for name, tensor in tensors.items()}, backend="triton"
+        )
+        assert found.placements == (TOKENS,) and torch.equal(found.full_tensor(), expected), places
+    in_order = {"x": random(1, 6, D), "weight": FILTER["weight"]}
+    pieces = {"x": placed(in_order["x"], mesh, 1), "weight": placed(in_order["weight"], mesh, None)}
+    found = mhc_ops.causal_conv1d(**pieces, backend="hip")
+    assert torch.equal(found.full_tensor(), mhc_ops.causal_conv1d(**in_order, backend="hip"))
+    slots = {name: placed(value, mesh, 0 if name == "conv_state" else None) for name, value in SLOTS.items()}
     with pytest.raises(RuntimeError, match=r"^causal_conv1d_update_: it cannot write in place to conv_state \[Shard"):
-        torch.ops.mhc_ops.causal_conv1d_update(*[tensors.get(name) for name in PLACES], False, 1, -1, "triton")
+        mhc_ops.causal_conv1d_update(**slots, backend="triton")
+
+
+def placed(tensor, mesh, dimension):
+    return distribute_tensor(tensor, mesh, [Replicate() if dimension is None else Shard(dimension)])
+
+
+@pytest.mark.interpreted
+def test_other_layouts():
+    run(2, other_layouts)
+
+
+def compiled():
+    mesh = init_device_mesh("cpu", (1,))
+    x = placed(X, mesh, 1).requires_grad_()
+    mean = torch.compile(lambda x: mhc_ops.mhc_mean(x, backend="triton"), backend="aot_eager", fullgraph=True)
+    found = mean(x)
+    found.sum().backward()
+    assert found.placements == (TOKENS,) and torch.equal(x.grad.full_tensor(), torch.full_like(X, 1 / n))
+
+
+@pytest.mark.interpreted
+def test_compiled_before_any_other_call():
+    run(1, compiled)
 
 
 def alone(groups):
@@ -152,17 +199,22 @@ def alone(groups):
     return buffer.getvalue()
 
 
+def all_ops():
+    return importlib.import_module("mhc_ops.distributed.sharding").ops()
+
+
 def test_every_op_has_rules():
+    ops = all_ops()
     registered = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    assert [op.name for op in sharding.ops() if op.traced._opoverload not in registered] == []
-    assert {op.family for op in sharding.ops()} == {"mhc", "conv"}
+    assert [op.name for op in ops if op.traced._opoverload not in registered] == []
+    assert {op.family for op in ops} == {"mhc", "conv"}
 
 
 @pytest.mark.interpreted
 def test_every_op_on_two_ranks():
     groups = [("MHC", "triton"), ("CONV", "hip"), ("CONV_OF_TRITON", "triton")]
     for seen in run(2, in_a_row, groups, alone(groups)):
-        assert seen == {op.name for op in sharding.ops()}
+        assert seen == {op.name for op in all_ops()}
 
 
 def test_reference_on_two_ranks():
@@ -173,12 +225,10 @@ def test_reference_on_two_ranks():
 def on_four_ranks(alone):
     """Batch and sequence on a mesh of two dimensions; then six tokens, of which the last rank has none."""
     square, row, known = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,)), torch.load(io.BytesIO(alone))
-    at = lambda *placements: lambda name: list(placements) if name == "x" else None
-    assert_as_alone(FOUR[0], "triton", known[0], at(Shard(0), TOKENS), square)
-    assert_as_alone(FOUR[1], "triton", known[1], at(TOKENS), row)
+    assert_as_alone(FOUR[0], "triton", known[0], {"x": [Shard(0), TOKENS]}, square)
+    assert_as_alone(FOUR[1], "triton", known[1], {"x": [TOKENS]}, row)
 
 
 @pytest.mark.interpreted
 def test_mesh_of_two_dimensions_and_a_rank_without_tokens():
     run(4, on_four_ranks, alone([("FOUR", "triton")]))
-
