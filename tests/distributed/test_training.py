@@ -214,7 +214,9 @@ def test_another_text_is_no_continuation():
 def test_without_torchrun_it_says_so(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     assert example.main([]) == 2
-    assert capsys.readouterr().err.startswith("torchrun starts the processes: torchrun --nproc-per-node 2 examples")
+    assert capsys.readouterr().err.startswith(
+        "torchrun starts the processes: torchrun --standalone --nproc-per-node 2 "
+    )
 
 
 @pytest.mark.parametrize("drill", ["step", "step:x", "backward:3", "step:3:1:1"])
