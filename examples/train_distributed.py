@@ -215,17 +215,17 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.lr * learning_rate(step, self.options.steps)
         loss = self.gradients(step)
-        self.clip(1.0)
+        self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
 
-    def clip(self, most: float) -> None:
-        """The gradients of all stages together, to a norm of at most this."""
+    def clip(self) -> None:
+        """The gradients of all stages together."""
         parameters = list(self.model.parameters())
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).full_tensor().square()
         dist.all_reduce(norm, group=self.mesh.get_group("pipeline"))
-        nn.utils.clip_grads_with_norm_(parameters, most, norm.sqrt())
+        nn.utils.clip_grads_with_norm_(parameters, self.options.clip, norm.sqrt())
 
 
 class Curve:
@@ -280,6 +280,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="texts of a step, of all processes (%(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="(%(default)s)")
     parser.add_argument("--lr", type=float, default=6e-3, help="the largest learning rate (%(default)s)")
+    parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of all gradients (%(default)s)")
     parser.add_argument("--dropout", type=float, default=0.0, help="behind each MLP (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the texts (%(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints (%(default)s)")

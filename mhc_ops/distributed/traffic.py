@@ -2,7 +2,7 @@
 
 Counted is what one process sends to others, of all processes the one that sends most. A collective counts as the ring
 that sends least: of w shares an all-gather or a reduce-scatter sends w − 1, an all-reduce twice as much. What layers
-send for themselves (their weights, tensor-parallel products, experts) is not in it.
+send for themselves (their weights, tensor-parallel products, experts) is not in it, nor the few bytes of a `HyperHead`.
 """
 
 import math
