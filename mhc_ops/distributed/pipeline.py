@@ -204,8 +204,9 @@ class PipelineStage(pipelining.PipelineStage):
     The gradient of x arrives while that layer's backward runs. With torch's own PipelineStage the same tensors are sent
     when the layer has ended, with the same values. Arguments are those of torch's.
 
-    x has a process group of its own, so that nothing waits behind it: the first stage that a process makes for a group
-    also makes that one, for which all processes of the group must make a stage.
+    x has process groups of its own, one for each boundary and one for each boundary's gradients, so that nothing waits
+    behind it whatever the schedule. The first stage that a process makes for a group makes them too, together with all
+    other processes of the group.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class PipelineStage(pipelining.PipelineStage):
             raise ValueError(f"PipelineStage: stage {stage_index} must hold one HyperStage, with send='carry'")
         super().__init__(submodule, stage_index, num_stages, device, group=group, **others)
         self.hyper_stage = stages[0]
-        self.traffic = _traffic(group)
+        self.traffic = _traffic(group, num_stages)
         self.outlets: dict[int, _Outlet] = {}  # by microbatch, until its backward
         self.arriving: dict[int, dist.Work] = {}  # x of the stage before
 
@@ -281,29 +282,30 @@ class PipelineStage(pipelining.PipelineStage):
 
     def send_x(self, tensor: Tensor, stage: int) -> Any:
         """Begin to send x or its gradient to that stage."""
-        peer, tag = self.stage_index_to_group_rank[stage], _tag(self.stage_index, stage)
-        work = dist.isend(tensor, group=self.traffic.group, group_dst=peer, tag=tag)
+        group, peer = self.traffic.groups[self.stage_index, stage], self.stage_index_to_group_rank[stage]
+        work = dist.isend(tensor, group=group, group_dst=peer)
         self.traffic.sending.append(work)
         return work
 
     def receive_x(self, tensor: Tensor, stage: int) -> Any:
         """Begin to receive x or its gradient from that stage."""
-        peer, tag = self.stage_index_to_group_rank[stage], _tag(stage, self.stage_index)
-        return dist.irecv(tensor, group=self.traffic.group, group_src=peer, tag=tag)
-
-
-def _tag(source: int, target: int) -> int:
-    """Where tensors are told apart by it; elsewhere their order is that of the schedule, the same on both sides."""
-    return 2 * source + (target > source)
+        group, peer = self.traffic.groups[stage, self.stage_index], self.stage_index_to_group_rank[stage]
+        return dist.irecv(tensor, group=group, group_src=peer)
 
 
 class _Traffic:
-    """What this process sends of x and has not seen received, which must outlive the stage. The schedule waits for its
-    own sends when a step ends; here a step ends when all stages that ran have ended, and none of them waits before: the
-    process that is to receive may wait for another of them."""
+    """The ways that x takes, by stages from and to; and what this process sends there and has not seen received, which
+    must outlive the stage. The schedule waits for its own sends when a step ends; here a step ends when all stages that
+    ran have ended, and none of them waits before: the process that is to receive may wait for another of them.
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+    In one group NCCL would send and receive in the order of the calls, which is not the same in both processes: x of
+    the next microbatch leaves when the gradient of this one is not yet expected.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_stages: int):
+        ranks = dist.get_process_group_ranks(group)
+        ways = [way for one, other in pairwise(range(num_stages)) for way in ((one, other), (other, one))]
+        self.groups = {way: dist.new_group(ranks, use_local_synchronization=True) for way in ways}
         self.sending: list[Any] = []
         self.running: set[int] = set()
 
@@ -313,17 +315,17 @@ class _Traffic:
             self.sending.pop().wait()
 
 
-_TRAFFIC: MutableMapping[dist.ProcessGroup, _Traffic] = WeakKeyDictionary()
+_TRAFFIC: MutableMapping[dist.ProcessGroup, dict[int, _Traffic]] = WeakKeyDictionary()
 
 
-def _traffic(group: dist.ProcessGroup | None) -> _Traffic:
+def _traffic(group: dist.ProcessGroup | None, num_stages: int) -> _Traffic:
     """The same for all stages that this process has in a group."""
     group = group or dist.group.WORLD
     assert group is not None, "torch's PipelineStage has asked for its rank"
-    if group not in _TRAFFIC:
-        own = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-        _TRAFFIC[group] = _Traffic(own)
-    return _TRAFFIC[group]
+    found = _TRAFFIC.setdefault(group, {})
+    if num_stages not in found:
+        found[num_stages] = _Traffic(group, num_stages)
+    return found[num_stages]
 
 
 class _Outlet:
@@ -336,9 +338,8 @@ class _Outlet:
         self.arriving: Any = None
 
     def send(self, x: Tensor) -> None:
-        """Once: under a checkpoint it is called again in the backward."""
         target = self.stage.stage_index + 1
-        if self.leaving is None and not self.stage.on_this_rank(target):
+        if not self.stage.on_this_rank(target):
             self.leaving = self.stage.send_x(x, target)
 
     def expect_gradient(self) -> None:

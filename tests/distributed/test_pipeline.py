@@ -35,9 +35,9 @@ def stack_of(backend="reference", streams=fp32, **settings):
     few = {"sinkhorn_iters": 2, "backend": backend}
     made = [
         HyperConnection(nn.Linear(D, D, dtype=streams), N, D, gamma=True, layer_norm=True, **few),
-        HyperConnection(nn.Linear(D, D, dtype=streams), N, D, transposed=True, **few),
+        HyperConnection(nn.Linear(D, D, dtype=streams), N, D, transposed=True, checkpoint=True, **few),
         HyperConnection(nn.Linear(D, D, dtype=streams), N, D, residual="identity", backend=backend),
-        HyperConnection(nn.Linear(D, D, dtype=streams), N, D, checkpoint=True, **few),
+        HyperConnection(nn.Linear(D, D, dtype=streams), N, D, **few),
     ]
     for connection in made:
         nn.init.normal_(connection.phi, std=connection.phi.shape[1] ** -0.5)
