@@ -117,7 +117,7 @@ class HyperStage(HyperStack):
         if not self._sends_carry():
             return between.end(carry, backend, contracted=self.shifted and self.last)
         sent = (carry.x, carry.h_out, carry.h_post, carry.h_res, carry.read)
-        return tuple(tensor.contiguous() for tensor in sent if tensor is not None)
+        return tuple(_Sent.apply(tensor) for tensor in sent if tensor is not None)
 
     def _sends_carry(self) -> bool:
         return self.send == Send.CARRY and not self.ends
@@ -375,6 +375,22 @@ class _Leave(torch.autograd.Function):
         if ctx.outlet is not None:
             ctx.outlet.await_gradient()
         return dh_in, dx, None
+
+
+class _Sent(torch.autograd.Function):
+    """The same memory, contiguous, as a tensor of its own: schedules that split the backward detach it in place, which
+    torch refuses of a view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        memory = tensor.detach().contiguous()
+        return tensor.new_empty(0).set_(
+            memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class _Received(torch.autograd.Function):
