@@ -117,7 +117,7 @@ class HyperStage(HyperStack):
         if not self._sends_carry():
             return between.end(carry, backend, contracted=self.shifted and self.last)
         sent = (carry.x, carry.h_out, carry.h_post, carry.h_res, carry.read)
-        return tuple(tensor.contiguous() for tensor in sent if tensor is not None)
+        return tuple(_Sent.apply(tensor) for tensor in sent if tensor is not None)
 
     def _sends_carry(self) -> bool:
         return self.send == Send.CARRY and not self.ends
@@ -202,10 +202,11 @@ class PipelineStage(pipelining.PipelineStage):
 
     submodule: one `HyperStage` with send="carry", or a module that holds one and hands its tensors through, x first.
     The gradient of x arrives while that layer's backward runs. With torch's own PipelineStage the same tensors are sent
-    when the layer has ended, with the same values.
+    when the layer has ended, with the same values. Arguments are those of torch's.
 
-    x_group: the processes of group once more, for x alone, which must not wait behind other tensors; the same for all
-    stages of a process. By default it is made by the first stage, for which all processes of group make theirs.
+    x has process groups of its own, one for each boundary and one for each boundary's gradients, so that nothing waits
+    behind it whatever the schedule. The first stage that a process makes for a group makes them too, together with all
+    other processes of the group.
     """
 
     def __init__(
@@ -216,7 +217,6 @@ class PipelineStage(pipelining.PipelineStage):
         device: torch.device,
         *,
         group: dist.ProcessGroup | None = None,
-        x_group: dist.ProcessGroup | None = None,
         **others: Any,
     ):
         stages = [module for module in submodule.modules() if isinstance(module, HyperStage)]
@@ -224,12 +224,12 @@ class PipelineStage(pipelining.PipelineStage):
             raise ValueError(f"PipelineStage: stage {stage_index} must hold one HyperStage, with send='carry'")
         super().__init__(submodule, stage_index, num_stages, device, group=group, **others)
         self.hyper_stage = stages[0]
-        self.x_group = x_group or _x_group(group)
-        self.outlets: dict[int, _Outlet] = {}  # by microbatch, until the gradient of x has come
+        self.traffic = _traffic(group, num_stages)
+        self.outlets: dict[int, _Outlet] = {}  # by microbatch, until its backward
         self.arriving: dict[int, dist.Work] = {}  # x of the stage before
-        self.leaving: list[dist.Work] = []  # gradients of it
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.traffic.running.add(self.stage_index)
         if fwd_chunk_id in self.arriving:
             self.arriving.pop(fwd_chunk_id).wait()
         self.outlets[fwd_chunk_id] = self.hyper_stage.outlet = _Outlet(self)
@@ -241,7 +241,7 @@ class PipelineStage(pipelining.PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         if ops:
-            self.arriving[fwd_chunk_id] = self.receive(ops[0].tensor, self.stage_index - 1)
+            self.arriving[fwd_chunk_id] = self.receive_x(ops[0].tensor, self.stage_index - 1)
         return ops[1:]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -250,57 +250,82 @@ class PipelineStage(pipelining.PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         if ops:
-            self.outlets[bwd_chunk_id].arriving = self.receive(ops[0].tensor, self.stage_index + 1)
+            self.outlets[bwd_chunk_id].gradient = ops[0].tensor
         return ops[1:]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if ops:
-            self.leaving.append(self.start(ops[0].tensor, self.stage_index - 1))
+            self.send_x(ops[0].tensor, self.stage_index - 1)
         return ops[1:]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        outlet = self.outlets.pop(bwd_chunk_id)
+        outlet.expect_gradient()
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self.outlets.pop(bwd_chunk_id).close()
+        outlet.close()
         return result
 
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """A schedule calls it behind the last backward of a stage."""
+        super().perform_reduce_grad(grad_scale_factor)
+        self.traffic.ended(self.stage_index)
+
     def clear_runtime_states(self) -> None:
-        """The schedule calls it before each step."""
+        """A schedule calls it before each step; the one before may have had no backward."""
         super().clear_runtime_states()
-        for outlet in self.outlets.values():
-            outlet.close()
-        for work in self.leaving:
-            work.wait()
+        self.traffic.ended(self.stage_index)
         self.outlets.clear()
-        self.leaving.clear()
 
     def on_this_rank(self, stage: int) -> bool:
         return self.stage_index_to_group_rank[stage] == self.group_rank
 
-    def start(self, tensor: Tensor, stage: int) -> Any:
-        """Begin to send to that stage."""
-        peer = self.stage_index_to_group_rank[stage]
-        return dist.isend(tensor, group=self.x_group, group_dst=peer, tag=self._tag(self.stage_index, stage))
+    def send_x(self, tensor: Tensor, stage: int) -> Any:
+        """Begin to send x or its gradient to that stage."""
+        group, peer = self.traffic.groups[self.stage_index, stage], self.stage_index_to_group_rank[stage]
+        work = dist.isend(tensor, group=group, group_dst=peer)
+        self.traffic.sending.append(work)
+        return work
 
-    def receive(self, tensor: Tensor, stage: int) -> Any:
-        peer = self.stage_index_to_group_rank[stage]
-        return dist.irecv(tensor, group=self.x_group, group_src=peer, tag=self._tag(stage, self.stage_index))
-
-    @staticmethod
-    def _tag(source: int, target: int) -> int:
-        """Where tensors are told apart by it; elsewhere their order is that of the schedule, the same on both sides."""
-        return 2 * source + (target > source)
+    def receive_x(self, tensor: Tensor, stage: int) -> Any:
+        """Begin to receive x or its gradient from that stage."""
+        group, peer = self.traffic.groups[stage, self.stage_index], self.stage_index_to_group_rank[stage]
+        return dist.irecv(tensor, group=group, group_src=peer)
 
 
-_X_GROUPS: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+class _Traffic:
+    """The ways that x takes, by stages from and to; and what this process sends there and has not seen received, which
+    must outlive the stage. The schedule waits for its own sends when a step ends; here a step ends when all stages that
+    ran have ended, and none of them waits before: the process that is to receive may wait for another of them.
+
+    In one group NCCL would send and receive in the order of the calls, which is not the same in both processes: x of
+    the next microbatch leaves when the gradient of this one is not yet expected.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_stages: int):
+        ranks = dist.get_process_group_ranks(group)
+        ways = [way for one, other in pairwise(range(num_stages)) for way in ((one, other), (other, one))]
+        self.groups = {way: dist.new_group(ranks, use_local_synchronization=True) for way in ways}
+        self.sending: list[Any] = []
+        self.running: set[int] = set()
+
+    def ended(self, stage: int) -> None:
+        self.running.discard(stage)
+        while self.sending and not self.running:
+            self.sending.pop().wait()
 
 
-def _x_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+_TRAFFIC: MutableMapping[dist.ProcessGroup, dict[int, _Traffic]] = WeakKeyDictionary()
+
+
+def _traffic(group: dist.ProcessGroup | None, num_stages: int) -> _Traffic:
+    """The same for all stages that this process has in a group."""
     group = group or dist.group.WORLD
     assert group is not None, "torch's PipelineStage has asked for its rank"
-    if group not in _X_GROUPS:
-        _X_GROUPS[group] = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-    return _X_GROUPS[group]
+    found = _TRAFFIC.setdefault(group, {})
+    if num_stages not in found:
+        found[num_stages] = _Traffic(group, num_stages)
+    return found[num_stages]
 
 
 class _Outlet:
@@ -308,21 +333,28 @@ class _Outlet:
 
     def __init__(self, stage: PipelineStage):
         self.stage = stage
-        self.leaving: dist.Work | None = None
-        self.arriving: dist.Work | None = None  # set when the gradient is expected
+        self.leaving: Any = None
+        self.gradient: Tensor | None = None  # where it is to be put, unless the next stage is in this process
+        self.arriving: Any = None
 
     def send(self, x: Tensor) -> None:
-        """Once: under a checkpoint it is called again in the backward."""
         target = self.stage.stage_index + 1
-        if self.leaving is None and not self.stage.on_this_rank(target):
-            self.leaving = self.stage.start(x, target)
+        if not self.stage.on_this_rank(target):
+            self.leaving = self.stage.send_x(x, target)
 
-    def arrived(self) -> None:
+    def expect_gradient(self) -> None:
+        """When all others are there, which the layer waits for: a tensor goes out when its receiver is ready."""
+        if self.gradient is not None:
+            self.arriving = self.stage.receive_x(self.gradient, self.stage.stage_index + 1)
+
+    def await_gradient(self) -> None:
         if self.arriving is not None:
             self.arriving.wait()
 
     def close(self) -> None:
+        """x has been received, as its gradient has come: its memory need not wait for the end of the step."""
         if self.leaving is not None:
+            self.stage.traffic.sending.remove(self.leaving)
             self.leaving.wait()
 
 
@@ -341,8 +373,24 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dh_in: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, None]:
         if ctx.outlet is not None:
-            ctx.outlet.arrived()
+            ctx.outlet.await_gradient()
         return dh_in, dx, None
+
+
+class _Sent(torch.autograd.Function):
+    """The same memory, contiguous, as a tensor of its own: schedules that split the backward detach it in place, which
+    torch refuses of a view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        memory = tensor.detach().contiguous()
+        return tensor.new_empty(0).set_(
+            memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class _Received(torch.autograd.Function):

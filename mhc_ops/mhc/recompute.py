@@ -95,11 +95,6 @@ def begin(x: Tensor, every: int, shifted: bool = False, read: Tensor | None = No
 
 def boundary(before: StackCarry, *parameters: Any, backend: str | None, **own: Any) -> tuple[Tensor, StackCarry]:
     """h_in of the next sublayer and its carry, in which h_out is still to be set. parameters, own: of that sublayer"""
-    h_in, carry = _boundary(before, *parameters, backend=backend, **own)
-    return before.leaving(h_in, carry) if before.leaving else (h_in, carry)
-
-
-def _boundary(before: StackCarry, *parameters: Any, backend: str | None, **own: Any) -> tuple[Tensor, StackCarry]:
     recompute = before.recompute
     if before.h_post is None:
         if before.shifted:

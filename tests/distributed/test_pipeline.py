@@ -20,6 +20,12 @@ from mhc_ops.distributed import HyperStage, PipelineStage, boundary_bytes, fully
 
 N, D, DEPTH, WORDS, BATCH, LENGTH, PIECES = 3, 8, 4, 11, 8, 5, 4
 WAYS = ("x_next", "carry")
+SCHEDULES = {
+    "1F1B": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "V": pipelining.ScheduleZBVZeroBubble,
+}
+CUTS = {schedule: (2,) if schedule is pipelining.Schedule1F1B else (1, 2, 3) for schedule in SCHEDULES.values()}
 FORMS = pytest.mark.parametrize("shifted", [False, True], ids=["standard", "shifted"])
 
 
@@ -35,9 +41,9 @@ def stack_of(backend="reference", streams=fp32, **settings):
     few = {"sinkhorn_iters": 2, "backend": backend}
     made = [
         HyperConnection(nn.Linear(D, D, dtype=streams), N, D, gamma=True, layer_norm=True, **few),
-        HyperConnection(nn.Linear(D, D, dtype=streams), N, D, transposed=True, **few),
+        HyperConnection(nn.Linear(D, D, dtype=streams), N, D, transposed=True, checkpoint=True, **few),
         HyperConnection(nn.Linear(D, D, dtype=streams), N, D, residual="identity", backend=backend),
-        HyperConnection(nn.Linear(D, D, dtype=streams), N, D, checkpoint=True, **few),
+        HyperConnection(nn.Linear(D, D, dtype=streams), N, D, **few),
     ]
     for connection in made:
         nn.init.normal_(connection.phi, std=connection.phi.shape[1] ** -0.5)
@@ -124,22 +130,26 @@ def loss(out, cotangent):
     return (out * cotangent).sum()
 
 
-def pipeline(shifted, send, kind, cuts, group=None, shard=lambda part: part, pieces=PIECES):
-    """This process's parts of a model by number, and a step of a schedule: 1F1B of one, interleaved of several."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    every = pipeline_stages(model(shifted), cuts, send=send)
-    parts = {number: shard(every[number]) for number in range(rank, len(every), world)}
+def numbers(schedule, rank, world):
+    """Of the stages of a process: one each, two each in turn, or two each there and back."""
+    if schedule is pipelining.Schedule1F1B:
+        return [rank]
+    return [rank, rank + world] if schedule is pipelining.ScheduleInterleaved1F1B else [rank, 2 * world - 1 - rank]
+
+
+def pipeline(shifted, send, kind, schedule, group=None, shard=lambda part: part, pieces=PIECES):
+    """This process's parts of a model by number, and a step of a schedule."""
+    every = pipeline_stages(model(shifted), CUTS[schedule], send=send)
+    own = numbers(schedule, dist.get_rank(group), dist.get_world_size(group))
+    parts = {number: shard(every[number]) for number in own}
     stages = [kind(part, number, len(every), torch.device("cpu"), group=group) for number, part in parts.items()]
     options = {"n_microbatches": pieces, "loss_fn": loss, "scale_grads": False}
-    if len(stages) == 1:
-        schedule = pipelining.Schedule1F1B(stages[0], **options)
-    else:
-        schedule = pipelining.ScheduleInterleaved1F1B(stages, **options)
+    schedule = schedule(stages[0] if len(stages) == 1 else stages, **options)
 
-    def step(words, cotangent):
+    def step(words, cotangent, run="step"):
         inputs = [words] if 0 in parts else []
         targets = {"target": cotangent} if len(every) - 1 in parts else {}
-        return schedule.step(*inputs, **targets)
+        return getattr(schedule, run)(*inputs, **targets)
 
     return parts, step
 
@@ -149,22 +159,25 @@ def gradients_of(parts):
 
 
 def trained(*arguments):
-    """Gradients by name and the output; the bytes that another step sends."""
+    """Gradients by name and the output; the bytes that another step sends. Then without gradients, and with them; torch
+    runs a V with gradients alone."""
     parts, step = pipeline(*arguments)
+    more = ("step",) if pipelining.ScheduleZBVZeroBubble in arguments else ("eval", "step")
     out = step(words(), cotangent())
     found = gradients_of(parts)
     with Sent() as sent:
-        again = step(words(), cotangent())
-    assert out is None or torch.equal(out, again)
+        outs = [step(words(), cotangent())]
+    outs += [step(words(), cotangent(), run) for run in more]
+    assert out is None or all(torch.equal(out, again) for again in outs)
     return found, out, sent.bytes
 
 
 def trained_in_all_ways(shifted):
     ways = [("x_next", pipelining.PipelineStage), ("carry", pipelining.PipelineStage), ("carry", PipelineStage)]
     return {
-        (send, kind is PipelineStage, cuts): trained(shifted, send, kind, cuts)
+        (send, kind is PipelineStage, name): trained(shifted, send, kind, schedule)
         for send, kind in ways
-        for cuts in ((2,), (1, 2, 3))
+        for name, schedule in SCHEDULES.items()
     }
 
 
@@ -177,20 +190,20 @@ def one_process(shifted):
 
 @FORMS
 def test_two_processes_are_one(shifted):
-    """1F1B with a stage each, and interleaved with two each; every way of sending gives the same bits forward, and
-    sends the bytes that `boundary_bytes` says."""
+    """Every way of sending gives the same bits forward, and sends the bytes that `boundary_bytes` says; in a V, whose
+    middle boundary lies within a process, not there."""
     out, truths = one_process(shifted)
-    first, second = run(2, trained_in_all_ways, shifted)
-    same = second["x_next", False, (2,)][1]
-    for send, early, cuts in first:
-        found = first[send, early, cuts], second[send, early, cuts]
-        by_name = found[0][0] | found[1][0]
-        assert_close([by_name[name] for name in truths], list(truths.values()))
-        assert_close([found[1][1]], [out])
-        assert torch.equal(found[1][1], same)
-        tokens = BATCH * LENGTH
-        per_token = [boundary_bytes(N, D, 4, send=send, shifted=shifted, identity=cut == 3) for cut in cuts]
-        assert found[0][2] == found[1][2] == tokens * sum(per_token)
+    ranks = run(2, trained_in_all_ways, shifted)
+    bits = ranks[1]["x_next", False, "1F1B"][1]
+    for send, early, name in ranks[0]:
+        (first, *outs), (second, *others) = (rank[send, early, name] for rank in ranks)
+        assert_close([(first | second)[parameter] for parameter in truths], list(truths.values()))
+        (found,) = (one for one in (outs[0], others[0]) if one is not None)
+        assert_close([found], [out])
+        assert torch.equal(found, bits)
+        crossed = [cut for cut in CUTS[SCHEDULES[name]] if (name, cut) != ("V", 2)]
+        per_token = [boundary_bytes(N, D, 4, send=send, shifted=shifted, identity=cut == 3) for cut in crossed]
+        assert outs[1] == others[1] == BATCH * LENGTH * sum(per_token)
 
 
 def sharded_and_piped():
@@ -200,7 +213,7 @@ def sharded_and_piped():
         False,
         "carry",
         PipelineStage,
-        (2,),
+        pipelining.Schedule1F1B,
         mesh["pipeline"].get_group(),
         lambda part: fully_shard(part, mesh=mesh["data"]),
         2,
@@ -234,18 +247,18 @@ class Handshake(PipelineStage):
 
     on = False
 
-    def receive(self, tensor, stage):
-        work = super().receive(tensor, stage)
-        if self.on and stage < self.stage_index:
-            work.wait()
-            dist.send(torch.zeros(1), 0, tag=1000)
-        return work
+    def receive_x(self, tensor, stage):
+        work = super().receive_x(tensor, stage)
+        if not self.on or stage > self.stage_index:
+            return work
+        work.wait()
+        return Later(lambda: dist.send(torch.zeros(1), 0, tag=1000))
 
-    def start(self, tensor, stage):
-        begin = super().start
+    def send_x(self, tensor, stage):
+        begin = super().send_x
         if not self.on or stage > self.stage_index:
             return begin(tensor, stage)
-        return Later(lambda: (dist.recv(torch.zeros(1), 0, tag=1001), begin(tensor, stage).wait()))
+        return Later(lambda: (dist.recv(torch.zeros(1), 0, tag=1001), begin(tensor, stage)))
 
 
 class Waits(nn.Module):
@@ -270,7 +283,7 @@ class Says(torch.autograd.Function):
 
 
 def shaken_hands():
-    parts, step = pipeline(False, "carry", Handshake, (2,))
+    parts, step = pipeline(False, "carry", Handshake, pipelining.Schedule1F1B)
     if 0 in parts:
         connection = parts[0].stack[1]
         connection.layer = nn.Sequential(connection.layer, Waits())
@@ -286,7 +299,7 @@ def shaken_hands():
 def test_x_leaves_while_the_layer_runs():
     """The layer waits for the next stage to have x, and x's gradient for that layer's backward: nobody could end if
     either were sent or awaited with the rest."""
-    run(2, shaken_hands, seconds=20)
+    run(2, shaken_hands)
 
 
 def test_bytes():
