@@ -28,13 +28,12 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """One of each module: the convolution, a stack of two connections, a connection of its own, the head."""
 
-    def __init__(self, backend, recompute=0, shifted=False):
+    def __init__(self, backend, recompute=0):
         super().__init__()
         own = {"backend": backend, "sinkhorn_iters": 2}
         connections = [
             HyperConnection(Layer(), n, D, gamma=True, **own),
             HyperConnection(Layer(), n, D, layer_norm=True, **own),
-            HyperConnection(Layer(), n, D, **own),
         ]
         self.conv = ShortConv(n, D, backend="reference")
         self.stack = HyperStack(*connections, recompute=recompute)
