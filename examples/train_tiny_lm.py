@@ -31,6 +31,12 @@ EVALUATIONS = 40  # points of a curve
 HEAD_DIM = 32
 
 
+def read_text() -> tuple[list[str], Tensor]:
+    """The characters there are, in their order, and the text as their numbers."""
+    letters, text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).unique(return_inverse=True)
+    return [chr(letter) for letter in letters], text
+
+
 # The model. The two sub-layers are the same in both networks: [B, S, D] -> [B, S, D], each behind an RMSNorm.
 
 
@@ -103,7 +109,7 @@ class Run:
         return "  ".join(f"{key} {value:.4g}" for key, value in self.curve[-1].items())
 
 
-def optimizer_of(model: TinyLM, lr: float) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """AdamW; weight decay for matrices, but not for phi, alpha and bias of the hyper-connections."""
     hyper = [module for module in model.modules() if isinstance(module, HyperConnection | HyperHead)]
     kept = {id(p) for module in hyper for p in module.parameters(recurse=False)}
@@ -295,11 +301,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    characters = TEXT.read_text(encoding="ascii")
-    alphabet = sorted(set(characters))
-    number = {character: index for index, character in enumerate(alphabet)}
-    text = torch.tensor([number[character] for character in characters])
-
+    alphabet, text = read_text()
     _, plain = train("plain", 0, text, len(alphabet), options)
     model, mhc = train("mHC", options.n, text, len(alphabet), options)
 
@@ -317,7 +319,7 @@ def main() -> int:
     print(table(("network", "parameters", "train loss", "val loss", "seconds", "tokens/s"), rows))
 
     torch.manual_seed(options.seed)
-    ids = sample(model, [number[character] for character in "Elizabeth "], 200, options.device)
+    ids = sample(model, [alphabet.index(character) for character in "Elizabeth "], 200, options.device)
     print("\nA sample of the mHC network:\n" + "".join(alphabet[index] for index in ids) + "\n")
 
     write_curves(plain, mhc, options.out)

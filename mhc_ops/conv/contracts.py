@@ -114,7 +114,7 @@ def without_padding(dy: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | Non
     if seq_idx is not None:
         return torch.where((seq_idx >= 0)[..., None], dy, 0)
     if cu_seqlens is not None:
-        t = torch.arange(dy.shape[1], device=dy.device)
+        t = cu_seqlens.new_ones(dy.shape[1]).cumsum(0) - 1  # of cu_seqlens: a DTensor where that is one
         return torch.where(((t >= cu_seqlens[0]) & (t < cu_seqlens.max()))[:, None], dy, 0)  # they may decrease
     return dy
 

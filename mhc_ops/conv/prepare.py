@@ -37,31 +37,11 @@ def causal_conv1d(
     backend: str | None,
 ) -> Any:
     function = "causal_conv1d"
-    silu = _check_filter(function, x, "[B, L, D]", weight, bias, activation, dilation)
-    if residual is not None:
-        check_tensors(function, x=x, residual=residual)
-        check_shapes(function, residual=(residual, tuple(x.shape)))
-    B, L, D = x.shape
-    S = (weight.shape[1] - 1) * dilation
-    _exclude(function, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
-    _exclude(function, seq_idx=seq_idx, output_final_state=output_final_state or None)
-    N = B
-    if seq_idx is not None:
-        _check_index(function, "seq_idx", seq_idx, x, (torch.int32,))
-        check_shapes(function, seq_idx=(seq_idx, (B, L)))
-    if cu_seqlens is not None:
-        _check_index(function, "cu_seqlens", cu_seqlens, x, INTEGERS)
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(f"{function}: cu_seqlens must be [N + 1], got {list(cu_seqlens.shape)}")
-        if B != 1:
-            raise ValueError(f"{function}: x must be [1, L, D] with cu_seqlens, got {list(x.shape)}")
-        N = cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        check_tensors(function, x=x, initial_state=initial_state)
-        check_dtype(function, "initial_state", initial_state, (x.dtype,), " as x is")
-        check_shapes(function, initial_state=(initial_state, (N, D, S)))
-    elif not output_final_state:
-        dilation = _within(L, dilation)
+    silu = check_causal_conv1d(
+        x, weight, bias, activation, dilation, residual, seq_idx, cu_seqlens, initial_state, output_final_state
+    )
+    if initial_state is None and not output_final_state:
+        dilation = within(x.shape[1], dilation)
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
         state = None if initial_state is None else initial_state.transpose(1, 2)
@@ -145,6 +125,60 @@ def short_conv(
     x: Tensor, gamma: Tensor, weight: Tensor, dilation: int, residual: bool, norm_eps: float, backend: str | None
 ) -> Any:
     function = "short_conv"
+    norm_eps = check_short_conv(x, gamma, weight, dilation, norm_eps)
+    dilation = within(x.shape[1], dilation)
+    name = choose(function, "conv", backend, x.device)
+    if name == "reference":
+        return reference.short_conv(x, gamma, weight, norm_eps, dilation, residual)
+    _check_kernel_limits(function, x, weight, name)
+    inputs = {"x": x, "gamma": gamma, "weight": weight}
+    options = {"norm_eps": norm_eps, "dilation": dilation, "residual": residual}
+    return Request(contracts.short_conv_fwd, name, {**inputs, **options}, "y")
+
+
+def check_causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    dilation: int,
+    residual: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+) -> bool:
+    """Whether SiLU follows."""
+    function = "causal_conv1d"
+    silu = _check_filter(function, x, "[B, L, D]", weight, bias, activation, dilation)
+    if residual is not None:
+        check_tensors(function, x=x, residual=residual)
+        check_shapes(function, residual=(residual, tuple(x.shape)))
+    B, L, D = x.shape
+    S = (weight.shape[1] - 1) * dilation
+    _exclude(function, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
+    _exclude(function, seq_idx=seq_idx, output_final_state=output_final_state or None)
+    N = B
+    if seq_idx is not None:
+        _check_index(function, "seq_idx", seq_idx, x, (torch.int32,))
+        check_shapes(function, seq_idx=(seq_idx, (B, L)))
+    if cu_seqlens is not None:
+        _check_index(function, "cu_seqlens", cu_seqlens, x, INTEGERS)
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"{function}: cu_seqlens must be [N + 1], got {list(cu_seqlens.shape)}")
+        if B != 1:
+            raise ValueError(f"{function}: x must be [1, L, D] with cu_seqlens, got {list(x.shape)}")
+        N = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        check_tensors(function, x=x, initial_state=initial_state)
+        check_dtype(function, "initial_state", initial_state, (x.dtype,), " as x is")
+        check_shapes(function, initial_state=(initial_state, (N, D, S)))
+    return silu
+
+
+def check_short_conv(x: Tensor, gamma: Tensor, weight: Tensor, dilation: int, norm_eps: float) -> float:
+    """norm_eps as a float."""
+    function = "short_conv"
     check_tensors(function, x=x, gamma=gamma, weight=weight)
     if x.dim() != 4 or x.shape[2] < 1 or x.shape[3] < 1:
         raise ValueError(f"{function}: x must be [B, L, n, D] with n and D at least 1, got {list(x.shape)}")
@@ -153,14 +187,7 @@ def short_conv(
     _check_weight(function, weight, n * D)
     check_count(function, "dilation", dilation)
     (norm_eps,) = check_numbers(function, norm_eps=norm_eps)
-    dilation = _within(x.shape[1], dilation)
-    name = choose(function, "conv", backend, x.device)
-    if name == "reference":
-        return reference.short_conv(x, gamma, weight, norm_eps, dilation, residual)
-    _check_kernel_limits(function, x, weight, name)
-    inputs = {"x": x, "gamma": gamma, "weight": weight}
-    options = {"norm_eps": norm_eps, "dilation": dilation, "residual": residual}
-    return Request(contracts.short_conv_fwd, name, {**inputs, **options}, "y")
+    return norm_eps
 
 
 def _check_filter(
@@ -190,7 +217,7 @@ def _check_weight(function: str, weight: Tensor, D: int) -> None:
         raise ValueError(f"{function}: weight must be [{D}, W] with W at least 1, got {list(weight.shape)}{hint}")
 
 
-def _within(L: int, dilation: int) -> int:
+def within(L: int, dilation: int) -> int:
     """A dilation that does the same without states: from L on, every tap but the last is before the first token.
 
     The memory and the programs of a call grow with it.

@@ -1,11 +1,17 @@
-"""What may be watching a call: compilers, modes, transforms, forward-mode differentiation."""
+"""What may be watching a call: compilers, modes, transforms, forward-mode differentiation; and what else than plain
+tensors may come."""
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from .backend import PACKAGE
 
 
 def is_eager(arguments: Sequence[Any]) -> bool:
@@ -35,9 +41,23 @@ def traced_under_derivatives() -> bool:
     return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in stack)
 
 
+def is_dtensor(value: object) -> bool:
+    """By its name: its class takes a second to import."""
+    return type(value).__name__ == "DTensor"
+
+
+def register_shardings() -> None:
+    """Tell torch how ops are sharded: before the first call with a DTensor."""
+    if f"{PACKAGE}.distributed.sharding" in sys.modules:
+        return
+    if importlib.util.find_spec(f"{PACKAGE}.distributed"):  # not in a kernel of the hub
+        importlib.import_module(f"{PACKAGE}.distributed.sharding")
+
+
 # For torch.compile a constant of each trace, as by torch.compiler.assume_constant_result; but that imports the
 # compiler, which takes seconds.
 traced_under_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
+register_shardings._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_plain(value: object) -> bool:

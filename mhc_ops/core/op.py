@@ -29,7 +29,14 @@ from torch import Tensor
 
 from . import backend as backends
 from . import device
-from .modes import has_tangent, is_eager, is_transformed, traced_under_derivatives
+from .modes import (
+    has_tangent,
+    is_dtensor,
+    is_eager,
+    is_transformed,
+    register_shardings,
+    traced_under_derivatives,
+)
 from .replay import Replay
 
 IN_REFERENCE = "works with backend='reference' only"
@@ -67,7 +74,8 @@ class Op:
         if family not in backends.families():
             backends.register_family(family)
         schema = _schema(signature, self.outputs, mutates)
-        name = f"{backends.PACKAGE.replace('.', '_')}::{self.name}"  # two copies of the package do not share ops
+        # Two copies of the package do not share ops; and of a name that ends with _ DTensor returns the first input.
+        name = f"{backends.PACKAGE.replace('.', '_')}::{self.name.removesuffix('_')}"
         self.traced = torch.library.custom_op(name, self._flat, mutates_args=mutates, schema=schema)
         self.traced.register_fake(self._fake)
         if mutates:
@@ -97,6 +105,8 @@ class Op:
     def dispatched(self, *, backend: str, **inputs: Any) -> Any:
         """By torch, or by torch.func while one of its transforms is under way."""
         flat = [*self.flattened(inputs), backend]
+        if any(is_dtensor(value) for value in flat):
+            register_shardings()
         if self.transformed is not None and is_transformed():
             return self.named(self.transformed.apply(*flat))
         if self.mutates:  # nothing flows back through what is overwritten
@@ -138,7 +148,8 @@ class Op:
         *flat, backend = flat_and_backend
         outputs = self.launch(backend=backend, **self.unflattened(flat))
         for name in self.unwritten:  # torch's checks of an op read what nobody else does
-            getattr(outputs, name).as_strided((1,), (1,)).zero_()
+            if getattr(outputs, name).numel():  # else there is no storage
+                getattr(outputs, name).as_strided((1,), (1,)).zero_()
         return _plain(outputs)
 
     def _fake(self, *flat_and_backend: Any) -> Any:

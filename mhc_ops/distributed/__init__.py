@@ -1,1 +1,25 @@
 """Training on many machines, by torch.distributed: docs/distributed.md. `import mhc_ops` does not import this."""
+
+from . import sharding as sharding
+from .context import causal_conv1d, short_conv
+from .fsdp import fully_shard
+from .parallel import HyperParallel
+from .pieces import shard_sequence, tail_bytes
+from .pipeline import HyperStage, PipelineStage, boundary_bytes, pipeline_stages
+from .traffic import MeshSizes, ModelSizes, traffic
+
+__all__ = [
+    "HyperParallel",
+    "HyperStage",
+    "MeshSizes",
+    "ModelSizes",
+    "PipelineStage",
+    "boundary_bytes",
+    "causal_conv1d",
+    "fully_shard",
+    "pipeline_stages",
+    "shard_sequence",
+    "short_conv",
+    "tail_bytes",
+    "traffic",
+]

@@ -201,6 +201,8 @@ class HyperConnection(_Maps):
             if not isinstance(x, StackCarry):
                 return mhc_layer(x, layer, phi, alpha, bias, gamma, **own)
             h_in, carry = boundary(x, phi, alpha, bias, gamma, **own)
+            if x.leaving is not None:
+                h_in, carry = x.leaving(h_in, carry)
             result = layer(h_in)
             if isinstance(result, tuple) and result:
                 return carry._replace(h_out=result[0]), *result[1:]

@@ -84,6 +84,7 @@ class StackCarry(NamedTuple):
     h_out: Any = None  # what a layer returned, checked where it is written
     recompute: Recompute | None = None
     shifted: bool = False
+    leaving: Any = None  # of the last connection of a pipeline's stage: called when its maps are made, before its layer
 
 
 def begin(x: Tensor, every: int, shifted: bool = False, read: Tensor | None = None) -> StackCarry:
@@ -198,7 +199,9 @@ class _Kept:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """The same memory, seen in the same way: autograd keeps outputs as tensors of their own."""
+    """The same memory, seen in the same way: autograd keeps outputs as tensors of their own. That of a DTensor is its
+    piece's."""
+    one, other = getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
     return (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape

@@ -214,7 +214,9 @@ def project(wide: Tensor, phi: Tensor, gamma: Tensor | None, norm_eps: float) ->
 def first_stream(x: Tensor) -> Tensor:
     """One-hot on stream 0, [..., n], typed as maps are"""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.eye(1, x.shape[-2], dtype=dtype, device=x.device)[0].expand(x.shape[:-1])
+    weights = x.new_zeros(x.shape[-2], dtype=dtype)  # of x: a DTensor where x is one
+    weights[0] = 1
+    return weights.expand(x.shape[:-1])
 
 
 def weighted_sum(weights: Tensor, wide: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 # Each process is a copy of one that has imported torch, which takes seconds, and has done nothing else.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "torch.distributed.tensor", "mhc_ops"])
+PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "mhc_ops"])
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:

@@ -1,0 +1,333 @@
+"""The tiny language model with mHC on many processes, in a run that survives a lost worker.
+
+    torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/train_distributed.py --cp 2 --out run
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_distributed.py --fail-at step:30
+
+The mesh is data × context × pipeline: the texts of a step are shared among `--dp` groups of processes, every text in
+pieces among `--cp` of them, and the layers in stages among `--pp`. Parameters, gradients and the optimizer's state of a
+stage are sharded over all of its processes by FSDP2.
+
+Every `--every` steps a checkpoint is written into `--out`, a folder that all machines see. When a worker is lost,
+torchrun starts all of them again, and they go on from the last whole checkpoint, at the texts that come next: with the
+bits of a run in which nobody was lost. So does a later call with the same `--out`, also on more or fewer processes,
+then up to rounding.
+
+`--fail-at` is a drill: a worker kills itself in that step, between forward and backward, or in the checkpoint after so
+many steps, when its share is written and the whole is not. The first drill takes place in the first attempt, the second
+after the first restart and so on.
+"""
+
+import argparse
+import csv
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from distributed_lm import Pieces, Windows, mixed, model_of
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining import Schedule1F1B
+from train_tiny_lm import HEAD_DIM, learning_rate, optimizer_of, read_text
+
+from mhc_ops.distributed import PipelineStage, fully_shard, pipeline_stages
+from mhc_ops.measure.report import Refused, progress, say
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameters, which stages have different ones of
+COLUMNS = ("step", "loss", "tokens_per_second")
+
+
+# Checkpoints: a folder each, which has its name only when all of it is written.
+
+
+class Checkpoints:
+    def __init__(self, folder: Path, keep: int = 2):
+        self.folder, self.keep = folder, keep
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for broken in folder.glob("*.partial"):
+                shutil.rmtree(broken)
+        dist.barrier()
+
+    def whole(self) -> list[Path]:
+        """From the oldest to the last, as the first process sees them."""
+        found = [sorted(path for path in self.folder.glob("step-*") if path.suffix != ".partial")]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def save(self, state: dict[str, Any], step: int, writer: type[dcp.FileSystemWriter]) -> None:
+        path = self.folder / f"step-{step:09d}"
+        unfinished = path.with_suffix(".partial")
+        dcp.save(state, storage_writer=writer(unfinished))  # ends when all processes have written and said so
+        if dist.get_rank() == 0:
+            unfinished.rename(path)
+        for old in self.whole()[: -self.keep]:
+            if dist.get_rank() == 0:
+                shutil.rmtree(old.rename(old.with_suffix(".partial")))
+
+
+# Drills.
+
+
+class Drill(NamedTuple):
+    """A worker that is lost: `step:30`, `checkpoint:80`, the last process unless it is said, `step:30:0`."""
+
+    where: str
+    step: int
+    rank: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Drill":
+        found = re.fullmatch(r"(step|checkpoint):(\d+)(?::(\d+))?", text)
+        if not found:
+            raise argparse.ArgumentTypeError(f"must be step:NUMBER or checkpoint:NUMBER, maybe with :RANK, got {text}")
+        where, step, rank = found.groups(default="-1")
+        return cls(where, int(step), int(rank))
+
+    def __call__(self, where: str, step: int) -> None:
+        if (where, step, dist.get_rank()) == (self.where, self.step, self.rank % dist.get_world_size()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def drill(options: argparse.Namespace) -> Drill:
+    """That of this attempt, which torchrun counts; where there is none, one that never takes place."""
+    return dict(enumerate(options.fail_at)).get(options.attempt, Drill("never", 0, 0))
+
+
+# Training.
+
+
+def mesh_of(options: argparse.Namespace) -> DeviceMesh:
+    world, cp, pp = dist.get_world_size(), options.cp, options.pp
+    dp = options.dp or max(1, world // (cp * pp))
+    if dp * cp * pp != world:
+        raise Refused(f"--dp {dp} × --cp {cp} × --pp {pp} is {dp * cp * pp} processes, but there are {world}")
+    if options.batch % (dp * options.microbatches):
+        shares = f"by --dp {dp}" + f" in {options.microbatches} microbatches" * (pp > 1)
+        raise Refused(f"--batch {options.batch} texts cannot be shared equally {shares}")
+    pieces = 2 * cp if options.layout == "zigzag" else cp
+    if options.length % pieces:
+        raise Refused(f"--length {options.length} cannot be cut into {pieces} pieces of one size for --cp {cp}")
+    return init_device_mesh(options.device, (dp, cp, pp), mesh_dim_names=("data", "context", "pipeline"))
+
+
+class Run:
+    """Everything that a checkpoint holds, and how to make a step of it."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.drill, self.now = options, drill(options), -1  # the step
+        self.mesh = mesh_of(options)
+        self.device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
+        self.pieces = Pieces(self.mesh["context"], options.layout, options.length, self.device)
+        alphabet, text = read_text()
+        self.windows = Windows(text, options.length, options.seed)
+        torch.manual_seed(options.seed)  # every process draws the whole model and keeps its share
+        self.model = self.sharded(model_of(len(alphabet), options, self.pieces).to(self.device))
+        self.optimizer = optimizer_of(self.model, options.lr)
+        self.checkpoints = Checkpoints(options.out / "checkpoints")
+        self.schedule = self.scheduled() if options.pp > 1 else None
+
+    def sharded(self, model: nn.Sequential) -> nn.Module:
+        """A gradient is the mean of what the processes have of their own tokens, which are equally many."""
+        pp = self.options.pp
+        cuts = [len(model.layers) * stage // pp for stage in range(1, pp)]
+        part = pipeline_stages(model, cuts, send="carry")[self.mesh.get_local_rank("pipeline")] if pp > 1 else model
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, self.options.dtype), reduce_dtype=torch.float32)
+        shards = self.mesh["data", "context"]._flatten("shards")
+        return fully_shard(part, mesh=shards, mp_policy=policy, reshard_after_forward=False if pp > 1 else None)
+
+    def scheduled(self) -> Schedule1F1B:
+        group = self.mesh["pipeline"].get_group()
+        stage = PipelineStage(self.model, dist.get_rank(group), self.options.pp, self.device, group=group)
+        schedule = Schedule1F1B(stage, self.options.microbatches, loss_fn=self.loss)
+        # In its first step torch learns the shapes, and dropout draws numbers for it: better now than in a step that
+        # may be the first or not.
+        texts = self.options.batch // self.mesh["data"].size(), len(self.pieces.here)
+        ids = torch.zeros(texts, dtype=torch.int64, device=self.device)
+        self.piped(schedule, ids, ids)
+        self.model.zero_grad()
+        return schedule
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=FLAT)
+        return {"model": model, "optimizer": optimizer, "windows": self.windows.state_dict()}
+
+    def save(self, step: int) -> None:
+        run = self
+
+        class Writer(dcp.FileSystemWriter):
+            def write_data(self, *arguments: Any) -> Any:
+                written = super().write_data(*arguments)
+                run.drill("checkpoint", step)
+                return written
+
+        self.checkpoints.save({**self.state(), "step": step}, step, Writer)
+
+    def load(self) -> int:
+        """How many steps are made already."""
+        whole = self.checkpoints.whole()
+        if not whole:
+            return 0
+        state = {**self.state(), "step": 0}
+        dcp.load(state, checkpoint_id=whole[-1])
+        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **loaded, options=FLAT)
+        self.windows.load_state_dict(state["windows"])
+        return state["step"]
+
+    def loss(self, logits: Tensor, following: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+        self.drill("step", self.now)
+        return loss
+
+    def gradients(self, step: int) -> Tensor:
+        """Those of the mean loss of all tokens. Returns the loss of the tokens here, 0 before the last stage."""
+        options, self.now = self.options, step
+        torch.manual_seed(mixed(options.seed, step, dist.get_rank()))  # for dropout; so a checkpoint need not hold it
+        texts = self.windows.take(options.batch).chunk(self.mesh.size(0))[self.mesh.get_local_rank("data")]
+        ids, following = (texts.to(self.device)[:, self.pieces.here + ahead] for ahead in (0, 1))
+        if self.schedule:
+            return self.piped(self.schedule, ids, following)
+        loss = self.loss(self.model(ids), following)
+        loss.backward()
+        return loss.detach()
+
+    def piped(self, schedule: Schedule1F1B, ids: Tensor, following: Tensor) -> Tensor:
+        stage, losses = self.mesh.get_local_rank("pipeline"), []
+        inputs = (ids,) if stage == 0 else ()
+        targets = {"target": following, "losses": losses} if stage == self.options.pp - 1 else {}
+        schedule.step(*inputs, **targets)
+        return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
+
+    def step(self, step: int) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.lr * learning_rate(step, self.options.steps)
+        loss = self.gradients(step)
+        self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def clip(self) -> None:
+        """The gradients of all stages together."""
+        parameters = list(self.model.parameters())
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).full_tensor().square()
+        dist.all_reduce(norm, group=self.mesh.get_group("pipeline"))
+        nn.utils.clip_grads_with_norm_(parameters, self.options.clip, norm.sqrt())
+
+
+class Curve:
+    """losses.csv, a line for each step, written by the first process; as a string how the run stands."""
+
+    def __init__(self, path: Path, first: int):
+        self.path, self.last = path, f"step {first}"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(lines[: first + 1]) if first else ",".join(COLUMNS) + "\n")
+
+    def add(self, steps: range, losses: list[float], speed: float) -> None:
+        with self.path.open("a", newline="") as file:
+            csv.writer(file).writerows((step, loss, round(speed)) for step, loss in zip(steps, losses, strict=True))
+        self.last = f"step {steps.stop}  loss {losses[-1]:.4f}  {speed:,.0f} tokens/s"
+
+    def __str__(self) -> str:
+        return self.last
+
+
+def train(run: Run) -> None:
+    options, first, leads = run.options, run.load(), dist.get_rank() == 0
+    curve = Curve(options.out / "losses.csv", first) if leads else None
+    if leads and first:
+        say(f"goes on from the checkpoint of step {first}")
+    cuts = {*range(0, options.steps, options.report), *range(0, options.steps, options.every), options.steps}
+    spans = [range(*ends) for ends in pairwise([first, *sorted(cut for cut in cuts if cut > first)])]
+    for _, span in zip(progress([curve] * len(spans), "train") if leads else spans, spans):
+        clock = time.perf_counter()
+        losses = torch.stack([run.step(step) for step in span])
+        dist.all_reduce(losses)
+        means = (losses * options.pp / dist.get_world_size()).tolist()  # of pieces of one size; waits for the device
+        if curve:
+            tokens = len(span) * options.batch * options.length
+            curve.add(span, means, tokens / (time.perf_counter() - clock))
+        if span.stop % options.every == 0 or span.stop == options.steps:
+            run.save(span.stop)
+    if leads:
+        print(f"{curve}: {options.out / 'losses.csv'}, {run.checkpoints.folder}")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dp", type=int, default=0, help="data parallel: processes that share the texts (all left)")
+    parser.add_argument("--cp", type=int, default=1, help="context parallel: processes that share a text (%(default)s)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel: stages of the layers (%(default)s)")
+    parser.add_argument("--microbatches", type=int, default=0, help="of a pipeline (as many as --pp)")
+    parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="zigzag", help="of a text (%(default)s)")
+    parser.add_argument("--n", type=int, default=4, help="residual streams (%(default)s)")
+    parser.add_argument("--D", type=int, default=128, help=f"channels, a multiple of {HEAD_DIM} (%(default)s)")
+    parser.add_argument("--depth", type=int, default=2, help="convolutions, attentions and MLPs (%(default)s)")
+    parser.add_argument("--length", type=int, default=128, help="characters of a text (%(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="texts of a step, of all processes (%(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="(%(default)s)")
+    parser.add_argument("--lr", type=float, default=6e-3, help="the largest learning rate (%(default)s)")
+    parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of all gradients (%(default)s)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="behind each MLP (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the texts (%(default)s)")
+    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints (%(default)s)")
+    parser.add_argument("--report", type=int, default=10, help="steps between lines of progress (%(default)s)")
+    parser.add_argument("--fail-at", type=Drill.parse, action="append", default=[], metavar="WHERE:STEP[:RANK]")
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu", help="(%(default)s)")
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, default=dtypes[gpu], help="of the layers (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("train_distributed"), help="folder (%(default)s)")
+    options = parser.parse_args(arguments)
+    if options.D % HEAD_DIM:
+        parser.error(f"--D must be a multiple of {HEAD_DIM}, got {options.D}")
+    for name in ("cp", "pp", "n", "D", "depth", "length", "batch", "steps", "every", "report"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.pp > 3 * options.depth:
+        parser.error(f"--pp {options.pp}: there are only {3 * options.depth} layers")
+    options.microbatches = options.microbatches or options.pp
+    options.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    # torch warns of working in place on what a sharded module returns, which nothing here does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    if "RANK" not in os.environ:
+        say("torchrun starts the processes: torchrun --standalone --nproc-per-node 2 examples/train_distributed.py")
+        return 2
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, world = next(dist.rendezvous("env://"))
+    # With torchrun's default rendezvous the store of the attempt before is used again, and has lost workers' addresses.
+    store = dist.PrefixStore(f"attempt {options.attempt}", store)
+    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    try:
+        train(Run(options))
+    except Refused as refused:
+        if dist.get_rank() == 0:
+            say(refused)
+        return 2
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""FSDP2 of models with hyper-connections: maps keep their type, whatever the layers beside them are cast to."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from ..core.check import name_of
+from ..mhc.modules import HyperConnection, HyperHead, MHCBlock
+from ..mhc.stack import HyperStack
+
+_MAPS = (HyperStack, HyperConnection, HyperHead, MHCBlock)
+
+
+def fully_shard(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    mp_policy: fsdp.MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    offload_policy: fsdp.OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Any:
+    """torch's `fully_shard` for a model with hyper-connections: it shards model in place and returns it.
+
+    Arguments are those of torch. mp_policy is for the layers and for what lies outside of hyper-connections, ShortConv
+    included. phi, alpha, bias, gamma and layer_norm_weight are left as they are: gathered in the type they have, their
+    gradients reduced in fp32, and what enters or leaves a connection, x above all, is not cast. Between x and a layer
+    of another type stands that layer's own cast (mp_policy.cast_forward_inputs).
+
+    One group per layer of a `HyperConnection`; one for the maps of a whole `HyperStack`, which are small: per step that
+    is two or three more collectives, not two or three per layer. One for each `HyperConnection` outside of a stack, for
+    each `HyperHead` or `MHCBlock`, and one for the rest of the model. Modules without maps that are to be groups of
+    their own (experts, an embedding) may be given to torch's fully_shard before.
+
+    >>> policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    >>> model = mhc_ops.distributed.fully_shard(model, mesh=init_device_mesh("cuda", (8,)), mp_policy=policy)
+
+    phi [n² + 2n, nD] and gamma [n, D] have fewer rows than many a mesh has processes: they are sharded by columns where
+    those divide evenly and rows do not, since torch would pad rows to a multiple and send the padding too.
+    """
+    _check(model, mesh)
+    common: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+    }
+    common = {name: value for name, value in common.items() if value is not None}  # torch 2.6 does not know them all
+    layers = {**common, "mp_policy": mp_policy or fsdp.MixedPrecisionPolicy()}
+    in_stacks = {connection for stack in model.modules() if isinstance(stack, HyperStack) for connection in stack}
+    for module in _bottom_up(model):
+        if isinstance(module, HyperConnection) and _has_own_group(module.layer):
+            fsdp.fully_shard(module.layer, **layers)
+        if isinstance(module, _MAPS) and module not in in_stacks:
+            fsdp.fully_shard(module, **common, **_of_maps(module, mesh))
+    if not isinstance(model, fsdp.FSDPModule):
+        fsdp.fully_shard(model, **layers)
+    return model
+
+
+def _check(model: nn.Module, mesh: DeviceMesh) -> None:
+    for name, value, kind in (("model", model, nn.Module), ("mesh", mesh, DeviceMesh)):
+        if not isinstance(value, kind):
+            raise TypeError(f"fully_shard: {name} must be a {kind.__name__}, got {type(value).__name__}")
+    for name, module in model.named_modules():
+        sharded = isinstance(module, fsdp.FSDPModule)
+        if sharded and (module is model or any(isinstance(inner, _MAPS) for inner in module.modules())):
+            raise ValueError(f"fully_shard: {name or 'the model'} is sharded already; shard a model once, before use")
+        if isinstance(module, _MAPS) and len(types := _types(module)) > 1:
+            names = " and ".join(sorted(name_of(dtype) for dtype in types))
+            raise ValueError(f"fully_shard: the maps of {name or 'the model'} are {names}; give them one type")
+
+
+def _bottom_up(model: nn.Module) -> list[nn.Module]:
+    """Each module behind those inside of it: torch leaves to a group what no group before has taken."""
+    return list(model.modules())[::-1]
+
+
+def _has_own_group(layer: Any) -> bool:
+    """Not a function, which has no parameters or shares them with the model, nor one that another connection has."""
+    sharded = isinstance(layer, fsdp.FSDPModule)
+    return isinstance(layer, nn.Module) and not sharded and next(layer.parameters(), None) is not None
+
+
+def _types(module: nn.Module) -> set[torch.dtype]:
+    """Of the maps of a connection, a head or a whole stack."""
+    own = module.children() if isinstance(module, HyperStack) else (module,)
+    return {parameter.dtype for maps in own for parameter in maps.parameters(recurse=False)}
+
+
+def _of_maps(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+    """What torch's fully_shard is told of a module whose parameters, but for those sharded before, are maps."""
+    reduced = {torch.promote_types(dtype, torch.float32) for dtype in _types(module)}
+    policy = fsdp.MixedPrecisionPolicy(reduce_dtype=next(iter(reduced), None), cast_forward_inputs=False)
+    shards = mesh.size(mesh.ndim - 1)  # a first of two dimensions replicates
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        by_columns = parameter.dim() > 1 and parameter.shape[0] % shards and not parameter.shape[1] % shards
+        return Shard(1) if by_columns else None
+
+    return {"mp_policy": policy, "shard_placement_fn": place}

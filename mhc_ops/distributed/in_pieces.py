@@ -1,0 +1,322 @@
+"""A convolution over a sequence in pieces, forward and backward.
+
+A token sees S = (W − 1)·dilation tokens back, so a piece needs the S rows before it, its history (pieces.py). While
+they travel, all rows are computed without them, which is right but for the first S rows of a piece. An output is made
+of its own W inputs in a fixed order, so that a second call, on the history and these few rows alone, has the bits of
+the whole sequence; its rows replace the others. What waits for the history is a launch on 2·S rows, no second pass.
+
+Backward, the gradient of the history is computed first, by a call on the history and the first 2·S rows of a piece,
+which also has the final dx of the first S of them. It travels while a call on all rows runs. That call has wrong terms
+from the first S rows, whose taps on the history were missing. Of dx they reach only rows that are replaced; out of the
+sums over tokens (dweight, dbias, dgamma) a call on the first 2·S rows without history takes them again, in fp32.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..conv import contracts, prepare
+from ..core.call import Request, run
+from ..core.op import Op
+from ..core.precision import accumulate
+from . import pieces
+from .pieces import Plan
+
+Tensors = dict[str, Tensor | None]
+PARAMETERS = ("weight", "bias", "gamma")
+
+
+class Conv(NamedTuple):
+    """One of the two functions: what is called for y and for the gradients, and the options of both."""
+
+    forward_request: Callable[..., Any]
+    backward_request: Callable[..., Any]
+    op: Op  # of the gradients
+    options: dict[str, Any]
+
+    def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+        """y, and what the kernel leaves for its backward."""
+        return run(self.forward_request, **tensors, **self.options)
+
+    def backward(self, tensors: Tensors, dy: Tensor, left: Tensor | None = None) -> Tensors:
+        """The gradients by the names of the inputs; those of parameters are wide, as they are still to be added."""
+        tensors = {name: _wide(value) if name in PARAMETERS else value for name, value in tensors.items()}
+        if left is None and "inv_rms" in self.op.inputs:
+            _, left = self.forward(tensors)
+        gradients = run(self.backward_request, dy=dy, left=left, **tensors, **self.options)
+        return {name.removeprefix("d"): value for name, value in zip(self.op.outputs._fields, gradients)}
+
+
+def _wide(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else accumulate(parameter)
+
+
+def _causal_conv1d(**arguments: Any) -> Any:
+    asked = prepare.causal_conv1d(**arguments, output_final_state=False)
+    return asked._replace(returns=("y", None)) if isinstance(asked, Request) else (asked, None)
+
+
+def _short_conv(**arguments: Any) -> Any:
+    asked = prepare.short_conv(**arguments)
+    return asked._replace(returns=("y", "inv_rms")) if isinstance(asked, Request) else (asked, None)
+
+
+def _causal_conv1d_backward(dy: Tensor, left: None, residual: Tensor | None, **arguments: Any) -> Any:
+    if arguments["backend"] == "reference":
+        return _reference_gradients(_causal_conv1d, contracts.causal_conv1d_bwd, dy, residual=residual, **arguments)
+    silu, dilation = arguments["activation"] is not None, arguments["dilation"]
+    if arguments["initial_state"] is None:
+        dilation = prepare.within(dy.shape[1], dilation)
+    return _backward_request(
+        contracts.causal_conv1d_bwd, **{**arguments, "dilation": dilation}, silu=silu, dy=dy, dfinal_state=None
+    )
+
+
+def _short_conv_backward(dy: Tensor, left: Tensor | None, **arguments: Any) -> Any:
+    if arguments["backend"] == "reference":
+        return _reference_gradients(_short_conv, contracts.short_conv_bwd, dy, **arguments)
+    dilation = prepare.within(dy.shape[1], arguments["dilation"])
+    return _backward_request(contracts.short_conv_bwd, **{**arguments, "dilation": dilation}, dy=dy, inv_rms=left)
+
+
+def _backward_request(op: Op, backend: str, **values: Any) -> Request:
+    """Inputs were checked by the forward, and torch.compile does not trace those checks in a backward."""
+    inputs = {name: values[name] for name in op.inputs}
+    return Request(op, backend, inputs, op.outputs._fields, prepare.LAYOUTS)
+
+
+def _reference_gradients(forward: Callable[..., Any], op: Op, dy: Tensor, **arguments: Any) -> tuple[Any, ...]:
+    """None where there is no such input."""
+    names = [name.removeprefix("d") for name in op.outputs._fields]
+    leaves = {name: arguments[name].detach().requires_grad_() for name in names if arguments.get(name) is not None}
+    with torch.enable_grad():
+        y, _ = forward(**{**arguments, **leaves})
+    found = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy)))
+    return tuple([found.get(name) for name in names])
+
+
+def causal_conv1d(options: dict[str, Any]) -> Conv:
+    return Conv(_causal_conv1d, _causal_conv1d_backward, contracts.causal_conv1d_bwd, options)
+
+
+def short_conv(options: dict[str, Any]) -> Conv:
+    return Conv(_short_conv, _short_conv_backward, contracts.short_conv_bwd, options)
+
+
+# The rows of one call: all tensors that it takes, by name
+
+
+def _slice(rows: Tensor, plan: Plan, i: int, count: int) -> Tensor:
+    """The first rows of piece i."""
+    return rows[:, i * plan.length : i * plan.length + count]
+
+
+def _window(given: Tensors, plan: Plan, i: int, count: int, history: Tensor | None, ids: Tensor | None) -> Tensors:
+    """The first rows of piece i with its history before them, or without."""
+    tensors = dict(given)
+    x, residual, seq_idx, cu_seqlens = (given.get(name) for name in ("x", "residual", "seq_idx", "cu_seqlens"))
+    assert x is not None
+    begin = plan.starts[i]
+    if history is not None:
+        begin -= history.shape[1]
+    tensors["x"] = _behind(history, _slice(x, plan, i, count))
+    if residual is not None:
+        nothing = None if history is None else residual.new_zeros(history.shape)
+        tensors["residual"] = _behind(nothing, _slice(residual, plan, i, count))
+    if seq_idx is not None:
+        tensors["seq_idx"] = _behind(ids, _slice(seq_idx, plan, i, count))
+    if cu_seqlens is not None:
+        tensors["cu_seqlens"] = cu_seqlens - begin  # what is out of range counts as the nearest that is not
+    elif "initial_state" in given and (history is None or begin > 0):
+        tensors["initial_state"] = None
+    return tensors
+
+
+def _behind(first: Tensor | None, then: Tensor) -> Tensor:
+    return then if first is None else torch.cat([first, then], 1)
+
+
+def _wholes(given: Tensors, plan: Plan) -> list[Tensors]:
+    """All rows without their histories. Two pieces are two rows of a batch, unless packed sequences allow only one."""
+    count = len(plan.starts)
+    if given.get("cu_seqlens") is not None or count == 1:
+        return [_window(given, plan, i, plan.length, None, None) for i in range(count)]
+    tensors = dict(given)
+    for name in ("x", "residual", "seq_idx"):
+        rows = given.get(name)
+        if rows is not None:
+            tensors[name] = rows.unflatten(1, (count, plan.length)).flatten(0, 1)
+    if "initial_state" in given:
+        tensors["initial_state"] = None
+    return [tensors]
+
+
+def _as_wholes(rows: Tensor, wholes: Sequence[Tensors]) -> list[Tensor]:
+    """Rows as [B, L, ...], shaped as x of the calls on all rows."""
+    shapes = [x.shape for x in (whole["x"] for whole in wholes) if x is not None]
+    if len(shapes) == 1:
+        return [rows.view(shapes[0])]
+    return list(rows.chunk(len(shapes), 1))
+
+
+def _joined(parts: Sequence[Tensor], x: Tensor) -> Tensor:
+    """The results of the calls on all rows, as [B, L, ...]"""
+    return parts[0].reshape(x.shape) if len(parts) == 1 else torch.cat(list(parts), 1)
+
+
+def _incomplete(given: Tensors, plan: Plan) -> list[int]:
+    """The pieces whose first rows the call on all rows has wrong."""
+    dense_state = given.get("initial_state") is not None and given.get("cu_seqlens") is None
+    return [i for i, start in enumerate(plan.starts) if start > 0 or dense_state]
+
+
+class InPieces(torch.autograd.Function):
+    """y of this rank's rows. names: of the tensors; x, residual and seq_idx are its rows, all else is of everyone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, conv: Conv, plan: Plan, group: dist.ProcessGroup, names: tuple[str, ...], *tensors: Tensor | None
+    ) -> Tensor:
+        given: Tensors = dict(zip(names, tensors))
+        x, seq_idx = given["x"], given.get("seq_idx")
+        assert x is not None
+        under_way = pieces.send_tails(x, plan, group)
+        ids_under_way = None if seq_idx is None else pieces.send_tails(seq_idx, plan, group)
+        results = [] if plan.short else [conv.forward(whole) for whole in _wholes(given, plan)]
+        before = pieces.histories(under_way, plan)
+        ids = [None] * len(before) if ids_under_way is None else pieces.histories(ids_under_way, plan)
+        if plan.short:
+            windows = [_window(given, plan, i, plan.length, before[i], ids[i]) for i in range(len(before))]
+            y = torch.cat([conv.forward(window)[0][:, n:] for window, n in zip(windows, plan.histories)], 1)
+        else:
+            y = _joined([y for y, _ in results], x)
+            for i in _incomplete(given, plan):
+                window = _window(given, plan, i, plan.reach, before[i], ids[i])
+                _slice(y, plan, i, plan.reach).copy_(conv.forward(window)[0][:, plan.histories[i] :])
+        under_way.hold(y)
+        ctx.conv, ctx.plan, ctx.group, ctx.names = conv, plan, group, names
+        ctx.save_for_backward(*tensors, *before, *ids, *[left for _, left in results])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError("a convolution over a sequence in pieces has no second derivative")
+        conv, plan, count = ctx.conv, ctx.plan, len(ctx.plan.starts)
+        saved = list(ctx.saved_tensors)
+        given: Tensors = dict(zip(ctx.names, saved))
+        before, ids, left = (saved[len(ctx.names) :][k * count : (k + 1) * count] for k in range(3))
+        dy = dy.contiguous()
+
+        firsts: dict[int, Tensors] = {}
+        for i in range(count) if plan.short else _incomplete(given, plan):
+            window = _window(given, plan, i, plan.window, before[i], ids[i])
+            silent = dy.new_zeros(before[i].shape)
+            firsts[i] = conv.backward(window, torch.cat([silent, _slice(dy, plan, i, plan.window)], 1))
+        dhistories = [_dx(firsts[i])[:, :n] if i in firsts else before[i] for i, n in enumerate(plan.histories)]
+        under_way = pieces.send_back(dhistories, plan, ctx.group)
+
+        wholes = _wholes(given, plan)
+        if plan.short:
+            results: list[Tensors] = []
+            wrong: list[Tensors] = []
+            dx = torch.cat([_dx(firsts[i])[:, n:] for i, n in enumerate(plan.histories)], 1)
+        else:
+            parts = zip(wholes, _as_wholes(dy, wholes), left)
+            results = [conv.backward(whole, part, kept) for whole, part, kept in parts]
+            windows = {i: _window(given, plan, i, plan.window, None, None) for i in firsts}
+            wrong = [conv.backward(windows[i], _slice(dy, plan, i, plan.window).contiguous()) for i in firsts]
+            dx = _joined([_dx(result) for result in results], dy)
+            for i, first in firsts.items():
+                n = plan.histories[i]
+                _slice(dx, plan, i, plan.reach).copy_(_dx(first)[:, n : n + plan.reach])
+
+        found: Tensors = {"x": dx, "initial_state": _dinitial_state(given, plan, firsts, results)}
+        for name in PARAMETERS:
+            found[name] = _total(given.get(name), name, [*results, *firsts.values()], wrong)
+        if given.get("residual") is not None:
+            real = [
+                contracts.without_padding(part, whole["seq_idx"], whole["cu_seqlens"])
+                for part, whole in zip(_as_wholes(dy, wholes), wholes)
+            ]
+            found["residual"] = _joined(real, dy)
+        pieces.add_tails(dx, under_way, plan)
+        return None, None, None, None, *[found.get(name) for name in ctx.names]
+
+
+def _dx(gradients: Tensors) -> Tensor:
+    dx = gradients["x"]
+    assert dx is not None
+    return dx
+
+
+def _total(parameter: Tensor | None, name: str, parts: Sequence[Tensors], wrong: Sequence[Tensors]) -> Tensor | None:
+    """The gradient of a parameter: what these calls found, without the terms that are wrong."""
+    if parameter is None:
+        return None
+    total, *others = [share for share in (part[name] for part in parts) if share is not None]
+    for share in others:
+        total = total + share
+    for part in wrong:
+        total = total - part[name]  # type: ignore[operator]
+    return total.to(parameter.dtype)
+
+
+def _dinitial_state(
+    given: Tensors, plan: Plan, firsts: dict[int, Tensors], results: Sequence[Tensors]
+) -> Tensor | None:
+    """This rank's share: a sequence that began before a piece takes its initial state in the history of that piece."""
+    state, cu_seqlens = given.get("initial_state"), given.get("cu_seqlens")
+    if state is None:
+        return None
+    shares: list[Tensor] = []
+    for i, (start, rows) in enumerate(zip(plan.starts, plan.histories)):
+        with_history = firsts[i]["initial_state"] if i in firsts and (cu_seqlens is not None or start == rows) else None
+        within = results[i]["initial_state"] if cu_seqlens is not None and not plan.short else None
+        if with_history is not None and within is not None:
+            assert cu_seqlens is not None
+            begins = cu_seqlens.cummax(0).values[:-1, None, None]
+            shares.append(torch.where(begins >= start, within, with_history))
+        else:
+            shares += [share for share in (with_history, within) if share is not None]
+    return sum(shares[1:], shares[0]) if shares else torch.zeros_like(state)
+
+
+class SumOfRanks(torch.autograd.Function):
+    """Of a tensor that every rank has a share of; of its cotangent too every rank has a share."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return pieces.all_sum(share, group)
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
+        return SumOfRanks.apply(dtotal, ctx.group), None
+
+
+def final_state(
+    x: Tensor, S: int, cu_seqlens: Tensor | None, initial_state: Tensor | None, plan: Plan, ranks: pieces.Ranks
+) -> Tensor:
+    """[N, D, S] on all ranks: of every sequence the last inputs, from whoever has them, before its begin the state."""
+    everything = ranks.world * x.shape[1]
+    if cu_seqlens is None:
+        bounds = torch.tensor([[0, everything]], device=x.device).expand(x.shape[0], 2)
+    else:
+        within = cu_seqlens.clamp(0, everything).cummax(0).values
+        bounds = torch.stack([within[:-1], within[1:]], 1)
+    begin, end = bounds[:, :1], bounds[:, 1:]
+    time = end - S + torch.arange(S, device=x.device)
+    row = torch.full_like(time, -1)
+    for i, start in enumerate(plan.starts):
+        row = torch.where((time >= start) & (time < start + plan.length), time - start + i * plan.length, row)
+    sequence = torch.arange(len(time), device=x.device)[:, None] if cu_seqlens is None else 0
+    mine = (row >= 0) & (time >= begin)
+    state = SumOfRanks.apply(torch.where(mine[..., None], x[sequence, row.clamp(min=0)], 0), ranks.group)
+    if initial_state is not None:
+        older = (S + time - begin).clamp(0, S - 1)[..., None].expand_as(state)
+        state = torch.where((time < begin)[..., None], initial_state.transpose(1, 2).gather(1, older), state)
+    return state.transpose(1, 2)

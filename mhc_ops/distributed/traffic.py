@@ -1,0 +1,207 @@
+"""What hyper-connections and convolutions send in a training step, in bytes, by the sizes of a model and of a mesh.
+
+Counted is what one process sends to others, of all processes the one that sends most. A collective counts as the ring
+that sends least: of w shares an all-gather or a reduce-scatter sends w − 1, an all-reduce twice as much. What layers
+send for themselves (their weights, tensor-parallel products, experts) is not in it, nor the few bytes of a `HyperHead`.
+"""
+
+import math
+from typing import NamedTuple
+
+from ..core.check import check_count
+from .pieces import tail_bytes
+from .pipeline import MAP_BYTES, Send, boundary_bytes
+
+SUM_BYTES = 4  # of a gradient: sums are fp32
+
+
+class MeshSizes(NamedTuple):
+    """How many processes each dimension has. replicate: groups of data × context that have the same shards (HSDP)."""
+
+    replicate: int = 1
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Processes that fully_shard divides parameters among."""
+        return self.data * self.context
+
+
+class ModelSizes(NamedTuple):
+    """connections: `HyperConnection`s, all in a `HyperStack`   batch: sequences of a step, of all processes together
+
+    length: tokens of a sequence   itemsize: bytes of x and of what layers compute in   layer_norm, gamma: as there
+    convolutions: calls of causal_conv1d on [B, L, D] in a forward, each with a weight [D, width] of its own
+    attentions: those that gather keys and values, `keys` channels of both together, from the context group
+    """
+
+    connections: int
+    n: int
+    D: int
+    batch: int
+    length: int
+    itemsize: int = 2
+    layer_norm: bool = True
+    gamma: bool = False
+    convolutions: int = 0
+    width: int = 4
+    dilation: int = 1
+    attentions: int = 0
+    keys: int = 0
+
+
+class Sent(NamedTuple):
+    """One kind of communication. layer: bytes of one of them; times: how often a process sends it in a step."""
+
+    what: str
+    dimension: str
+    collective: str
+    layer: int
+    times: int
+
+    @property
+    def step(self) -> int:
+        return self.layer * self.times
+
+
+def traffic(
+    model: ModelSizes,
+    mesh: MeshSizes,
+    *,
+    layout: str = "contiguous",
+    gathers: int = 2,
+    send: str = Send.X_NEXT.value,
+    stages: int = 1,
+) -> list[Sent]:
+    """All that a process sends in a step; nothing is listed for dimensions of size 1.
+
+    layout: of the pieces of a sequence, as in `causal_conv1d` here   send: as in `pipeline_stages`
+    gathers: how often fully_shard gathers a parameter: 2, once more for the backward; 1 with reshard_after_forward
+    =False. In a pipeline, where that is for every microbatch, 1 for all of them. Gradients are reduced once in a step.
+    stages: of a process in the pipeline, more than one in interleaved schedules
+
+    >>> model = ModelSizes(connections=122, n=4, D=7168, batch=64, length=8192)
+    >>> {row.what: row.layer for row in traffic(model, MeshSizes(data=64))}
+    {'maps: parameters': 2738232, 'maps: gradients': 2738232}
+    """
+    _check(model, mesh)
+    everywhere = (model.connections, model.convolutions, model.attentions)
+    connections, convolutions, attentions = (-(-count // mesh.pipeline) for count in everywhere)
+    sent = [
+        *_sharded("maps", maps(model), MAP_BYTES, connections, mesh, gathers),
+        _summed(model, mesh, connections),
+        *_sharded("convolution", convolution(model), model.itemsize, convolutions, mesh, gathers),
+        *_tails(model, mesh, convolutions, layout),
+        *_keys(model, mesh, attentions),
+        *_streams(model, mesh, send, stages),
+    ]
+    return [row for row in sent if row.step]
+
+
+def maps(model: ModelSizes) -> list[tuple[int, ...]]:
+    """The shapes of a connection's own parameters."""
+    n, D = model.n, model.D
+    rows = n * n + 2 * n
+    optional = [(n, D)] * model.gamma + [(D,)] * model.layer_norm
+    return [(rows, n * D), (3,), (rows,), *optional]
+
+
+def convolution(model: ModelSizes) -> list[tuple[int, ...]]:
+    return [(model.D, model.width)]
+
+
+def _sharded(
+    what: str, shapes: list[tuple[int, ...]], itemsize: int, count: int, mesh: MeshSizes, gathers: int
+) -> list[Sent]:
+    """By fully_shard: gathered, and their gradients scattered; between replicas the shards of gradients are added."""
+    shards = mesh.shards
+    share = sum(_share(shape, shards) for shape in shapes)
+    over = " × ".join(name for name in ("data", "context") if getattr(mesh, name) > 1)
+    replicas = _all_reduce(share * SUM_BYTES, mesh.replicate)
+    return [
+        Sent(f"{what}: parameters", over, "all-gather", (shards - 1) * share * itemsize, gathers * count),
+        Sent(f"{what}: gradients", over, "reduce-scatter", (shards - 1) * share * SUM_BYTES, count),
+        Sent(f"{what}: gradients", "replicate", "all-reduce", replicas, count),
+    ]
+
+
+def _summed(model: ModelSizes, mesh: MeshSizes, count: int) -> Sent:
+    """By HyperParallel: the gradients of parameters that are whole on every process, each by itself."""
+    sent = sum(_all_reduce(math.prod(shape) * SUM_BYTES, mesh.tensor) for shape in maps(model))
+    return Sent("maps: gradients", "tensor", "all-reduce", sent, count)
+
+
+def _share(shape: tuple[int, ...], shards: int) -> int:
+    """Elements that a process has of a parameter, with the padding that is sent along: see fully_shard here."""
+    rows, columns = shape[0], shape[1] if len(shape) > 1 else 1
+    if len(shape) > 1 and rows % shards and not columns % shards:
+        return rows * (columns // shards)
+    return -(-rows // shards) * columns
+
+
+def _all_reduce(size: int, world: int) -> int:
+    return -(-2 * (world - 1) * size // world)
+
+
+def _tails(model: ModelSizes, mesh: MeshSizes, count: int, layout: str) -> list[Sent]:
+    """Of the convolution's inputs to the piece behind, and their gradients back."""
+    if mesh.context == 1:
+        return []
+    shape = (_sequences(model, mesh), model.length // mesh.context, model.D)
+    ways = [
+        tail_bytes(
+            shape,
+            model.itemsize,
+            model.width,
+            dilation=model.dilation,
+            rank=rank,
+            world=mesh.context,
+            layout=layout,
+        )
+        for rank in range(mesh.context)
+    ]
+    forward, backward = (max(way) for way in zip(*ways))
+    return [
+        Sent("convolution: tails", "context", "all-to-all", forward, count),
+        Sent("convolution: gradients of tails", "context", "all-to-all", backward, count),
+    ]
+
+
+def _sequences(model: ModelSizes, mesh: MeshSizes) -> int:
+    """On a process."""
+    return model.batch // (mesh.replicate * mesh.data)
+
+
+def _keys(model: ModelSizes, mesh: MeshSizes, count: int) -> list[Sent]:
+    tokens = _sequences(model, mesh) * model.length // mesh.context
+    sent = (mesh.context - 1) * tokens * model.keys * model.itemsize
+    return [
+        Sent("attention: keys and values", "context", "all-gather", sent, count),
+        Sent("attention: their gradients", "context", "reduce-scatter", sent, count),
+    ]
+
+
+def _streams(model: ModelSizes, mesh: MeshSizes, send: str, stages: int) -> list[Sent]:
+    """Of all microbatches, from a stage to the next, and their gradients back. Tensor parallel, x is in pieces too."""
+    tokens = _sequences(model, mesh) * model.length // (mesh.context * mesh.tensor)
+    sent = tokens * boundary_bytes(model.n, model.D, model.itemsize, send=send)
+    count = stages if mesh.pipeline > 1 else 0
+    return [Sent(what, "pipeline", "send", sent, count) for what in ("streams", "streams: gradients")]
+
+
+def _check(model: ModelSizes, mesh: MeshSizes) -> None:
+    for name in ("connections", "n", "D", "batch", "length", "itemsize", "width", "dilation"):
+        check_count("traffic", name, getattr(model, name))
+    for name, size in mesh._asdict().items():
+        check_count("traffic", name, size)
+    if model.batch % (mesh.replicate * mesh.data):
+        raise ValueError(
+            f"traffic: {mesh.replicate * mesh.data} rows of processes cannot share {model.batch} sequences equally"
+        )
+    if model.length % mesh.context:
+        raise ValueError(f"traffic: {mesh.context} pieces do not divide a sequence of {model.length} tokens")
+    if model.connections < mesh.pipeline:
+        raise ValueError(f"traffic: {mesh.pipeline} stages need a connection each, there are {model.connections}")

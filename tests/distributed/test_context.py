@@ -1,0 +1,398 @@
+"""The convolution over a sequence in pieces: the bits of one process, and its gradients."""
+
+import math
+import warnings
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import mhc_ops
+from mhc_ops import distributed
+from mhc_ops.distributed.pieces import pieces_of
+from mhc_ops.measure import accuracy
+from mhc_ops.measure.conv_cases import PLACES, ConvCase
+
+
+@dataclass(frozen=True)
+class Packed(ConvCase):
+    """With these boundaries in the place of its own."""
+
+    bounds: tuple[int, ...] = ()
+
+    def _drawn(self, normal, generator):
+        tensors = super()._drawn(normal, generator) | {"cu_seqlens": torch.tensor(self.bounds)}
+        if "initial_state" in tensors:
+            state = normal(len(self.bounds) - 1, self.D, (self.W - 1) * self.dilation)
+            tensors["initial_state"] = state.to(self.dtype)
+        return tensors
+
+    def __str__(self):
+        return f"{super().__str__()} {self.bounds}"
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LAYOUTS = ("contiguous", "zigzag")
+ROWS = ("x", "residual", "seq_idx")  # what each rank has its own tokens of
+
+
+def shard(tensor, layout):
+    return distributed.shard_sequence(tensor, group=dist.group.WORLD, layout=layout)
+
+
+def gathered(tensor, layout):
+    """The whole sequence, from the tokens of each rank."""
+    world = dist.get_world_size()
+    parts = [torch.empty_like(tensor) for _ in range(world)]
+    dist.all_gather(parts, tensor.contiguous())
+    pieces = {}
+    for rank, part in enumerate(parts):
+        mine = pieces_of(rank, world, layout)
+        pieces |= zip(mine, part.chunk(len(mine), 1))
+    return torch.cat([pieces[i] for i in sorted(pieces)], 1)
+
+
+def summed(tensor):
+    total = tensor.double()
+    dist.all_reduce(total)
+    return total.to(tensor.dtype)
+
+
+def in_pieces(case, backend, layout, ran):
+    """The results of the case by name, of this rank's tokens, or this rank's share of them."""
+    subject = case.subject
+    given = {name: shard(t, layout) if name in ROWS else t.detach().clone() for name, t in ran.tensors.items()}
+    leaves = {name: t.detach().clone() for name, t in given.items()}
+    wanted = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf.is_floating_point()}
+    common = {"backend": backend, "group": dist.group.WORLD, "layout": layout, "dilation": case.dilation}
+    if case.n:
+        outputs = distributed.short_conv(**leaves, **common, residual=case.residual, norm_eps=case.norm_eps)
+    else:
+        own = {"activation": "silu" if case.silu else None, "output_final_state": "final_state" in subject.outputs}
+        outputs = distributed.causal_conv1d(**leaves, **common, **own)
+    outputs = dict(zip(subject.outputs, outputs if isinstance(outputs, tuple) else (outputs,)))
+    cotangents = dict(zip(subject.outputs, ran.cotangents))
+    given = {"y": shard(cotangents["y"], layout)}
+    if "final_state" in outputs:  # every rank has a share of it
+        given["final_state"] = cotangents["final_state"] * (dist.get_rank() == 1)
+    found = torch.autograd.grad([outputs[name] for name in given], list(wanted.values()), list(given.values()))
+    return {name: o.detach() for name, o in outputs.items()} | {f"d{n}": g for n, g in zip(wanted, found)}
+
+
+def wrong(case, backend, layout):
+    """What is wrong with this case, as words."""
+    ran = accuracy.run_case(case, backend)
+    results = in_pieces(case, backend, layout, ran)
+    told = []
+    whole = {}
+    for name, result in results.items():
+        if name in ("y", "final_state"):
+            whole[name] = gathered(result, layout) if name == "y" else result
+            if not torch.equal(whole[name], ran.results[name]):
+                told.append(f"{name} has other bits")
+        elif name.removeprefix("d") in ROWS:
+            whole[name] = gathered(result, layout)
+        else:
+            whole[name] = summed(result)
+    if dist.get_rank() > 0:
+        return []
+    told += bits_of_dx(case, layout, whole["dx"], ran.results["dx"])
+    exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents)
+    for name, result in whole.items():
+        if not accurate(result, exact[name]):
+            told.append(f"{name} is off by {(result.double() - exact[name].value).abs().max():.3g}")
+    return [f"{layout} {dist.get_world_size()} {backend} {case}: {words}" for words in told]
+
+
+def accurate(result, exact):
+    """Parts of two ranks are rounded before they are added, which shows in 16 bits."""
+    if accuracy.close(result, exact):
+        return True
+    if result.dtype not in accuracy.ROUNDING or not exact.terms:
+        return False
+    error = (result.double() - exact.value).abs()
+    return accuracy.one_rounding(error, exact.value, result.dtype, accuracy.ROUNDING[result.dtype] * exact.terms[-1]())
+
+
+def bits_of_dx(case, layout, dx, expected):
+    """dx has the bits of one process but where the parts of two ranks meet, in the last S rows of a piece."""
+    count = dist.get_world_size() * len(pieces_of(0, 1, layout))
+    length, S = case.L // count, (case.W - 1) * case.dilation
+    if case.places in ("states", "cu_seqlens states"):
+        return []  # the gradient of the final state is added
+    inner = [slice(i * length, (i + 1) * length - (S if i < count - 1 else 0)) for i in range(count)]
+    inner = [rows for rows in inner if rows.start < rows.stop]
+    return [f"dx has other bits in {rows}" for rows in inner if not torch.equal(dx[:, rows], expected[:, rows])]
+
+
+def all_wrong(cases, backend, layouts=LAYOUTS):
+    return [words for case in cases for layout in layouts for words in wrong(case, backend, layout)]
+
+
+def packed_cases(world):
+    """Sequences that cross pieces and pieces that are shorter than the tail. L is a multiple of 2·world; pieces of a
+    zigzag are half as long as the others."""
+
+    def L(rows):
+        return 2 * world * rows
+
+    # sequences that begin and end right before and behind the begin of a piece, one that is empty there, padding first
+    close = (1, L(11) // 2 - 2, L(11) // 2 - 1, L(11) // 2 - 1, L(11) // 2 + 2, L(11) - 1)
+    impossible = (-3, 4, 2, L(11) - 5, 9, L(11) + 7)
+    return [
+        *(
+            Packed(1, L(11), 5, 3, dtype, dilation=2, places="cu_seqlens states", residual=True, bounds=bounds)
+            for bounds in (close, impossible)
+            for dtype in (FP32, BF16)
+        ),
+        *(ConvCase(1, L(11), 5, 3, FP32, dilation=2, places=places, residual=True) for places in PLACES),
+        *(ConvCase(1, L(rows), 5, 4, FP32, dilation=2, places=p) for rows in (1, 3, 5) for p in ("", *PLACES)),
+        *(ConvCase(2, L(rows), 5, 3, FP32, dilation=2, n=2) for rows in (1, 3, 9)),
+        ConvCase(2, L(9), 5, 3, BF16, places="seq_idx states"),
+    ]
+
+
+def dense_cases(world):
+    def L(rows):
+        return 2 * world * rows
+
+    return [
+        *(ConvCase(2, L(9), 5, W, FP32) for W in range(1, 9)),
+        *(ConvCase(2, L(8), 6, 3, dtype, dilation=d, residual=d > 1) for d in (1, 2, 3) for dtype in (FP32, BF16)),
+        *(ConvCase(2, L(7), 5, scale=scale) for scale in (1e-3, 1e3)),
+        ConvCase(2, L(7), 5, silu=False, bias=False, dtype=FP32),
+        ConvCase(2, L(7), 5, parameter_dtype=BF16),
+        *(ConvCase(1, L(11), 5, 4, BF16, places=places) for places in PLACES),
+        *(ConvCase(2, L(rows), 5, 3, BF16, dilation=2, n=2) for rows in (3, 9)),
+        ConvCase(1, L(9), 6, 4, FP32, n=3, residual=True, norm_eps=0.0),
+        ConvCase(1, L(9), 6, 1, FP32, n=3, residual=True),
+        ConvCase(1, L(9), 6, 1, FP32, places="cu_seqlens"),
+    ]
+
+
+def held(world, cases, backend, layouts=LAYOUTS):
+    found = run(world, all_wrong, cases, backend, layouts)
+    assert not found[0], "\n".join(found[0])
+
+
+def test_reference_of_2_ranks():
+    held(2, [*packed_cases(2), *dense_cases(2)], "reference")
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_reference_of_more_ranks(world):
+    held(world, packed_cases(world), "reference")
+
+
+def test_hip():
+    held(2, [case for case in (*packed_cases(2), *dense_cases(2)) if case.runs_on("hip")], "hip")
+
+
+# A launch takes a tenth of a second in the interpreter, so every way once
+INTERPRETED = {
+    "contiguous": [
+        ConvCase(1, 12, 3, 3, FP32, n=2, residual=True),
+        Packed(1, 14, 3, 3, BF16, places="cu_seqlens states", bounds=(1, 6, 6, 8, 13)),
+    ],
+    "zigzag": [ConvCase(1, 20, 3, 2, FP32, places="seq_idx states")],
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_triton(layout):
+    held(2, INTERPRETED[layout], "triton", (layout,))
+
+
+class Sent:
+    """Bytes that this rank sends to others, from here on."""
+
+    def __init__(self, monkeypatch):
+        self.bytes, self.send = 0, torch.ops._c10d_functional.all_to_all_single
+        monkeypatch.setattr(torch.ops._c10d_functional, "all_to_all_single", self)
+
+    def __call__(self, rows, take, give, group_name):
+        own = give[dist.get_rank()]
+        self.bytes += (sum(give) - own) * math.prod(rows.shape[1:]) * rows.element_size()
+        return self.send(rows, take, give, group_name)
+
+
+def count_sent():
+    """Forward and backward, and what tail_bytes says; of several shapes."""
+    found, rank, world = [], dist.get_rank(), dist.get_world_size()
+    for layout in LAYOUTS:
+        for shape, W, dilation, ids in (((2, 12, 5), 4, 2, False), ((1, 12, 3), 3, 1, True), ((2, 2, 4), 3, 2, False)):
+            x, weight = torch.randn(shape, dtype=BF16, requires_grad=True), torch.randn(shape[2], W)
+            seq_idx = torch.zeros(shape[:2], dtype=torch.int32) if ids else None
+            common = {"dilation": dilation, "group": dist.group.WORLD, "layout": layout, "backend": "reference"}
+            with pytest.MonkeyPatch.context() as patch:
+                forward = Sent(patch)
+                y = distributed.causal_conv1d(x, weight, seq_idx=seq_idx, **common)
+            with pytest.MonkeyPatch.context() as patch:
+                backward = Sent(patch)
+                y.sum().backward()
+            known = {"dilation": dilation, "rank": rank, "world": world, "layout": layout, "seq_idx": ids}
+            expected = distributed.tail_bytes(shape, x.element_size(), W, **known)
+            found.append(((forward.bytes, backward.bytes), expected))
+    x, weight = torch.randn(1, 8, 2, 3, requires_grad=True), torch.randn(6, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        forward = Sent(patch)
+        distributed.short_conv(x, torch.ones(2, 3), weight, group=dist.group.WORLD)
+    expected, _ = distributed.tail_bytes(x.shape, 4, 3, rank=rank, world=world)
+    return [*found, (forward.bytes, expected)]
+
+
+def test_sent_bytes():
+    ranks = run(3, count_sent)
+    for found in ranks:
+        for sent, expected in found:
+            assert sent == expected
+    # S rows of [B, D] to the next rank, and as many back from it
+    assert [found[0][0] for found in ranks] == [(6 * 2 * 5 * 2, 0), (6 * 2 * 5 * 2,) * 2, (0, 6 * 2 * 5 * 2)]
+
+
+def message(call):
+    try:
+        call()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def misused():
+    """What is said, for each wrong use."""
+    rank, group, weight = dist.get_rank(), dist.group.WORLD, torch.randn(3, 4)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("context", "other"))
+
+    def conv(rows, weight=weight, **options):
+        return distributed.causal_conv1d(torch.randn(1, rows, 3), weight, **{"group": group, **options})
+
+    def twice():
+        x = torch.randn(1, 8, 3, requires_grad=True)
+        y = distributed.causal_conv1d(x, weight, group=group, activation="silu")
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+    assert conv(8, group=mesh["context"]).shape == (1, 8, 3)
+    whole = DTensor.from_local(torch.randn(1, 8, 3), mesh["context"], [Shard(1)])
+    return {
+        "lengths": message(lambda: conv(5 if rank else 6)),
+        "no tokens": message(lambda: conv(4 * rank)),
+        "odd": message(lambda: conv(7, layout="zigzag")),
+        "short_conv": message(
+            lambda: distributed.short_conv(torch.randn(1, 3 + rank, 1, 3), torch.ones(1, 3), weight, group=group)
+        ),
+        "layout": message(lambda: conv(8, layout="ring")),
+        "mesh": message(lambda: conv(8, group=mesh)),
+        "no group": message(lambda: conv(8, group=None)),
+        "left out": message(lambda: distributed.causal_conv1d(torch.randn(1, 8, 3), weight)),
+        "DTensor": message(lambda: distributed.causal_conv1d(whole, weight, group=group)),
+        "state": message(lambda: conv(8, initial_state=torch.randn(1, 3, 2))),
+        "cut": message(lambda: distributed.shard_sequence(torch.randn(1, 6, 3), group=group, layout="zigzag")),
+        "second": message(twice),
+    }
+
+
+def test_wrong_use_is_told():
+    one, other = run(2, misused)
+    assert one == other
+    assert one == {
+        "lengths": "ValueError: causal_conv1d: the ranks must have equally many tokens (pad the sequence), got [6, 5]",
+        "no tokens": "ValueError: causal_conv1d: every rank must have tokens, got [0, 4] on the ranks of the group",
+        "odd": "ValueError: causal_conv1d: a rank must have an even number of tokens with layout='zigzag', got 7",
+        "short_conv": "ValueError: short_conv: the ranks must have equally many tokens (pad the sequence), got [3, 4]",
+        "layout": "ValueError: causal_conv1d: layout must be 'contiguous' or 'zigzag', got 'ring'",
+        "mesh": one["mesh"],
+        "no group": "TypeError: causal_conv1d: group must be a ProcessGroup that this rank is in or a DeviceMesh, "
+        "got NoneType",
+        "left out": "TypeError: causal_conv1d() missing 1 required keyword-only argument: 'group'",
+        "DTensor": "TypeError: causal_conv1d: x must be this rank's tokens as a plain tensor, x.to_local(), "
+        "got a DTensor",
+        "state": "ValueError: causal_conv1d: initial_state must be [1, 3, 3], got [1, 3, 2]",
+        "cut": "ValueError: shard_sequence: 4 pieces do not divide a sequence of 6 tokens: pad it",
+        "second": "NotImplementedError: a convolution over a sequence in pieces has no second derivative",
+    }
+    assert one["mesh"].startswith("ValueError: causal_conv1d: group must be one dimension of the mesh")
+
+
+def alone():
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    mine = groups[dist.get_rank()]
+    x, streams, weight = torch.randn(1, 7, 6), torch.randn(1, 7, 2, 3), torch.randn(6, 3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        y, state = distributed.causal_conv1d(x, weight, group=mine, layout="zigzag", output_final_state=True)
+        z = distributed.short_conv(streams, torch.ones(2, 3), weight, group=mine)
+    expected = (
+        *mhc_ops.causal_conv1d(x, weight, output_final_state=True),
+        mhc_ops.short_conv(streams, torch.ones(2, 3), weight),
+    )
+    same = all(torch.equal(one, other) for one, other in zip((y, state, z), expected))
+    return same, [str(warning.message) for warning in told]
+
+
+def test_a_group_of_one_is_the_plain_function_and_told():
+    said = "a group of one rank has nothing to exchange: this is mhc_ops."
+    words = [f"{function}: {said}{function}" for function in ("causal_conv1d", "short_conv")]
+    assert run(2, alone) == [(True, words)] * 2
+
+
+def compiled():
+    """Whether one graph has the bits of the eager call, on ranks that only give and that only take."""
+    group, weight, x = dist.group.WORLD, torch.randn(3, 3, requires_grad=True), torch.randn(1, 8, 3, requires_grad=True)
+
+    def conv(x, weight):
+        return distributed.causal_conv1d(x, weight, activation="silu", group=group, backend="hip")
+
+    results = []
+    for function in (conv, torch.compile(conv, fullgraph=True, backend="aot_eager")):
+        y = function(x, weight)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight))))
+    return [torch.equal(one, other) for one, other in zip(*results)]
+
+
+def test_torch_compile_makes_one_graph():
+    assert run(2, compiled) == [[True] * 3] * 2
+
+
+def with_nan(layout):
+    """y and dx of a call with NaN in padding and in other sequences' tokens, and of one process."""
+    x = torch.randn(1, 24, 3)
+    ids = torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2 + [2] * 8 + [-1] * 3], dtype=torch.int32)
+    dist.broadcast(x, 0)
+    x[:, 5:11], x[:, 21:], x[:, 11:13] = torch.nan, torch.nan, torch.nan
+    results = []
+    for function, cut in (
+        (mhc_ops.causal_conv1d, lambda t: t),
+        (distributed.causal_conv1d, lambda t: shard(t, layout)),
+    ):
+        leaf = cut(x).requires_grad_()
+        options = {"group": dist.group.WORLD, "layout": layout} if function is distributed.causal_conv1d else {}
+        y = function(leaf, torch.ones(3, 3), seq_idx=cut(ids), activation="silu", backend="reference", **options)
+        (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        results.append((y.detach(), dx))
+    (y, dx), (own_y, own_dx) = results
+    return [torch.equal(shard(one, layout).nan_to_num(7), own.nan_to_num(7)) for one, own in ((y, own_y), (dx, own_dx))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nan_stays_in_its_sequence(layout):
+    assert run(2, with_nan, layout) == [[True, True]] * 2
+
+
+def in_a_mesh():
+    """Whether each row of a mesh of data and context has the bits of one process on its own sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    x = torch.randn(2, 1, 16, 3, generator=torch.Generator().manual_seed(0))[mesh["data"].get_local_rank()]
+    weight = torch.ones(3, 4)
+    cut = partial(distributed.shard_sequence, group=mesh["context"], layout="zigzag")
+    y = distributed.causal_conv1d(cut(x), weight, group=mesh["context"], layout="zigzag")
+    return torch.equal(y, cut(mhc_ops.causal_conv1d(x, weight)))
+
+
+def test_one_dimension_of_a_mesh():
+    assert run(4, in_a_mesh) == [True] * 4

@@ -1,0 +1,182 @@
+"""HyperParallel beside tensor-parallel layers: the losses and gradients of one process."""
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from mhc_ops import HyperConnection, HyperHead, HyperStack, ShortConv
+from mhc_ops.distributed import HyperParallel
+
+n, D = 2, 8
+TOKENS = Shard(1)
+MLP = {"up": ColwiseParallel(input_layouts=TOKENS), "down": RowwiseParallel(output_layouts=TOKENS)}
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 8), nn.Linear(8, D)
+
+    def forward(self, h_in):
+        return self.down(self.up(h_in).tanh())
+
+
+class Model(nn.Module):
+    """One of each module: the convolution, a stack of two connections, a connection of its own, the head."""
+
+    def __init__(self, backend, recompute=0):
+        super().__init__()
+        own = {"backend": backend, "sinkhorn_iters": 2}
+        connections = [
+            HyperConnection(Layer(), n, D, gamma=True, **own),
+            HyperConnection(Layer(), n, D, layer_norm=True, **own),
+        ]
+        self.conv = ShortConv(n, D, backend="reference")
+        self.stack = HyperStack(*connections, recompute=recompute)
+        self.alone = HyperConnection(Layer(), n, D, residual="identity", backend=backend)
+        self.head = HyperHead(n, D, backend=backend)
+        torch.manual_seed(1)
+        for parameter in self.parameters():  # else phi is 0 and nothing depends on x
+            nn.init.normal_(parameter, std=0.5)
+
+    def forward(self, x):
+        return self.head(self.alone(self.stack(self.conv(x))))
+
+
+def plan():
+    layers = {f"{path}.layer.{name}": style for path in ("stack.*", "alone") for name, style in MLP.items()}
+    return {**dict.fromkeys(("conv", "stack", "alone", "head"), HyperParallel()), **layers}
+
+
+def streams(length=8):
+    return torch.randn(2, length, n, D, generator=torch.Generator().manual_seed(0))
+
+
+def step(model, x):
+    """The loss, and the gradients by name; the ones of x too."""
+    x = x.detach().requires_grad_()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach(), {"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def assert_as_alone(model, x, whole_model, whole_x):
+    loss, gradients = step(model, x)
+    expected_loss, expected = step(whole_model, whole_x)
+    torch.testing.assert_close(loss.full_tensor(), expected_loss, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        of_layer = ".layer." in name
+        assert of_layer or list(gradient.placements) == [TOKENS if name == "x" else Replicate()], name
+        assert_rounded(gradient, expected[name], name)
+
+
+def assert_rounded(gradient, expected, name):
+    rounding = 64 * torch.finfo(torch.float32).eps * expected.abs().max()
+    assert (gradient.full_tensor() - expected).abs().max() <= rounding, name
+
+
+def train(world, backend, recompute, length):
+    mesh = init_device_mesh("cpu", (world,))
+    model = parallelize_module(Model(backend, recompute), mesh, plan())
+    x = distribute_tensor(streams(length), mesh, [TOKENS])
+    assert_as_alone(model, x, Model(backend), streams(length))
+
+
+def forms(mesh):
+    """Pieces in, pieces out; a stack of two stages that is shifted; what a layer returns besides; a checkpoint."""
+    pieces, whole = HyperParallel(use_local_output=True), streams()
+    mine = whole.chunk(2, 1)[mesh.get_local_rank()]
+
+    def model(*connections, **settings):
+        torch.manual_seed(2)
+        made = HyperStack(*[HyperConnection(layer, n, D, **own) for layer, own in connections], **settings)
+        return made if len(made) > 1 else made[0]
+
+    for make in (
+        lambda: model((torch.tanh, {})),
+        lambda: model((lambda h_in: (h_in.sin(), "besides"), {"checkpoint": True})),
+        lambda: model((torch.tanh, {}), (lambda h_in: (h_in, 3), {})),
+        lambda: model((torch.tanh, {}), (torch.sin, {}), shifted=True, last=False),
+    ):
+        assert_pieces(parallelize_module(make(), mesh, pieces)(mine), make()(whole), mesh)
+    weights = streams()[..., 0]
+    stages = [model((torch.tanh, {}), (torch.sin, {}), shifted=True, first=False) for _ in range(2)]
+    found = parallelize_module(stages[0], mesh, pieces)((mine, weights.chunk(2, 1)[mesh.get_local_rank()]))
+    assert_pieces(found, stages[1](whole, weights), mesh)
+
+
+def assert_pieces(found, expected, mesh):
+    if isinstance(expected, torch.Tensor):
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, expected.chunk(2, 1)[mesh.get_local_rank()])
+    elif isinstance(expected, (tuple, list)):
+        for one, other in zip(found, expected, strict=True):
+            assert_pieces(one, other, mesh)
+    else:
+        assert found == expected
+
+
+def wrong_use(mesh):
+    def connection(layer):
+        return parallelize_module(HyperConnection(layer, n, D), mesh, HyperParallel())
+
+    with pytest.raises(TypeError, match=r"^HyperParallel: takes a HyperConnection, .* or ShortConv, got Linear$"):
+        parallelize_module(nn.Linear(D, D), mesh, HyperParallel())
+    with pytest.raises(ValueError, match=r"^HyperParallel: the mesh must have one dimension, got 2: slice it$"):
+        HyperParallel()._apply(HyperHead(n, D), init_device_mesh("cpu", (2, 1)))
+    with pytest.raises(ValueError, match=r"^HyperParallel: every rank must have a token, got 0$"):
+        connection(torch.tanh)(streams(0))
+    with pytest.raises(ValueError, match=r"^HyperParallel: every rank must have a token, got 1 on 2 ranks$"):
+        connection(torch.tanh)(distribute_tensor(streams(1), mesh, [TOKENS]))
+    with pytest.raises(ValueError, match=r"sequence_dim=1 is no dimension of the tokens of x, which is \[8, 2, 8\]$"):
+        connection(torch.tanh)(streams()[0])
+    layer = Layer()
+    parallelize_module(layer, mesh, {"up": ColwiseParallel(input_layouts=TOKENS), "down": RowwiseParallel()})
+    with pytest.raises(ValueError, match=r"returned \[2, 16, 8\] where the rank's piece is \[2, 8, 8\]; .*Shard\(1\)"):
+        connection(layer)(streams())
+    with pytest.raises(TypeError, match=r"^HyperParallel: x must be given by its position$"):
+        parallelize_module(HyperHead(n, D), mesh, HyperParallel())(x=streams())
+    with pytest.raises(TypeError, match=r"^HyperConnection: x must be a torch.Tensor, got NoneType$"):
+        connection(torch.tanh)(None)
+
+
+def on_two_ranks():
+    train(2, "reference", 0, 8)
+    forms(init_device_mesh("cpu", (2,)))
+    wrong_use(init_device_mesh("cpu", (2,)))
+
+
+def test_two_ranks():
+    run(2, on_two_ranks)
+
+
+def beside_data_parallel():
+    """Half of the batch on two ranks each, which have half of the sequence each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(Model("reference"), mesh["tensor"], plan())
+    for connection in (*model.stack, model.alone):
+        fully_shard(connection.layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    mine = streams().chunk(2)[mesh.get_local_rank("data")]
+    _, gradients = step(model, distribute_tensor(mine, mesh["tensor"], [TOKENS]))
+    _, expected = step(Model("reference"), streams())
+    for name, _ in model.named_parameters():
+        assert_rounded(gradients[name], expected[name], name)
+
+
+def on_four_ranks():
+    train(4, "reference", 0, 7)
+    beside_data_parallel()
+
+
+def test_four_ranks_that_do_not_divide_the_sequence_and_two_by_two():
+    run(4, on_four_ranks)
+
+
+@pytest.mark.interpreted
+def test_kernels_that_leave_x_out_of_what_is_kept():
+    run(2, train, 2, "triton", 2, 4)

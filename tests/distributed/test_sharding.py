@@ -1,0 +1,230 @@
+"""Every op on DTensors: the bits of one process forward, its gradients to rounding, and where results are placed."""
+
+import importlib
+import io
+import sys
+
+import pytest
+import torch
+from processes import run
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+import mhc_ops
+from mhc_ops.core.op import Op
+
+n, D, W = 2, 8, 3
+M = n * n + 2 * n
+TOKENS = Shard(1)
+CHANNELS = {"x": Shard(2), "residual": Shard(2), "weight": Shard(0), "bias": Shard(0), "initial_state": Shard(1)}
+BATCH = dict.fromkeys(("x", "residual", "seq_idx", "initial_state", "conv_state", "cache_seqlens"), Shard(0))
+OF_TOKENS = dict.fromkeys(("x", "h_out", "h_pre", "h_post", "h_res", "read", "logits"), TOKENS)
+HALVES = dict.fromkeys(OF_TOKENS, Shard(0))
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def layer(x, **of_pre):
+    return mhc_ops.mhc_layer(x, torch.tanh, **of_pre)
+
+
+def two_layers(x, phi, alpha, bias, shifted=False, **of_pre):
+    h_in, carry = mhc_ops.mhc_enter(x, phi, alpha, bias, shifted=shifted, **of_pre)
+    h_in, carry = mhc_ops.mhc_next(carry, h_in.tanh(), phi, alpha, bias, **of_pre)
+    return mhc_ops.mhc_leave(carry, h_in.tanh(), backend=of_pre["backend"])
+
+
+def shifted(*args, backend, **of_pre):
+    return mhc_ops.mhc_read(*two_layers(*args, **of_pre, shifted=True, backend=backend), backend=backend)
+
+
+def expand(x, backend):
+    return mhc_ops.mhc_expand(x, n)
+
+
+def update(x, conv_state, **others):
+    return mhc_ops.causal_conv1d_update(x, conv_state, **others), conv_state
+
+
+X, H_OUT, MAPS = random(2, 4, n, D), random(2, 4, D), {"h_post": random(2, 4, n), "h_res": random(2, 4, n, n)}
+OF_PRE = {"phi": random(M, n * D), "alpha": random(3), "bias": random(M), "sinkhorn_iters": 2}
+OF_IDENTITY = {"phi": random(2 * n, n * D), "alpha": random(2), "bias": random(2 * n)}
+OF_HEAD = {"phi": random(n, n * D), "alpha": random(1), "bias": random(n)}
+NORMS = {"gamma": random(n, D), "layer_norm_weight": random(D)}
+FILTER = {"weight": random(D, W), "bias": random(D)}
+PIECE = {"x": random(2, 6, D), **FILTER}
+SEQUENCES = torch.tensor([[0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 2, 2]], dtype=torch.int32)
+PACKED = torch.tensor([0, 2, 5], dtype=torch.int32)
+STEP = {"x": random(2, D), "conv_state": random(2, D, W - 1), **FILTER}
+SLOTS = {**STEP, "conv_state": random(5, D, W - 1), "conv_state_indices": torch.tensor([3, 1])}
+STREAMS = {"x": random(2, 2, n, D), "gamma": random(n, D), "weight": random(n * D, W)}
+SILU, STATES = {"activation": "silu"}, {"output_final_state": True, "initial_state": random(2, D, W - 1)}
+
+# function, its arguments, where its tensors are if not replicated
+MHC = [
+    (mhc_ops.sinkhorn, {"logits": random(2, 4, n, n), "iters": 2}, OF_TOKENS),
+    (mhc_ops.mhc_pre, {"x": X, **OF_PRE, **NORMS}, OF_TOKENS),
+    (mhc_ops.mhc_pre, {"x": X, **OF_IDENTITY, "residual": "identity"}, HALVES),
+    (mhc_ops.mhc_maps, {"x": X, **OF_PRE}, OF_TOKENS),
+    (mhc_ops.mhc_read, {"x": X, "h_pre": random(2, 4, n)}, OF_TOKENS),
+    (layer, {"x": X, **OF_PRE}, OF_TOKENS),  # then mhc_post, whose backward differs by a flag alone
+    (mhc_ops.mhc_post, {"x": X, "h_out": H_OUT, **MAPS}, OF_TOKENS),
+    (mhc_ops.mhc_post_pre, {"x": X, "h_out": H_OUT, **MAPS, **OF_PRE}, OF_TOKENS),
+    (two_layers, {"x": X, **OF_PRE}, OF_TOKENS),
+    (shifted, {"x": X, **OF_PRE}, OF_TOKENS),
+    (mhc_ops.mhc_head, {"x": X, **OF_HEAD}, OF_TOKENS),
+    (mhc_ops.mhc_mean, {"x": X}, HALVES),
+    (expand, {"x": H_OUT}, OF_TOKENS),
+]
+CONV = [
+    (mhc_ops.causal_conv1d, {**PIECE, **STATES, **SILU}, BATCH),
+    (mhc_ops.causal_conv1d, {**PIECE, **STATES, **SILU}, CHANNELS),
+    (mhc_ops.causal_conv1d, {**PIECE, "seq_idx": SEQUENCES}, BATCH),
+]
+CONV_OF_TRITON = [
+    (
+        mhc_ops.causal_conv1d,
+        {**PIECE, "x": random(1, 6, D), "residual": random(1, 6, D), "cu_seqlens": PACKED},
+        CHANNELS,
+    ),
+    (update, STEP, BATCH),
+    (update, SLOTS, {"x": Shard(1), "conv_state": Shard(1), "weight": Shard(0), "bias": Shard(0)}),
+    (mhc_ops.short_conv, STREAMS, BATCH),
+]
+FOUR = [(layer, {"x": X, **OF_PRE}, OF_TOKENS), (layer, {"x": random(1, 6, n, D), **OF_PRE}, OF_TOKENS)]
+
+
+def results(function, arguments):
+    """What it returns, and the gradients of its tensors by name."""
+    result = function(**arguments)
+    outputs = [output for output in (result if isinstance(result, tuple) else (result,)) if output is not None]
+    gradients = {}
+    if outputs[0].requires_grad:
+        sum(output.square().sum() for output in outputs).backward()
+        gradients = {name: value.grad for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    return [output.detach() for output in outputs], gradients
+
+
+def fresh(arguments, backend, place=lambda name, tensor: tensor):
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    placed = {name: place(name, tensor.clone()) for name, tensor in tensors.items()}
+    placed = {name: t.requires_grad_(t.is_floating_point() and name != "conv_state") for name, t in placed.items()}
+    return {**arguments, **placed, "backend": backend}
+
+
+def assert_as_alone(case, backend, alone, placements, mesh):
+    """placements: of the tensors that are not replicated, by their names"""
+    function, arguments, _ = case
+
+    def place(name, tensor):
+        return distribute_tensor(tensor, mesh, placements.get(name, [Replicate()] * mesh.ndim))
+
+    outputs, gradients = results(function, fresh(arguments, backend, place))
+    for output, expected in zip(outputs, alone[0], strict=True):
+        assert isinstance(output, DTensor), function
+        assert backend == "reference" or Replicate() not in output.placements, (function, output.placements)
+        assert torch.equal(output.full_tensor(), expected), function
+    for name, expected in alone[1].items():
+        gradient = gradients[name]
+        if expected is None:
+            assert gradient is None, (function, name)
+            continue
+        wanted = placements.get(name, [Partial()] * mesh.ndim)
+        assert backend == "reference" or list(gradient.placements) == wanted, (function, name, gradient.placements)
+        rounding = 64 * torch.finfo(torch.float32).eps * expected.abs().max()
+        assert (gradient.full_tensor() - expected).abs().max() <= rounding, (function, name)
+
+
+def in_a_row(groups, alone):
+    """All cases of these (group, backend) on two ranks. The names of the ops that ran."""
+    assert "mhc_ops.distributed" not in sys.modules  # the first DTensor brings the rules
+    mesh, seen, launch = init_device_mesh("cpu", (2,)), set(), Op.launch
+    Op.launch = lambda op, **inputs: (seen.add(op.name), launch(op, **inputs))[1]
+    known = iter(torch.load(io.BytesIO(alone)))
+    for group, backend in groups:
+        for case in globals()[group]:
+            placements = {name: [placement] for name, placement in case[2].items()}
+            assert_as_alone(case, backend, next(known), placements, mesh)
+    if ("MHC", "triton") in groups:
+        assert_redistributed(mesh)
+    return seen
+
+
+def assert_redistributed(mesh):
+    """What is not placed as a rule has it, is; but not what is written to: the copy would be dropped."""
+    tensors = {"x": X, "h_out": H_OUT, **MAPS}
+    expected = mhc_ops.mhc_post(**tensors, backend="triton")
+    for x, h_out, h_post, h_res in ((1, None, None, None), (None, 1, 1, None), (0, 1, 1, 1), (3, 1, 1, 1)):
+        places = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
+        found = mhc_ops.mhc_post(
+            **{name: placed(tensor, mesh, places[name]) for name, tensor in tensors.items()}, backend="triton"
+        )
+        assert found.placements == (TOKENS,) and torch.equal(found.full_tensor(), expected), places
+    in_order = {"x": random(1, 6, D), "weight": FILTER["weight"]}
+    pieces = {"x": placed(in_order["x"], mesh, 1), "weight": placed(in_order["weight"], mesh, None)}
+    found = mhc_ops.causal_conv1d(**pieces, backend="hip")
+    assert torch.equal(found.full_tensor(), mhc_ops.causal_conv1d(**in_order, backend="hip"))
+    slots = {name: placed(value, mesh, 0 if name == "conv_state" else None) for name, value in SLOTS.items()}
+    with pytest.raises(RuntimeError, match=r"^causal_conv1d_update_: it cannot write in place to conv_state \[Shard"):
+        mhc_ops.causal_conv1d_update(**slots, backend="triton")
+
+
+def placed(tensor, mesh, dimension):
+    return distribute_tensor(tensor, mesh, [Replicate() if dimension is None else Shard(dimension)])
+
+
+def compiled():
+    mesh = init_device_mesh("cpu", (1,))
+    x = placed(X, mesh, 1).requires_grad_()
+    mean = torch.compile(lambda x: mhc_ops.mhc_mean(x, backend="triton"), backend="aot_eager", fullgraph=True)
+    found = mean(x)
+    found.sum().backward()
+    assert found.placements == (TOKENS,) and torch.equal(x.grad.full_tensor(), torch.full_like(X, 1 / n))
+
+
+@pytest.mark.interpreted
+def test_compiled_before_any_other_call():
+    run(1, compiled)
+
+
+def alone(groups):
+    """The results of one process, to be sent."""
+    found = [results(case[0], fresh(case[1], backend)) for group, backend in groups for case in globals()[group]]
+    torch.save(found, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def all_ops():
+    return importlib.import_module("mhc_ops.distributed.sharding").ops()
+
+
+def test_every_op_has_rules():
+    ops = all_ops()
+    registered = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    assert [op.name for op in ops if op.traced._opoverload not in registered] == []
+    assert {op.family for op in ops} == {"mhc", "conv"}
+
+
+@pytest.mark.interpreted
+def test_every_op_on_two_ranks():
+    groups = [("MHC", "triton"), ("CONV", "hip"), ("CONV_OF_TRITON", "triton")]
+    for seen in run(2, in_a_row, groups, alone(groups)):
+        assert seen == {op.name for op in all_ops()}
+
+
+def test_reference_on_two_ranks():
+    groups = [("MHC", "reference"), ("CONV", "hip")]
+    run(2, in_a_row, groups, alone(groups))
+
+
+def on_four_ranks(alone):
+    """Batch and sequence on a mesh of two dimensions; then six tokens, of which the last rank has none."""
+    square, row, known = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,)), torch.load(io.BytesIO(alone))
+    assert_as_alone(FOUR[0], "triton", known[0], {"x": [Shard(0), TOKENS]}, square)
+    assert_as_alone(FOUR[1], "triton", known[1], {"x": [TOKENS]}, row)
+
+
+@pytest.mark.interpreted
+def test_mesh_of_two_dimensions_and_a_rank_without_tokens():
+    run(4, on_four_ranks, alone([("FOUR", "triton")]))

@@ -1,0 +1,290 @@
+"""What is said to be sent in a step is what is sent, in every mesh."""
+
+import doctest
+import re
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mhc_ops import HyperConnection, HyperStack, mhc_expand
+from mhc_ops.distributed import (
+    HyperParallel,
+    MeshSizes,
+    ModelSizes,
+    PipelineStage,
+    boundary_bytes,
+    causal_conv1d,
+    fully_shard,
+    pipeline_stages,
+    shard_sequence,
+    traffic,
+)
+
+
+class Sending(TorchDispatchMode):
+    """Counts the bytes that this process hands over to be sent, by collective: as a ring sends them."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # seen again as operations on the tensors inside
+        space, _, name = func._schema.name.partition("::")
+        if space in ("c10d", "_c10d_functional"):
+            self.count(name, args)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name, args):
+        if name == "_allgather_base_":
+            output, share = map(size, args[:2])
+            self.bytes["all-gather"] += output - share
+        elif name == "_reduce_scatter_base_":
+            share, whole = map(size, args[:2])
+            self.bytes["reduce-scatter"] += whole - share
+        elif name == "allreduce_":
+            world = dist.ProcessGroup.unbox(args[1]).size()
+            self.bytes["all-reduce"] += sum(all_reduced(tensor, world) for tensor in args[0])
+        elif name == "all_reduce":
+            self.bytes["all-reduce"] += all_reduced(args[0], group_of(args[2]).size())
+        elif name == "all_gather_into_tensor":
+            self.bytes["all-gather"] += (args[1] - 1) * size(args[0])
+        elif name == "reduce_scatter_tensor":
+            self.bytes["reduce-scatter"] += size(args[0]) - size(args[0]) // args[2]
+        elif name == "all_to_all_single":
+            rows, _, given, group = args
+            own = given[group_of(group).rank()]
+            self.bytes["all-to-all"] += size(rows) // max(1, sum(given)) * (sum(given) - own)
+        elif name == "send":  # to a stage behind, or back
+            way = "send" if args[2] > dist.ProcessGroup.unbox(args[1]).rank() else "send back"
+            self.bytes[way] += sum(map(size, args[0]))
+        elif name not in ("wait_tensor", "_wrap_tensor_autograd", "recv_"):
+            raise AssertionError(f"{name} is not counted")
+
+
+def size(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+def all_reduced(tensor, world):
+    return -(-2 * (world - 1) * size(tensor) // world)
+
+
+group_of = dist.distributed_c10d._resolve_process_group
+
+
+class Layer(nn.Module):
+    """A convolution and nothing else."""
+
+    def __init__(self, model, **pieces):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(model.D, model.width))
+        self.how = {"dilation": model.dilation, **pieces}
+
+    def forward(self, x):
+        return causal_conv1d(x, self.weight, **self.how)
+
+
+def _mean(pieces, h_in):
+    """Of the whole sequence, which is gathered, as attention gathers keys and values."""
+    whole = DTensor.from_local(h_in, pieces, [Shard(1)]).full_tensor(grad_placements=[Partial()])
+    return h_in + whole.mean(1, keepdim=True)
+
+
+def _counted(model, mesh, layout):
+    """Of one step: forward, backward, by collective."""
+    devices = init_device_mesh("cpu", mesh[:4], mesh_dim_names=mesh._fields[:4])
+    group = devices["context"]
+    layers = [Layer(model, group=group, layout=layout) for _ in range(model.convolutions)]
+    layers += [partial(_mean, group)] * model.attentions
+    stack = _stack(model, layers)
+    x = torch.randn(model.batch // (mesh.replicate * mesh.data), model.length, model.D)
+    x = shard_sequence(x, group=group, layout=layout)
+    if mesh.tensor > 1:
+        parallelize_module(stack, devices["tensor"], HyperParallel(use_local_output=True))
+        x = shard_sequence(x, group=devices["tensor"])
+    network = nn.Sequential(stack)
+    if mesh.replicate * mesh.shards > 1:
+        sharding = devices["replicate", "data"] if mesh.replicate > 1 else devices["data", "context"]._flatten("shards")
+        network = fully_shard(network, mesh=sharding)
+    x = mhc_expand(x, model.n)
+    network(x).sum().backward()  # in the first step the processes also agree on lengths
+    with Sending() as forward:
+        y = network(x)
+    with Sending() as backward:
+        y.sum().backward()
+    return forward.bytes, backward.bytes
+
+
+def _stack(model, layers):
+    layers = [*layers, *[nn.Identity() for _ in range(model.connections - len(layers))]]
+    own = {"layer_norm": model.layer_norm, "gamma": model.gamma}
+    return HyperStack(*(HyperConnection(layer, model.n, model.D, **own) for layer in layers))
+
+
+def _counted_of_stages(model, mesh, send):
+    """Of one step of 1F1B, in two microbatches."""
+    devices = init_device_mesh("cpu", (mesh.data, mesh.pipeline), mesh_dim_names=("data", "pipeline"))
+    rank = devices.get_local_rank("pipeline")
+    network = nn.Sequential(_stack(model, []))
+    part = pipeline_stages(network, [model.connections // mesh.pipeline], send=send)[rank]
+    if mesh.data > 1:
+        part = fully_shard(part, mesh=devices["data"], reshard_after_forward=False)
+    kind = PipelineStage if send == "carry" else pipelining.PipelineStage
+    stage = kind(part, rank, mesh.pipeline, torch.device("cpu"), group=devices.get_group("pipeline"))
+    schedule = pipelining.Schedule1F1B(stage, 2, loss_fn=lambda out, target: (out * target).sum())
+    x = torch.randn(model.batch // mesh.data, model.length, model.n, model.D)
+    step = partial(schedule.step, x) if rank == 0 else partial(schedule.step, target=x)
+    step()  # the first one also tells shapes
+    with Sending() as sending:
+        step()
+    back = sending.bytes.pop("send back", 0)
+    return sending.bytes, Counter({"send": back})
+
+
+MODEL = ModelSizes(connections=4, n=3, D=8, batch=4, length=16, itemsize=4, gamma=True)
+MIXED = MODEL._replace(convolutions=2, width=3, dilation=2, attentions=1, keys=8)
+CASES = {
+    2: [
+        (MIXED, MeshSizes(data=2), "contiguous"),
+        (MIXED, MeshSizes(context=2), "contiguous"),
+        (MIXED, MeshSizes(context=2), "zigzag"),
+        (MODEL, MeshSizes(tensor=2), "contiguous"),
+        (MODEL, MeshSizes(pipeline=2), "x_next"),
+        (MODEL, MeshSizes(pipeline=2), "carry"),
+    ],
+    4: [
+        (MIXED, MeshSizes(data=4), "contiguous"),
+        (MIXED, MeshSizes(context=4), "contiguous"),
+        (MIXED, MeshSizes(context=4), "zigzag"),
+        (MIXED, MeshSizes(data=2, context=2), "contiguous"),
+        (MIXED, MeshSizes(replicate=2, data=2), "contiguous"),
+        (MODEL, MeshSizes(data=2, tensor=2), "contiguous"),
+        (MODEL, MeshSizes(data=2, pipeline=2), "carry"),
+    ],
+}
+
+
+def _all_counted(world):
+    return [
+        (_counted if mesh.pipeline == 1 else _counted_of_stages)(*case) for case in CASES[world] for mesh in [case[1]]
+    ]
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_counted_bytes(world):
+    results = run(world, _all_counted, world)
+    for (model, mesh, way), *ranks in zip(CASES[world], *results):
+        forward, backward = (most(counted) for counted in zip(*ranks))
+        expected = Counter()
+        for row in traffic(model, mesh, **({"layout": way} if mesh.pipeline == 1 else {"send": way, "gathers": 1})):
+            expected[row.collective] += row.step
+        assert forward + backward == expected, (mesh, way)
+
+
+def most(ranks):
+    """Of the processes, by collective."""
+    return Counter({name: max(rank[name] for rank in ranks) for name in set().union(*ranks)})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sentence"),
+    [
+        (MeshSizes(data=3), "traffic: 3 rows of processes cannot share 4 sequences equally"),
+        (MeshSizes(context=3), "traffic: 3 pieces do not divide a sequence of 16 tokens"),
+        (MeshSizes(pipeline=5), "traffic: 5 stages need a connection each, there are 4"),
+        (MeshSizes(tensor=0), "traffic: tensor must be at least 1, got 0"),
+    ],
+)
+def test_wrong_meshes_are_told(mesh, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        traffic(MODEL, mesh)
+
+
+def test_one_process_sends_nothing():
+    assert traffic(MIXED, MeshSizes()) == []
+
+
+# The tables of the page: layers as wide and as many as DeepSeek's, 8,192 tokens of bf16 on a GPU at a time.
+
+PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+TOKENS = 8192
+DEEPSEEK = ModelSizes(connections=122, n=4, D=7168, batch=1, length=TOKENS, convolutions=61, width=4)
+NVLINK, NETWORK = 450, 50  # GB/s that a GPU sends: within a node of H200s, and by 400 Gb/s between nodes
+DIMENSIONS = [
+    (DEEPSEEK._replace(batch=8), MeshSizes(data=8), {}),
+    (DEEPSEEK._replace(length=8 * TOKENS), MeshSizes(context=8), {}),
+    (DEEPSEEK._replace(length=8 * TOKENS), MeshSizes(tensor=8), {}),
+    (DEEPSEEK, MeshSizes(pipeline=8), {"send": "x_next"}),
+    (DEEPSEEK, MeshSizes(pipeline=8), {"send": "carry"}),
+]
+PLANS = [
+    (DEEPSEEK._replace(batch=16), MeshSizes(data=16, pipeline=4)),
+    (DEEPSEEK._replace(batch=32, length=4 * TOKENS), MeshSizes(replicate=4, data=8, context=4, pipeline=8)),
+]
+
+
+def table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def rows_of(model, mesh, **how):
+    """As cells: dimension, what, how, bytes. Of a carry also what is left to send when the layer has ended."""
+    late = TOKENS * boundary_bytes(model.n, model.D, model.itemsize, send="carry", critical=True)
+    for row in traffic(model, mesh, **how):
+        words = f"{row.what} ({how['send']})" if row.dimension == "pipeline" else row.what
+        yield row.dimension, words, row.collective, row.layer, row.times
+        if words.endswith("(carry)"):
+            yield row.dimension, f"{words}, of it behind the layer", row.collective, late, row.times
+
+
+def of_dimensions():
+    rows = []
+    for model, mesh, how in DIMENSIONS:
+        for dimension, what, collective, size, _ in rows_of(model, mesh, **how):
+            times = [f"{size / speed / 1e3:,.1f}" for speed in (NVLINK, NETWORK)]
+            rows.append([dimension, what, collective, f"{size:,}", *times])
+    return table(["dimension", "what", "how", "bytes", "µs, NVLink", "µs, network"], rows)
+
+
+def of_plan(model, mesh):
+    rows = []
+    for dimension, what, _, size, count in rows_of(model, mesh, gathers=1, send="carry", layout="zigzag"):
+        speed = NVLINK if dimension == "context" else NETWORK
+        rows.append([what, dimension, f"{size:,}", f"{size / speed / 1e3:,.1f}", str(count)])
+    return table(["what", "over", "bytes", "µs", "of these"], rows)
+
+
+def test_the_tables_of_the_page():
+    page = PAGE.read_text(encoding="utf-8")
+    for expected in (of_dimensions(), *(of_plan(*plan) for plan in PLANS)):
+        assert expected in page, f"docs/distributed.md should have\n{expected}"
+
+
+def _run_page():
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, PAGE.name, "exec"), {})
+
+
+def test_the_code_of_the_page_runs():
+    run(2, _run_page)
+
+
+def test_the_examples_in_docstrings():
+    module = sys.modules["mhc_ops.distributed.traffic"]
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed

@@ -1,0 +1,227 @@
+"""The example that trains on many processes: every mesh learns the same, and a lost worker changes no bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_distributed as example  # noqa: E402
+
+STEPS = 5
+TINY = ("--D", 32, "--depth", 1, "--length", 16, "--batch", 4, "--steps", STEPS, "--every", 2, "--report", 3)
+TINY += ("--clip", 0.1)  # well below what the norm is
+
+
+def options(folder, *arguments):
+    return example.parse([*map(str, (*TINY, *arguments, "--out", folder))])
+
+
+def losses(folder):
+    """fp32, as they were computed."""
+    lines = (folder / "losses.csv").read_text().splitlines()[1:]
+    assert [int(line.split(",")[0]) for line in lines] == list(range(STEPS))
+    return torch.tensor([float(line.split(",")[1]) for line in lines])
+
+
+def last_checkpoint(folder):
+    """All that is in it: flat, tensors and numbers by name."""
+    dcp_to_torch_save(folder / "checkpoints" / f"step-{STEPS:09d}", folder / "last.pt")
+    return dict(_flat(torch.load(folder / "last.pt", weights_only=False), ""))
+
+
+def _flat(value, name):
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(inner, f"{name}/{key}")
+    else:
+        yield name, value
+
+
+def _train(folder, *arguments):
+    example.train(example.Run(options(folder, *arguments)))
+
+
+def _gradients(training):
+    """Of the first step: the loss and all gradients, whole. Nothing remains of it."""
+    loss = training.gradients(0)
+    torch.distributed.all_reduce(loss)
+    gradients = {name: p.grad.full_tensor() for name, p in training.model.named_parameters()}
+    training.optimizer.zero_grad()
+    training.windows.position = 0
+    return loss * training.options.pp / torch.distributed.get_world_size(), gradients
+
+
+def _refusal(folder, *arguments):
+    try:
+        _train(folder, *arguments)
+    except example.Refused as refused:
+        return str(refused)
+
+
+def _world(folder, meshes):
+    """What is to be seen of one number of processes: a world of them costs seconds."""
+    results = {}
+    for mesh in meshes:
+        training = example.Run(options(folder / name(mesh), *mesh, "--every", STEPS))
+        results[mesh] = _gradients(training)
+        example.train(training)
+    return results
+
+
+def _four(folder):
+    """Also a run, in stages, that ends between two checkpoints."""
+    results = _world(folder, MESHES[4])
+    training = example.Run(options(folder / "ended", "--pp", 2))
+    curve = example.Curve(folder / "ended" / "losses.csv", 0) if torch.distributed.get_rank() == 0 else None
+    for step in range(3):
+        loss = training.step(step)
+        torch.distributed.all_reduce(loss)
+        if curve:
+            curve.add(range(step, step + 1), [2 * loss.item() / torch.distributed.get_world_size()], speed=0)
+        if step + 1 == 2:
+            training.save(step + 1)
+    return results, None
+
+
+def _two(folder):
+    """Also what four have begun, a run that others are compared with, and what is refused."""
+    results = _world(folder, MESHES[2])
+    _train(folder / "ended")
+    _train(folder / "undisturbed", *DROPOUT)
+    _train(folder / "bf16", "--dtype", "bfloat16")
+    return results, [_refusal(folder / "refused", *arguments) for arguments in REFUSED]
+
+
+MESHES = {
+    1: [()],
+    2: [("--dp", 2), ("--cp", 2), ("--pp", 2)],
+    4: [
+        ("--dp", 4),
+        ("--cp", 4, "--layout", "contiguous"),
+        ("--dp", 2, "--cp", 2),
+        ("--dp", 2, "--pp", 2),
+        ("--cp", 2, "--pp", 2),
+    ],
+}
+DROPOUT = ("--dropout", 0.1)
+REFUSED = {
+    ("--dp", 3): "--dp 3 × --cp 1 × --pp 1 is 3 processes, but there are 2",
+    ("--cp", 2, "--length", 15): "--length 15 cannot be cut into 4 pieces of one size for --cp 2",
+    ("--batch", 1): "--batch 1 texts cannot be shared equally by --dp 2",
+}
+
+
+def name(mesh):
+    return "".join(map(str, mesh)) or "one"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """(folder, results by mesh, what was refused)"""
+    folder, results = tmp_path_factory.mktemp("runs"), {}
+    for world, function in ((1, _one), (4, _four), (2, _two)):
+        ranks, refused = zip(*run(world, function, folder))
+        for mesh in MESHES[world]:
+            gradients = [rank[mesh][1] for rank in ranks]  # those of a stage are on its processes
+            results[mesh] = ranks[0][mesh][0], {key: grad for some in gradients for key, grad in some.items()}
+    return folder, results, refused[0]
+
+
+def _one(folder):
+    return _world(folder, MESHES[1]), None
+
+
+def test_lost_workers_change_no_bit(ran, tmp_path):
+    """One is killed in a step, then the first one in a checkpoint: all start again by themselves, twice from step 2."""
+    undisturbed = ran[0] / "undisturbed"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    restarts = ("--max-restarts", 2, "--monitor-interval", 0.1)
+    drills = ("--fail-at", "step:3", "--fail-at", "checkpoint:4:0")
+    script = EXAMPLES / "train_distributed.py"
+    done = _python(*torchrun, *restarts, script, *TINY, *DROPOUT, *drills, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("(exitcode: -9)") == 2
+    assert done.stderr.count("goes on from the checkpoint of step 2") == 2
+    assert torch.equal(losses(tmp_path), losses(undisturbed))
+    expected, found = last_checkpoint(undisturbed), last_checkpoint(tmp_path)
+    assert expected.keys() == found.keys() and len(expected) > 50
+    assert [key for key in expected if not _same(expected[key], found[key])] == []
+    # Broken ones and old ones are gone.
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000000004", "step-000000005"]
+
+
+def _same(expected, found):
+    return torch.equal(expected, found) if isinstance(expected, torch.Tensor) else expected == found
+
+
+def _python(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES[2], *MESHES[4]], ids=name)
+def test_losses_and_gradients_are_those_of_one_process(mesh, ran):
+    folder, results, _ = ran
+    (expected_loss, expected), (loss, gradients) = results[()], results[mesh]
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(gradients, expected)
+    torch.testing.assert_close(losses(folder / name(mesh)), losses(folder / name(())))
+
+
+def test_a_run_goes_on_with_fewer_processes_in_another_mesh(ran):
+    folder = ran[0]
+    torch.testing.assert_close(losses(folder / "ended"), losses(folder / name(())))
+
+
+def test_layers_in_bf16_learn_the_same(ran):
+    folder = ran[0]
+    torch.testing.assert_close(losses(folder / "bf16"), losses(folder / name(())), rtol=2**-8, atol=0)
+
+
+def test_every_window_is_taken_once_in_a_pass():
+    """Also by batches that do not divide the passes, and by a run that goes on with other ones."""
+    text = torch.arange(10 * 7 + 4)
+    first, others = example.Windows(text, 7, seed=1), example.Windows(text, 7, seed=1)
+    taken = torch.cat([first.take(4) for _ in range(5)])
+    passes = taken[:, 0].view(2, 10)
+    assert torch.equal(passes.sort().values, torch.arange(0, 70, 7).expand(2, 10))
+    assert not torch.equal(*passes)
+    assert torch.equal(taken - taken[:, :1], torch.arange(8).expand(20, 8))
+    head = others.take(6)
+    third = example.Windows(text, 7, seed=1)
+    third.load_state_dict(others.state_dict())
+    assert torch.equal(torch.cat([head, third.take(3), third.take(11)]), taken)
+
+
+def test_wrong_meshes_are_told(ran):
+    assert ran[2] == list(REFUSED.values())
+
+
+def test_another_text_is_no_continuation():
+    windows = example.Windows(torch.arange(100), 7, seed=1)
+    with pytest.raises(example.Refused, match="--seed is 1, but the run to go on with has 2"):
+        windows.load_state_dict(example.Windows(torch.arange(100), 7, seed=2).state_dict())
+
+
+def test_without_torchrun_it_says_so(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert example.main([]) == 2
+    assert capsys.readouterr().err.startswith(
+        "torchrun starts the processes: torchrun --standalone --nproc-per-node 2 "
+    )
+
+
+@pytest.mark.parametrize("drill", ["step", "step:x", "backward:3", "step:3:1:1"])
+def test_a_drill_that_is_none(drill, capsys):
+    with pytest.raises(SystemExit):
+        example.parse(["--fail-at", drill])
+    assert f"must be step:NUMBER or checkpoint:NUMBER, maybe with :RANK, got {drill}" in capsys.readouterr().err
