@@ -70,6 +70,8 @@ class HyperParallel(ParallelStyle):
         """args, x of them sharded. A connection outside of a stack is run as one of a stack that is its own."""
         if not args:
             raise TypeError("HyperParallel: x must be given by its position")
+        if isinstance(args[0], StackCarry):
+            raise TypeError("HyperParallel: the plan must name the HyperStack, not its connections")
         if isinstance(module, HyperStack) and not module.first:
             (x, read), extras = module._pair(*args)
             return (self._sharded(x, mesh), self._sharded(read, mesh, behind=1)), *extras
@@ -114,11 +116,14 @@ class HyperParallel(ParallelStyle):
 
     def _with_h_out(self, result: Any, mesh: DeviceMesh) -> Any:
         """The carry, or it and what the layer returned besides, with h_out as a DTensor."""
-        if not isinstance(result, StackCarry):
-            return self._with_h_out(result[0], mesh), *result[1:]
-        h_out, x = result.h_out, result.x
+        if isinstance(result, StackCarry):
+            return result._replace(h_out=self._whole(result.h_out, result.x, mesh))
+        carry, *rest = result
+        return self._with_h_out(carry, mesh), *rest
+
+    def _whole(self, h_out: Any, x: Tensor, mesh: DeviceMesh) -> Any:
         if not isinstance(h_out, Tensor) or isinstance(h_out, DTensor):
-            return result
+            return h_out
         assert isinstance(x, DTensor)
         *outer, _, D = x.to_local().shape
         if h_out.shape != (*outer, D):
@@ -127,10 +132,8 @@ class HyperParallel(ParallelStyle):
             raise ValueError(f"HyperParallel: the layer returned {shapes}; a RowwiseParallel has to have {layout}")
         shape = torch.Size((*x.shape[:-2], D))
         stride = torch.empty(shape, device="meta").stride()
-        placements = [Shard(self.sequence_dim)]
-        pieces = h_out.contiguous()  # as the strides of the whole say
-        whole = DTensor.from_local(pieces, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return result._replace(h_out=whole)
+        piece = h_out.contiguous()  # as the strides of the whole say
+        return DTensor.from_local(piece, mesh, [Shard(self.sequence_dim)], run_check=False, shape=shape, stride=stride)
 
     def __repr__(self) -> str:
         return f"HyperParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"

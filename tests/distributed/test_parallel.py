@@ -140,6 +140,8 @@ def wrong_use(mesh):
         connection(layer)(streams())
     with pytest.raises(TypeError, match=r"^HyperParallel: x must be given by its position$"):
         parallelize_module(HyperHead(n, D), mesh, HyperParallel())(x=streams())
+    with pytest.raises(TypeError, match=r"^HyperParallel: the plan must name the HyperStack, not its connections$"):
+        HyperStack(connection(torch.tanh))(streams())
     with pytest.raises(TypeError, match=r"^HyperConnection: x must be a torch.Tensor, got NoneType$"):
         connection(torch.tanh)(None)
 
