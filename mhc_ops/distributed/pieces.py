@@ -115,7 +115,8 @@ class Exchange:
         return torch.ops._c10d_functional.wait_tensor(self.pending)
 
     def hold(self, y: Tensor) -> None:
-        """Keep a compiler from dropping the exchange where this rank only gives: y − Σ nothing, which is y."""
+        """Keep a compiler from dropping the exchange, or moving it into the backward, where this rank takes nothing:
+        y − Σ nothing, which is y."""
         if torch.compiler.is_compiling() and not self.takes:
             y[:, :1].sub_(self.result().sum())
 
