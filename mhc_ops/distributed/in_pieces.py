@@ -196,9 +196,6 @@ class InPieces(torch.autograd.Function):
             for i in _incomplete(given, plan):
                 window = _window(given, plan, i, plan.reach, before[i], ids[i])
                 _slice(y, plan, i, plan.reach).copy_(conv.forward(window)[0][:, plan.histories[i] :])
-        for exchange in (under_way, ids_under_way):
-            if exchange is not None:
-                exchange.hold(y)
         ctx.conv, ctx.plan, ctx.group, ctx.names = conv, plan, group, names
         ctx.save_for_backward(*tensors, *before, *ids, *[left for _, left in results])
         return y
