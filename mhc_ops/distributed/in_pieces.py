@@ -196,7 +196,6 @@ class InPieces(torch.autograd.Function):
             for i in _incomplete(given, plan):
                 window = _window(given, plan, i, plan.reach, before[i], ids[i])
                 _slice(y, plan, i, plan.reach).copy_(conv.forward(window)[0][:, plan.histories[i] :])
-        under_way.hold(y)
         ctx.conv, ctx.plan, ctx.group, ctx.names = conv, plan, group, names
         ctx.save_for_backward(*tensors, *before, *ids, *[left for _, left in results])
         return y
@@ -216,7 +215,8 @@ class InPieces(torch.autograd.Function):
             window = _window(given, plan, i, plan.window, before[i], ids[i])
             silent = dy.new_zeros(before[i].shape)
             firsts[i] = conv.backward(window, torch.cat([silent, _slice(dy, plan, i, plan.window)], 1))
-        dhistories = [_dx(firsts[i])[:, :n] if i in firsts else before[i] for i, n in enumerate(plan.histories)]
+        # Nothing is a part of dy too: what does not depend on dy a compiler would send in its forward.
+        dhistories = [_dx(firsts[i])[:, :n] if i in firsts else dy[:, :n] for i, n in enumerate(plan.histories)]
         under_way = pieces.send_back(dhistories, plan, ctx.group)
 
         wholes = _wholes(given, plan)

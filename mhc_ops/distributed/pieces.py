@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional  # it tells torch.compile that none may be dropped
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.check import check_word
@@ -108,21 +109,16 @@ class Exchange:
     def __init__(self, rows: Tensor, give: Sequence[int], take: Sequence[int], group: dist.ProcessGroup):
         # One collective with a share for each rank, most of them empty: to NCCL that is a send and a receive, and
         # torch.compile knows it, while a pair of isend and irecv it does not.
-        self.rows, self.takes = rows.contiguous(), sum(take)
+        self.rows = rows.contiguous()
         self.pending = torch.ops._c10d_functional.all_to_all_single(self.rows, list(take), list(give), group.group_name)
 
     def result(self) -> Tensor:
-        return torch.ops._c10d_functional.wait_tensor(self.pending)
-
-    def hold(self, y: Tensor) -> None:
-        """Keep a compiler from dropping the exchange where this rank only gives: y − Σ nothing, which is y."""
-        if torch.compiler.is_compiling() and not self.takes:
-            y[:, :1].sub_(self.result().sum())
+        return functional.wait_tensor(self.pending)
 
 
 def all_sum(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     pending = torch.ops._c10d_functional.all_reduce(share.contiguous(), "sum", group.group_name)
-    return torch.ops._c10d_functional.wait_tensor(pending)
+    return functional.wait_tensor(pending)
 
 
 def send_tails(x: Tensor, plan: Plan, group: dist.ProcessGroup) -> Exchange:
@@ -150,7 +146,6 @@ def send_back(dhistories: Sequence[Tensor], plan: Plan, group: dist.ProcessGroup
 def add_tails(dx: Tensor, exchange: Exchange, plan: Plan) -> None:
     """The gradients that came back, to dx of the rows that were given, in place."""
     came = exchange.result().transpose(0, 1)
-    exchange.hold(dx)
     position = 0
     for first, last in plan.given:
         dx[:, first:last] += came[:, position : position + last - first]
