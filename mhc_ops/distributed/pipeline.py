@@ -23,7 +23,7 @@ from ..mhc import recompute as between
 from ..mhc.modules import HyperConnection
 from ..mhc.ops import mhc_expand
 from ..mhc.recompute import StackCarry
-from ..mhc.stack import HyperStack
+from ..mhc.stack import HyperStack, split
 
 MAP_BYTES = 4  # maps are fp32
 
@@ -93,7 +93,7 @@ class HyperStage(HyperStack):
         self.begins, self.ends, self.send = start == 0, stop == len(stack), send
         if self.shifted:
             self.first, self.last = self.begins and stack.first, self.ends and stack.last
-        self.n, self.D = stack[start].n, stack[start].D
+        self.n = stack[start].n
         # What the carry of the stage before holds, or has as a flag.
         before: HyperConnection | None = None if self.begins else stack[start - 1]
         self.mixed, self.transposed = _has_h_res(before), bool(before and before.options["transposed"])
@@ -110,10 +110,10 @@ class HyperStage(HyperStack):
         for place, (name, connection) in enumerate(self._modules.items()):
             if place == ending and self._sends_carry():
                 carry = carry._replace(leaving=self._leaving)
-            result = connection(carry, **kwargs)
-            if not isinstance(result, StackCarry):
+            carry, rest = split(name, connection(carry, **kwargs))
+            if rest is not None:
                 raise TypeError(f"HyperStage: the layer of connection {name} must return h_out alone in a pipeline")
-            carry, backend = result, getattr(connection, "backend", None)
+            backend = getattr(connection, "backend", None)
         if not self._sends_carry():
             return between.end(carry, backend, contracted=self.shifted and self.last)
         sent = (carry.x, carry.h_out, carry.h_post, carry.h_res, carry.read)
@@ -227,6 +227,8 @@ class PipelineStage(pipelining.PipelineStage):
         self.traffic = _traffic(group, num_stages)
         self.outlets: dict[int, _Outlet] = {}  # by microbatch, until its backward
         self.arriving: dict[int, dist.Work] = {}  # x of the stage before
+        # Not where all that made x is frozen, in this stage or in those before.
+        self.x_gets_gradient = self.x_sends_gradient = True
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.traffic.running.add(self.stage_index)
@@ -234,9 +236,13 @@ class PipelineStage(pipelining.PipelineStage):
             self.arriving.pop(fwd_chunk_id).wait()
         self.outlets[fwd_chunk_id] = self.hyper_stage.outlet = _Outlet(self)
         try:
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         finally:
             self.hyper_stage.outlet = None
+        outputs, inputs = self.fwd_cache[fwd_chunk_id]
+        self.x_gets_gradient = not self.is_last and outputs[0].requires_grad
+        self.x_sends_gradient = not self.is_first and inputs[0].requires_grad
+        return result
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
@@ -249,14 +255,16 @@ class PipelineStage(pipelining.PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
-        if ops:
-            self.outlets[bwd_chunk_id].gradient = ops[0].tensor
+        if not ops or not self.x_gets_gradient:
+            return ops
+        self.outlets[bwd_chunk_id].gradient = ops[0].tensor
         return ops[1:]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_bwd_send_ops(bwd_chunk_id)
-        if ops:
-            self.send_x(ops[0].tensor, self.stage_index - 1)
+        if not ops or not self.x_sends_gradient:
+            return ops
+        self.send_x(ops[0].tensor, self.stage_index - 1)
         return ops[1:]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

@@ -105,7 +105,7 @@ class HyperStack(nn.Sequential):
         carry, rests, any_rest, backend = between.begin(x, self.recompute, self.shifted, read), [], False, None
         for name, connection in self._modules.items():
             result = connection(carry, *args, **kwargs)
-            carry, rest = _split(name, result)
+            carry, rest = split(name, result)
             rests.append(rest or ())
             any_rest = any_rest or rest is not None
             backend = getattr(connection, "backend", None)
@@ -129,7 +129,7 @@ class HyperStack(nn.Sequential):
         return ", ".join(f"{name}={settings[name]}" for name in shown)
 
 
-def _split(name: str, result: Any) -> tuple[StackCarry, tuple[Any, ...] | None]:
+def split(name: str, result: Any) -> tuple[StackCarry, tuple[Any, ...] | None]:
     """The carry, and the rest where the layer returned a tuple."""
     if isinstance(result, StackCarry):
         return result, None

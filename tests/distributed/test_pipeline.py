@@ -355,3 +355,19 @@ def test_wrong_use_is_told(use, message):
 def test_the_first_stage_expands():
     h = torch.randn(2, D)
     assert torch.equal(HyperStage(stack_of(), 0, 2).expand(h), mhc_ops.mhc_expand(h, N))
+
+
+def frozen(kind):
+    """Gradients where the first stage trains its last layer alone, so that nothing in it needs x's gradient."""
+    parts, step = pipeline(False, "carry", kind, pipelining.Schedule1F1B)
+    if 0 in parts:
+        parts[0].requires_grad_(False)
+        parts[0].stack[1].layer.requires_grad_()
+    step(words(), cotangent())
+    return [parameter.grad for part in parts.values() for parameter in part.parameters()]
+
+
+def test_x_without_a_gradient():
+    for late, early in zip(run(2, frozen, pipelining.PipelineStage), run(2, frozen, PipelineStage)):
+        assert [gradient is None for gradient in early] == [gradient is None for gradient in late]
+        assert_equal(*([gradient for gradient in found if gradient is not None] for found in (early, late)))
