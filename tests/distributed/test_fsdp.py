@@ -372,3 +372,34 @@ def test_wrong_use_is_told():
             "fully_shard: mesh must be a DeviceMesh, got int",
         ]
     ]
+
+
+def kernels():
+    """Of a sharded stack on the kernels, which see the whole maps: this rank's output, and the gradients."""
+    network = fully_shard(stack_on_kernels(), mesh=line())
+    out = network(own(streams()))
+    (out.square().sum() * dist.get_world_size()).backward()
+    return out.detach(), gradients_of(network)
+
+
+def stack_on_kernels():
+    torch.manual_seed(0)
+    made = [HyperConnection(nn.Linear(D, D), N, D, gamma=True, sinkhorn_iters=2, backend="triton") for _ in range(2)]
+    for connection in made:
+        nn.init.normal_(connection.phi, std=connection.phi.shape[1] ** -0.5)
+    return HyperStack(*made)
+
+
+def streams():
+    return torch.randn(2, N, D, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.interpreted
+def test_kernels():
+    network = stack_on_kernels()
+    expected = torch.cat([network(share) for share in streams().chunk(2)])  # as a product of matrices has other bits
+    expected.square().sum().backward()
+    ranks = run(2, kernels)
+    assert torch.equal(torch.cat([out for out, _ in ranks]), expected)
+    for _, gradients in ranks:
+        assert_close(gradients, [parameter.grad for parameter in network.parameters()])

@@ -371,3 +371,27 @@ def test_x_without_a_gradient():
     for late, early in zip(run(2, frozen, pipelining.PipelineStage), run(2, frozen, PipelineStage)):
         assert [gradient is None for gradient in early] == [gradient is None for gradient in late]
         assert_equal(*([gradient for gradient in found if gradient is not None] for found in (early, late)))
+
+
+def kernels():
+    """The output of two microbatches and the gradients of this process's connections."""
+    rank = dist.get_rank()
+    parts = pipeline_stages(stack_of("triton", shifted=True), (2,), send="carry")
+    stage = PipelineStage(parts[rank], rank, len(parts), torch.device("cpu"))
+    schedule = pipelining.Schedule1F1B(stage, 2, loss_fn=lambda out, _: out.square().sum(), scale_grads=False)
+    out = schedule.step(streams()) if rank == 0 else schedule.step(target=torch.zeros(2))
+    return out, [parameter.grad for parameter in parts[rank].parameters()]
+
+
+def streams():
+    return torch.randn(2, N, D, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.interpreted
+def test_kernels_in_two_processes():
+    stack = stack_of("triton", shifted=True)
+    expected = torch.cat([stack(piece) for piece in streams().chunk(2)])  # as a product of matrices has other bits
+    expected.square().sum().backward()
+    (_, first), (out, second) = run(2, kernels)
+    assert torch.equal(out, expected)
+    assert_close([*first, *second], [parameter.grad for parameter in stack.parameters()])
