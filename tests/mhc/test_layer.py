@@ -1,9 +1,8 @@
 """HyperConnection in what torch puts around a layer: autocast, compile, checkpoint, export, FSDP2, CUDA graphs."""
 
 import copy
-import os
-import socket
 
+import processes
 import pytest
 import torch
 from torch import nn
@@ -246,40 +245,30 @@ def test_opcheck_of_the_maps_alone(gamma, kernel_device):
     opcheck(contracts.mhc_mean_bwd.traced, (N, detached[0][:, 0].clone(), "triton"))
 
 
-def sharded(rank, world, port, backend, results):
-    """One process of test_fsdp2."""
-    from torch.distributed import init_process_group
+def sharded(backend):
+    """On each process of test_fsdp2."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
-    init_process_group("gloo")
     place = (backend, "cpu")
-    network = model(place)
+    network, mesh = model(place), torch.distributed.init_device_mesh("cpu", (2,))
     for layer in network:
-        fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (world,)))
-    fully_shard(network, mesh=torch.distributed.init_device_mesh("cpu", (world,)))
+        fully_shard(layer, mesh=mesh)
+    fully_shard(network, mesh=mesh)
     x = streams(place)
     network(x).square().sum().backward()  # the same x everywhere, so the mean over processes is the gradient
     whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in network.parameters()]
-    if rank == 0:
-        torch.save([x.grad, *whole], results)
-    torch.distributed.barrier()
-    os._exit(0)  # at once: a thread of gloo's that still runs while Python ends would abort the process
+    return [x.grad, *whole]
 
 
 @pytest.mark.parametrize(
     "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreted, id="interpreted")]
 )
-def test_fsdp2(backend, tmp_path):
+def test_fsdp2(backend):
     """Two processes, parameters sharded over them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(sharded, (2, port, backend, tmp_path / "gradients.pt"), nprocs=2)
+    gradients, _ = processes.run(2, sharded, backend)
     network, x = model((backend, "cpu")), streams((backend, "cpu"))
     network(x).square().sum().backward()
-    gradients = torch.load(tmp_path / "gradients.pt")
     for gradient, expected in zip(gradients, [x.grad, *(p.grad for p in network.parameters())]):
         assert accuracy.close(gradient, expected.double())
 

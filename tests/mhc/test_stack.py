@@ -2,10 +2,9 @@
 
 import copy
 import gc
-import os
-import socket
 from functools import cache
 
+import processes
 import pytest
 import torch
 from mhc_kernels import bf16, fp16, fp32
@@ -455,17 +454,14 @@ def test_cuda_graph():
     assert_equal(step(graphed, x), expected)
 
 
-def sharded(rank, world, port, backend, results):
-    """One process of test_fsdp2."""
-    from torch.distributed import init_process_group
+def sharded(backend):
+    """On each process of test_fsdp2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
-    init_process_group("gloo")
     place = (backend, "cpu")
     stack = HyperStack(*connections(place, 2), recompute=2)
-    mesh, policy = torch.distributed.init_device_mesh("cpu", (world,)), MixedPrecisionPolicy(cast_forward_inputs=False)
+    mesh, policy = torch.distributed.init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(cast_forward_inputs=False)
     for connection in stack:
         fully_shard(connection, mesh=mesh, mp_policy=policy)
     fully_shard(stack, mesh=mesh, mp_policy=policy)
@@ -473,25 +469,18 @@ def sharded(rank, world, port, backend, results):
     with mhc_ops.metrics(stack) as health:
         stack(x).square().sum().backward()  # the same x everywhere, so the mean over processes is the gradient
     whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in stack.parameters()]
-    if rank == 0:
-        torch.save(([x.grad, *whole], health.result()), results)
-    torch.distributed.barrier()
-    os._exit(0)  # at once: a thread of gloo's that still runs while Python ends would abort the process
+    return [x.grad, *whole], health.result()
 
 
 @pytest.mark.parametrize(
     "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreted, id="interpreted")]
 )
-def test_fsdp2(backend, tmp_path):
+def test_fsdp2(backend):
     """Two processes, every connection sharded over them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(sharded, (2, port, backend, tmp_path / "results.pt"), nprocs=2)
+    (found, numbers), _ = processes.run(2, sharded, backend)
     stack, x = HyperStack(*connections((backend, "cpu"), 2)), streams((backend, "cpu"))
     with mhc_ops.metrics(stack) as health:
         stack(x).square().sum().backward()
     expected = [x.grad, *(p.grad for p in stack.parameters())]
-    found, numbers = torch.load(tmp_path / "results.pt")
     assert_close(found, expected)
     assert numbers == pytest.approx(health.result(), rel=1e-5, abs=1e-6)
