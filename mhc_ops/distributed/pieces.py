@@ -206,7 +206,7 @@ _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[int]]" = WeakKeyDictionary()
 
 def check_lengths(function: str, x: Tensor, ranks: Ranks) -> int:
     """The length of a piece, which must be the same on all ranks. They ask one another only about a length that is new,
-    since the host waits for the answer."""
+    since the host waits for the answer, and not under torch.compile."""
     if hasattr(x, "to_local"):
         raise TypeError(f"{function}: x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor")
     L = x.shape[1]
