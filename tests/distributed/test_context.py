@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import mhc_ops
 from mhc_ops import distributed
+from mhc_ops.core import call
+from mhc_ops.core.op import Op
 from mhc_ops.distributed.pieces import pieces_of
 from mhc_ops.measure import accuracy
 from mhc_ops.measure.conv_cases import PLACES, ConvCase
@@ -398,3 +400,20 @@ def in_a_mesh():
 
 def test_one_dimension_of_a_mesh():
     assert run(4, in_a_mesh) == [True] * 4
+
+
+def backend_of_backward():
+    """Which backends a backward uses whose forward was in a block of use_backend."""
+    used, launch = [], Op.launch
+    x, weight = torch.randn(1, 12, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    with mhc_ops.use_backend("hip"):
+        y = distributed.causal_conv1d(x, weight, group=dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Op, "launch", lambda self, **inputs: used.append(inputs["backend"]) or launch(self, **inputs))
+        call.forget()  # what was kept does not come by there
+        y.sum().backward()
+    return set(used)
+
+
+def test_the_backward_uses_the_backend_of_its_forward():
+    assert run(2, backend_of_backward) == [{"hip"}] * 2
