@@ -9,6 +9,11 @@ Backward, the gradient of the history is computed first, by a call on the histor
 which also has the final dx of the first S of them. It travels while a call on all rows runs. That call has wrong terms
 from the first S rows, whose taps on the history were missing. Of dx they reach only rows that are replaced; out of the
 sums over tokens (dweight, dbias, dgamma) a call on the first 2·S rows without history takes them again, in fp32.
+
+One call that waits for the history and takes it as its state would be fewer launches, but nothing would run meanwhile,
+short_conv takes no state, and packed sequences would need one each. The small calls take time on the host: 0.11 ms
+instead of 0.02 for a forward, 0.39 instead of 0.07 with its backward (a CPU core, without kernels and network), which
+long pieces hide.
 """
 
 from collections.abc import Callable, Sequence
@@ -140,7 +145,8 @@ def _behind(first: Tensor | None, then: Tensor) -> Tensor:
 
 
 def _wholes(given: Tensors, plan: Plan) -> list[Tensors]:
-    """All rows without their histories. Two pieces are two rows of a batch, unless packed sequences allow only one."""
+    """All rows without their histories. Two pieces are two rows of a batch; with cu_seqlens, which allows only one, a
+    call each, whose results are copied together (seq_idx does without)."""
     count = len(plan.starts)
     if given.get("cu_seqlens") is not None or count == 1:
         return [_window(given, plan, i, plan.length, None, None) for i in range(count)]

@@ -32,6 +32,7 @@ class Plan(NamedTuple):
     given: tuple[tuple[int, int], ...]  # ranges of rows that others need, by rank
     give: tuple[int, ...]  # how many rows each rank is given
     taken: tuple[tuple[tuple[int, int], ...], ...]  # for each piece, where its history is in what was taken
+    message: tuple[int, ...]  # which of those parts is the first in what was taken, the second and so on
     take: tuple[int, ...]  # how many rows are taken from each rank
 
     @property
@@ -63,8 +64,10 @@ def _plan(rank: int, world: int, layout: str, length: int, S: int) -> Plan:
     mine = pieces_of(rank, world, layout)
     given: list[tuple[int, int]] = []
     give, take = [], []
-    taken: list[list[tuple[int, int, int]]] = [[] for _ in mine]
-    position = 0
+    taken: list[list[tuple[int, int, tuple[int, int]]]] = [
+        [] for _ in mine
+    ]  # source, which in the message, where in it
+    position = count = 0
     for other in range(world):
         theirs = pieces_of(other, world, layout)
         before = len(given)
@@ -73,10 +76,11 @@ def _plan(rank: int, world: int, layout: str, length: int, S: int) -> Plan:
         give.append(sum(last - first for first, last in given[before:]))
         start = position
         for i, j, _, rows in _needed(theirs, mine, length, S):
-            taken[j].append((theirs[i], position, position + rows))
-            position += rows
+            taken[j].append((theirs[i], count, (position, position + rows)))
+            position, count = position + rows, count + 1
         take.append(position - start)
-    in_order = tuple(tuple((first, last) for _, first, last in sorted(parts)) for parts in taken)
+    in_time = [sorted(parts, key=lambda part: part[0]) for parts in taken]
+    numbers = [number for parts in in_time for _, number, _ in parts]
     starts = tuple(piece * length for piece in mine)
     return Plan(
         length=length,
@@ -85,7 +89,8 @@ def _plan(rank: int, world: int, layout: str, length: int, S: int) -> Plan:
         histories=tuple(min(S, start) for start in starts),
         given=tuple(given),
         give=tuple(give),
-        taken=in_order,
+        taken=tuple(tuple(rows for _, _, rows in parts) for parts in in_time),
+        message=tuple(numbers.index(number) for number in range(count)),
         take=tuple(take),
     )
 
@@ -135,11 +140,11 @@ def histories(exchange: Exchange, plan: Plan) -> list[Tensor]:
 
 def send_back(dhistories: Sequence[Tensor], plan: Plan, group: dist.ProcessGroup) -> Exchange:
     """The gradients of histories, to where the rows came from."""
-    parts: list[tuple[int, Tensor]] = []
+    parts: list[Tensor] = []
     for ranges, dhistory in zip(plan.taken, dhistories):
         lengths = [last - first for first, last in ranges]
-        parts += zip([first for first, _ in ranges], dhistory.split(lengths, 1) if lengths else ())
-    rows = [part for _, part in sorted(parts, key=lambda part: part[0])]
+        parts += dhistory.split(lengths, 1) if lengths else ()
+    rows = [parts[i] for i in plan.message]
     return Exchange(torch.cat([dhistories[0][:, :0], *rows], 1).transpose(0, 1), plan.take, plan.give, group)
 
 
@@ -201,7 +206,7 @@ _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[int]]" = WeakKeyDictionary()
 
 def check_lengths(function: str, x: Tensor, ranks: Ranks) -> int:
     """The length of a piece, which must be the same on all ranks. They ask one another only about a length that is new,
-    since the host waits for the answer."""
+    since the host waits for the answer, and not under torch.compile."""
     if hasattr(x, "to_local"):
         raise TypeError(f"{function}: x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor")
     L = x.shape[1]

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import mhc_ops
 from mhc_ops import distributed
+from mhc_ops.core import call
+from mhc_ops.core.op import Op
 from mhc_ops.distributed.pieces import pieces_of
 from mhc_ops.measure import accuracy
 from mhc_ops.measure.conv_cases import PLACES, ConvCase
@@ -342,44 +344,43 @@ def test_a_group_of_one_is_the_plain_function_and_told():
 
 
 def compiled():
-    """Whether one graph has the bits of the eager call. Ranks that only give or only take are those that a compiler
-    could leave out of an exchange, or have send in another call than the others, who would then wait."""
-    group, weight, x = dist.group.WORLD, torch.randn(3, 3, requires_grad=True), torch.randn(1, 8, 3, requires_grad=True)
-    seq_idx = torch.zeros(1, 8, dtype=torch.int32)
+    """Whether one graph has the bits of the eager call, the next one too, for any length. Ranks that only give or only
+    take are those that a compiler could have send in another call than the others, who would then wait."""
+    group, weight = dist.group.WORLD, torch.randn(3, 3, requires_grad=True)
 
-    def conv(x, weight):
+    def conv(x, weight, seq_idx):
         return distributed.causal_conv1d(x, weight, seq_idx=seq_idx, activation="silu", group=group, backend="hip")
 
-    ys = [function(x, weight) for function in (torch.compile(conv, fullgraph=True, backend="aot_eager"), conv)]
-    with torch.no_grad():
-        ys.append(torch.compile(conv, fullgraph=True, backend="aot_eager")(x, weight))
-    dist.barrier()
-    found = [torch.autograd.grad(y.square().sum(), (x, weight)) for y in ys[:2]]
-    return [torch.equal(one, other) for one, other in (*zip(*found), ys[:2], ys[1:])]
+    in_one_graph, same = torch.compile(conv, fullgraph=True, backend="aot_eager"), []
+    for L in (8, 11):
+        x, seq_idx = torch.randn(1, L, 3, requires_grad=True), torch.zeros(1, L, dtype=torch.int32)
+        ys = [function(x, weight, seq_idx) for function in (in_one_graph, conv)]
+        dist.barrier()
+        found = [(y, *torch.autograd.grad(y.square().sum(), (x, weight))) for y in ys]
+        same += [torch.equal(one, other) for one, other in zip(*found)]
+    return same
 
 
 def test_torch_compile_makes_one_graph():
-    assert run(2, compiled) == [[True] * 4] * 2
+    assert run(2, compiled) == [[True] * 6] * 2
 
 
 def with_nan(layout):
-    """y and dx of a call with NaN in padding and in other sequences' tokens, and of one process."""
-    x = torch.randn(1, 24, 3)
+    """Whether NaN in padding and in the tokens of one sequence is, in y and dx, where it is in one process."""
+    x = torch.ones(1, 24, 3)
     ids = torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2 + [2] * 8 + [-1] * 3], dtype=torch.int32)
-    dist.broadcast(x, 0)
-    x[:, 5:11], x[:, 21:], x[:, 11:13] = torch.nan, torch.nan, torch.nan
+    x[:, 5:13] = x[:, 21:] = torch.nan
     results = []
-    for function, cut in (
-        (mhc_ops.causal_conv1d, lambda t: t),
-        (distributed.causal_conv1d, lambda t: shard(t, layout)),
-    ):
-        leaf = cut(x).requires_grad_()
-        options = {"group": dist.group.WORLD, "layout": layout} if function is distributed.causal_conv1d else {}
-        y = function(leaf, torch.ones(3, 3), seq_idx=cut(ids), activation="silu", backend="reference", **options)
-        (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-        results.append((y.detach(), dx))
-    (y, dx), (own_y, own_dx) = results
-    return [torch.equal(shard(one, layout).nan_to_num(7), own.nan_to_num(7)) for one, own in ((y, own_y), (dx, own_dx))]
+    for whole in (True, False):
+        leaf, own_ids = (x.clone(), ids) if whole else (shard(x, layout), shard(ids, layout))
+        function = (
+            mhc_ops.causal_conv1d
+            if whole
+            else partial(distributed.causal_conv1d, layout=layout, group=dist.group.WORLD)
+        )
+        y = function(leaf.requires_grad_(), torch.ones(3, 3), seq_idx=own_ids, activation="silu", backend="reference")
+        results.append((y.isnan(), torch.autograd.grad(y, leaf, torch.ones_like(y))[0].isnan()))
+    return [torch.equal(shard(one, layout), own) for one, own in zip(*results)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -399,3 +400,20 @@ def in_a_mesh():
 
 def test_one_dimension_of_a_mesh():
     assert run(4, in_a_mesh) == [True] * 4
+
+
+def backend_of_backward():
+    """Which backends a backward uses whose forward was in a block of use_backend."""
+    used, launch = [], Op.launch
+    x, weight = torch.randn(1, 12, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    with mhc_ops.use_backend("hip"):
+        y = distributed.causal_conv1d(x, weight, group=dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Op, "launch", lambda self, **inputs: used.append(inputs["backend"]) or launch(self, **inputs))
+        call.forget()  # what was kept does not come by there
+        y.sum().backward()
+    return set(used)
+
+
+def test_the_backward_uses_the_backend_of_its_forward():
+    assert run(2, backend_of_backward) == [{"hip"}] * 2
