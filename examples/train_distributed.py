@@ -312,6 +312,10 @@ def main(arguments: list[str]) -> int:
         say("torchrun starts the processes: torchrun --standalone --nproc-per-node 2 examples/train_distributed.py")
         return 2
     if options.device == "cuda":
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if here > gpus:
+            say(f"{here} processes of this machine cannot share its GPUs, of which there are {gpus}: try --device cpu")
+            return 2
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, world = next(dist.rendezvous("env://"))
     # With torchrun's default rendezvous the store of the attempt before is used again, and has lost workers' addresses.

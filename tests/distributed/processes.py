@@ -1,4 +1,4 @@
-"""Run a function in several processes that are one gloo group: results = run(2, function, argument)."""
+"""Run a function in several processes that are one gloo group, without GPUs: results = run(2, function, argument)."""
 
 import multiprocessing
 import os
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # there may be fewer of them than processes
 
 # Each process is a copy of one that has imported torch, which takes seconds, and has done nothing else.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -66,6 +68,7 @@ def _rank(
     rank: int, world: int, store: str, end: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    os.environ.update(WITHOUT_GPUS)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

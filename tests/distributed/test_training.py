@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run
+from processes import WITHOUT_GPUS, run
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -163,7 +163,7 @@ def _same(expected, found):
 
 
 def _python(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    environment = {**os.environ, **WITHOUT_GPUS, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
@@ -225,3 +225,12 @@ def test_a_drill_that_is_none(drill, capsys):
     with pytest.raises(SystemExit):
         example.parse(["--fail-at", drill])
     assert f"must be step:NUMBER or checkpoint:NUMBER, maybe with :RANK, got {drill}" in capsys.readouterr().err
+
+
+def test_more_processes_than_gpus_are_told(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert example.main(["--device", "cuda"]) == 2
+    expected = "2 processes of this machine cannot share its GPUs, of which there are 1: try --device cpu"
+    assert capsys.readouterr().err.strip() == expected
