@@ -147,8 +147,9 @@ def test_lost_workers_change_no_bit(ran, tmp_path):
     drills = ("--fail-at", "step:3", "--fail-at", "checkpoint:4:0")
     script = EXAMPLES / "train_distributed.py"
     done = _python(*torchrun, *restarts, script, *TINY, *DROPOUT, *drills, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("(exitcode: -9)") == 2
+    assert done.returncode == 0, done.stderr[-4000:]
+    # torchrun names one of those it finds dead: the killed one, or the other, if that has noticed and ended by then.
+    assert "(exitcode: -9)" in done.stderr
     assert done.stderr.count("goes on from the checkpoint of step 2") == 2
     assert torch.equal(losses(tmp_path), losses(undisturbed))
     expected, found = last_checkpoint(undisturbed), last_checkpoint(tmp_path)
