@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .. import Carry, mhc_enter, mhc_head, mhc_leave, mhc_mean, mhc_next, mhc_pre
+from ..mhc.ops import Carry, mhc_enter, mhc_head, mhc_leave, mhc_mean, mhc_next, mhc_pre
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -6,7 +6,8 @@ import sys
 CODE = """
 import sys
 import mhc_ops
-assert {"liger", "megatron", "tile_kernels"} <= set(mhc_ops.compat.__all__)
+assert {"liger", "megatron", "tile_kernels", "transformers"} <= set(mhc_ops.compat.__all__)
+assert mhc_ops.compat.transformers.patch  # as the README says it
 libraries = {"tile_kernels", "liger_kernel", "megatron", "transformers", "causal_conv1d", "fla", "kernels"}
 print([name for name in sys.modules if name.partition(".")[0] in libraries])
 """

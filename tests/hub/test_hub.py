@@ -72,6 +72,7 @@ def test_imports_are_relative_or_of_torch(folder):
 def test_every_kernel_source_is_there(folder):
     variant = folder / "build" / "torch-cuda"
     assert not list(variant.rglob("tilelang")) and not list(variant.rglob("__pycache__"))
+    assert "tilelang" not in (variant / "__init__.py").read_text().lower()
     package = Path(mhc_ops.__file__).parent
     for name in ("mhc/triton", "conv/triton", "conv/hip"):
         there = {path.name for path in (package / name).iterdir() if path.suffix in hub.KINDS}
@@ -209,6 +210,44 @@ def test_kernelize(folder):
     assert model[0].forward.__func__.__module__.startswith("_mhc_ops_cpu_")
     assert_near(found, expected, FP32)
     assert_near(gradients(found, given), gradients(expected, given), FP32)
+
+
+@NO_KERNELS
+def test_kernelize_a_model_of_transformers(folder, monkeypatch):
+    """As docs/adopt_hub.md has it, with both classes."""
+    import kernels
+
+    v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "q_lora_rank": 16,
+    }
+    sizes |= {
+        "num_attention_heads": 2,
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 3,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+    }
+    torch.manual_seed(4)
+    model = v4.DeepseekV4Model(v4.DeepseekV4Config(**sizes, pad_token_id=0)).eval()
+    ids = torch.randint(3, 64, (1, 6))
+    expected, mapping = model(ids).last_hidden_state, {}
+    for name in ("DeepseekV4HyperConnection", "DeepseekV4HyperHead"):
+        for attribute in ("kernel_layer_name", "kernel_condition"):  # gone again behind this test
+            monkeypatch.setattr(getattr(v4, name), attribute, None, raising=False)
+        kernels.replace_kernel_forward_from_hub(getattr(v4, name), name)
+        mapping[name] = {"cpu": {kernels.Mode.TRAINING: kernels.LocalLayerRepository(folder, layer_name=name)}}
+    with kernels.use_kernel_mapping(mapping):
+        kernels.kernelize(model.train(), mode=kernels.Mode.TRAINING, device="cpu")
+    ours = [
+        m for m in model.modules() if type(m).__name__ in mapping and "_mhc_ops_cpu_" in m.forward.__func__.__module__
+    ]
+    assert len(ours) == 5
+    assert_near([model.eval()(ids).last_hidden_state], [expected], FP32)
 
 
 def test_nothing_is_written_over(folder, capsys):
