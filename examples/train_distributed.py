@@ -322,15 +322,15 @@ def main(arguments: list[str]) -> int:
     store = dist.PrefixStore(f"attempt {options.attempt}", store)
     backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    refused = None
     try:
         train(Run(options))
-    except Refused as refused:
+    except Refused as error:
+        refused = error
         if dist.get_rank() == 0:
             say(refused)
-        return 2
-    finally:
-        dist.destroy_process_group()
-    return 0
+    dist.destroy_process_group()  # not behind any other error, where it might wait for ranks that wait for this one
+    return 2 if refused else 0
 
 
 if __name__ == "__main__":

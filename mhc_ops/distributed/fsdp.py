@@ -1,5 +1,6 @@
 """FSDP2 of models with hyper-connections: maps keep their type, whatever the layers beside them are cast to."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import Shard
 from ..core.check import name_of
 from ..mhc.modules import HyperConnection, HyperHead, MHCBlock
 from ..mhc.stack import HyperStack
+from .pipeline import HyperStage
 
 _MAPS = (HyperStack, HyperConnection, HyperHead, MHCBlock)
 
@@ -58,6 +60,9 @@ def fully_shard(
         if isinstance(module, _MAPS) and module not in in_stacks:
             fsdp.fully_shard(module, **common, **_of_maps(module, mesh))
     if not isinstance(model, fsdp.FSDPModule):
+        if any(isinstance(part, HyperStage) and not part.begins for part in model.modules()):
+            # Maps and p, which a later stage is handed, are fp32.
+            layers["mp_policy"] = dataclasses.replace(layers["mp_policy"], cast_forward_inputs=False)
         fsdp.fully_shard(model, **layers)
     return model
 

@@ -206,12 +206,12 @@ _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[int]]" = WeakKeyDictionary()
 
 def check_lengths(function: str, x: Tensor, ranks: Ranks) -> int:
     """The length of a piece, which must be the same on all ranks. They ask one another only about a length that is new,
-    since the host waits for the answer, and not under torch.compile."""
+    since the host waits for the answer, and not under torch.compile; in every call with TORCH_DISTRIBUTED_DEBUG=INFO,
+    for those who wonder why ranks wait."""
     if hasattr(x, "to_local"):
         raise TypeError(f"{function}: x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor")
     L = x.shape[1]
-    known = _agreed.setdefault(ranks.group, set()) if not torch.compiler.is_compiling() else {L}
-    if L not in known:
+    if not torch.compiler.is_compiling() and _is_asked(ranks, L):
         everyone = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(ranks.world)]
         dist.all_gather(everyone, everyone[0].new_tensor([L]), group=ranks.group)
         lengths = [int(length) for length in everyone]
@@ -219,10 +219,14 @@ def check_lengths(function: str, x: Tensor, ranks: Ranks) -> int:
             raise ValueError(f"{function}: every rank must have tokens, got {lengths} on the ranks of the group")
         if len(set(lengths)) > 1:
             raise ValueError(f"{function}: the ranks must have equally many tokens (pad the sequence), got {lengths}")
-        known.add(L)
+        _agreed.setdefault(ranks.group, set()).add(L)
     if ranks.layout == "zigzag" and L % 2:
         raise ValueError(f"{function}: a rank must have an even number of tokens with layout='zigzag', got {L}")
     return L // len(pieces_of(ranks.rank, ranks.world, ranks.layout))
+
+
+def _is_asked(ranks: Ranks, L: int) -> bool:
+    return L not in _agreed.get(ranks.group, ()) or dist.get_debug_level() is not dist.DebugLevel.OFF
 
 
 def shard_sequence(x: Tensor, *, group: Any, layout: str = "contiguous", dim: int = 1) -> Tensor:

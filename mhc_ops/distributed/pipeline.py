@@ -230,6 +230,11 @@ class PipelineStage(pipelining.PipelineStage):
         # Not where all that made x is frozen, in this stage or in those before.
         self.x_gets_gradient = self.x_sends_gradient = True
 
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
+        """Where torch makes its own communicators, before the first step."""
+        self.traffic.open(self.stage_index_to_group_rank, self.group_rank, self.device)
+        return super()._warmup_forward_vote(*args, **kwargs)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.traffic.running.add(self.stage_index)
         if fwd_chunk_id in self.arriving:
@@ -292,7 +297,8 @@ class PipelineStage(pipelining.PipelineStage):
         """Begin to send x or its gradient to that stage."""
         group, peer = self.traffic.groups[self.stage_index, stage], self.stage_index_to_group_rank[stage]
         work = dist.isend(tensor, group=group, group_dst=peer)
-        self.traffic.sending.append(work)
+        sending = self.traffic.sending
+        sending[:] = [*(earlier for earlier in sending if not earlier.is_completed()), work]  # frees their memory
         return work
 
     def receive_x(self, tensor: Tensor, stage: int) -> Any:
@@ -312,15 +318,42 @@ class _Traffic:
 
     def __init__(self, group: dist.ProcessGroup, num_stages: int):
         ranks = dist.get_process_group_ranks(group)
+        _check_groups(group)
         ways = [way for one, other in pairwise(range(num_stages)) for way in ((one, other), (other, one))]
         self.groups = {way: dist.new_group(ranks, use_local_synchronization=True) for way in ways}
         self.sending: list[Any] = []
         self.running: set[int] = set()
+        self.opened: dict[int, int] = {}
+
+    def open(self, ranks: dict[int, int], here: int, device: torch.device) -> None:
+        """Both ends of every way make their communicator, all in one order: within a step NCCL might wait for ever.
+        ranks: of the group, by stage"""
+        if self.opened == ranks:
+            return
+        for (start, stop), group in self.groups.items():
+            if ranks[start] != ranks[stop]:
+                nothing = torch.zeros(1, device=device)
+                if here == ranks[start]:
+                    dist.send(nothing, group=group, group_dst=ranks[stop])
+                if here == ranks[stop]:
+                    dist.recv(nothing, group=group, group_src=ranks[start])
+        self.opened = dict(ranks)
 
     def ended(self, stage: int) -> None:
         self.running.discard(stage)
         while self.sending and not self.running:
             self.sending.pop().wait()
+
+
+def _check_groups(group: dist.ProcessGroup) -> None:
+    """torch names a group by how many its process has made: with different numbers they would wait for one another."""
+    counts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"PipelineStage: the processes of the group have made different numbers of groups, {counts}: "
+            "make the stages first"
+        )
 
 
 _TRAFFIC: MutableMapping[dist.ProcessGroup, dict[int, _Traffic]] = WeakKeyDictionary()
@@ -362,7 +395,8 @@ class _Outlet:
     def close(self) -> None:
         """x has been received, as its gradient has come: its memory need not wait for the end of the step."""
         if self.leaving is not None:
-            self.stage.traffic.sending.remove(self.leaving)
+            if self.leaving in self.stage.traffic.sending:
+                self.stage.traffic.sending.remove(self.leaving)
             self.leaving.wait()
 
 
@@ -391,6 +425,8 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        if hasattr(tensor, "to_local"):
+            raise TypeError("HyperStage: a carry of DTensors cannot be sent: cut first, with send='x_next'")
         memory = tensor.detach().contiguous()
         return tensor.new_empty(0).set_(
             memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride()

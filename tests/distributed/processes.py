@@ -21,7 +21,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "mhc_ops"])
 
 
-def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
+def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300) -> list[Any]:
     """What `function(*arguments)` returned on each rank; it is found by its name in its module, as are arguments.
 
     An error of one rank is raised here with that rank's traceback; all processes have ended when this returns."""
@@ -51,16 +51,18 @@ def _results(ends: list[Connection], until: float) -> list[Any]:
         ready = wait(list(waiting), timeout=max(0, until - monotonic()))
         if not ready:
             raise TimeoutError(f"ranks {sorted(waiting.values())} have not ended")
+        failures = []
         for end in ready:
             assert isinstance(end, Connection)
             rank = waiting[end]
             try:
-                failed, result = end.recv()
+                failed, results[rank] = end.recv()
             except EOFError:
-                raise RuntimeError(f"rank {rank} ended without a result") from None
+                failed, results[rank] = True, "ended without a result"
             if failed:
-                raise RuntimeError(f"rank {rank}:\n{result}")
-            results[rank] = result
+                failures.append(f"rank {rank}: {results[rank]}")
+        if failures:  # of all that are there: one may follow from another
+            raise RuntimeError("\n".join(failures))
     return [results[rank] for rank in range(len(ends))]
 
 

@@ -12,6 +12,7 @@ from stack_results import PLACES, assert_close, assert_equal, exact, gradients, 
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhc_ops
@@ -106,15 +107,18 @@ def test_keys_are_those_of_the_model(shifted):
 
 
 class Sent(TorchDispatchMode):
-    """Counts the bytes that this process sends."""
+    """Counts the bytes that this process sends, and those among them that a layer waits for."""
 
     def __init__(self):
         super().__init__()
-        self.bytes = 0
+        self.bytes = self.critical = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d" and function._opname == "send":
-            self.bytes += sum(tensor.nbytes for tensor in args[0])
+            sent = sum(tensor.nbytes for tensor in args[0])
+            self.bytes += sent
+            streams = any(tensor.dim() == 4 and tensor.shape[-2:] == (N, D) for tensor in args[0])
+            self.critical += 0 if streams else sent
         return function(*args, **(kwargs or {}))
 
 
@@ -137,9 +141,9 @@ def numbers(schedule, rank, world):
     return [rank, rank + world] if schedule is pipelining.ScheduleInterleaved1F1B else [rank, 2 * world - 1 - rank]
 
 
-def pipeline(shifted, send, kind, schedule, group=None, shard=lambda part: part, pieces=PIECES):
+def pipeline(shifted, send, kind, schedule, group=None, shard=lambda part: part, pieces=PIECES, cuts=None):
     """This process's parts of a model by number, and a step of a schedule."""
-    every = pipeline_stages(model(shifted), CUTS[schedule], send=send)
+    every = pipeline_stages(model(shifted), cuts or CUTS[schedule], send=send)
     own = numbers(schedule, dist.get_rank(group), dist.get_world_size(group))
     parts = {number: shard(every[number]) for number in own}
     stages = [kind(part, number, len(every), torch.device("cpu"), group=group) for number, part in parts.items()]
@@ -169,7 +173,7 @@ def trained(*arguments):
         outs = [step(words(), cotangent())]
     outs += [step(words(), cotangent(), run) for run in more]
     assert out is None or all(torch.equal(out, again) for again in outs)
-    return found, out, sent.bytes
+    return found, out, sent.bytes, sent.critical
 
 
 def trained_in_all_ways(shifted):
@@ -204,31 +208,51 @@ def test_two_processes_are_one(shifted):
         crossed = [cut for cut in CUTS[SCHEDULES[name]] if (name, cut) != ("V", 2)]
         per_token = [boundary_bytes(N, D, 4, send=send, shifted=shifted, identity=cut == 3) for cut in crossed]
         assert outs[1] == others[1] == BATCH * LENGTH * sum(per_token)
+        if send == "carry":
+            kinds = {"send": send, "shifted": shifted, "critical": True}
+            per_token = [boundary_bytes(N, D, 4, identity=cut == 3, **kinds) for cut in crossed]
+            assert outs[2] == others[2] == BATCH * LENGTH * sum(per_token)
+
+
+def four_stages():
+    parts, step = pipeline(False, "carry", PipelineStage, pipelining.Schedule1F1B, cuts=(1, 2, 3))
+    step(words(), cotangent())
+    return gradients_of(parts)
+
+
+def test_four_processes_are_one():
+    _, truths = one_process(False)
+    by_name = {name: gradient for rank in run(4, four_stages) for name, gradient in rank.items()}
+    assert_close([by_name[name] for name in truths], list(truths.values()))
 
 
 def sharded_and_piped():
-    """Two pipelines of two stages; each stage is sharded over its two copies."""
+    """Two pipelines of two stages; each stage is sharded over its two copies. Gradients in fp32; then, with layers in
+    bf16, the types of what a stage is handed."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
-    parts, step = pipeline(
-        False,
-        "carry",
-        PipelineStage,
-        pipelining.Schedule1F1B,
-        mesh["pipeline"].get_group(),
-        lambda part: fully_shard(part, mesh=mesh["data"]),
-        2,
-    )
-    share = mesh["data"].get_local_rank()
-    step(words().chunk(2)[share], 2 * cotangent().chunk(2)[share])  # torch takes the mean over the copies
-    return {name: gradient.full_tensor() for name, gradient in gradients_of(parts).items()}
+    group, data = mesh["pipeline"].get_group(), mesh["data"]
+    carried = (False, "carry", PipelineStage, pipelining.Schedule1F1B, group)
+    share = data.get_local_rank()
+    given = words().chunk(2)[share], 2 * cotangent().chunk(2)[share]  # torch takes the mean over the copies
+    parts, step = pipeline(*carried, lambda part: fully_shard(part, mesh=data), 2)
+    step(*given)
+    found = {name: gradient.full_tensor() for name, gradient in gradients_of(parts).items()}
+    policy, types = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32), []
+    parts, step = pipeline(*carried, lambda part: fully_shard(part, mesh=data, mp_policy=policy), 2)
+    for part in parts.values():
+        stage = next(module for module in part.modules() if isinstance(module, HyperStage))
+        stage.register_forward_pre_hook(lambda _, inputs: types.append([tensor.dtype for tensor in inputs]))
+    step(*given)
+    return found, types[-1]
 
 
 def test_stages_are_sharded():
     _, truths = one_process(False)
-    ranks = run(4, sharded_and_piped)
+    ranks, types = zip(*run(4, sharded_and_piped))
     for stages in (ranks[:2], ranks[2:]):
         by_name = stages[0] | stages[1]
         assert_close([by_name[name] for name in truths], list(truths.values()))
+    assert types[1][2:] == types[3][2:] == [fp32, fp32], "maps are not cast"
 
 
 class Later(threading.Thread):

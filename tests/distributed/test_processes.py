@@ -31,5 +31,5 @@ def test_an_error_of_one_rank_is_told():
 
 
 def test_a_rank_that_is_killed_is_told():
-    with pytest.raises(RuntimeError, match="rank 0 ended without a result"):
+    with pytest.raises(RuntimeError, match="rank 0: ended without a result"):
         run(2, _fail, 0, True)
