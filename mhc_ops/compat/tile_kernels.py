@@ -319,6 +319,7 @@ def _written(out: Tensor | None, result: Tensor) -> Tensor:
 
 
 _MODELING = "tile_kernels.modeling.mhc"
+_KERNELS = "tile_kernels.mhc.sinkhorn_kernel"
 _FUNCTIONAL: dict[str, Any] = {f.__name__: f for f in (expand_from_embedding, mhc_head, mhc_pre)}
 _OPS: dict[str, tuple[Any, ...]] = {
     "expand": (expand_to_mhc,),
@@ -336,9 +337,9 @@ _OPS: dict[str, tuple[Any, ...]] = {
 def install() -> None:
     """Let `import tile_kernels.modeling.mhc` find these functions; call it before the first import of tile_kernels.
 
-    Where TileKernels is not installed, the rest of what programs need to get there is put too: the packages above it,
-    and of `tile_kernels.mhc.sinkhorn_kernel` what NeMo Automodel asks for. Where it is (version 2 has no mHC layer any
-    more), all else is its own. Calling it again changes nothing. RuntimeError where the real module is loaded already.
+    `tile_kernels.mhc.sinkhorn_kernel` gets the two functions that NeMo Automodel asks for, where it has none of these
+    names. All else is TileKernels' own where it is installed (version 2 has no mHC layer any more); where it is not,
+    the packages above are put too. Calling it again changes nothing. RuntimeError where the real mHC layer is loaded.
     """
     of_ops = {name: {f.__name__: f for f in functions} for name, functions in _OPS.items()}
     modules: dict[str, dict[str, Any]] = {
@@ -347,14 +348,14 @@ def install() -> None:
         f"{_MODELING}.ops": {name: f for functions in of_ops.values() for name, f in functions.items()},
         **{f"{_MODELING}.ops.{name}": functions for name, functions in of_ops.items()},
     }
-    kernels = {"_mhc_sinkhorn_fwd": _mhc_sinkhorn_fwd, "_mhc_sinkhorn_bwd": _mhc_sinkhorn_bwd}
     packages: dict[str, dict[str, Any]] = {
         "tile_kernels": {},
         "tile_kernels.modeling": {},
         "tile_kernels.mhc": {},
-        "tile_kernels.mhc.sinkhorn_kernel": kernels,
+        _KERNELS: {},
     }
     names.put(modules, packages)
+    names.fill(_KERNELS, {"_mhc_sinkhorn_fwd": _mhc_sinkhorn_fwd, "_mhc_sinkhorn_bwd": _mhc_sinkhorn_bwd})
 
 
 def uninstall() -> None:
