@@ -24,6 +24,8 @@ Megatron's main branch has another mHC (h_res[new, old], no eps in h_pre and Sin
 names, and `mhc_ops.convert` knows the options.
 """
 
+import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -223,11 +225,25 @@ _FUNCTIONS = (
 )
 
 
+def _has_slot() -> bool:
+    """Whether Megatron has the module or it is loaded; imports the packages above it, and not itself."""
+    try:
+        return _SLOT in sys.modules or importlib.util.find_spec(_SLOT) is not None
+    except ModuleNotFoundError as error:
+        if error.name is None or not _SLOT.startswith(error.name):  # what Megatron itself imports
+            raise
+        return False
+
+
 def install() -> None:
     """Put these functions in the place of Megatron's `fused_mhc_kernels`, for models that are built afterwards.
 
-    RuntimeError where that module is loaded already. Calling it again changes nothing.
+    ImportError where Megatron has no such module, RuntimeError where it is loaded already. Calling it again changes
+    nothing.
     """
+    if not _has_slot():
+        file = f"{_SLOT.replace('.', '/')}.py"
+        raise ImportError(f"install: there is no {file} here; Megatron-Core's dev branch has it")
     names.put({_SLOT: {function.__name__: function for function in _FUNCTIONS}})
 
 
