@@ -145,8 +145,9 @@ class HyperConnectionModule(nn.Module):
         self.alpha_post = nn.Parameter(torch.full((1,), config.mhc_init_gating_factor))
         self.alpha_res = nn.Parameter(torch.full((1,), config.mhc_init_gating_factor))
         self.bias = nn.Parameter(torch.zeros(maps))
-        if config.sequence_parallel:  # their gradients are then added up over the group
-            for parameter in self.parameters():
+        for parameter in self.parameters():
+            parameter.keep_in_fp32 = True  # type: ignore[attr-defined]  # where Megatron casts the model
+            if config.sequence_parallel:  # their gradients are then added up over the group
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(

@@ -157,9 +157,12 @@ def test_ends():
     assert torch.equal(megatron.fused_add_3(x, x, x), 3 * x)
 
 
-def test_sequence_parallel_is_said_of_every_parameter():
-    module = megatron.HyperConnectionModule(config(sequence_parallel=True), layer_number=1)
-    assert all(parameter.sequence_parallel for parameter in module.parameters())
+@pytest.mark.parametrize("parallel", [False, True])
+def test_what_is_said_of_every_parameter(parallel):
+    """That Megatron's Float16Module leaves them in fp32, and which gradients are added up over the group."""
+    module = megatron.HyperConnectionModule(config(sequence_parallel=parallel), layer_number=1)
+    assert all(parameter.keep_in_fp32 for parameter in module.parameters())
+    assert all(getattr(parameter, "sequence_parallel", False) is parallel for parameter in module.parameters())
 
 
 def test_recomputation_is_refused():
