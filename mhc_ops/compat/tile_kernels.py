@@ -16,7 +16,7 @@ Different:
 - its limits are not: any n from 1 to 8, any D, any leading dimensions and strides, fp16 and fp32 too, CPU tensors;
 - results are those of fp32 rounded once, where it rounds fn to tf32;
 - `main_grad` is used of fn, norm_weight, scale and base, always; there, of the first two, and where a norm_weight is
-  given;
+  given; a parameter with `grad_added_to_main_grad` (Megatron's DDP) gets it set, and zeros as its gradient;
 - a norm_weight counts without gradients too, where it is ignored there;
 - the gradient of the streams goes through autograd. There `fuse_grad_acc` passes it by an attribute of the storage
   from `mhc_post` to `mhc_pre`; here the argument says nothing, and so does n_splits.
@@ -280,17 +280,21 @@ def _mhc_sinkhorn_bwd(hidden_size: int, token_block_size: int, repeat: int, eps:
 
 
 class _ToMainGrad(torch.autograd.Function):
-    """A parameter as it is, whose gradient is added to its main_grad; autograd gets none."""
+    """A parameter as it is, whose gradient is added to its main_grad; autograd gets none, or zeros where Megatron's
+    DDP waits for a gradient and is told by grad_added_to_main_grad that there is nothing more to add."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, main_grad: Tensor) -> Tensor:
-        ctx.main_grad = main_grad
+        ctx.parameter, ctx.main_grad = parameter, main_grad
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
         ctx.main_grad.add_(gradients[0])
-        return None, None
+        if not hasattr(ctx.parameter, "grad_added_to_main_grad"):
+            return None, None
+        ctx.parameter.grad_added_to_main_grad = True
+        return torch.zeros_like(ctx.parameter), None
 
 
 def _to_main_grad(parameter: Tensor) -> Tensor:
