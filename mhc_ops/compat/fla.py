@@ -156,7 +156,7 @@ class ShortConvolution(nn.Conv1d):
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("ShortConvolution: mask and cu_seqlens exclude each other")
-            x = x * mask[..., None]
+            x = (x * mask[..., None]).to(x.dtype)
         B, T = x.shape[:2]
         N = B if cu_seqlens is None else len(cu_seqlens) - 1
         if not torch.is_grad_enabled() and B * T == N and (cu_seqlens is None or bool((cu_seqlens.diff() == 1).all())):

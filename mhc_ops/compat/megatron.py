@@ -24,6 +24,8 @@ Megatron's main branch has another mHC (h_res[new, old], no eps in h_pre and Sin
 names, and `mhc_ops.convert` knows the options.
 """
 
+import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -143,8 +145,9 @@ class HyperConnectionModule(nn.Module):
         self.alpha_post = nn.Parameter(torch.full((1,), config.mhc_init_gating_factor))
         self.alpha_res = nn.Parameter(torch.full((1,), config.mhc_init_gating_factor))
         self.bias = nn.Parameter(torch.zeros(maps))
-        if config.sequence_parallel:  # their gradients are then added up over the group
-            for parameter in self.parameters():
+        for parameter in self.parameters():
+            parameter.keep_in_fp32 = True  # type: ignore[attr-defined]  # where Megatron casts the model
+            if config.sequence_parallel:  # their gradients are then added up over the group
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(
@@ -223,11 +226,25 @@ _FUNCTIONS = (
 )
 
 
+def _has_slot() -> bool:
+    """Whether Megatron has the module or it is loaded; imports the packages above it, and not itself."""
+    try:
+        return _SLOT in sys.modules or importlib.util.find_spec(_SLOT) is not None
+    except ModuleNotFoundError as error:
+        if error.name is None or not _SLOT.startswith(error.name):  # what Megatron itself imports
+            raise
+        return False
+
+
 def install() -> None:
     """Put these functions in the place of Megatron's `fused_mhc_kernels`, for models that are built afterwards.
 
-    RuntimeError where that module is loaded already. Calling it again changes nothing.
+    ImportError where Megatron has no such module, RuntimeError where it is loaded already. Calling it again changes
+    nothing.
     """
+    if not _has_slot():
+        file = f"{_SLOT.replace('.', '/')}.py"
+        raise ImportError(f"install: there is no {file} here; Megatron-Core's dev branch has it")
     names.put({_SLOT: {function.__name__: function for function in _FUNCTIONS}})
 
 

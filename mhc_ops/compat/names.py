@@ -1,16 +1,19 @@
 """Modules under another library's names, for programs that import it by name: put into sys.modules and taken out again.
 
-Nothing is written to disk, and nothing is there before `put` is called.
+Nothing is written to disk, and nothing is there before `put` or `fill` is called.
 """
 
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
 _ours: dict[str, ModuleType] = {}
+_wanted: dict[str, Mapping[str, Any]] = {}  # by `fill`
+_filled: list[tuple[ModuleType, str]] = []
 
 
 def put(modules: Mapping[str, Mapping[str, Any]], packages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -47,8 +50,53 @@ def _put(name: str, content: Mapping[str, Any], is_package: bool) -> None:
         setattr(sys.modules[parent], last, module)
 
 
+def fill(name: str, content: Mapping[str, Any]) -> None:
+    """Give the module `name` what it lacks of this: now where it is loaded, else when the program imports it."""
+    _wanted[name] = content
+    if name in sys.modules:
+        _fill(sys.modules[name])
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def _fill(module: ModuleType) -> None:
+    for attribute, value in _wanted.get(module.__name__, {}).items():
+        if not hasattr(module, attribute):
+            setattr(module, attribute, value)
+            _filled.append((module, attribute))
+
+
+class _FillingFinder(MetaPathFinder):
+    """Finds a library's own module, and fills it as soon as it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname in _wanted else None
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_fill(module: ModuleType) -> None:
+                run(module)
+                _fill(module)
+
+            spec.loader.exec_module = run_and_fill  # type: ignore[method-assign]
+        return spec
+
+
+_FINDER = _FillingFinder()
+
+
 def remove(top: str) -> None:
-    """Take out what `put` has put of this library. Whoever has imported a function keeps it. Again is as once."""
+    """Take out what `put` and `fill` have put of this library. Whoever has imported a function keeps it. Again is as
+    once."""
+    for name in [name for name in _wanted if name.partition(".")[0] == top]:
+        del _wanted[name]
+    if not _wanted and _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+    for module, attribute in [entry for entry in _filled if entry[0].__name__.partition(".")[0] == top]:
+        _filled.remove((module, attribute))
+        delattr(module, attribute)
     for name in [name for name in _ours if name.partition(".")[0] == top]:
         module = _ours.pop(name)
         parent, _, last = name.rpartition(".")

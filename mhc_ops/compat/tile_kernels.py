@@ -16,7 +16,7 @@ Different:
 - its limits are not: any n from 1 to 8, any D, any leading dimensions and strides, fp16 and fp32 too, CPU tensors;
 - results are those of fp32 rounded once, where it rounds fn to tf32;
 - `main_grad` is used of fn, norm_weight, scale and base, always; there, of the first two, and where a norm_weight is
-  given;
+  given; a parameter with `grad_added_to_main_grad` (Megatron's DDP) gets it set, and zeros as its gradient;
 - a norm_weight counts without gradients too, where it is ignored there;
 - the gradient of the streams goes through autograd. There `fuse_grad_acc` passes it by an attribute of the storage
   from `mhc_post` to `mhc_pre`; here the argument says nothing, and so does n_splits.
@@ -280,17 +280,21 @@ def _mhc_sinkhorn_bwd(hidden_size: int, token_block_size: int, repeat: int, eps:
 
 
 class _ToMainGrad(torch.autograd.Function):
-    """A parameter as it is, whose gradient is added to its main_grad; autograd gets none."""
+    """A parameter as it is, whose gradient is added to its main_grad; autograd gets none, or zeros where Megatron's
+    DDP waits for a gradient and is told by grad_added_to_main_grad that there is nothing more to add."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, main_grad: Tensor) -> Tensor:
-        ctx.main_grad = main_grad
+        ctx.parameter, ctx.main_grad = parameter, main_grad
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
         ctx.main_grad.add_(gradients[0])
-        return None, None
+        if not hasattr(ctx.parameter, "grad_added_to_main_grad"):
+            return None, None
+        ctx.parameter.grad_added_to_main_grad = True
+        return torch.zeros_like(ctx.parameter), None
 
 
 def _to_main_grad(parameter: Tensor) -> Tensor:
@@ -319,6 +323,7 @@ def _written(out: Tensor | None, result: Tensor) -> Tensor:
 
 
 _MODELING = "tile_kernels.modeling.mhc"
+_KERNELS = "tile_kernels.mhc.sinkhorn_kernel"
 _FUNCTIONAL: dict[str, Any] = {f.__name__: f for f in (expand_from_embedding, mhc_head, mhc_pre)}
 _OPS: dict[str, tuple[Any, ...]] = {
     "expand": (expand_to_mhc,),
@@ -336,9 +341,9 @@ _OPS: dict[str, tuple[Any, ...]] = {
 def install() -> None:
     """Let `import tile_kernels.modeling.mhc` find these functions; call it before the first import of tile_kernels.
 
-    Where TileKernels is not installed, the rest of what programs need to get there is put too: the packages above it,
-    and of `tile_kernels.mhc.sinkhorn_kernel` what NeMo Automodel asks for. Where it is (version 2 has no mHC layer any
-    more), all else is its own. Calling it again changes nothing. RuntimeError where the real module is loaded already.
+    `tile_kernels.mhc.sinkhorn_kernel` gets the two functions that NeMo Automodel asks for, where it has none of these
+    names. All else is TileKernels' own where it is installed (version 2 has no mHC layer any more); where it is not,
+    the packages above are put too. Calling it again changes nothing. RuntimeError where the real mHC layer is loaded.
     """
     of_ops = {name: {f.__name__: f for f in functions} for name, functions in _OPS.items()}
     modules: dict[str, dict[str, Any]] = {
@@ -347,14 +352,14 @@ def install() -> None:
         f"{_MODELING}.ops": {name: f for functions in of_ops.values() for name, f in functions.items()},
         **{f"{_MODELING}.ops.{name}": functions for name, functions in of_ops.items()},
     }
-    kernels = {"_mhc_sinkhorn_fwd": _mhc_sinkhorn_fwd, "_mhc_sinkhorn_bwd": _mhc_sinkhorn_bwd}
     packages: dict[str, dict[str, Any]] = {
         "tile_kernels": {},
         "tile_kernels.modeling": {},
         "tile_kernels.mhc": {},
-        "tile_kernels.mhc.sinkhorn_kernel": kernels,
+        _KERNELS: {},
     }
     names.put(modules, packages)
+    names.fill(_KERNELS, {"_mhc_sinkhorn_fwd": _mhc_sinkhorn_fwd, "_mhc_sinkhorn_bwd": _mhc_sinkhorn_bwd})
 
 
 def uninstall() -> None:

@@ -194,6 +194,18 @@ def test_mask(conv):
     assert not x.grad[1, :3].any()
 
 
+@pytest.mark.parametrize("length", [1, T])
+def test_a_mask_does_not_change_the_type(length):
+    """Also of a step: a mask in fp32 and one of booleans make the same bits."""
+    conv = ShortConvolution(D, W, dtype=torch.bfloat16)
+    x, mask = torch.randn(B, length, D).bfloat16(), torch.tensor([[True], [False]]).expand(B, length)
+    with torch.no_grad():
+        found = conv(x, mask=mask.float(), output_final_state=True)
+        expected = conv(x, mask=mask, output_final_state=True)
+    assert [tensor.dtype for tensor in found] == [torch.bfloat16] * 2
+    assert all(map(torch.equal, found, expected))
+
+
 SIGNATURES = {
     causal_conv1d: "x weight=None bias=None residual=None initial_state=None output_final_state=False activation=None "
     "backend=triton cu_seqlens=None cu_seqlens_cpu=None chunk_indices=None cp_context=None kwargs",

@@ -157,9 +157,12 @@ def test_ends():
     assert torch.equal(megatron.fused_add_3(x, x, x), 3 * x)
 
 
-def test_sequence_parallel_is_said_of_every_parameter():
-    module = megatron.HyperConnectionModule(config(sequence_parallel=True), layer_number=1)
-    assert all(parameter.sequence_parallel for parameter in module.parameters())
+@pytest.mark.parametrize("parallel", [False, True])
+def test_what_is_said_of_every_parameter(parallel):
+    """That Megatron's Float16Module leaves them in fp32, and which gradients are added up over the group."""
+    module = megatron.HyperConnectionModule(config(sequence_parallel=parallel), layer_number=1)
+    assert all(parameter.keep_in_fp32 for parameter in module.parameters())
+    assert all(getattr(parameter, "sequence_parallel", False) is parallel for parameter in module.parameters())
 
 
 def test_recomputation_is_refused():
@@ -169,34 +172,35 @@ def test_recomputation_is_refused():
 
 
 @pytest.fixture
-def megatron_core(monkeypatch):
-    """Packages of Megatron, without the module that is stood in for."""
-    for name in ("megatron", "megatron.core", "megatron.core.fusions"):
-        package = ModuleType(name)
-        package.__path__ = []
-        monkeypatch.setitem(sys.modules, name, package)
-        if "." in name:
-            parent, _, last = name.rpartition(".")
-            setattr(sys.modules[parent], last, package)
+def megatron_core(tmp_path, monkeypatch):
+    """A Megatron with the file that is stood in for, which must not run. Yields the folder of that file."""
+    fusions = tmp_path / "megatron" / "core" / "fusions"
+    fusions.mkdir(parents=True)
+    for package in (fusions.parent, fusions):
+        (package / "__init__.py").write_text("")
+    (fusions / "fused_mhc_kernels.py").write_text("raise AssertionError('its own kernels were loaded')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield fusions
+    megatron.uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
 
 
 def test_install(megatron_core):
-    try:
-        megatron.install()
-        megatron.install()  # again: nothing happens
-        from megatron.core.fusions import fused_mhc_kernels
-        from megatron.core.fusions.fused_mhc_kernels import (
-            fused_h_aggregate_into,
-            fused_proj_rms_compute_h,
-            log_fused_mhc_backend_once,
-        )
+    megatron.install()
+    megatron.install()  # again: nothing happens
+    from megatron.core.fusions import fused_mhc_kernels
+    from megatron.core.fusions.fused_mhc_kernels import (
+        fused_h_aggregate_into,
+        fused_proj_rms_compute_h,
+        log_fused_mhc_backend_once,
+    )
 
-        assert fused_h_aggregate_into is megatron.fused_h_aggregate_into
-        assert fused_proj_rms_compute_h is megatron.fused_proj_rms_compute_h
-        assert log_fused_mhc_backend_once() is None
-        assert fused_mhc_kernels.is_triton_available() and not fused_mhc_kernels.is_cutile_available()
-    finally:
-        megatron.uninstall()
+    assert fused_h_aggregate_into is megatron.fused_h_aggregate_into
+    assert fused_proj_rms_compute_h is megatron.fused_proj_rms_compute_h
+    assert log_fused_mhc_backend_once() is None
+    assert fused_mhc_kernels.is_triton_available() and not fused_mhc_kernels.is_cutile_available()
+    megatron.uninstall()
     assert "megatron.core.fusions.fused_mhc_kernels" not in sys.modules
     assert not hasattr(sys.modules["megatron.core.fusions"], "fused_mhc_kernels")
 
@@ -207,3 +211,26 @@ def test_install_refuses_where_the_real_one_is_loaded(megatron_core, monkeypatch
     with pytest.raises(RuntimeError, match=r"fused_mhc_kernels is loaded already, .* before the first import"):
         megatron.install()
     assert sys.modules[name] is real
+
+
+NO_SLOT = r"^install: there is no megatron/core/fusions/fused_mhc_kernels.py here; Megatron-Core's dev branch has it$"
+
+
+def test_install_without_megatron():
+    with pytest.raises(ImportError, match=NO_SLOT):
+        megatron.install()
+    assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
+
+
+def test_install_where_megatron_has_no_such_file(megatron_core):
+    """As on its main branch, where nothing would import the functions."""
+    (megatron_core / "fused_mhc_kernels.py").unlink()
+    with pytest.raises(ImportError, match=NO_SLOT):
+        megatron.install()
+    assert "megatron.core.fusions.fused_mhc_kernels" not in sys.modules
+
+
+def test_install_where_megatron_lacks_a_package_of_its_own(megatron_core):
+    (megatron_core.parent / "__init__.py").write_text("import a_package_that_is_not_there\n")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        megatron.install()

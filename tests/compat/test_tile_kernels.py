@@ -1,5 +1,6 @@
 """mhc_ops.compat.tile_kernels against the equations of TileKernels 1.0, and under its name."""
 
+import importlib
 import inspect
 import sys
 from types import ModuleType
@@ -135,6 +136,29 @@ def test_main_grad(function):
     assert_near([parameter.main_grad - 3 for parameter in given[1:]], expected[1:], FP32)
 
 
+def test_main_grad_under_megatrons_ddp():
+    """Its hook, with overlapping reductions, needs a .grad, and leaves it out where it is told that it was added."""
+    given = draw()
+    parameters = given[1:]
+    expected = gradients(pre(*given), given)[1:]
+    ready = []
+
+    def hook(parameter):
+        assert parameter.grad is not None
+        if not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+        ready.append(parameter)
+
+    for parameter in parameters:
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+        parameter.register_post_accumulate_grad_hook(hook)
+    weighted(pre(*given)).backward()
+    assert {id(parameter) for parameter in ready} == {id(parameter) for parameter in parameters}
+    assert all(parameter.grad_added_to_main_grad for parameter in parameters)
+    assert_near([parameter.main_grad for parameter in parameters], expected, FP32)
+
+
 @pytest.mark.parametrize("outputs", [2, 3])
 def test_multilayer_recompute(outputs):
     torch.manual_seed(3)
@@ -247,26 +271,70 @@ def test_install_refuses_where_the_real_one_is_loaded(monkeypatch):
     assert [name for name in sys.modules if name.startswith("tile_kernels")] == ["tile_kernels.modeling.mhc"]
 
 
-def test_install_beside_a_version_without_mhc(tmp_path, monkeypatch):
-    """Version 2: what it has stays its own, also while it is loaded."""
-    (tmp_path / "tile_kernels" / "modeling").mkdir(parents=True)
-    (tmp_path / "tile_kernels" / "__init__.py").write_text("version = 2\n")
-    (tmp_path / "tile_kernels" / "modeling" / "__init__.py").write_text("engram = 'its own'\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        tk.install()
-        import tile_kernels.modeling
-        from tile_kernels.modeling.mhc.ops import mhc_post
+VERSION_2 = {
+    "__init__.py": "version = 2\n",
+    "modeling/__init__.py": "engram = 'its own'\n",
+    "mhc/__init__.py": "from .sinkhorn_kernel import mhc_sinkhorn_fwd\n",
+    "mhc/sinkhorn_kernel.py": "mhc_sinkhorn_fwd = 'its own'\n",
+}
 
-        assert mhc_post is tk.mhc_post
-        assert (tile_kernels.version, tile_kernels.modeling.engram) == (2, "its own")
-        assert "tile_kernels.mhc" not in sys.modules
-        tk.uninstall()
-        tk.install()  # now that it is loaded
-        assert tile_kernels.modeling.mhc.mhc_pre is tk.mhc_pre
-        tk.uninstall()
-        assert not hasattr(tile_kernels.modeling, "mhc")
-    finally:
-        tk.uninstall()
-        for name in ("tile_kernels.modeling", "tile_kernels"):
-            sys.modules.pop(name, None)
+
+@pytest.fixture
+def version_2(tmp_path, monkeypatch):
+    """An installed TileKernels: no layer, and kernels under other names. Yields its folder."""
+    for name, text in VERSION_2.items():
+        path = tmp_path / "tile_kernels" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path / "tile_kernels"
+    tk.uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tile_kernels"]:
+        del sys.modules[name]
+
+
+def test_install_beside_version_2(version_2):
+    """What it has stays its own, also while it is loaded."""
+    tk.install()
+    assert "tile_kernels" not in sys.modules  # nor is TileLang, which it imports
+    import tile_kernels.modeling
+    from tile_kernels.modeling.mhc.ops import mhc_post
+
+    assert mhc_post is tk.mhc_post
+    assert (tile_kernels.version, tile_kernels.modeling.engram) == (2, "its own")
+    tk.uninstall()
+    tk.install()  # now that it is loaded
+    assert tile_kernels.modeling.mhc.mhc_pre is tk.mhc_pre
+    tk.uninstall()
+    assert not hasattr(tile_kernels.modeling, "mhc")
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_automodels_kernels_beside_version_2(version_2, loaded):
+    """The two names that it lacks are added to its module, until uninstall()."""
+    finders = list(sys.meta_path)
+    if loaded:
+        importlib.import_module("tile_kernels.mhc")
+    tk.install()
+    tk.install()
+    from tile_kernels.mhc import sinkhorn_kernel
+    from tile_kernels.mhc.sinkhorn_kernel import _mhc_sinkhorn_bwd, _mhc_sinkhorn_fwd
+
+    assert (_mhc_sinkhorn_fwd, _mhc_sinkhorn_bwd) == (tk._mhc_sinkhorn_fwd, tk._mhc_sinkhorn_bwd)
+    assert sinkhorn_kernel.mhc_sinkhorn_fwd == "its own"
+    assert sinkhorn_kernel.__file__ == str(version_2 / "mhc" / "sinkhorn_kernel.py")
+    tk.uninstall()
+    assert not hasattr(sinkhorn_kernel, "_mhc_sinkhorn_fwd") and not hasattr(sinkhorn_kernel, "_mhc_sinkhorn_bwd")
+    assert sys.modules["tile_kernels.mhc.sinkhorn_kernel"] is sinkhorn_kernel
+    assert sys.meta_path == finders
+
+
+def test_automodels_kernels_of_version_1_stay_its_own(version_2):
+    (version_2 / "mhc" / "sinkhorn_kernel.py").write_text("mhc_sinkhorn_fwd = _mhc_sinkhorn_fwd = 'its own'\n")
+    tk.install()
+    from tile_kernels.mhc import sinkhorn_kernel
+
+    assert sinkhorn_kernel._mhc_sinkhorn_fwd == "its own"
+    assert sinkhorn_kernel._mhc_sinkhorn_bwd is tk._mhc_sinkhorn_bwd
+    tk.uninstall()
+    assert sinkhorn_kernel._mhc_sinkhorn_fwd == "its own"
