@@ -125,13 +125,14 @@ def test_every_provider_is_kept_as_soon_as_it_is_measured(monkeypatch, tmp_path)
 
 
 def test_providers_are_added_to_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "PEERS", (a_peer("quick"),))
+    monkeypatch.setattr(peers, "PEERS", (a_peer("Liger"),))
     file = tmp_path / "bench.json"
     command = ["bench", "--device", "cpu", "--case", "training_step", "--json", str(file), "--resume", "--providers"]
     assert cli.main([*command, "eager", "hip"]) == 0
-    assert cli.main([*command, "torch.compile"]) == 2 * bool(speed.why_no_compiler())
+    assert {step.provider for step in results.read(file).steps} == {PLAIN, "eager"}
+    assert cli.main([*command, "Liger"]) == 0
     found = results.read(file)
-    assert {step.provider for step in found.steps} >= {PLAIN, "eager"}
+    assert {step.provider for step in found.steps} == {PLAIN, "eager", "Liger"}
     assert "hip" in {entry.provider for entry in found.not_measured}
 
 

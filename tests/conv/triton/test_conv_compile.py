@@ -30,7 +30,7 @@ CONFIGS = [
 COMPILED = [
     *((*config, "sm_90") for config in CONFIGS),
     (*CONFIGS[0], "sm_80"),
-    (*CONFIGS[4], "sm_120"),
+    (*CONFIGS[3], "sm_120"),
     (*CONFIGS[0], "gfx942"),
     (*CONFIGS[3], "gfx942"),
     (*CONFIGS[4], "gfx942"),
