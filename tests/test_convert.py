@@ -223,6 +223,38 @@ def test_between_two_others():
     assert equal(convert.between(convert.between(state, "megatron-main", "liger"), "liger", "megatron-main"), state)
 
 
+def test_names_of_deepseek_and_transformers():
+    state = drawn(STATES["deepseek"] | {"layers.0.hc_ffn_fn": (M, K), "layers.0.hc_ffn_scale": (3,)})
+    state["layers.0.hc_ffn_base"] = torch.zeros(M)
+    there = convert.between(state, "deepseek", "transformers")
+    assert {"layers.0.attn_hc.fn", "layers.0.ffn_hc.scale", "hc_head.hc_base", "embed.weight"} < there.keys()
+    assert equal(convert.between(there, "transformers", "deepseek"), state)
+    assert equal(convert.from_ours(convert.to_ours(state, "deepseek"), "transformers"), there)
+
+
+def test_names_of_a_deepseek_v4(tmp_path):
+    """The names of its modules, and those of the file that it saves: DeepSeek's, but for the head."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no DeepSeek V4")
+    from safetensors.torch import load_file
+
+    sizes = {"vocab_size": 16, "hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 16}
+    sizes |= {"num_attention_heads": 2, "q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 8, "n_routed_experts": 2}
+    config = transformers.DeepseekV4Config(**sizes, num_experts_per_tok=1)
+    model = transformers.DeepseekV4ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    modules, saved = (
+        {key: tensor for key, tensor in state.items() if "hc_" in key or "_hc" in key}
+        for state in (model.state_dict(), load_file(tmp_path / "model.safetensors"))
+    )
+    assert len(modules) == 9
+    assert equal(convert.between(saved, "deepseek", "transformers"), modules)
+    back = convert.between(modules, "transformers", "deepseek")
+    assert {key for key in back if "head" not in key} == {key for key in saved if "head" not in key}
+    assert {key for key in back if "head" in key} == {f"model.hc_head_{name}" for name in ("fn", "base", "scale")}
+
+
 def test_fold_gamma():
     torch.manual_seed(4)
     normed = HyperConnection(torch.tanh, N, D, gamma=True)

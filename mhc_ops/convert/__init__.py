@@ -4,14 +4,15 @@
     connection = HyperConnection(layer, n, D, **convert.options("deepseek"))
     checkpoint = convert.from_ours(state, "deepseek")          # and back, bit for bit
 
-A group of keys with the same begin, such as `layers.0.hc_attn`, is one connection or one head; it keeps that begin. All
-other keys go through as they are, in their places. Tensors keep their types, and nothing is changed in place: a result
-may share tensors with what was given.
+A group of keys with the same begin, such as `layers.0.hc_attn`, is one connection or one head; it keeps that begin, but
+for `hc_attn` of DeepSeek, which is `attn_hc` in transformers. All other keys go through as they are, in their places.
+Tensors keep their types, and nothing is changed in place: a result may share tensors with what was given.
 
 Parameters alone do not say what is computed with them: `options(format)` are those of a HyperConnection that computes
 as the library does. `mhc-ops convert` does it for files of safetensors.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from math import isqrt
@@ -140,6 +141,7 @@ def _converted(
     if parameters.gamma is not None and layout.optional is None:
         where = _format("", target).value
         raise ValueError(f"convert: {_key(begin, '.gamma')}: {where} has no norm weight; fold_gamma puts it into phi")
+    begin = _begin_in(target, begin)
     return {_key(begin, end): part.contiguous() for end, part in zip(layout.ends, parts) if part is not None}
 
 
@@ -175,6 +177,13 @@ def _begin(key: str, end: str) -> str | None:
     if key == end[1:]:
         return ""
     return key.removesuffix(end) if key.endswith(end) and key != end else None
+
+
+def _begin_in(target: str, begin: str) -> str:
+    """layers.0.hc_attn as layers.0.attn_hc for transformers, and back for DeepSeek"""
+    for pattern, name in BEGINS.get(_format("target", target), {}).items():
+        begin = re.sub(pattern, name, begin)
+    return begin
 
 
 def _add(state: State, key: str, tensor: Tensor) -> None:
@@ -253,6 +262,11 @@ LAYOUTS: dict[Format, dict[int, Layout]] = {  # by the number of sections: 3 and
     Format.MEGATRON: {3: _MEGATRON, 1: _DEEPSEEK},
     Format.MEGATRON_MAIN: {3: _MEGATRON},
     Format.TRANSFORMER_ENGINE: {3: _TRANSFORMER_ENGINE},
+}
+BEGINS: dict[Format, dict[str, str]] = {  # where a library has another name for a module than others have
+    Format.DEEPSEEK: {r"\b(attn|ffn)_hc$": r"hc_\1"},
+    # A file that transformers saves has DeepSeek's names, but hc_head.hc_fn.
+    Format.TRANSFORMERS: {r"\bhc_(attn|ffn)$": r"\1_hc", r"\bhc_head\.hc$": "hc_head"},
 }
 OPTIONS: dict[Format, dict[str, Any]] = {
     Format.MHC_OPS: {},
