@@ -109,10 +109,10 @@ def test_round_trip_of_ours(name):
         assert equal(convert.to_ours(theirs, name), state)
 
 
-def connection(state, name, begin="0"):
+def connection(state, name, begin="0", sections=3):
     """Ours around tanh, of a state dict of theirs"""
     ours = convert.to_ours(state, name)
-    found = HyperConnection(torch.tanh, N, D, gamma=f"{begin}.gamma" in ours, **convert.options(name))
+    found = HyperConnection(torch.tanh, N, D, gamma=f"{begin}.gamma" in ours, **convert.options(name, sections))
     mine = {key.removeprefix(f"{begin}."): tensor for key, tensor in ours.items() if key.startswith(f"{begin}.")}
     found.load_state_dict({key: tensor for key, tensor in mine.items() if not key.startswith("layer.")})
     return found.double()
@@ -137,6 +137,20 @@ def test_outputs_of_deepseek(name, begin, names):
     h_out = torch.tanh(read(x, pre.sigmoid() + 1e-6))
     expected = write(x, h_out, 2 * post.sigmoid(), sinkhorn(comb, 20, 1e-6))
     assert_near([connection(state, name, begin)(x)], [expected], FP64)
+
+
+def test_outputs_of_hy4():
+    """Two scales: the streams are kept as they are; post has an eps."""
+    state, x = drawn({"0_fn": (2 * N, K), "0_scale": (2,), "0_base": (2 * N,)}), x_drawn()
+    fn, scale, base = (state[f"0_{name}"].double() for name in ("fn", "scale", "base"))
+    v = x.flatten(-2)
+    mixes = (v @ fn.T * inverse_rms(v, 1e-6)).split(N, -1)
+    pre, post = (m * a + b for m, a, b in zip(mixes, scale, base.split(N)))
+    h_out = torch.tanh(read(x, pre.sigmoid() + 1e-6))
+    expected = x + (2 * post.sigmoid() + 1e-6)[..., None] * h_out[..., None, :]
+    assert_near([connection(state, "deepseek", sections=2)(x)], [expected], FP64)
+    with pytest.raises(ValueError, match=r"^convert: liger has no connection of 2 sections"):
+        convert.options("liger", sections=2)
 
 
 @pytest.mark.parametrize("name", WITH_HEAD)
@@ -261,7 +275,7 @@ def test_fold_gamma():
     with torch.no_grad():
         normed.phi.normal_()
         normed.gamma.normal_()
-    with pytest.raises(ValueError, match="convert: gamma: liger has no norm weight; fold_gamma puts it into phi"):
+    with pytest.raises(ValueError, match=r"^convert: gamma: liger has no norm weight; fold it into phi first"):
         convert.from_ours(normed.state_dict(), "liger")
     plain = HyperConnection(torch.tanh, N, D)
     plain.load_state_dict(convert.fold_gamma(normed.state_dict()))

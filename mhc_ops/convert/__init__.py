@@ -73,20 +73,24 @@ def from_ours(state: Mapping[str, Tensor], target: str) -> State:
 
 def between(state: Mapping[str, Tensor], source: str, target: str) -> State:
     """From one format to another. Where their `options` differ, the same parameters do not compute the same there."""
-    read_as, written_as = _layouts("source", source), _layouts("target", target)
-    found = groups(state, source)
+    _format("target", target)
+    taken = {key: begin for begin, keys in groups(state, source).items() for key in keys}
+    found = parameters(state, source)
     converted: State = {}
-    taken = {key: begin for begin, keys in found.items() for key in keys}
-    done: set[str] = set()
     for key, tensor in state.items():
         begin = taken.get(key)
         if begin is None:
             _add(converted, key, tensor)
-        elif begin not in done:
-            done.add(begin)
-            for name, part in _converted(state, begin, found[begin], read_as, written_as, target).items():
+        elif begin in found:
+            for name, part in _written(begin, found.pop(begin), target).items():
                 _add(converted, name, part)
     return converted
+
+
+def parameters(state: Mapping[str, Tensor], source: str) -> dict[str, Parameters]:
+    """Those of all connections and heads of this format, by their begins."""
+    found = groups(state, source)
+    return {begin: _read(state, begin, keys, _layouts("source", source)) for begin, keys in found.items()}
 
 
 def groups(state: Mapping[str, Tensor], source: str) -> dict[str, list[str]]:
@@ -100,10 +104,14 @@ def groups(state: Mapping[str, Tensor], source: str) -> dict[str, list[str]]:
     return found
 
 
-def options(source: str) -> dict[str, Any]:
+def options(source: str, sections: int = 3) -> dict[str, Any]:
     """The options with which `HyperConnection(layer, n, D, **options)` computes as this library does, where they are
-    not the defaults. Numbers that a checkpoint's config says (iterations, eps) are taken as they usually are there."""
-    return dict(OPTIONS[_format("source", source)])
+    not the defaults. sections: how many scales a connection has, 3 or, in Hy4, 2. Numbers that a checkpoint's config
+    says (iterations, eps) are taken as they usually are there."""
+    format = _format("source", source)
+    if sections not in LAYOUTS[format]:
+        raise ValueError(f"convert: {format.value} has no connection of {sections} sections")
+    return OPTIONS[format] | (KEEPING_STREAMS[format] if sections == 2 else {})
 
 
 def fold_gamma(state: Mapping[str, Tensor]) -> State:
@@ -117,32 +125,28 @@ def fold_gamma(state: Mapping[str, Tensor]) -> State:
     return folded
 
 
-def _converted(
-    state: Mapping[str, Tensor],
-    begin: str,
-    keys: list[str],
-    read_as: "dict[int, Layout]",
-    written_as: "dict[int, Layout]",
-    target: str,
-) -> State:
-    layout = next(layout for layout in read_as.values() if _key(begin, layout.ends[0]) in keys)
-    tensors = [state.get(_key(begin, end)) for end in layout.ends]
+def _read(state: Mapping[str, Tensor], begin: str, keys: list[str], layouts: "dict[int, Layout]") -> Parameters:
+    layout = next(layout for layout in layouts.values() if _key(begin, layout.ends[0]) in keys)
     try:
-        parameters = layout.read(*tensors)
+        found = layout.read(*(state.get(_key(begin, end)) for end in layout.ends))
     except (RuntimeError, IndexError) as error:  # of torch, where a shape is none of the library's
         raise ValueError(f"convert: {', '.join(keys)} do not fit one another: {error}") from error
-    _check(begin, parameters)
-    sections = parameters.alpha.numel()
-    if sections not in written_as:
+    _check(begin, found)
+    return found
+
+
+def _written(begin: str, own: Parameters, target: str) -> State:
+    where, layouts, sections = Format(target).value, _layouts("target", target), own.alpha.numel()
+    if sections not in layouts:
         what = {1: "head", 2: "connection that keeps its streams", 3: "connection"}[sections]
-        raise ValueError(f"convert: {begin or 'this state dict'} is a {what}, and {_format('', target).value} has none")
-    layout = written_as[sections]
-    parts = layout.write(parameters)
-    if parameters.gamma is not None and layout.optional is None:
-        where = _format("", target).value
-        raise ValueError(f"convert: {_key(begin, '.gamma')}: {where} has no norm weight; fold_gamma puts it into phi")
+        raise ValueError(f"convert: {begin or 'this state dict'} is a {what}, and {where} has none")
+    layout = layouts[sections]
+    if own.gamma is not None and layout.optional is None:
+        gamma, how = _key(begin, ".gamma"), "fold it into phi first: fold_gamma, --fold-gamma"
+        raise ValueError(f"convert: {gamma}: {where} has no norm weight; {how}")
     begin = _begin_in(target, begin)
-    return {_key(begin, end): part.contiguous() for end, part in zip(layout.ends, parts) if part is not None}
+    parts = zip(layout.ends, layout.write(own))
+    return {_key(begin, end): part.contiguous() for end, part in parts if part is not None}
 
 
 def _check(begin: str, parameters: Parameters) -> None:
@@ -277,4 +281,10 @@ OPTIONS: dict[Format, dict[str, Any]] = {
     Format.MEGATRON: {"norm_eps": 1e-12},
     Format.MEGATRON_MAIN: {"norm_eps": 1e-12, "hc_eps": 0.0, "sinkhorn_eps": 0.0, "transposed": True},
     Format.TRANSFORMER_ENGINE: {"norm_eps": torch.finfo(torch.float32).eps, "hc_eps": 0.0, "sinkhorn_eps": 0.0},
+}
+_HY4 = {"residual": "identity", "post_eps": 1e-6}
+KEEPING_STREAMS: dict[Format, dict[str, Any]] = {  # beside those, of connections of 2 sections
+    Format.MHC_OPS: {"residual": "identity"},
+    Format.DEEPSEEK: _HY4,
+    Format.TRANSFORMERS: _HY4,
 }

@@ -8,9 +8,10 @@ from typing import Any
 
 from ..measure import arguments, files, report
 from ..measure.report import Refused
-from . import Format, State, between, groups, options
+from . import Format, Parameters, State, between, fold_gamma, options, parameters, to_ours
 
 FORMATS = [format.value for format in Format]
+OF_MODELS = (Format.DEEPSEEK, Format.TRANSFORMERS)  # which have a config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUT.safetensors", type=arguments.output)
     parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="whose parameters these are")
     parser.add_argument("--to", dest="target", default="mhc_ops", choices=FORMATS, help="default: %(default)s")
+    parser.add_argument("--fold-gamma", action="store_true", help="multiply norm weights into phi")
 
 
 def run_convert(given: argparse.Namespace) -> int:
@@ -25,31 +27,38 @@ def run_convert(given: argparse.Namespace) -> int:
         raise Refused("it reads and writes safetensors, which is not installed: pip install safetensors")
     state, metadata = _read(given.checkpoint)
     try:
-        found = groups(state, given.source)
-        converted = between(state, given.source, given.target)
+        found = parameters(state, given.source)
+        converted = _converted(state, given)
     except ValueError as error:
         raise Refused(f"{given.checkpoint}: {str(error).removeprefix('convert: ')}") from error
     if not found:
         raise Refused(f"{given.checkpoint}: there are no parameters of mHC in it as {given.source} has them")
     _write(given.output, converted, metadata)
     print(f"{len(found)} of mHC among {len(state)} tensors: {', '.join(found)}")
-    _say_what_they_compute(given.source, given.target)
+    _say_what_they_compute(found, given.source, given.target)
     return 0
 
 
-def _say_what_they_compute(source: str, target: str) -> None:
+def _converted(state: State, given: argparse.Namespace) -> State:
+    if given.fold_gamma:
+        return between(fold_gamma(to_ours(state, given.source)), Format.MHC_OPS, given.target)
+    return between(state, given.source, given.target)
+
+
+def _say_what_they_compute(found: dict[str, Parameters], source: str, target: str) -> None:
     """Parameters are half of a function: with which options they were, and are, computed with."""
+    sections = 2 if any(own.alpha.numel() == 2 for own in found.values()) else 3
     if Format.MHC_OPS in (source, target):
         other = source if target == Format.MHC_OPS else target
-        print(f"{other} computes as {_described(other)} does")
-    elif options(source) != options(target):
-        report.say(
-            f"not the same function: {target} computes as {_described(target)}, {source} as {_described(source)}"
-        )
+        config = ", with norm_eps and hc_eps of the model's config" if other in OF_MODELS else ""
+        print(f"{other} computes as {_described(other, sections)} does{config}")
+    elif options(source, sections) != options(target, sections):
+        there, here = _described(target, sections), _described(source, sections)
+        report.say(f"not the same function: {target} computes as {there}, {source} as {here}")
 
 
-def _described(format: str) -> str:
-    words = [f"{name}={value}" for name, value in options(format).items()]
+def _described(format: str, sections: int) -> str:
+    words = [f"{name}={value!r}" for name, value in options(format, sections).items()]
     return f"HyperConnection({', '.join(['layer, n, D', *words])})"
 
 

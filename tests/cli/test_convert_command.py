@@ -52,7 +52,8 @@ def test_there_and_back(checkpoint, tmp_path, capsys, safetensors):
     ours, back = tmp_path / "ours.safetensors", tmp_path / "back.safetensors"
     assert cli.main(["convert", str(checkpoint), str(ours), "--from", "deepseek"]) == 0
     assert capsys.readouterr().out == (
-        "1 of mHC among 5 tensors: layers.0.hc_attn\ndeepseek computes as HyperConnection(layer, n, D) does\n"
+        "1 of mHC among 5 tensors: layers.0.hc_attn\n"
+        "deepseek computes as HyperConnection(layer, n, D) does, with norm_eps and hc_eps of the model's config\n"
     )
     found = safetensors.load_file(ours)
     assert set(found) == {f"layers.0.hc_attn.{name}" for name in ("phi", "alpha", "bias")} | {
@@ -82,7 +83,33 @@ def test_the_options_of_liger_are_said(checkpoint, tmp_path, capsys):
     there, ours = tmp_path / "there.safetensors", tmp_path / "ours.safetensors"
     assert cli.main(["convert", str(checkpoint), str(there), "--from", "deepseek", "--to", "liger"]) == 0
     assert cli.main(["convert", str(there), str(ours), "--from", "liger"]) == 0
-    assert "liger computes as HyperConnection(layer, n, D, hc_eps=0.0, transposed=True) does" in capsys.readouterr().out
+    assert (
+        "liger computes as HyperConnection(layer, n, D, hc_eps=0.0, transposed=True) does\n" in capsys.readouterr().out
+    )
+
+
+def test_the_options_of_hy4_are_said(tmp_path, capsys, safetensors):
+    """Two scales instead of three, and a head beside it."""
+    path, out = tmp_path / "hy4.safetensors", tmp_path / "out.safetensors"
+    state = {"a_fn": torch.zeros(2 * N, K), "a_base": torch.zeros(2 * N), "a_scale": torch.zeros(2)}
+    head = {"hc_head_fn": torch.zeros(N, K), "hc_head_base": torch.zeros(N), "hc_head_scale": torch.zeros(1)}
+    safetensors.save_file(state | head, path)
+    assert cli.main(["convert", str(path), str(out), "--from", "deepseek"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "HyperConnection(layer, n, D, residual='identity', post_eps=1e-06) does, with norm_eps and hc_eps of" in line
+
+
+def test_fold_gamma(tmp_path, capsys, safetensors):
+    path, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    state = {"a.phi": torch.ones(M, K), "a.alpha": torch.ones(3), "a.bias": torch.ones(M)}
+    safetensors.save_file(state | {"a.gamma": torch.full((N, D), 2.0)}, path)
+    command = [path, out, "--from", "mhc_ops", "--to", "deepseek"]
+    assert "a.gamma: deepseek has no norm weight; fold it into phi first: fold_gamma, --fold-gamma" in refused(
+        command, capsys
+    )
+    assert cli.main(["convert", *map(str, command), "--fold-gamma"]) == 0
+    found = safetensors.load_file(out)
+    assert equal(found, {"a_fn": 2 * state["a.phi"], "a_scale": state["a.alpha"], "a_base": state["a.bias"]})
 
 
 def test_what_is_refused(checkpoint, tmp_path, capsys, safetensors):
