@@ -9,7 +9,7 @@ for `hc_attn` of DeepSeek, which is `attn_hc` in transformers. All other keys go
 Tensors keep their types, and nothing is changed in place: a result may share tensors with what was given.
 
 Parameters alone do not say what is computed with them: `options(format)` are those of a HyperConnection that computes
-as the library does. `mhc-ops convert` does it for files of safetensors.
+as the library does. `mhc-ops convert` does it for files of safetensors, and for shards.
 """
 
 import re
@@ -93,7 +93,7 @@ def parameters(state: Mapping[str, Tensor], source: str) -> dict[str, Parameters
     return {begin: _read(state, begin, keys, _layouts("source", source)) for begin, keys in found.items()}
 
 
-def groups(state: Mapping[str, Tensor], source: str) -> dict[str, list[str]]:
+def groups(state: Mapping[str, object], source: str) -> dict[str, list[str]]:
     """The begins of all connections and heads of this format, and the keys of each. ValueError where one is missing."""
     found: dict[str, list[str]] = {}
     for key in state:
@@ -163,7 +163,7 @@ def _check(begin: str, parameters: Parameters) -> None:
         raise ValueError(f"convert: {here}: gamma must be [n, D], got {list(gamma.shape)}")
 
 
-def _keys(state: Mapping[str, Tensor], begin: str, layout: Layout) -> list[str]:
+def _keys(state: Mapping[str, object], begin: str, layout: Layout) -> list[str]:
     keys = [_key(begin, end) for end in layout.ends]
     for end, key in zip(layout.ends, keys):
         if key not in state and end != layout.optional:
