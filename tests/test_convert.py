@@ -109,10 +109,10 @@ def test_round_trip_of_ours(name):
         assert equal(convert.to_ours(theirs, name), state)
 
 
-def connection(state, name, begin="0"):
+def connection(state, name, begin="0", sections=3):
     """Ours around tanh, of a state dict of theirs"""
     ours = convert.to_ours(state, name)
-    found = HyperConnection(torch.tanh, N, D, gamma=f"{begin}.gamma" in ours, **convert.options(name))
+    found = HyperConnection(torch.tanh, N, D, gamma=f"{begin}.gamma" in ours, **convert.options(name, sections))
     mine = {key.removeprefix(f"{begin}."): tensor for key, tensor in ours.items() if key.startswith(f"{begin}.")}
     found.load_state_dict({key: tensor for key, tensor in mine.items() if not key.startswith("layer.")})
     return found.double()
@@ -137,6 +137,20 @@ def test_outputs_of_deepseek(name, begin, names):
     h_out = torch.tanh(read(x, pre.sigmoid() + 1e-6))
     expected = write(x, h_out, 2 * post.sigmoid(), sinkhorn(comb, 20, 1e-6))
     assert_near([connection(state, name, begin)(x)], [expected], FP64)
+
+
+def test_outputs_of_hy4():
+    """Two scales: the streams are kept as they are; post has an eps."""
+    state, x = drawn({"0_fn": (2 * N, K), "0_scale": (2,), "0_base": (2 * N,)}), x_drawn()
+    fn, scale, base = (state[f"0_{name}"].double() for name in ("fn", "scale", "base"))
+    v = x.flatten(-2)
+    mixes = (v @ fn.T * inverse_rms(v, 1e-6)).split(N, -1)
+    pre, post = (m * a + b for m, a, b in zip(mixes, scale, base.split(N)))
+    h_out = torch.tanh(read(x, pre.sigmoid() + 1e-6))
+    expected = x + (2 * post.sigmoid() + 1e-6)[..., None] * h_out[..., None, :]
+    assert_near([connection(state, "deepseek", sections=2)(x)], [expected], FP64)
+    with pytest.raises(ValueError, match=r"^convert: liger has no connection of 2 sections"):
+        convert.options("liger", sections=2)
 
 
 @pytest.mark.parametrize("name", WITH_HEAD)
@@ -223,13 +237,45 @@ def test_between_two_others():
     assert equal(convert.between(convert.between(state, "megatron-main", "liger"), "liger", "megatron-main"), state)
 
 
+def test_names_of_deepseek_and_transformers():
+    state = drawn(STATES["deepseek"] | {"layers.0.hc_ffn_fn": (M, K), "layers.0.hc_ffn_scale": (3,)})
+    state["layers.0.hc_ffn_base"] = torch.zeros(M)
+    there = convert.between(state, "deepseek", "transformers")
+    assert {"layers.0.attn_hc.fn", "layers.0.ffn_hc.scale", "hc_head.hc_base", "embed.weight"} < there.keys()
+    assert equal(convert.between(there, "transformers", "deepseek"), state)
+    assert equal(convert.from_ours(convert.to_ours(state, "deepseek"), "transformers"), there)
+
+
+def test_names_of_a_deepseek_v4(tmp_path):
+    """The names of its modules, and those of the file that it saves: DeepSeek's, but for the head."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no DeepSeek V4")
+    from safetensors.torch import load_file
+
+    sizes = {"vocab_size": 16, "hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 16}
+    sizes |= {"num_attention_heads": 2, "q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 8, "n_routed_experts": 2}
+    config = transformers.DeepseekV4Config(**sizes, num_experts_per_tok=1)
+    model = transformers.DeepseekV4ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    modules, saved = (
+        {key: tensor for key, tensor in state.items() if "hc_" in key or "_hc" in key}
+        for state in (model.state_dict(), load_file(tmp_path / "model.safetensors"))
+    )
+    assert len(modules) == 9
+    assert equal(convert.between(saved, "deepseek", "transformers"), modules)
+    back = convert.between(modules, "transformers", "deepseek")
+    assert {key for key in back if "head" not in key} == {key for key in saved if "head" not in key}
+    assert {key for key in back if "head" in key} == {f"model.hc_head_{name}" for name in ("fn", "base", "scale")}
+
+
 def test_fold_gamma():
     torch.manual_seed(4)
     normed = HyperConnection(torch.tanh, N, D, gamma=True)
     with torch.no_grad():
         normed.phi.normal_()
         normed.gamma.normal_()
-    with pytest.raises(ValueError, match="convert: gamma: liger has no norm weight; fold_gamma puts it into phi"):
+    with pytest.raises(ValueError, match=r"^convert: gamma: liger has no norm weight; fold it into phi first"):
         convert.from_ours(normed.state_dict(), "liger")
     plain = HyperConnection(torch.tanh, N, D)
     plain.load_state_dict(convert.fold_gamma(normed.state_dict()))

@@ -4,14 +4,15 @@
     connection = HyperConnection(layer, n, D, **convert.options("deepseek"))
     checkpoint = convert.from_ours(state, "deepseek")          # and back, bit for bit
 
-A group of keys with the same begin, such as `layers.0.hc_attn`, is one connection or one head; it keeps that begin. All
-other keys go through as they are, in their places. Tensors keep their types, and nothing is changed in place: a result
-may share tensors with what was given.
+A group of keys with the same begin, such as `layers.0.hc_attn`, is one connection or one head; it keeps that begin, but
+for `hc_attn` of DeepSeek, which is `attn_hc` in transformers. All other keys go through as they are, in their places.
+Tensors keep their types, and nothing is changed in place: a result may share tensors with what was given.
 
 Parameters alone do not say what is computed with them: `options(format)` are those of a HyperConnection that computes
-as the library does. `mhc-ops convert` does it for files of safetensors.
+as the library does. `mhc-ops convert` does it for files of safetensors, and for shards.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from math import isqrt
@@ -72,23 +73,27 @@ def from_ours(state: Mapping[str, Tensor], target: str) -> State:
 
 def between(state: Mapping[str, Tensor], source: str, target: str) -> State:
     """From one format to another. Where their `options` differ, the same parameters do not compute the same there."""
-    read_as, written_as = _layouts("source", source), _layouts("target", target)
-    found = groups(state, source)
+    _format("target", target)
+    taken = {key: begin for begin, keys in groups(state, source).items() for key in keys}
+    found = parameters(state, source)
     converted: State = {}
-    taken = {key: begin for begin, keys in found.items() for key in keys}
-    done: set[str] = set()
     for key, tensor in state.items():
         begin = taken.get(key)
         if begin is None:
             _add(converted, key, tensor)
-        elif begin not in done:
-            done.add(begin)
-            for name, part in _converted(state, begin, found[begin], read_as, written_as, target).items():
+        elif begin in found:
+            for name, part in _written(begin, found.pop(begin), target).items():
                 _add(converted, name, part)
     return converted
 
 
-def groups(state: Mapping[str, Tensor], source: str) -> dict[str, list[str]]:
+def parameters(state: Mapping[str, Tensor], source: str) -> dict[str, Parameters]:
+    """Those of all connections and heads of this format, by their begins."""
+    found = groups(state, source)
+    return {begin: _read(state, begin, keys, _layouts("source", source)) for begin, keys in found.items()}
+
+
+def groups(state: Mapping[str, object], source: str) -> dict[str, list[str]]:
     """The begins of all connections and heads of this format, and the keys of each. ValueError where one is missing."""
     found: dict[str, list[str]] = {}
     for key in state:
@@ -99,10 +104,14 @@ def groups(state: Mapping[str, Tensor], source: str) -> dict[str, list[str]]:
     return found
 
 
-def options(source: str) -> dict[str, Any]:
+def options(source: str, sections: int = 3) -> dict[str, Any]:
     """The options with which `HyperConnection(layer, n, D, **options)` computes as this library does, where they are
-    not the defaults. Numbers that a checkpoint's config says (iterations, eps) are taken as they usually are there."""
-    return dict(OPTIONS[_format("source", source)])
+    not the defaults. sections: how many scales a connection has, 3 or, in Hy4, 2. Numbers that a checkpoint's config
+    says (iterations, eps) are taken as they usually are there."""
+    format = _format("source", source)
+    if sections not in LAYOUTS[format]:
+        raise ValueError(f"convert: {format.value} has no connection of {sections} sections")
+    return OPTIONS[format] | (KEEPING_STREAMS[format] if sections == 2 else {})
 
 
 def fold_gamma(state: Mapping[str, Tensor]) -> State:
@@ -116,31 +125,28 @@ def fold_gamma(state: Mapping[str, Tensor]) -> State:
     return folded
 
 
-def _converted(
-    state: Mapping[str, Tensor],
-    begin: str,
-    keys: list[str],
-    read_as: "dict[int, Layout]",
-    written_as: "dict[int, Layout]",
-    target: str,
-) -> State:
-    layout = next(layout for layout in read_as.values() if _key(begin, layout.ends[0]) in keys)
-    tensors = [state.get(_key(begin, end)) for end in layout.ends]
+def _read(state: Mapping[str, Tensor], begin: str, keys: list[str], layouts: "dict[int, Layout]") -> Parameters:
+    layout = next(layout for layout in layouts.values() if _key(begin, layout.ends[0]) in keys)
     try:
-        parameters = layout.read(*tensors)
+        found = layout.read(*(state.get(_key(begin, end)) for end in layout.ends))
     except (RuntimeError, IndexError) as error:  # of torch, where a shape is none of the library's
         raise ValueError(f"convert: {', '.join(keys)} do not fit one another: {error}") from error
-    _check(begin, parameters)
-    sections = parameters.alpha.numel()
-    if sections not in written_as:
+    _check(begin, found)
+    return found
+
+
+def _written(begin: str, own: Parameters, target: str) -> State:
+    where, layouts, sections = Format(target).value, _layouts("target", target), own.alpha.numel()
+    if sections not in layouts:
         what = {1: "head", 2: "connection that keeps its streams", 3: "connection"}[sections]
-        raise ValueError(f"convert: {begin or 'this state dict'} is a {what}, and {_format('', target).value} has none")
-    layout = written_as[sections]
-    parts = layout.write(parameters)
-    if parameters.gamma is not None and layout.optional is None:
-        where = _format("", target).value
-        raise ValueError(f"convert: {_key(begin, '.gamma')}: {where} has no norm weight; fold_gamma puts it into phi")
-    return {_key(begin, end): part.contiguous() for end, part in zip(layout.ends, parts) if part is not None}
+        raise ValueError(f"convert: {begin or 'this state dict'} is a {what}, and {where} has none")
+    layout = layouts[sections]
+    if own.gamma is not None and layout.optional is None:
+        gamma, how = _key(begin, ".gamma"), "fold it into phi first: fold_gamma, --fold-gamma"
+        raise ValueError(f"convert: {gamma}: {where} has no norm weight; {how}")
+    begin = _begin_in(target, begin)
+    parts = zip(layout.ends, layout.write(own))
+    return {_key(begin, end): part.contiguous() for end, part in parts if part is not None}
 
 
 def _check(begin: str, parameters: Parameters) -> None:
@@ -157,7 +163,7 @@ def _check(begin: str, parameters: Parameters) -> None:
         raise ValueError(f"convert: {here}: gamma must be [n, D], got {list(gamma.shape)}")
 
 
-def _keys(state: Mapping[str, Tensor], begin: str, layout: Layout) -> list[str]:
+def _keys(state: Mapping[str, object], begin: str, layout: Layout) -> list[str]:
     keys = [_key(begin, end) for end in layout.ends]
     for end, key in zip(layout.ends, keys):
         if key not in state and end != layout.optional:
@@ -175,6 +181,13 @@ def _begin(key: str, end: str) -> str | None:
     if key == end[1:]:
         return ""
     return key.removesuffix(end) if key.endswith(end) and key != end else None
+
+
+def _begin_in(target: str, begin: str) -> str:
+    """layers.0.hc_attn as layers.0.attn_hc for transformers, and back for DeepSeek"""
+    for pattern, name in BEGINS.get(_format("target", target), {}).items():
+        begin = re.sub(pattern, name, begin)
+    return begin
 
 
 def _add(state: State, key: str, tensor: Tensor) -> None:
@@ -254,6 +267,11 @@ LAYOUTS: dict[Format, dict[int, Layout]] = {  # by the number of sections: 3 and
     Format.MEGATRON_MAIN: {3: _MEGATRON},
     Format.TRANSFORMER_ENGINE: {3: _TRANSFORMER_ENGINE},
 }
+BEGINS: dict[Format, dict[str, str]] = {  # where a library has another name for a module than others have
+    Format.DEEPSEEK: {r"\b(attn|ffn)_hc$": r"hc_\1"},
+    # A file that transformers saves has DeepSeek's names, but hc_head.hc_fn.
+    Format.TRANSFORMERS: {r"\bhc_(attn|ffn)$": r"\1_hc", r"\bhc_head\.hc$": "hc_head"},
+}
 OPTIONS: dict[Format, dict[str, Any]] = {
     Format.MHC_OPS: {},
     Format.DEEPSEEK: {},
@@ -263,4 +281,10 @@ OPTIONS: dict[Format, dict[str, Any]] = {
     Format.MEGATRON: {"norm_eps": 1e-12},
     Format.MEGATRON_MAIN: {"norm_eps": 1e-12, "hc_eps": 0.0, "sinkhorn_eps": 0.0, "transposed": True},
     Format.TRANSFORMER_ENGINE: {"norm_eps": torch.finfo(torch.float32).eps, "hc_eps": 0.0, "sinkhorn_eps": 0.0},
+}
+_HY4 = {"residual": "identity", "post_eps": 1e-6}
+KEEPING_STREAMS: dict[Format, dict[str, Any]] = {  # beside those, of connections of 2 sections
+    Format.MHC_OPS: {"residual": "identity"},
+    Format.DEEPSEEK: _HY4,
+    Format.TRANSFORMERS: _HY4,
 }
