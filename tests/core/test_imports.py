@@ -32,7 +32,7 @@ ALLOWED = {
     "convert": set(),
     "distributed": {"core", "prepare", "contracts", "ops", "modules", "recompute", "stack", "distributed"},
     "hub": {"ops", "public"},
-    "command": {"convert", "hub", "measure"},
+    "command": {"convert", "hub", "measure", "command"},
     "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
     "cli": {"core", "measure", "command"},
     "__main__": {"cli"},
@@ -45,7 +45,7 @@ def layer(parts):
     """("mhc", "triton", "pre_fwd") -> "kernels"; also the family, or None."""
     if not parts:
         return "public", None
-    if parts[0] in ("convert", "hub") and parts[1:] == ("command",):
+    if parts[0] in ("convert", "hub") and parts[1:] in (("command",), ("checkpoint",)):
         return "command", None
     if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "distributed", "hub"):
         return parts[0], None
