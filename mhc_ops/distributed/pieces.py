@@ -226,7 +226,7 @@ def check_lengths(function: str, x: Tensor, ranks: Ranks) -> int:
 
 
 def _is_asked(ranks: Ranks, L: int) -> bool:
-    return L not in _agreed.get(ranks.group, ()) or dist.get_debug_level() is not dist.DebugLevel.OFF
+    return L not in _agreed.get(ranks.group, ()) or dist.get_debug_level() != dist.DebugLevel.OFF
 
 
 def shard_sequence(x: Tensor, *, group: Any, layout: str = "contiguous", dim: int = 1) -> Tensor:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import mhc_ops
 from mhc_ops.core.op import Op
+from mhc_ops.measure import accuracy
 
 n, D, W = 2, 8, 3
 M = n * n + 2 * n
@@ -124,7 +125,10 @@ def assert_as_alone(case, backend, alone, placements, mesh):
     for output, expected in zip(outputs, alone[0], strict=True):
         assert isinstance(output, DTensor), function
         assert backend == "reference" or Replicate() not in output.placements, (function, output.placements)
-        assert torch.equal(output.full_tensor(), expected), function
+        if backend == "reference":  # its matrix product has other bits with other numbers of rows or threads
+            assert accuracy.close(output.full_tensor(), expected.double()), function
+        else:
+            assert torch.equal(output.full_tensor(), expected), function
     for name, expected in alone[1].items():
         gradient = gradients[name]
         if expected is None:
