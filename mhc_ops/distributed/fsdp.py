@@ -1,6 +1,7 @@
 """FSDP2 of models with hyper-connections: maps keep their type, whatever the layers beside them are cast to."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,7 +105,11 @@ def _of_maps(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
     shards = mesh.size(mesh.ndim - 1)  # a first of two dimensions replicates
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        by_columns = parameter.dim() > 1 and parameter.shape[0] % shards and not parameter.shape[1] % shards
-        return Shard(1) if by_columns else None
+        return Shard(1) if by_columns(parameter.shape, shards) else None
 
     return {"mp_policy": policy, "shard_placement_fn": place}
+
+
+def by_columns(shape: Sequence[int], shards: int) -> bool:
+    """Whether a parameter is sharded by columns: where those divide evenly and rows do not."""
+    return len(shape) > 1 and shape[0] % shards > 0 and shape[1] % shards == 0

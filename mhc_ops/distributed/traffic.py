@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 from ..core.check import check_count
+from .fsdp import by_columns
 from .pieces import tail_bytes
 from .pipeline import MAP_BYTES, Send, boundary_bytes
 
@@ -137,7 +138,7 @@ def _summed(model: ModelSizes, mesh: MeshSizes, count: int) -> Sent:
 def _share(shape: tuple[int, ...], shards: int) -> int:
     """Elements that a process has of a parameter, with the padding that is sent along: see fully_shard here."""
     rows, columns = shape[0], shape[1] if len(shape) > 1 else 1
-    if len(shape) > 1 and rows % shards and not columns % shards:
+    if by_columns(shape, shards):
         return rows * (columns // shards)
     return -(-rows // shards) * columns
 
