@@ -331,6 +331,7 @@ def post_bwd(n: int, D: int, wide: bool, mixed: bool, on: Device) -> Tile:
 
 
 FEW_TOKENS, FEW_STREAMS, FEW_DTYPE = 64, 4, torch.bfloat16
+FEW_TOGETHER = 4, 8, 16  # tokens of a program where all programs run at once: 32 spill
 FEW_MAPS = 32  # rows of phi in a product: in two parts the 64 that Hopper's matrix units take, also if there are fewer
 
 
@@ -340,6 +341,8 @@ class Few(Tile):
 
     block_k: int = 0  # channels of a product
     tokens: int = 1  # of a program
+    together: bool = False  # all programs run at once, and wait for one another
+    finished: int = 1  # tokens that one program finishes
 
 
 @lru_cache(maxsize=4096)
@@ -348,9 +351,16 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
     sums of Sinkhorn in another order; more channels than the finishing kernel norms at once, as it then adds otherwise.
 
     A program reads 48 KB of phi at n = 4, about what a multiprocessor gets while memory takes to answer, and all of it
-    is asked for at once (5 stages). One token at D = 4096: 9.8 µs with 4 warps, 10.6 with 8, 13.9 with 16; at D = 7168
-    11.1, 11.9 and 15.3. Of 16 tokens, groups of 2 take 12.7 µs at D = 4096 and 21.9 at D = 7168, with 8 warps 16.4 and
-    29.0; groups of 4 15.9 and 24.8, of 1 16.1 and 25.6. (A CUDA graph of launches, phi in the L2 cache.)
+    is asked for at once (5 stages). Boundary with its norm on an H200, µs in a CUDA graph of launches, phi in the L2
+    cache; where the programs run at once, by the tokens of each, and where the last to arrive finishes a group:
+
+        D = 4096 (32 slices)  1, 2  4     8     16    8 warps     last to arrive
+        1 token               9.3   -     -     -     11.1        10.5
+        4 tokens              9.8   9.4   9.5   -     11.3        10.7
+        16 tokens             -     9.7   9.7   11.2  11.5        13.7
+        64 tokens             -     -     -     11.2  -           24.6
+        D = 7168 (56 slices)
+        16 tokens             -     -     10.1  11.5  11.7        23.6
 
     A product has 16 tokens: with 8, the least that Hopper's matrix units take, triton compiles for those of its
     predecessors, and the projection's bits would be others. On AMD GPUs a barrier of triton's does not wait for stores
@@ -359,15 +369,23 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
         return None
     block_k, pieces = project(maps(n), D, False, on).block_d, split_k_few(n, D, on).pieces
     if on.kind == "cpu":
-        return Few(128, min(256, next_power_of_2(D)), 8, 1, block_k=block_k, tokens=32)
-    tokens = 1 if T * pieces <= on.processors else 2 if cdiv(T, 2) * pieces <= 4 * on.processors else 4
+        return Few(128, min(256, next_power_of_2(D)), 8, 1, block_k=block_k, tokens=32, finished=32)
+    fitting = [tokens for tokens in FEW_TOGETHER if cdiv(T, tokens) * pieces <= on.processors]
+    together = bool(fitting) and pieces > 1
+    if together:
+        tokens = fitting[0]
+        finished = next_power_of_2(cdiv(2 * tokens, pieces))  # half of the programs make h_in, half make maps
+    else:
+        tokens = finished = 1 if T * pieces <= on.processors else 2 if cdiv(T, 2) * pieces <= 4 * on.processors else 4
     return Few(
         block_t=16,
-        block_d=min(next_power_of_2(D), 8192 // tokens),
+        block_d=min(next_power_of_2(D), 8192 // finished),
         warps=8 if compact(on) else 4,  # 4 spill there
         stages=3 if compact(on) else 5,
         block_k=block_k,
         tokens=tokens,
+        together=together,
+        finished=finished,
     )
 
 

@@ -1,9 +1,13 @@
 """Few tokens: a whole boundary, or a whole pre, in one launch.
 
-A program takes one slice of K and a group of up to 4 tokens: it makes x_next of its channels, cuts its share of phi
-into parts and stores its partial sums. The last program of a group to arrive adds them up, makes the maps and sums the
-streams to h_in, with its norm. With so few tokens phi is most of the bytes, and it comes from memory to as many
-multiprocessors as there are slices; what other groups read again comes from the L2 cache.
+A program takes one slice of K and a group of tokens: it makes x_next of its channels, cuts its share of phi into parts
+and stores its partial sums. With so few tokens phi is most of the bytes, and it comes from memory to as many
+multiprocessors as there are slices. What is left then is short, but each step waits for the one before: add up the
+sums, make the maps, sum the streams to h_in, norm that.
+
+Where all programs of a launch fit on the GPU at once, they wait for one another, and that rest is spread over them: one
+makes h_in of a token, another its maps with Sinkhorn. Elsewhere nobody waits, and the last program of a group to arrive
+does all of it; groups are small there, and read phi again from the L2 cache.
 
 Slices are those of mhc_pre_project_kernel and summed as there, and what comes behind is the code of
 mhc_pre_finish_kernel: same bits as with many tokens. The product has phi on the side where the projection has x,
@@ -53,7 +57,7 @@ def chosen_of(values, j, first: tl.constexpr, n: tl.constexpr):
 
 # x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], or + x[j] without h_res; without h_out x_next is x, and given
 # partials[piece, t, m] = Σ_{k in slice} x_next[t, k]·phi[m, k];  partials[piece, t, M] = Σ_{k in slice} x_next[t, k]²
-# then, by the last program of a group of tokens, what mhc_pre_finish_kernel computes
+# then, by the programs of a group of tokens together or by the last of them, what mhc_pre_finish_kernel computes
 @triton.jit(do_not_specialize=["T", "iters"])
 def mhc_few_fwd_kernel(
     tickets_ptr,  # zero, also when the kernel has ended
@@ -93,6 +97,8 @@ def mhc_few_fwd_kernel(
     BUNDLE_PIECES: tl.constexpr,
     GROUP_PIECES: tl.constexpr,
     TOKENS: tl.constexpr,  # of a group
+    TOGETHER: tl.constexpr,  # all programs run at once and wait for one another
+    FINISHED: tl.constexpr,  # tokens that a program finishes: a power of two
     BLOCK_T: tl.constexpr,  # tokens of a product, most of them not there
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,  # channels of a product
@@ -151,18 +157,33 @@ def mhc_few_fwd_kernel(
     tl.store(out + M, tl.reshape(sum_neighbours(squares, BLOCK_T, LANES, 1), [BLOCK_T]), mask=is_token)
 
     # What this program stored happens before it draws its ticket: all its threads have stored at the barrier, and the
-    # ticket releases what the thread that draws it has seen. The last to draw acquires what all others released, and
-    # its threads read behind that, as they wait for the ticket at a barrier. So it sees all partial sums and x_next.
+    # ticket releases what the thread that draws it has seen. Who finds that all have drawn acquires what they released,
+    # and its threads read behind that, as they wait for the ticket at a barrier: all partial sums and x_next are seen.
     tl.debug_barrier()
-    before = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
-    if before == PIECES - 1:
-        tl.store(tickets_ptr + group, 0)  # nobody else draws; the next kernel of the stream sees it
-        t = group * TOKENS + tl.arange(0, TOKENS)
+    drawn = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu") + 1
+    first = group * TOKENS
+    if TOGETHER:
+        while drawn < PIECES:
+            drawn = tl.atomic_add(tickets_ptr + group, 0, sem="acquire", scope="gpu")
+        # A second ticket says that this program waits no longer.
+        if tl.atomic_add(tickets_ptr + group, 1, sem="relaxed", scope="gpu") == 2 * PIECES - 1:
+            tl.store(tickets_ptr + group, 0)
+        FINISHERS: tl.constexpr = TOKENS // FINISHED
+        first += piece % FINISHERS * FINISHED
+        makes_h_in = piece < FINISHERS
+        makes_maps = (piece >= FINISHERS) & (piece < 2 * FINISHERS)
+    else:
+        makes_h_in = drawn == PIECES
+        makes_maps = makes_h_in
+        if makes_h_in:
+            tl.store(tickets_ptr + group, 0)  # nobody else draws; the next kernel of the stream sees it
+    if makes_h_in | makes_maps:
+        t = first + tl.arange(0, FINISHED)
         in_batch = t < T
         rows = t[:, None]
         if BLOCKS == 1 and h_in_ptr is not None:  # on its way while the gates are made
             d = tl.arange(0, BLOCK_D)[None, :]
-            x = load_streams(x_next_ptr, rows, d, in_batch, D, n)
+            x = load_streams(x_next_ptr, rows, d, in_batch & makes_h_in, D, n)
         h_mix, inv_rms, gate = gates_of(
             partials_ptr,
             alpha_ptr,
@@ -184,60 +205,62 @@ def mhc_few_fwd_kernel(
         g = tl.arange(0, BLOCK_G)[None, :]
         tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=in_batch[:, None] & (g < n))
         tl.debug_barrier()
-        weights_ptr = h_pre_ptr if read_ptr is None else read_ptr
-        h_pre = ()
-        for i in tl.static_range(n):
-            weight = tl.load(weights_ptr + rows * n + i, mask=in_batch[:, None], other=0.0)
-            h_pre = h_pre + (weight.to(tl.float32),)
-        factor = None
-        if h_in_ptr is not None:
-            if BLOCKS == 1:
-                h_in = weigh(x, h_pre, n)
-                if layer_norm_weight_ptr is not None:
-                    factor = tl.rsqrt(sum_squares(h_in, TOKENS, BLOCK_D) / D + layer_norm_eps)
-                store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
-            else:
-                if layer_norm_weight_ptr is not None:
-                    of_blocks = tl.zeros([TOKENS, BLOCKS], tl.float32)
+        if h_in_ptr is not None:  # noqa: SIM102 (the compiler knows this, the GPU the other)
+            if makes_h_in:
+                weights_ptr = h_pre_ptr if read_ptr is None else read_ptr
+                h_pre = ()
+                for i in tl.static_range(n):
+                    weight = tl.load(weights_ptr + rows * n + i, mask=in_batch[:, None], other=0.0)
+                    h_pre = h_pre + (weight.to(tl.float32),)
+                factor = None
+                if BLOCKS == 1:
+                    h_in = weigh(x, h_pre, n)
+                    if layer_norm_weight_ptr is not None:
+                        factor = tl.rsqrt(sum_squares(h_in, FINISHED, BLOCK_D) / D + layer_norm_eps)
+                    store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+                else:
+                    if layer_norm_weight_ptr is not None:
+                        of_blocks = tl.zeros([FINISHED, BLOCKS], tl.float32)
+                        for block in range(BLOCKS):
+                            d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+                            h_in = weigh(load_streams(x_next_ptr, rows, d, in_batch, D, n), h_pre, n)
+                            of_block = sum_squares(h_in, FINISHED, BLOCK_D)[:, None]
+                            of_blocks = tl.where(tl.arange(0, BLOCKS)[None, :] == block, of_block, of_blocks)
+                        total = tl.reshape(sum_neighbours(of_blocks, FINISHED, BLOCKS, 1), [FINISHED])
+                        factor = tl.rsqrt(total / D + layer_norm_eps)
                     for block in range(BLOCKS):
                         d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
                         h_in = weigh(load_streams(x_next_ptr, rows, d, in_batch, D, n), h_pre, n)
-                        of_block = sum_squares(h_in, TOKENS, BLOCK_D)[:, None]
-                        of_blocks = tl.where(tl.arange(0, BLOCKS)[None, :] == block, of_block, of_blocks)
-                    total = tl.reshape(sum_neighbours(of_blocks, TOKENS, BLOCKS, 1), [TOKENS])
-                    factor = tl.rsqrt(total / D + layer_norm_eps)
-                for block in range(BLOCKS):
-                    d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-                    h_in = weigh(load_streams(x_next_ptr, rows, d, in_batch, D, n), h_pre, n)
-                    store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
-        store_maps(
-            h_mix,
-            inv_rms,
-            gate,
-            partials_ptr,
-            alpha_ptr,
-            bias_ptr,
-            h_post_next_ptr,
-            h_res_next_ptr,
-            inv_rms_ptr,
-            h_mix_ptr,
-            None,
-            t,
-            in_batch,
-            T,
-            hc_eps,
-            post_mult,
-            post_eps,
-            iters,
-            sinkhorn_eps,
-            n,
-            N,
-            M,
-            PIECES,
-            BUNDLE_PIECES,
-            GROUP_PIECES,
-            BLOCK_G,
-        )
+                        store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+        if makes_maps:
+            store_maps(
+                h_mix,
+                inv_rms,
+                gate,
+                partials_ptr,
+                alpha_ptr,
+                bias_ptr,
+                h_post_next_ptr,
+                h_res_next_ptr,
+                inv_rms_ptr,
+                h_mix_ptr,
+                None,
+                t,
+                in_batch,
+                T,
+                hc_eps,
+                post_mult,
+                post_eps,
+                iters,
+                sinkhorn_eps,
+                n,
+                N,
+                M,
+                PIECES,
+                BUNDLE_PIECES,
+                GROUP_PIECES,
+                BLOCK_G,
+            )
 
 
 KERNEL = Ticketed(mhc_few_fwd_kernel)
@@ -319,6 +342,8 @@ def few_fwd(
         BUNDLE_PIECES=split.bundle_pieces,
         GROUP_PIECES=split.group_pieces,
         TOKENS=tile.tokens,
+        TOGETHER=tile.together,
+        FINISHED=tile.finished,
         BLOCK_T=tile.block_t,
         BLOCK_M=configs.FEW_MAPS,
         BLOCK_K=tile.block_k,
@@ -327,4 +352,5 @@ def few_fwd(
         BLOCKS=width // tile.block_d,
         STAGES=tile.stages,
         num_warps=tile.warps,
+        launch_cooperative_grid=tile.together,
     )

@@ -45,6 +45,22 @@ def test_few_tokens_fill_the_device():
     assert configs.split_k(4, 7168, 128, 2, 132).pieces == 56
 
 
+def test_few_tokens_are_taken_by_programs_that_run_at_once():
+    """Those that wait for one another do run at once, and there are enough of them to finish all tokens."""
+    taken = 0
+    for on, n, D in itertools.product(DEVICES.values(), STREAMS, CHANNELS):
+        for T in (1, 2, 5, 16, 17, 33, 64):
+            tile = configs.few(n, D, T, on)
+            if tile is None or not tile.together:
+                continue
+            taken += 1
+            pieces = configs.split_k_few(n, D, on).pieces
+            assert cdiv(T, tile.tokens) * pieces <= on.processors
+            assert tile.tokens % tile.finished == 0 and 2 * tile.tokens // tile.finished <= pieces
+    assert taken > 1000
+    assert configs.few(4, 7168, 16, HOPPER).together and not configs.few(4, 7168, 64, HOPPER).together
+
+
 def test_some_tokens_store_bundles():
     assert configs.split_k(4, 4096, 128, 16, 132) == configs.split_k_in_bundles(4, 4096)
 

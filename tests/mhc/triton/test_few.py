@@ -258,10 +258,16 @@ def test_machine_code(monkeypatch):
     first_wait = ptx.index("cp.async.wait_group")
     assert ptx[:first_wait].count("cp.async.cg.shared.global [") >= 4 * 3, "four streams of 24 maps, 8 rows at a time"
     assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in ptx
-    atomics = re.findall(r"\b(?:atom|red)\.\S+", ptx)
-    assert atomics == ["atom.global.gpu.acq_rel.add.u32"]
-    before, after = ptx.split(atomics[0])
+    atomics = re.findall(r"\b(?:atom|red|ld\.global\.gpu)\.\S+", ptx)
+    ticket, waiting, second = (
+        "atom.global.gpu.acq_rel.add.u32",
+        "ld.global.gpu.acquire.b32",
+        "atom.global.gpu.relaxed.add.u32",
+    )
+    assert atomics == [ticket, waiting, second], "drawn by who has stored, looked at, drawn by who waits no longer"
+    before, after = ptx.split(ticket)
     assert "st.global" not in before[before.rindex("bar.sync") :]
+    _, after = after.split(waiting)
     assert "bar.sync" in after[: after.index("ld.global")]
 
 
