@@ -1,14 +1,20 @@
 """Launch Triton kernels by the names of their arguments, and let whoever records see what was launched."""
 
 import contextlib
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-COMPILE_OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg"))
+COMPILE_OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_cooperative_grid"))
 
-Start = Callable[[Any, tuple[Any, ...]], None]  # start(stream, arguments)
+MOST_DESCRIPTORS = 1024  # of one argument: as many addresses as its tensors have in a training step of a deep model
+
+Start = Callable[[Any, Sequence[Any]], None]  # start(stream, arguments)
+Described = Mapping[int, dict[str, Any]]
+NONE: Described = MappingProxyType({})
 _recording = threading.local()
 
 
@@ -48,40 +54,55 @@ def collected() -> Iterator[list[Callable[[], Any]]]:
         _recording.compilations = None
 
 
-def starter(compiled: Any, grid: tuple[int, int, int]) -> Start:
+def starter(compiled: Any, grid: tuple[int, int, int], described: Described = NONE) -> Start:
     """Start this compiled kernel on other tensors: by the C function beneath `compiled[grid]`, where Triton has the one
     that is known here, with what stays the same; it saves two thirds of a launch. Whoever hooks into Triton's launches,
-    as its profiler does, is served by `compiled[grid]`."""
+    as its profiler does, is served by `compiled[grid]`.
+
+    described: which arguments are descriptors, and what these hold besides the tensor; `start` takes its address."""
     slow = compiled[grid]
-    quick = _c_launcher(compiled, grid)
+
+    def start_slowly(stream: Any, arguments: Sequence[Any]) -> None:
+        values = list(arguments)
+        for place, rest in described.items():
+            values[place] = Descriptor(values[place], rest)
+        slow(*values, stream=stream)
+
+    quick = _c_launcher(compiled, grid, described)
     if quick is None:
-        return lambda stream, arguments: slow(*arguments, stream=stream)
+        return start_slowly
     from triton import knobs
 
     runtime = knobs.runtime
 
-    def start(stream: Any, arguments: tuple[Any, ...]) -> None:
+    def start(stream: Any, arguments: Sequence[Any]) -> None:
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            slow(*arguments, stream=stream)
+            start_slowly(stream, arguments)
         else:
             quick(stream, arguments)
 
     return start
 
 
-def _c_launcher(compiled: Any, grid: tuple[int, int, int]) -> Start | None:
+def _c_launcher(compiled: Any, grid: tuple[int, int, int], described: Described = NONE) -> Start | None:
     run: Any = getattr(compiled, "run", None)
     if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
         return None
+    if described:
+        return _describing(compiled, grid, described)
+    return _quick(run.launch, compiled, grid)
+
+
+def _quick(launch: Callable[..., None], compiled: Any, grid: tuple[int, int, int]) -> Start | None:
     import triton
 
-    launch, function, metadata = run.launch, compiled.function, compiled.packed_metadata
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     x, y, z = grid
     cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
     version = triton.__version__.split(".")[:2]
     if version == ["3", "6"]:
 
-        def quick(stream: Any, arguments: tuple[Any, ...]) -> None:
+        def quick(stream: Any, arguments: Sequence[Any]) -> None:
             launch(
                 x, y, z, stream, function, cooperative, dependent, None, None, metadata, None, None, None, *arguments
             )
@@ -90,9 +111,64 @@ def _c_launcher(compiled: Any, grid: tuple[int, int, int]) -> Start | None:
     if version == ["3", "7"]:
         kinds, signature = run.arg_annotations, run.kernel_signature
 
-        def quick_from_3_7(stream: Any, arguments: tuple[Any, ...]) -> None:
+        def quick_from_3_7(stream: Any, arguments: Sequence[Any]) -> None:
             fixed = (x, y, z, stream, function, cooperative, dependent, metadata, None, None, None, None, None)
             launch(*fixed, kinds, signature, arguments)
 
         return quick_from_3_7
     return None
+
+
+def _describing(compiled: Any, grid: tuple[int, int, int], described: Described) -> Start | None:
+    """As `_quick`, without the function that Triton puts before the one in C where there are descriptors: that makes
+    each of them anew, which takes as long as two launches. They depend on nothing but the tensor's address."""
+    names = inspect.getclosurevars(compiled.run.launch)
+    inner, make = names.nonlocals, names.globals.get("make_tensordesc_arg")
+    if make is None or not inner.keys() >= {"launcher", "tensordesc_indices", "tensordesc_meta"}:
+        return None
+    quick = _quick(inner["launcher"], compiled, grid)
+    if quick is None or inner["tensordesc_indices"] != described.keys():
+        return None
+    places = sorted(described)
+    made = [Made(make, described[place], meta) for place, meta in zip(places, inner["tensordesc_meta"])]
+
+    def start(stream: Any, arguments: Sequence[Any]) -> None:
+        values: list[Any] = []
+        begin = 0
+        for place, of_address in zip(places, made):
+            values += arguments[begin:place]
+            values += of_address[arguments[place]]
+            begin = place + 1
+        values += arguments[begin:]
+        quick(stream, values)
+
+    return start
+
+
+class Made(dict[int, list[Any]]):
+    """What a descriptor is to the C function, by the address of its tensor."""
+
+    def __init__(self, make: Callable[..., list[Any]], rest: dict[str, Any], meta: Any) -> None:
+        self.make, self.rest, self.meta = make, rest, meta
+
+    def __missing__(self, address: int) -> list[Any]:
+        if len(self) >= MOST_DESCRIPTORS:
+            self.clear()
+        return self.setdefault(address, self.make(Descriptor(address, self.rest), self.meta))
+
+
+class Address:
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Descriptor:
+    """What Triton asks of a TensorDescriptor when it starts a kernel, of a tensor that is known by its address."""
+
+    def __init__(self, address: int, rest: dict[str, Any]) -> None:
+        self.__dict__ = {**rest, "base": Address(address)}

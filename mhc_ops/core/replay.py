@@ -84,21 +84,19 @@ class Plan:
             raise LookupError("a result is neither given nor made by the call")
         self.launches: list[tuple[Start, Callable[[list[Any]], tuple[Any, ...]]]] = []
         self.numbers: list[Any] = []
-        self.described: list[tuple[int, int, Any]] = []  # which number, of which tensor, and what else is in it
         for compiled, grid, arguments in launches:
-            places = []
+            places: list[int] = []
+            described: dict[int, dict[str, Any]] = {}
             for argument in arguments:
+                if isinstance(getattr(argument, "base", None), Tensor):  # a descriptor, for copies block by block
+                    described[len(places)] = {name: value for name, value in vars(argument).items() if name != "base"}
+                    argument = argument.base
                 if _has_memory(argument):
                     places.append(number[argument.data_ptr()])
-                elif isinstance(getattr(argument, "base", None), Tensor):  # a descriptor, for copies block by block
-                    places.append(len(tensors) + len(self.numbers))
-                    rest = {name: value for name, value in vars(argument).items() if name != "base"}
-                    self.described.append((len(self.numbers), number[argument.base.data_ptr()], rest))
-                    self.numbers.append(None)
                 else:
                     places.append(len(tensors) + len(self.numbers))
                     self.numbers.append(0 if isinstance(argument, Tensor) else argument)
-            self.launches.append((starter(compiled, grid), itemgetter(*places)))
+            self.launches.append((starter(compiled, grid, described), itemgetter(*places)))
         first = next(tensor for tensor in given if tensor is not None)
         self.index = first.get_device()  # −1: a CPU
         self.empty = _empty_cuda if self.index >= 0 else partial(_empty, first.device)
@@ -123,32 +121,12 @@ class Plan:
             workspace = empty((self.size,), (1,), torch.uint8)
             base = workspace.data_ptr()
             addresses += [base + offset for offset in self.offsets]
-        first = len(addresses)
         addresses += self.numbers
-        for place, tensor, rest in self.described:
-            addresses[first + place] = Descriptor(addresses[tensor], rest)
         stream = torch._C._cuda_getCurrentRawStream(self.index) if self.index >= 0 else None
         for start, arguments in self.launches:
             start(stream, arguments(addresses))
         tensors = [*given, *made, None]  # the last is what −1 finds
         return [tensors[place] for place in self.results]
-
-
-class Address:
-    __slots__ = ("address",)
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class Descriptor:
-    """What Triton asks of a TensorDescriptor when it starts a kernel, of a tensor that is known by its address."""
-
-    def __init__(self, address: int, rest: dict[str, Any]) -> None:
-        self.__dict__ = {**rest, "base": Address(address)}
 
 
 def _contiguous(tensors: Tensors) -> bool:

@@ -13,9 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from mhc_ops.core import backend as backends
 from mhc_ops.core import call
 from mhc_ops.core.call import Request, run
-from mhc_ops.core.launch import launch
+from mhc_ops.core.launch import Descriptor, launch
 from mhc_ops.core.op import op
-from mhc_ops.core.replay import Descriptor, Replay
+from mhc_ops.core.replay import Replay
 
 
 class Kernel:

@@ -54,7 +54,7 @@ def test_who_hooks_into_launches_is_served(compiled, monkeypatch):
     from triton import knobs
 
     seen = []
-    monkeypatch.setattr(launch, "_c_launcher", lambda compiled, grid: lambda stream, arguments: seen.append("quick"))
+    monkeypatch.setattr(launch, "_c_launcher", lambda *_: lambda stream, arguments: seen.append("quick"))
     start = launch.starter(compiled, (1, 1, 1))
     start(0, ARGUMENTS)
     knobs.runtime.launch_enter_hook.add(print)
@@ -78,3 +78,56 @@ def test_an_unknown_triton_goes_the_long_way(compiled, monkeypatch):
     assert launch._c_launcher(compiled, (1, 1, 1)) is None
     launch.starter(compiled, (1, 1, 1))(0, ARGUMENTS)
     assert len(compiled.calls) == 1
+
+
+DESCRIBED = {1: {"shape": [64, 8], "strides": [8, 1], "padding": "zero", "round_f32_to_tf32": False}}
+DESCRIBED[3] = DESCRIBED[1] | {"shape": [32, 8]}
+
+
+@pytest.fixture
+def with_descriptors(compiled):
+    """Two of its arguments are descriptors; each is given to the C function as the tensor, its sizes and strides."""
+    from triton.backends.nvidia import driver
+
+    kind = "tensordesc<fp32[8, 8]>"
+    signature = dict(enumerate(("*fp32", kind, "i32", kind, "constexpr", "i32")))
+    compiled.run.launch = driver.wrap_handle_tensordesc(compiled.run.launch, signature, None)
+    return compiled
+
+
+def started_with(call):
+    """The arguments of a call of the C function, which come as one sequence since Triton 3.7."""
+    *base, last = call
+    values = [*base, *(last if isinstance(last, (list, tuple)) else [last])]
+    return [value.data_ptr() if isinstance(value, launch.Address) else value for value in values]
+
+
+def test_descriptors_as_triton_calls_it(with_descriptors):
+    grid, arguments = (3, 2, 1), (1024, 2048, 5, 4096, 16, 7)
+    described = [launch.Descriptor(a, DESCRIBED[i]) if i in DESCRIBED else a for i, a in enumerate(arguments)]
+    with_descriptors[grid](*described, stream=11)
+    assert launch._c_launcher(with_descriptors, grid, DESCRIBED) is not None, "this Triton's is not known"
+    launch.starter(with_descriptors, grid, DESCRIBED)(11, arguments)
+    slow, quick = map(started_with, with_descriptors.calls)
+    assert quick == slow and {2048, 64, 4096, 32} <= set(quick)
+
+
+def test_a_descriptor_is_made_once_for_an_address(with_descriptors, monkeypatch):
+    from triton.backends.nvidia import driver
+
+    made, make = [], driver.make_tensordesc_arg
+    monkeypatch.setattr(launch, "MOST_DESCRIPTORS", 3)
+    monkeypatch.setattr(
+        driver, "make_tensordesc_arg", lambda arg, meta: made.append(arg.base.data_ptr()) or make(arg, meta)
+    )
+    start = launch.starter(with_descriptors, (1, 1, 1), DESCRIBED)
+    for address in (2048, 2048, 512, 2048, 1536):
+        start(0, (1024, address, 5, 4096, 16, 7))
+    assert made == [2048, 4096, 512, 1536]
+    start(0, (1024, 64, 5, 4096, 16, 7))  # more than are kept: all of them are made anew
+    start(0, (1024, 2048, 5, 4096, 16, 7))
+    assert made[4:] == [64, 2048]
+
+
+def test_other_descriptors_than_are_known_go_the_long_way(with_descriptors):
+    assert launch._c_launcher(with_descriptors, (1, 1, 1), {1: DESCRIBED[1]}) is None
