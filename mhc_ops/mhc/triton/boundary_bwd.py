@@ -13,7 +13,7 @@ matrix units (boundary_tiles.py):
     dh_res  = x · dlinkᵀ per token      four tokens at once, of which the diagonal blocks are kept
     dh_post = h_out · dlinkᵀ            likewise
 
-The dots of dh_res and dh_post are of the program's channels only: mhc_boundary_dots_kernel adds them up. So are those
+The dots of dh_res and dh_post are of the program's channels only: pre_sums.py adds them up. So are those
 that pass A makes elsewhere, in a shifted stack: dread = <dh_in, x_next>, on which nothing in this kernel depends. Each
 warp makes them of its channels, on matrix units too, and they are added behind a barrier that is there anyhow.
 """
@@ -21,15 +21,12 @@ warp makes them of its channels, on matrix units too, and they are added behind 
 from functools import partial
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 
 from ...core import device
 from ...core.launch import launch
-from ...core.sizes import cdiv
 from . import configs
 from .boundary_common import (
     advance,
@@ -70,6 +67,7 @@ from .boundary_tiles import (
     with_tokens,
     x_as_left,
 )
+from .pre_sums import Dots
 
 STAGES = gl.constexpr(configs.BOUNDARY_BWD.stages)
 COPYING_REGISTERS = gl.constexpr(24)  # of a thread that only copies: the least there is; the others share the rest
@@ -345,42 +343,6 @@ def mhc_boundary_bwd_kernel(
     )
 
 
-# dh_post[t, j], dh_res[t, i, j], dread[t, i] = Σ_block dots[block, t], in a fixed order
-@triton.jit(do_not_specialize=["T", "blocks"])
-def mhc_boundary_dots_kernel(
-    dots_ptr,
-    dh_post_ptr,
-    dh_res_ptr,
-    dread_ptr,
-    T,
-    blocks,
-    n: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    RES: tl.constexpr = 0 if dh_res_ptr is None else n * n
-    WIDTH: tl.constexpr = n + RES + (0 if dread_ptr is None else n)
-    e = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    size = T.to(tl.int64) * WIDTH
-    total = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, blocks, ROWS):
-        block = start + tl.arange(0, ROWS)[:, None]
-        present = (block < blocks) & (e < size)[None, :]
-        total += tl.sum(tl.load(dots_ptr + block * size + e[None, :], mask=present, other=0.0), axis=0)
-    t, c = e // WIDTH, e % WIDTH
-    in_post = (e < size) & (c < n)
-    tl.store(dh_post_ptr + t * n + c, total.to(dh_post_ptr.dtype.element_ty), mask=in_post)
-    if dh_res_ptr is not None:
-        ij = c - n
-        in_res = (e < size) & (ij >= 0) & (ij < n * n)
-        place = ij % n * n + ij // n if TRANSPOSED else ij
-        tl.store(dh_res_ptr + t * (n * n) + place, total.to(dh_res_ptr.dtype.element_ty), mask=in_res)
-    if dread_ptr is not None:
-        i = c - (n + RES)
-        tl.store(dread_ptr + t * n + i, total.to(dread_ptr.dtype.element_ty), mask=(e < size) & (i >= 0))
-
-
 def boundary_pass(
     *,
     x,
@@ -401,8 +363,8 @@ def boundary_pass(
     dread=None,
 ):
     """What mhc_pre_bwd of the next sublayer takes in place of pass B: its dx_next is dlink_next, its dx is dlink. Fills
-    dx, what post's backward of the sublayer before does and, where it is given, dread; returns A [slices, M, K] and,
-    with the norm, dweight."""
+    dx and dh_out; returns A [slices, M, K], with the norm dweight, and of what dh_post, dh_res and, where it is given,
+    dread are the sums."""
     assert dread is None or layer_norm_weight is None, "the norm waits for pass A, which makes dread"
     streams, D = x.shape[-2:]
     mixed = 0 if h_res is None else streams**2
@@ -447,20 +409,4 @@ def boundary_pass(
         num_warps=tile.warps,
         maxnreg=configs.BOUNDARY_REGISTERS,
     )
-    sums = configs.BOUNDARY_DOTS
-    launch(
-        mhc_boundary_dots_kernel,
-        (cdiv(T * dots.shape[2], sums.block_d),),
-        dots_ptr=dots,
-        dh_post_ptr=dh_post,
-        dh_res_ptr=None if h_res is None else dh_res,
-        dread_ptr=dread,
-        T=T,
-        blocks=blocks,
-        n=streams,
-        TRANSPOSED=transposed,
-        ROWS=sums.block_t,
-        COLUMNS=sums.block_d,
-        num_warps=sums.warps,
-    )
-    return A, dweight
+    return A, dweight, Dots(dots, dh_post, None if h_res is None else dh_res, dread, transposed)

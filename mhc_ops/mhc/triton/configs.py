@@ -299,15 +299,18 @@ def partition_rows(T: int, M: int, blocks: int, tile: Dx, processors: int) -> in
 
 
 @cache
-def dphi(M: int, on: Device) -> Tile:
-    """64 columns, 8 warps: 6.6 µs at T = 8192, D = 4096; 32 columns with 4 warps 8.2."""
+def sums(M: int, on: Device) -> Tile:
+    """block_d: columns of phi, block_t: rows of what programs summed up. As kernels apart at T = 8192, D = 4096: 64
+    columns with 8 warps 6.6 µs, 32 with 4 warps 8.2; 128 rows with 8 warps 7.4, 256 rows 8.9, with 4 warps 11.6."""
     if padded_maps(M) > 32:
-        return Tile(0, 16, 4)
-    return Tile(0, 64, 4 if compact(on) else 8)
+        return Tile(64, 16, 8)  # 4 warps, or 32 columns, spill 8 bytes
+    return Tile(128, 64, 4 if compact(on) else 8)
 
 
-# 128 rows, 8 warps: 7.4 µs at T = 8192, D = 4096; 256 rows 8.9, 4 warps 11.6.
-DALPHA = Tile(128, 0, 8)
+def has_tickets(on: Device) -> bool:
+    """Whether a program can tell that it is the last to arrive: on AMD GPUs a barrier of triton's does not wait for
+    stores to memory, so that a ticket would say nothing about those of other warps."""
+    return on.kind != "hip"
 
 
 @cache
@@ -363,9 +366,8 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
         16 tokens             -     -     10.1  11.5  11.7        23.6
 
     A product has 16 tokens: with 8, the least that Hopper's matrix units take, triton compiles for those of its
-    predecessors, and the projection's bits would be others. On AMD GPUs a barrier of triton's does not wait for stores
-    to memory, so that a ticket would say nothing about those of other warps."""
-    if T > FEW_TOKENS or n > FEW_STREAMS or on.kind == "hip" or normed_read(n, D, on).block_d < D:
+    predecessors, and the projection's bits would be others."""
+    if T > FEW_TOKENS or n > FEW_STREAMS or not has_tickets(on) or normed_read(n, D, on).block_d < D:
         return None
     block_k, pieces = project(maps(n), D, False, on).block_d, split_k_few(n, D, on).pieces
     if on.kind == "cpu":
@@ -452,9 +454,8 @@ def table_columns(n: int, M: int) -> int:
 BOUNDARY_BWD = Tile(16, 64, 4, 3)
 # Of a thread when a program starts: half a multiprocessor's. Those that compute then get 232, those that copy keep 24.
 BOUNDARY_REGISTERS = 128
-# Blocks of channels × dots that one program adds: 15.8 µs at T = 8192, D = 4096; of that first version 64 × 64 with 4
-# warps 19, 16 × 256 with 4 warps 17.6 (this one 16.4).
-BOUNDARY_DOTS = Tile(64, 32, 2)
+# Blocks of channels × dots that one program of `sums` adds.
+BOUNDARY_DOTS = Tile(64, 128, 8)
 # With fewer a program has less than 16 blocks of them at D = 4096, to spread what it does once over. Not timed.
 BOUNDARY_TOKENS = 1024
 

@@ -3,7 +3,7 @@
 1. dh_pre    pass A: dh_pre[t, i] = <dh_in[t], x[t, i]>; with the layer's norm pre_norm.py
 2. dmaps     pre_dmaps.py, per token: back through σ and the scales to dh_mix, and the factor of x in dx
 3. dx        pass B: dx, and A = Σ_t dh_mix[t] ⊗ x[t] per slice of the tokens
-4. pre_sums.py: dphi and dgamma from A, dalpha and dbias from the sums of step 2
+4. sums      pre_sums.py: dphi and dgamma from A, dalpha and dbias from the sums of step 2
 
 dh_mix is kept without its factor alpha, which dx gets through phi and dphi at the end: alpha may be zero, and the sums
 without it are still needed.
@@ -319,10 +319,11 @@ def mhc_pre_bwd(
     of_pass_b["layer_norm_weight"] = None if factors is None else layer_norm_weight
     if boundary is not None:
         of_boundary = {"dread": dread} if read is not None and factors is None else {}
-        A, dweight = boundary(**of_pass_b, **of_boundary, table=table)
+        A, dweight, dots = boundary(**of_pass_b, **of_boundary, table=table)
     else:
         of_token = {"x_factor": x_factor, "h_pre": h_pre, "h_res": h_res, "factors": factors}
         A, dweight = launch_dx(**of_pass_b, **of_token, x=x, dx_added=dx_added, M=M, exact=exact)
+        dots = None
 
     sum_gradients(
         A=A,
@@ -338,6 +339,7 @@ def mhc_pre_bwd(
         dbias=dbias,
         dweight=dweight,
         dlayer_norm_weight=None if layer_norm_weight is None else dlayer_norm_weight,
+        dots=dots,
     )
 
 

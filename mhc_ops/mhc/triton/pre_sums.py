@@ -1,4 +1,17 @@
-"""mHC pre, backward, last step: the sums over tokens, in fixed order, become the gradients of parameters."""
+"""mHC pre, backward, last step: sums in fixed order become the gradients of parameters and, at a boundary, of the maps
+of the sublayer before.
+
+One launch, whose programs have one of three parts:
+
+    slices   a block of columns of phi: A added up over slices of the tokens, and dphi, dgamma made of it
+    tokens   the sums of the per-token kernel: dbias and, up to what the parts of phi leave out, dalpha
+    dots     of a boundary: what each of its programs made of its channels for dh_post, dh_res and dread
+
+What the parts of phi leave out comes from the slices: whoever of these and the tokens is the last to draw a ticket adds
+it to dalpha.
+"""
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -9,13 +22,15 @@ from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
 from .parts import alpha_of_row, rest_of
+from .tickets import Ticketed
 
 
 # A = Σ_slices A[slice], in order;  dphi = alpha·A ⊙ gamma;  dgamma = Σ_M alpha·phi ⊙ A
 # dlayer_norm_weight = Σ_slices dweight[slice], in order; 0 without dweight
-# missing[program, m] = Σ_{k of the program} rest[m, k]·A[m, k], where rest is what the parts of gamma ⊙ phi leave out
-@triton.jit(do_not_specialize=["slices"])
-def mhc_pre_dphi_kernel(
+# missing[block, m] = Σ_{k of the block} rest[m, k]·A[m, k], where rest is what the parts of gamma ⊙ phi leave out
+@triton.jit
+def sum_slices(
+    block,
     A_ptr,
     phi_ptr,
     gamma_ptr,
@@ -34,7 +49,7 @@ def mhc_pre_dphi_kernel(
     BLOCK_K: tl.constexpr,
 ):
     m = tl.arange(0, BLOCK_M)
-    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    k = block * BLOCK_K + tl.arange(0, BLOCK_K)
     if dlayer_norm_weight_ptr is not None:
         D = K // n
         total = tl.zeros([BLOCK_K], tl.float32)
@@ -64,7 +79,7 @@ def mhc_pre_dphi_kernel(
     tl.store(dphi_ptr + at, dphi.to(dphi_ptr.dtype.element_ty), mask=present)
     if PARTS > 1:
         missing = tl.sum(rest_of(phi, PARTS, tl.bfloat16) * A, axis=1)
-        tl.store(missing_ptr + tl.program_id(0) * M + m, missing, mask=m < M)
+        tl.store(missing_ptr + block * M + m, missing, mask=m < M)
 
 
 # Σ_rows of a [rows, M] table, in order: BLOCK_R running sums, then those
@@ -80,75 +95,241 @@ def column_sums(
     return tl.sum(sums, axis=0)
 
 
-# dbias = Σ_t dz;  dalpha[section] = Σ_{m in section} Σ_t dz·m
-# Where m was made from parts of phi, it lacks rest·v·inv_rms, and Σ_t dz·(rest·v·inv_rms) = Σ_k rest·A.
-@triton.jit(do_not_specialize=["programs", "blocks"])
-def mhc_pre_dalpha_kernel(
-    sums_ptr,
-    missing_ptr,
-    dalpha_ptr,
-    dbias_ptr,
-    programs,
-    blocks,
-    n: tl.constexpr,
-    M: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+# dbias = Σ_t dz;  by_row[m] = Σ_t dz·m
+@triton.jit
+def sum_tokens(sums_ptr, dbias_ptr, programs, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr):
     m = tl.arange(0, BLOCK_M)
     dbias = column_sums(sums_ptr, programs, 2 * M, M, BLOCK_R, BLOCK_M)
     tl.store(dbias_ptr + m, dbias.to(dbias_ptr.dtype.element_ty), mask=m < M)
-    by_row = column_sums(sums_ptr + M, programs, 2 * M, M, BLOCK_R, BLOCK_M)
-    if PARTS > 1:
-        by_row += column_sums(missing_ptr, blocks, M, M, BLOCK_R, BLOCK_M)
+    return column_sums(sums_ptr + M, programs, 2 * M, M, BLOCK_R, BLOCK_M)
+
+
+# dalpha[section] = Σ_{m in section} by_row[m]
+@triton.jit
+def store_dalpha(dalpha_ptr, by_row, n: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr):
+    m = tl.arange(0, BLOCK_M)
     section = (m >= n).to(tl.int32) + (m >= 2 * n).to(tl.int32)
     for s in tl.static_range(3 if M > 2 * n else 2 if M > n else 1):
         dalpha = tl.sum(tl.where((section == s) & (m < M), by_row, 0.0), axis=0)
         tl.store(dalpha_ptr + s, dalpha.to(dalpha_ptr.dtype.element_ty))
 
 
-def sum_gradients(*, A, sums, phi, gamma, alpha, n, parts, dphi, dgamma, dalpha, dbias, dweight, dlayer_norm_weight):
+# Where m was made from parts of phi, it lacks rest·v·inv_rms, and Σ_t dz·(rest·v·inv_rms) = Σ_k rest·A. by_row is the
+# row behind those of the blocks.
+@triton.jit
+def add_missing(
+    missing_ptr,
+    dalpha_ptr,
+    blocks,
+    n: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    m = tl.arange(0, BLOCK_M)
+    by_row = tl.load(missing_ptr + blocks * M + m, mask=m < M, other=0.0)
+    by_row += column_sums(missing_ptr, blocks, M, M, BLOCK_R, BLOCK_M)
+    store_dalpha(dalpha_ptr, by_row, n, M, BLOCK_M)
+
+
+# dh_post[t, j], dh_res[t, i, j], dread[t, i] = Σ_block dots[block, t], in a fixed order
+@triton.jit
+def sum_dots(
+    program,
+    dots_ptr,
+    dh_post_ptr,
+    dh_res_ptr,
+    dread_ptr,
+    T,
+    blocks,
+    n: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    RES: tl.constexpr = 0 if dh_res_ptr is None else n * n
+    WIDTH: tl.constexpr = n + RES + (0 if dread_ptr is None else n)
+    e = program.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    size = T.to(tl.int64) * WIDTH
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, blocks, ROWS):
+        block = start + tl.arange(0, ROWS)[:, None]
+        present = (block < blocks) & (e < size)[None, :]
+        total += tl.sum(tl.load(dots_ptr + block * size + e[None, :], mask=present, other=0.0), axis=0)
+    t, c = e // WIDTH, e % WIDTH
+    in_post = (e < size) & (c < n)
+    tl.store(dh_post_ptr + t * n + c, total.to(dh_post_ptr.dtype.element_ty), mask=in_post)
+    if dh_res_ptr is not None:
+        ij = c - n
+        in_res = (e < size) & (ij >= 0) & (ij < n * n)
+        place = ij % n * n + ij // n if TRANSPOSED else ij
+        tl.store(dh_res_ptr + t * (n * n) + place, total.to(dh_res_ptr.dtype.element_ty), mask=in_res)
+    if dread_ptr is not None:
+        i = c - (n + RES)
+        tl.store(dread_ptr + t * n + i, total.to(dread_ptr.dtype.element_ty), mask=(e < size) & (i >= 0))
+
+
+@triton.jit(do_not_specialize=["slices", "programs", "T", "dots_blocks"])
+def mhc_pre_sums_kernel(
+    tickets_ptr,  # zero, also when the kernel has ended; None: mhc_pre_dalpha_kernel follows
+    A_ptr,
+    sums_ptr,
+    phi_ptr,
+    gamma_ptr,
+    alpha_ptr,
+    dphi_ptr,
+    dgamma_ptr,
+    dalpha_ptr,
+    dbias_ptr,
+    dweight_ptr,
+    dlayer_norm_weight_ptr,
+    missing_ptr,
+    dots_ptr,
+    dh_post_ptr,
+    dh_res_ptr,
+    dread_ptr,
+    slices,
+    K,
+    programs,
+    T,
+    dots_blocks,
+    n: tl.constexpr,
+    M: tl.constexpr,
+    PARTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    program, blocks = tl.program_id(0), tl.cdiv(K, BLOCK_K)
+    if program == 0:  # it has the most to do, one row after the other
+        by_row = sum_tokens(sums_ptr, dbias_ptr, programs, M, BLOCK_R, BLOCK_M)
+        if PARTS > 1:
+            m = tl.arange(0, BLOCK_M)
+            tl.store(missing_ptr + blocks * M + m, by_row, mask=m < M)
+        else:
+            store_dalpha(dalpha_ptr, by_row, n, M, BLOCK_M)
+    if (program > 0) & (program <= blocks):
+        sum_slices(
+            program - 1,
+            A_ptr,
+            phi_ptr,
+            gamma_ptr,
+            alpha_ptr,
+            dphi_ptr,
+            dgamma_ptr,
+            dweight_ptr,
+            dlayer_norm_weight_ptr,
+            missing_ptr,
+            slices,
+            K,
+            n,
+            M,
+            PARTS,
+            BLOCK_M,
+            BLOCK_K,
+        )
+    if dots_ptr is not None:  # noqa: SIM102 (the compiler knows this, the GPU the other)
+        if program > blocks:
+            of_dots = program - blocks - 1
+            sum_dots(
+                of_dots, dots_ptr, dh_post_ptr, dh_res_ptr, dread_ptr, T, dots_blocks, n, TRANSPOSED, ROWS, COLUMNS
+            )
+    if PARTS > 1 and tickets_ptr is not None:  # noqa: SIM102 (the compiler knows this, the GPU the other)
+        if program <= blocks:
+            tl.debug_barrier()  # as in mhc_few_fwd_kernel: what all threads stored is seen by the last to draw
+            if tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu") == blocks:
+                tl.store(tickets_ptr, 0)
+                add_missing(missing_ptr, dalpha_ptr, blocks, n, M, BLOCK_R, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def mhc_pre_dalpha_kernel(
+    missing_ptr,
+    dalpha_ptr,
+    blocks,
+    n: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    add_missing(missing_ptr, dalpha_ptr, blocks, n, M, BLOCK_R, BLOCK_M)
+
+
+KERNEL = Ticketed(mhc_pre_sums_kernel)
+
+
+class Dots(NamedTuple):
+    """What a boundary leaves to be added up: dots [blocks, T, columns], and what becomes of them."""
+
+    dots: torch.Tensor
+    dh_post: torch.Tensor
+    dh_res: torch.Tensor | None
+    dread: torch.Tensor | None
+    transposed: bool
+
+
+def sum_gradients(
+    *, A, sums, phi, gamma, alpha, n, parts, dphi, dgamma, dalpha, dbias, dweight, dlayer_norm_weight, dots
+):
     """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel
-    dweight: [slices, D], or None where nothing used h_in"""
+    dweight: [slices, D], or None where nothing used h_in   dots: of a boundary, or None"""
     slices, M, K = A.shape
-    tile = configs.dphi(M, device.of(A.device))
+    on = device.of(A.device)
+    tile = configs.sums(M, on)
     blocks = cdiv(K, tile.block_d)
-    missing = torch.empty((blocks, M), dtype=torch.float32, device=A.device)
+    missing = torch.empty((blocks + 1, M), dtype=torch.float32, device=A.device)
+    of_dots = {"dots_ptr": None, "dh_post_ptr": None, "dh_res_ptr": None, "dread_ptr": None, "T": 0, "dots_blocks": 0}
+    dots_programs = 0
+    if dots is not None:
+        of_dots = {f"{name}_ptr": getattr(dots, name) for name in ("dots", "dh_post", "dh_res", "dread")}
+        dots_blocks, T, columns = dots.dots.shape
+        of_dots |= {"T": T, "dots_blocks": dots_blocks}
+        dots_programs = cdiv(T * columns, configs.BOUNDARY_DOTS.block_d)
+    ticketed = configs.has_tickets(on)
     launch(
-        mhc_pre_dphi_kernel,
-        (blocks,),
+        KERNEL if ticketed else mhc_pre_sums_kernel,
+        (1 + blocks + dots_programs,),
+        **({} if ticketed else {"tickets_ptr": None}),
         A_ptr=A,
+        sums_ptr=sums,
         phi_ptr=phi,
         gamma_ptr=gamma,
         alpha_ptr=alpha,
         dphi_ptr=dphi,
         dgamma_ptr=dgamma,
+        dalpha_ptr=dalpha,
+        dbias_ptr=dbias,
         dweight_ptr=dweight,
         dlayer_norm_weight_ptr=dlayer_norm_weight,
         missing_ptr=missing,
+        **of_dots,
         slices=slices,
         K=K,
+        programs=sums.shape[0],
         n=n,
         M=M,
         PARTS=parts,
+        TRANSPOSED=dots is not None and dots.transposed,
         BLOCK_M=configs.padded_maps(M),
         BLOCK_K=tile.block_d,
+        BLOCK_R=tile.block_t,
+        ROWS=configs.BOUNDARY_DOTS.block_t,
+        COLUMNS=configs.BOUNDARY_DOTS.block_d,
         num_warps=tile.warps,
     )
-    launch(
-        mhc_pre_dalpha_kernel,
-        (1,),
-        sums_ptr=sums,
-        missing_ptr=missing,
-        dalpha_ptr=dalpha,
-        dbias_ptr=dbias,
-        programs=sums.shape[0],
-        blocks=blocks,
-        n=n,
-        M=M,
-        PARTS=parts,
-        BLOCK_R=configs.DALPHA.block_t,
-        BLOCK_M=configs.padded_maps(M),
-        num_warps=configs.DALPHA.warps,
-    )
+    if parts > 1 and not ticketed:
+        launch(
+            mhc_pre_dalpha_kernel,
+            (1,),
+            missing_ptr=missing,
+            dalpha_ptr=dalpha,
+            blocks=blocks,
+            n=n,
+            M=M,
+            BLOCK_R=tile.block_t,
+            BLOCK_M=configs.padded_maps(M),
+            num_warps=tile.warps,
+        )

@@ -21,11 +21,11 @@ from mhc_ops.core.launch import COMPILE_OPTIONS
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import contracts
 from mhc_ops.mhc.options import PreOptions, Residual
-from mhc_ops.mhc.triton import boundary_bwd, configs, next_bwd, post_pre
+from mhc_ops.mhc.triton import boundary_bwd, configs, next_bwd, post_pre, pre_sums
 
 HOPPER = GPUS["sm_90"]
 SUBJECTS = (cases.MHC_NEXT, cases.MHC_NEXT_NORMED)
-KERNELS = ("mhc_boundary_bwd_kernel", "mhc_boundary_dots_kernel")
+KERNELS = ("mhc_boundary_bwd_kernel", "mhc_pre_sums_kernel")
 by_norm = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or device.of(torch.device("cuda")).capability != HOPPER.capability,
@@ -33,7 +33,7 @@ on_hopper = pytest.mark.skipif(
 )
 
 
-# ---- the two kernels alone -------------------------------------------------------------------------------------------
+# ---- the kernel alone -----------------------------------------------------------------------------------------------
 
 
 def inputs(T, D, normed, seed=0, mixed=True, transposed=False, shifted=False):
@@ -117,28 +117,25 @@ def exact(x, h_out, h_post, h_res, transposed, dh_in, dx_next, dh_mix, parts, ta
     }
 
 
-def assert_exact(given, A, dweight):
+def assert_exact(given, A, dweight, dots):
+    """A, dweight and dots are still to be added up."""
     results = given | {"A": A.sum(0)} | ({} if dweight is None else {"dweight": dweight.sum(0)})
+    rest = dots.dots.sum(0)
+    for name in ("dh_post", "dh_res", "dread"):
+        output = getattr(dots, name)
+        if output is not None:
+            own, rest = rest[:, : output[0].numel()].reshape(output.shape), rest[:, output[0].numel() :]
+            results[name] = own.mT if name == "dh_res" and dots.transposed else own
+    assert not rest.numel()
     expected = exact(**given)
     wrong = [name for name, value in expected.items() if not accuracy.close(results[name], value)]
     assert not wrong
 
 
 def emulating(kernel, grid, **arguments):
-    """In place of launch: the Gluon kernel by its source, the other as it is, or its sum in one line."""
+    """In place of launch: the Gluon kernel by its source."""
     arguments = {name: value for name, value in arguments.items() if name not in COMPILE_OPTIONS}
-    if kernel is boundary_bwd.mhc_boundary_bwd_kernel:
-        gluon_emulator.run(kernel, grid, **arguments)
-    elif _INTERPRETED:
-        kernel[grid](**arguments)
-    else:
-        n, dots = arguments["n"], arguments["dots_ptr"].sum(0)
-        outputs = {name: arguments[name] for name in ("dh_post_ptr", "dh_res_ptr", "dread_ptr")}
-        for name, output in outputs.items():
-            if output is not None:
-                width = n * n if name == "dh_res_ptr" else n
-                own, dots = dots[:, :width].reshape(output.shape), dots[:, width:]
-                output.copy_(own.mT if name == "dh_res_ptr" and arguments["TRANSPOSED"] else own)
+    gluon_emulator.run(kernel, grid, **arguments)
 
 
 @pytest.fixture
@@ -152,9 +149,9 @@ def test_emulated_against_fp64(T, slices, normed, emulated, monkeypatch):
     """5 blocks of tokens a program: every stage is filled and emptied, and the phases of its barriers come back."""
     monkeypatch.setattr(configs, "partition_rows", lambda *_: slices)
     given = inputs(T, 128, normed)
-    A, dweight = boundary_bwd.boundary_pass(**given)
+    A, *rest = boundary_bwd.boundary_pass(**given)
     assert A.shape == (slices, 24, 4 * 128)
-    assert_exact(given, A, dweight)
+    assert_exact(given, A, *rest)
 
 
 FORMS = [{"shifted": True}, {"mixed": False}, {"mixed": False, "shifted": True}, {"transposed": True, "shifted": True}]
@@ -176,8 +173,7 @@ def test_other_forms_emulated_against_fp64(form, normed, emulated, monkeypatch):
 @pytest.mark.parametrize(("T", "D"), [(1, 64), (300, 512), (1024, 4096), (2000, 2560)])
 def test_on_a_gpu_against_fp64(T, D, form, normed):
     given = on_a_gpu(inputs(T, D, normed, **form))
-    A, dweight = boundary_bwd.boundary_pass(**given)
-    assert_exact(given, A, dweight)
+    assert_exact(given, *boundary_bwd.boundary_pass(**given))
 
 
 # ---- as mhc_next_bwd -------------------------------------------------------------------------------------------------
@@ -446,8 +442,21 @@ def test_x_next_is_remade_with_the_bits_of_post():
     for token in (0, 17, T - 1):
         given["dh_mix"].zero_()
         given["dh_mix"][0, token, 3] = 1
-        A, _ = boundary_bwd.boundary_pass(**given)
+        A, *_ = boundary_bwd.boundary_pass(**given)
         assert torch.equal(A.sum(0)[3], x_next[token].flatten().float())
+
+
+def add_up(given, A, dweight, dots):
+    """By the kernel, as mhc_pre_bwd has it done: it fills dh_post, dh_res and dread."""
+    (_, M, K), D = A.shape, given["x"].shape[2]
+
+    def tensor(*shape):
+        return torch.zeros(shape, device=A.device)
+
+    normed = {"dweight": dweight, "dlayer_norm_weight": None if dweight is None else tensor(D)}
+    parameters = {"phi": tensor(M, K), "alpha": tensor(3), "gamma": None}
+    gradients = {"dphi": tensor(M, K), "dalpha": tensor(3), "dgamma": None, "dbias": tensor(M)}
+    pre_sums.sum_gradients(A=A, sums=tensor(1, 2, M), **parameters, **gradients, **normed, n=4, parts=2, dots=dots)
 
 
 def assert_same_bits_in_any_batch(alone, copies):
@@ -459,9 +468,14 @@ def assert_same_bits_in_any_batch(alone, copies):
         else value
         for name, value in alone.items()
     }
+    names = ["dx", "dh_out", "dots"]
     for given in (alone, many):
-        boundary_bwd.boundary_pass(**given)
-    for name in ("dx", "dh_out", "dh_post", "dh_res", "dread"):
+        results = boundary_bwd.boundary_pass(**given)
+        given["dots"] = results[2].dots.transpose(0, 1)
+        if given["x"].is_cuda:
+            add_up(given, *results)
+            names += ["dh_post", "dh_res", "dread"]
+    for name in names:
         assert alone[name] is None or all(
             torch.equal(part, alone[name]) for part in many[name].split(alone["x"].shape[0])
         ), name

@@ -148,10 +148,10 @@ def test_row_by_row_kernels(on):
             assert is_power_of_2(tile.block_t, tile.warps)
         for M in (n, configs.maps(n)):
             assert configs.padded_maps(M) >= M
-            for tile in (configs.phi_parts(M), configs.dphi(M, on)):
+            for tile in (configs.phi_parts(M), configs.sums(M, on)):
                 assert is_power_of_2(tile.block_d, tile.warps)
                 assert configs.PADDED_K % tile.block_d == 0
-    assert is_power_of_2(configs.DALPHA.block_t, configs.DALPHA.warps)
+            assert is_power_of_2(configs.sums(M, on).block_t)
 
 
 @by_device
