@@ -5,7 +5,8 @@ from .context import causal_conv1d, short_conv
 from .fsdp import fully_shard
 from .parallel import HyperParallel
 from .pieces import shard_sequence, tail_bytes
-from .pipeline import HyperStage, PipelineStage, boundary_bytes, pipeline_stages
+from .pipeline import PipelineStage
+from .stages import HyperStage, boundary_bytes, pipeline_stages
 from .traffic import MeshSizes, ModelSizes, traffic
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from ..core.check import name_of
 from ..mhc.modules import HyperConnection, HyperHead, MHCBlock
 from ..mhc.stack import HyperStack
-from .pipeline import HyperStage
+from .stages import HyperStage
 
 _MAPS = (HyperStack, HyperConnection, HyperHead, MHCBlock)
 
