@@ -2,7 +2,6 @@
 
 import doctest
 import re
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from mhc_ops.distributed import (
     ModelSizes,
     PipelineStage,
     boundary_bytes,
+    bytes_sent,
     causal_conv1d,
     fully_shard,
     pipeline_stages,
@@ -285,6 +285,5 @@ def test_the_code_of_the_page_runs():
 
 
 def test_the_examples_in_docstrings():
-    module = sys.modules["mhc_ops.distributed.traffic"]
-    found = doctest.testmod(module)
+    found = doctest.testmod(bytes_sent)
     assert found.attempted and not found.failed
