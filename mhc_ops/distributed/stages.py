@@ -100,6 +100,11 @@ class HyperStage(HyperStack):
         before: HyperConnection | None = None if self.begins else stack[start - 1]
         self.mixed, self.transposed = _has_h_res(before), bool(before and before.options["transposed"])
 
+    @property
+    def keeps_input_types(self) -> bool:
+        """Whether inputs must not be cast, as `fully_shard` asks: a later stage is handed maps and p, all fp32."""
+        return not self.begins
+
     def expand(self, h: Tensor) -> Tensor:
         """The start of a model, n copies of h [..., D]: of the first stage alone."""
         if not self.begins:
