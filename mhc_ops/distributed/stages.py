@@ -98,7 +98,8 @@ class HyperStage(HyperStack):
         self.n = stack[start].n
         # What the carry of the stage before holds, or has as a flag.
         before: HyperConnection | None = None if self.begins else stack[start - 1]
-        self.mixed, self.transposed = _has_h_res(before), bool(before and before.options["transposed"])
+        self.mixed = before is not None and before.has_h_res
+        self.transposed = before is not None and before.options["transposed"]
 
     @property
     def keeps_input_types(self) -> bool:
@@ -269,7 +270,3 @@ def _check_span(function: str, stack: HyperStack, start: int, stop: int) -> None
             raise ValueError(f"{function}: cut {cut} lies outside of the stack, which has {len(stack)} connections")
     if start >= stop:
         raise ValueError(f"{function}: a stage from connection {start} to {stop} is empty")
-
-
-def _has_h_res(connection: HyperConnection | None) -> bool:
-    return connection is not None and connection.options["residual"] != "identity"
