@@ -11,6 +11,7 @@ from processes import run
 from sending import Sending
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhc_ops
 from mhc_ops import distributed
@@ -246,6 +247,46 @@ def test_sent_bytes():
             assert sent == expected
     # S rows of [B, D] to the next rank, and as many back from it
     assert [found[0][0] for found in ranks] == [(6 * 2 * 5 * 2, 0), (6 * 2 * 5 * 2,) * 2, (0, 6 * 2 * 5 * 2)]
+
+
+class Order(TorchDispatchMode):
+    """What is begun, in order: an exchange, the wait for it, and calls of the convolution by the rows they take."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "_c10d_functional":
+            self.seen.append({"all_to_all_single": "send", "wait_tensor": "wait"}[function._opname])
+        elif function.namespace == "mhc_ops":
+            self.seen.append(args[0].shape[1])
+        return function(*args, **(kwargs or {}))
+
+
+def in_order(L, W, layout):
+    """Of a forward and of its backward; in the call before, the ranks agree on lengths."""
+    x, weight = torch.randn(1, L, 3, requires_grad=True), torch.randn(3, W, requires_grad=True)
+    conv = partial(distributed.causal_conv1d, x, weight, group=dist.group.WORLD, layout=layout, backend="hip")
+    conv()
+    with Order() as forward:
+        y = conv()
+    with Order() as backward:
+        y.sum().backward()
+    return forward.seen, backward.seen
+
+
+def test_rows_are_computed_while_others_travel():
+    """Sent first, awaited when all rows are computed: behind that come, of each piece that has a history, only the S
+    rows at its begin. Backward the gradients of the history, from a call on it and 2·S rows, go first."""
+    L, S = 20, 2
+    first, second = run(2, in_order, L, S + 1, "contiguous")
+    assert first == (["send", L, "wait"], ["send", L, "wait"])
+    assert second == (["send", L, "wait", 2 * S], [3 * S, "send", L, 2 * S, "wait"])
+    # Two pieces are two rows of a batch; all of the four but the first have a history.
+    for pieces, (forward, backward) in zip((1, 2), run(2, in_order, L, S + 1, "zigzag")):
+        assert forward == ["send", L // 2, "wait", *[2 * S] * pieces]
+        assert backward == [*[3 * S] * pieces, "send", L // 2, *[2 * S] * pieces, "wait"]
 
 
 def message(call):
