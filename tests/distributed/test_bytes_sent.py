@@ -6,6 +6,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import older_torch
 import pytest
 import torch
 from processes import run
@@ -131,6 +132,7 @@ def _all_counted(world):
 
 
 @pytest.mark.parametrize("world", CASES)
+@older_torch.MATRIX_PRODUCT
 def test_counted_bytes(world):
     results = run(world, _all_counted, world)
     for (model, mesh, way), *ranks in zip(CASES[world], *results):
@@ -226,6 +228,7 @@ def _run_page():
         exec(compile(block, PAGE.name, "exec"), {})
 
 
+@older_torch.MATRIX_PRODUCT
 def test_the_code_of_the_page_runs():
     run(2, _run_page)
 

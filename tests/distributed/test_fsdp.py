@@ -1,5 +1,6 @@
 """FSDP2 around hyper-connections: 2 and 4 processes against one."""
 
+import older_torch
 import pytest
 import torch
 import torch.distributed as dist
@@ -314,6 +315,7 @@ def seen_by_two():
 
 
 @pytest.mark.parametrize("streams", [bf16, fp32], ids=str)
+@older_torch.CAST_IN_CHECKPOINT
 def test_maps_stay_out_of_the_cast(streams, seen_by_two):
     """x keeps its type and the maps theirs, where layers and all else are bf16: the bits of a cast by hand."""
     for rank, *_ in seen_by_two:
@@ -327,6 +329,7 @@ def test_maps_stay_out_of_the_cast(streams, seen_by_two):
         assert as_by_hand
 
 
+@older_torch.CAST_IN_CHECKPOINT
 def test_gradients_of_maps_are_reduced_in_fp32(seen_by_two):
     """Those of the layers in bf16, as the policy says."""
     for rank, *_ in seen_by_two:
@@ -337,6 +340,7 @@ def test_gradients_of_maps_are_reduced_in_fp32(seen_by_two):
             assert rounded == set(gradients) - names_of_maps()
 
 
+@older_torch.CAST_IN_CHECKPOINT
 def test_one_group_for_the_maps_of_a_stack(seen_by_two):
     """Beside three layers, the maps of the stack, of one connection and of the head, and the rest; of the backward's
     gathers those of the head, which torch holds with the rest where it is the last, may be left out."""
@@ -346,6 +350,7 @@ def test_one_group_for_the_maps_of_a_stack(seen_by_two):
         assert len(backward) <= 7 + 6
 
 
+@older_torch.CAST_IN_CHECKPOINT
 def test_maps_are_sharded_without_padding(seen_by_two):
     for *_, placements in seen_by_two:
         assert placements["phi"] == placements["gamma"] == (Shard(1),)  # 15 and 3 rows

@@ -1,5 +1,6 @@
 """HyperParallel beside tensor-parallel layers: the losses and gradients of one process."""
 
+import older_torch
 import pytest
 import torch
 from processes import run
@@ -152,6 +153,7 @@ def on_two_ranks():
     wrong_use(init_device_mesh("cpu", (2,)))
 
 
+@older_torch.MATRIX_PRODUCT
 def test_two_ranks():
     run(2, on_two_ranks)
 
@@ -175,6 +177,7 @@ def on_four_ranks():
     beside_data_parallel()
 
 
+@older_torch.MATRIX_PRODUCT
 def test_four_ranks_that_do_not_divide_the_sequence_and_two_by_two():
     run(4, on_four_ranks)
 

@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 
+import older_torch
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,6 +183,7 @@ def one_process(shifted):
 
 
 @FORMS
+@older_torch.SHAPES_TO_ITSELF
 def test_two_processes_are_one(shifted):
     """Every way of sending gives the same bits forward, and sends the bytes that `boundary_bytes` says; in a V, whose
     middle boundary lies within a process, not there."""
@@ -380,6 +382,7 @@ def frozen(kind):
     return [parameter.grad for part in parts.values() for parameter in part.parameters()]
 
 
+@older_torch.FROZEN_X
 def test_x_without_a_gradient():
     for late, early in zip(run(2, frozen, pipelining.PipelineStage), run(2, frozen, PipelineStage)):
         assert [gradient is None for gradient in early] == [gradient is None for gradient in late]

@@ -4,6 +4,7 @@ import importlib
 import io
 import sys
 
+import older_torch
 import pytest
 import torch
 from processes import run
@@ -188,6 +189,7 @@ def compiled():
 
 
 @pytest.mark.interpreted
+@older_torch.FIRST_ARGUMENT
 def test_compiled_before_any_other_call():
     run(1, compiled)
 
@@ -211,12 +213,14 @@ def test_every_op_has_rules():
 
 
 @pytest.mark.interpreted
+@older_torch.FIRST_ARGUMENT
 def test_every_op_on_two_ranks():
     groups = [("MHC", "triton"), ("CONV", "hip"), ("CONV_OF_TRITON", "triton")]
     for seen in run(2, in_a_row, groups, alone(groups)):
         assert seen == {op.name for op in all_ops()}
 
 
+@older_torch.MATRIX_PRODUCT
 def test_reference_on_two_ranks():
     groups = [("MHC", "reference"), ("CONV", "hip")]
     run(2, in_a_row, groups, alone(groups))
