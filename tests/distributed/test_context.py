@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from one_process import close_in_parts
 from processes import run
 from sending import Sending
 from torch.distributed.device_mesh import init_device_mesh
@@ -107,19 +108,9 @@ def wrong(case, backend, layout):
     told += bits_of_dx(case, layout, whole["dx"], ran.results["dx"])
     exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents)
     for name, result in whole.items():
-        if not accurate(result, exact[name]):
+        if not close_in_parts(result, exact[name]):
             told.append(f"{name} is off by {(result.double() - exact[name].value).abs().max():.3g}")
     return [f"{layout} {dist.get_world_size()} {backend} {case}: {words}" for words in told]
-
-
-def accurate(result, exact):
-    """Parts of two ranks are rounded before they are added, which shows in 16 bits."""
-    if accuracy.close(result, exact):
-        return True
-    if result.dtype not in accuracy.ROUNDING or not exact.terms:
-        return False
-    error = (result.double() - exact.value).abs()
-    return accuracy.one_rounding(error, exact.value, result.dtype, accuracy.ROUNDING[result.dtype] * exact.terms[-1]())
 
 
 def bits_of_dx(case, layout, dx, expected):
