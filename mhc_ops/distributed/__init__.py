@@ -1,12 +1,13 @@
 """Training on many machines, by torch.distributed: docs/distributed.md. `import mhc_ops` does not import this."""
 
 from . import sharding as sharding
+from .bytes_sent import MeshSizes, ModelSizes, traffic
 from .context import causal_conv1d, short_conv
 from .fsdp import fully_shard
 from .parallel import HyperParallel
 from .pieces import shard_sequence, tail_bytes
-from .pipeline import HyperStage, PipelineStage, boundary_bytes, pipeline_stages
-from .traffic import MeshSizes, ModelSizes, traffic
+from .pipeline import PipelineStage
+from .stages import HyperStage, boundary_bytes, pipeline_stages
 
 __all__ = [
     "HyperParallel",

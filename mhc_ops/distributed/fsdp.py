@@ -13,7 +13,6 @@ from torch.distributed.tensor import Shard
 from ..core.check import name_of
 from ..mhc.modules import HyperConnection, HyperHead, MHCBlock
 from ..mhc.stack import HyperStack
-from .pipeline import HyperStage
 
 _MAPS = (HyperStack, HyperConnection, HyperHead, MHCBlock)
 
@@ -61,8 +60,7 @@ def fully_shard(
         if isinstance(module, _MAPS) and module not in in_stacks:
             fsdp.fully_shard(module, **common, **_of_maps(module, mesh))
     if not isinstance(model, fsdp.FSDPModule):
-        if any(isinstance(part, HyperStage) and not part.begins for part in model.modules()):
-            # Maps and p, which a later stage is handed, are fp32.
+        if any(getattr(part, "keeps_input_types", False) for part in model.modules()):
             layers["mp_policy"] = dataclasses.replace(layers["mp_policy"], cast_forward_inputs=False)
         fsdp.fully_shard(model, **layers)
     return model

@@ -1,14 +1,11 @@
-"""Stages of a pipeline: slices of a HyperStack, and two ways of handing the streams from one to the next.
+"""How x travels in a pipeline whose stages hand on a carry: ahead of the rest.
 
-A boundary between stages lies between two connections. Sent is either x_next, when the sublayer before has been written
-back, or the carry: x as that sublayer read it, its output h_out and its maps, and the stage behind writes back. The
-carry is D values per token more, but x is known before the layer runs: `PipelineStage` sends it meanwhile, and only
-h_out and the maps, D and a few, are left for the end. Backward, the gradient of h_out is what the layer waits for; that
-of x arrives while the layer's backward runs.
+The carry is D values per token more than x_next, but x is known before the layer runs: `PipelineStage` sends it
+meanwhile, and only h_out and the maps, D and a few, are left for the end. Backward, the gradient of h_out is what the
+layer waits for; that of x arrives while the layer's backward runs.
 """
 
-from collections.abc import MutableMapping, Sequence
-from enum import Enum
+from collections.abc import MutableMapping
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,183 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from ..core.check import check_count, check_word
-from ..mhc import recompute as between
-from ..mhc.modules import HyperConnection
-from ..mhc.ops import mhc_expand
-from ..mhc.recompute import StackCarry
-from ..mhc.stack import HyperStack, split
-
-MAP_BYTES = 4  # maps are fp32
-
-
-class Send(str, Enum):
-    """What one stage sends to the next, besides p of a shifted stack."""
-
-    X_NEXT = "x_next"  # x behind the sublayer that ended
-    CARRY = "carry"  # x before it, h_out and the maps it is written back with
-
-
-def boundary_bytes(
-    n: int,
-    D: int,
-    itemsize: int,
-    *,
-    send: str = Send.X_NEXT.value,
-    shifted: bool = False,
-    identity: bool = False,
-    critical: bool = False,
-) -> int:
-    """Bytes per token that cross a boundary of stages forward, and as many backward.
-
-    itemsize: of x and h_out   identity: the sublayer before the boundary has residual="identity", no h_res
-    critical: only what is sent when the layer has ended; all of x_next, of a carry all but x where a `PipelineStage`
-    of this package sends it
-
-    >>> boundary_bytes(4, 4096, 2, send="x_next"), boundary_bytes(4, 4096, 2, send="carry")
-    (32768, 41040)
-    >>> boundary_bytes(4, 4096, 2, send="carry", critical=True)
-    8272
-    """
-    check_word("boundary_bytes", "send", send, [way.value for way in Send])
-    for name, value in (("n", n), ("D", D), ("itemsize", itemsize)):
-        check_count("boundary_bytes", name, value)
-    streams, p = n * D * itemsize, n * MAP_BYTES if shifted else 0
-    if send == Send.X_NEXT:
-        return streams + p
-    maps = n if identity else n + n * n
-    late = D * itemsize + maps * MAP_BYTES + p
-    return late if critical else streams + late
-
-
-class HyperStage(HyperStack):
-    """The connections start to stop of a stack, one stage of a pipeline: the same keys as in the whole stack's state.
-
-    It takes what the stage before returns and returns what the next one takes; torch's PipelineStage sends it between
-    them. The first takes x [..., n, D], the last returns what the stack does. In between, with send="x_next", it is x,
-    of a shifted stack (x, p); with send="carry" (x, h_out, h_post, h_res) and p, without h_res where the sublayer that
-    ended has residual="identity". The values are those of the stack, bit for bit. Gradients are too in "x_next"; in
-    "carry" x gets the sum of two, which is rounded once more. All stages of a stack send the same.
-
-    Keywords are passed on to every layer. A layer of a stage must not return more than h_out.
-
-    >>> stages = [HyperStage(stack, 0, 3), HyperStage(stack, 3, len(stack))]
-    >>> x = stages[1](stages[0](x))  # in one process: stack(x)
-    """
-
-    outlet: "_Outlet | None" = None  # of the PipelineStage that runs this, while it does
-
-    def __init__(self, stack: HyperStack, start: int, stop: int, *, send: str = Send.X_NEXT.value):
-        check_word("HyperStage", "send", send, [way.value for way in Send])
-        _check_span("HyperStage", stack, start, stop)
-        super().__init__(recompute=stack.recompute, shifted=stack.shifted)
-        for number in range(start, stop):
-            self.add_module(str(number), stack[number])
-        self.begins, self.ends, self.send = start == 0, stop == len(stack), send
-        if self.shifted:
-            self.first, self.last = self.begins and stack.first, self.ends and stack.last
-        self.n = stack[start].n
-        # What the carry of the stage before holds, or has as a flag.
-        before: HyperConnection | None = None if self.begins else stack[start - 1]
-        self.mixed, self.transposed = _has_h_res(before), bool(before and before.options["transposed"])
-
-    def expand(self, h: Tensor) -> Tensor:
-        """The start of a model, n copies of h [..., D]: of the first stage alone."""
-        if not self.begins:
-            first = next(iter(self._modules))
-            raise ValueError(f"HyperStage: only the first stage expands; this one begins with connection {first}")
-        return mhc_expand(h, self.n)
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        carry, ending = self._begun(inputs), len(self._modules) - 1
-        for place, (name, connection) in enumerate(self._modules.items()):
-            if place == ending and self._sends_carry():
-                carry = carry._replace(leaving=self._leaving)
-            carry, rest = split(name, connection(carry, **kwargs))
-            if rest is not None:
-                raise TypeError(f"HyperStage: the layer of connection {name} must return h_out alone in a pipeline")
-            backend = getattr(connection, "backend", None)
-        if not self._sends_carry():
-            return between.end(carry, backend, contracted=self.shifted and self.last)
-        sent = (carry.x, carry.h_out, carry.h_post, carry.h_res, carry.read)
-        return tuple(_Sent.apply(tensor) for tensor in sent if tensor is not None)
-
-    def _sends_carry(self) -> bool:
-        return self.send == Send.CARRY and not self.ends
-
-    def _takes(self) -> tuple[str, ...]:
-        """The names of the inputs."""
-        p = ("p",) if self.shifted and not self.first else ()
-        if self.begins or self.send == Send.X_NEXT:
-            return "x", *p
-        return "x", "h_out", "h_post", *(("h_res",) if self.mixed else ()), *p
-
-    def _begun(self, inputs: tuple[Any, ...]) -> StackCarry:
-        names = self._takes()
-        if len(inputs) == 1 and isinstance(inputs[0], tuple):
-            (inputs,) = inputs
-        if len(inputs) != len(names) or not all(isinstance(tensor, Tensor) for tensor in inputs):
-            got = ", ".join(type(value).__name__ for value in inputs)
-            raise TypeError(f"HyperStage: the input must be ({', '.join(names)}) of the stage before, got ({got})")
-        given = dict(zip(names, inputs if self.begins else map(_Received.apply, inputs)))
-        x, p = given.pop("x"), given.pop("p", None)
-        return between.begin(x, self.recompute, self.shifted, p)._replace(transposed=self.transposed, **given)
-
-    def _leaving(self, h_in: Tensor, carry: StackCarry) -> tuple[Tensor, StackCarry]:
-        h_in, x = _Leave.apply(h_in, carry.x, self.outlet)
-        return h_in, carry._replace(x=x)
-
-    def extra_repr(self) -> str:
-        return ", ".join(filter(None, (super().extra_repr(), f"send={self.send!r}")))
-
-
-def pipeline_stages(model: nn.Module, cuts: Sequence[int], *, send: str = Send.X_NEXT.value) -> list[nn.Module]:
-    """The stages of a model, cut in front of these connections of its HyperStack; a process keeps those that it runs.
-
-    model: a `HyperStack`, or an nn.Sequential with one in it: what stands before the stack is in the first stage alone,
-    what stands behind it in the last. Every stage has the keys that the model has for its part, so that a checkpoint of
-    the model, or of any other cut, fits. Parameters are shared with the model, not copied.
-
-    >>> model = nn.Sequential(OrderedDict(embedding=..., stack=HyperStack(...), head=HyperHead(4, 64), out=...))
-    >>> parts = pipeline_stages(model, [3, 6])  # connections 0 to 2, 3 to 5, and the rest
-    >>> stage = PipelineStage(parts[rank], rank, len(parts), device)
-    """
-    stacks = {name: part for name, part in _named_parts(model) if isinstance(part, HyperStack)}
-    if len(stacks) != 1:
-        raise TypeError(
-            "pipeline_stages: model must be a HyperStack or an nn.Sequential with one in it, "
-            f"got {type(model).__name__} with {len(stacks)}"
-        )
-    ((own_name, stack),) = stacks.items()
-    edges = [0, *cuts, len(stack)]
-    for start, stop in pairwise(edges):
-        _check_span("pipeline_stages", stack, start, stop)
-    stages = [HyperStage(stack, start, stop, send=send) for start, stop in pairwise(edges)]
-    if stack is model:
-        return list(stages)
-    parts = [_Part() for _ in stages]
-    place = 0  # the first stage until the stack has come, then the last
-    for name, module in _named_parts(model):
-        if name == own_name:
-            for part, stage in zip(parts, stages):
-                part.add_module(name, stage)
-            place = -1
-        else:
-            parts[place].add_module(name, module)
-    return list(parts)
-
-
-class _Part(nn.Sequential):
-    """A stage with what the model has before or behind the stack."""
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        given: Any = inputs
-        for module in self:
-            if isinstance(module, HyperStage):
-                given = module(*given, **kwargs) if isinstance(given, tuple) else module(given, **kwargs)
-            else:
-                given = module(*given) if isinstance(given, tuple) else module(given)
-        return given
+from .stages import HyperStage, Send
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -224,7 +45,7 @@ class PipelineStage(pipelining.PipelineStage):
             raise ValueError(f"PipelineStage: stage {stage_index} must hold one HyperStage, with send='carry'")
         super().__init__(submodule, stage_index, num_stages, device, group=group, **others)
         self.hyper_stage = stages[0]
-        self.traffic = _traffic(group, num_stages)
+        self.lanes = _lanes(group, num_stages)
         self.outlets: dict[int, _Outlet] = {}  # by microbatch, until its backward
         self.arriving: dict[int, dist.Work] = {}  # x of the stage before
         # Not where all that made x is frozen, in this stage or in those before.
@@ -232,11 +53,11 @@ class PipelineStage(pipelining.PipelineStage):
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
         """Where torch makes its own communicators, before the first step."""
-        self.traffic.open(self.stage_index_to_group_rank, self.group_rank, self.device)
+        self.lanes.open(self.stage_index_to_group_rank, self.group_rank, self.device)
         return super()._warmup_forward_vote(*args, **kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.traffic.running.add(self.stage_index)
+        self.lanes.running.add(self.stage_index)
         if fwd_chunk_id in self.arriving:
             self.arriving.pop(fwd_chunk_id).wait()
         self.outlets[fwd_chunk_id] = self.hyper_stage.outlet = _Outlet(self)
@@ -282,12 +103,12 @@ class PipelineStage(pipelining.PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """A schedule calls it behind the last backward of a stage."""
         super().perform_reduce_grad(grad_scale_factor)
-        self.traffic.ended(self.stage_index)
+        self.lanes.ended(self.stage_index)
 
     def clear_runtime_states(self) -> None:
         """A schedule calls it before each step; the one before may have had no backward."""
         super().clear_runtime_states()
-        self.traffic.ended(self.stage_index)
+        self.lanes.ended(self.stage_index)
         self.outlets.clear()
 
     def on_this_rank(self, stage: int) -> bool:
@@ -295,22 +116,23 @@ class PipelineStage(pipelining.PipelineStage):
 
     def send_x(self, tensor: Tensor, stage: int) -> Any:
         """Begin to send x or its gradient to that stage."""
-        group, peer = self.traffic.groups[self.stage_index, stage], self.stage_index_to_group_rank[stage]
+        group, peer = self.lanes.groups[self.stage_index, stage], self.stage_index_to_group_rank[stage]
         work = dist.isend(tensor, group=group, group_dst=peer)
-        sending = self.traffic.sending
+        sending = self.lanes.sending
         sending[:] = [*(earlier for earlier in sending if not earlier.is_completed()), work]  # frees their memory
         return work
 
     def receive_x(self, tensor: Tensor, stage: int) -> Any:
         """Begin to receive x or its gradient from that stage."""
-        group, peer = self.traffic.groups[stage, self.stage_index], self.stage_index_to_group_rank[stage]
+        group, peer = self.lanes.groups[stage, self.stage_index], self.stage_index_to_group_rank[stage]
         return dist.irecv(tensor, group=group, group_src=peer)
 
 
-class _Traffic:
-    """The ways that x takes, by stages from and to; and what this process sends there and has not seen received, which
-    must outlive the stage. The schedule waits for its own sends when a step ends; here a step ends when all stages that
-    ran have ended, and none of them waits before: the process that is to receive may wait for another of them.
+class _Lanes:
+    """The groups that x alone takes, by stages from and to; and what this process sends there and has not seen
+    received, which must outlive the stage. The schedule waits for its own sends when a step ends; here a step ends when
+    all stages that ran have ended, and none of them waits before: the process that is to receive may wait for another
+    of them.
 
     In one group NCCL would send and receive in the order of the calls, which is not the same in both processes: x of
     the next microbatch leaves when the gradient of this one is not yet expected.
@@ -319,14 +141,14 @@ class _Traffic:
     def __init__(self, group: dist.ProcessGroup, num_stages: int):
         ranks = dist.get_process_group_ranks(group)
         _check_groups(group)
-        ways = [way for one, other in pairwise(range(num_stages)) for way in ((one, other), (other, one))]
-        self.groups = {way: dist.new_group(ranks, use_local_synchronization=True) for way in ways}
+        ends = [lane for one, other in pairwise(range(num_stages)) for lane in ((one, other), (other, one))]
+        self.groups = {lane: dist.new_group(ranks, use_local_synchronization=True) for lane in ends}
         self.sending: list[Any] = []
         self.running: set[int] = set()
         self.opened: dict[int, int] = {}
 
     def open(self, ranks: dict[int, int], here: int, device: torch.device) -> None:
-        """Both ends of every way make their communicator, all in one order: within a step NCCL might wait for ever.
+        """Both ends of every lane make their communicator, all in one order: within a step NCCL might wait for ever.
         ranks: of the group, by stage"""
         if self.opened == ranks:
             return
@@ -356,16 +178,16 @@ def _check_groups(group: dist.ProcessGroup) -> None:
         )
 
 
-_TRAFFIC: MutableMapping[dist.ProcessGroup, dict[int, _Traffic]] = WeakKeyDictionary()
+_LANES: MutableMapping[dist.ProcessGroup, dict[int, _Lanes]] = WeakKeyDictionary()
 
 
-def _traffic(group: dist.ProcessGroup | None, num_stages: int) -> _Traffic:
+def _lanes(group: dist.ProcessGroup | None, num_stages: int) -> _Lanes:
     """The same for all stages that this process has in a group."""
     group = group or dist.group.WORLD
     assert group is not None, "torch's PipelineStage has asked for its rank"
-    found = _TRAFFIC.setdefault(group, {})
+    found = _LANES.setdefault(group, {})
     if num_stages not in found:
-        found[num_stages] = _Traffic(group, num_stages)
+        found[num_stages] = _Lanes(group, num_stages)
     return found[num_stages]
 
 
@@ -395,77 +217,6 @@ class _Outlet:
     def close(self) -> None:
         """x has been received, as its gradient has come: its memory need not wait for the end of the step."""
         if self.leaving is not None:
-            if self.leaving in self.stage.traffic.sending:
-                self.stage.traffic.sending.remove(self.leaving)
+            if self.leaving in self.stage.lanes.sending:
+                self.stage.lanes.sending.remove(self.leaving)
             self.leaving.wait()
-
-
-class _Leave(torch.autograd.Function):
-    """h_in goes on to the layer and x out of the stage. The backward comes when the layer's has made dh_in: until then
-    dx may still be on its way into the memory that autograd was given, which nobody reads before."""
-
-    @staticmethod
-    def forward(ctx: Any, h_in: Tensor, x: Tensor, outlet: _Outlet | None) -> tuple[Tensor, Tensor]:
-        ctx.outlet = outlet
-        x = x.contiguous()
-        if outlet is not None:
-            outlet.send(x.detach())
-        return h_in.view_as(h_in), x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dh_in: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, None]:
-        if ctx.outlet is not None:
-            ctx.outlet.await_gradient()
-        return dh_in, dx, None
-
-
-class _Sent(torch.autograd.Function):
-    """The same memory, contiguous, as a tensor of its own: schedules that split the backward detach it in place, which
-    torch refuses of a view."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        if hasattr(tensor, "to_local"):
-            raise TypeError("HyperStage: a carry of DTensors cannot be sent: cut first, with send='x_next'")
-        memory = tensor.detach().contiguous()
-        return tensor.new_empty(0).set_(
-            memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride()
-        )
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class _Received(torch.autograd.Function):
-    """A tensor whose gradient is sent back, for which it must be contiguous."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
-
-
-def _named_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    if isinstance(model, HyperStack):
-        return [("", model)]
-    return list(model.named_children()) if isinstance(model, nn.Sequential) else []
-
-
-def _check_span(function: str, stack: HyperStack, start: int, stop: int) -> None:
-    if not isinstance(stack, HyperStack):
-        raise TypeError(f"{function}: stack must be a HyperStack, got {type(stack).__name__}")
-    for cut in (start, stop):
-        if not isinstance(cut, int) or isinstance(cut, bool):
-            raise TypeError(f"{function}: a cut must be an int, got {type(cut).__name__}")
-        if not 0 <= cut <= len(stack):
-            raise ValueError(f"{function}: cut {cut} lies outside of the stack, which has {len(stack)} connections")
-    if start >= stop:
-        raise ValueError(f"{function}: a stage from connection {start} to {stop} is empty")
-
-
-def _has_h_res(connection: HyperConnection | None) -> bool:
-    return connection is not None and connection.options["residual"] != "identity"

@@ -170,11 +170,12 @@ class HyperConnection(_Maps):
         residual = options.get("residual", DEFAULTS.residual)
         if residual == Residual.LOGITS:
             raise ValueError("HyperConnection: residual='logits' is no map to mix streams with; MHCBlock returns it")
-        sections = 2 if residual == Residual.IDENTITY else 3
-        super().__init__(n, D, sections, gamma, {**DEFAULTS._asdict(), **options}, backend, device, dtype)
+        has_h_res = residual != Residual.IDENTITY
+        super().__init__(n, D, 3 if has_h_res else 2, gamma, {**DEFAULTS._asdict(), **options}, backend, device, dtype)
         weight = nn.Parameter(torch.ones(D, device=device, dtype=dtype)) if layer_norm else None
         self.layer_norm_weight: nn.Parameter | None = weight
         self.layer, self.checkpoint = layer, checkpoint
+        self.has_h_res = has_h_res  # where it has none, every stream is kept as it is
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -1,6 +1,5 @@
 """The convolution over a sequence in pieces: the bits of one process, and its gradients."""
 
-import math
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -8,9 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from one_process import close_in_parts
 from processes import run
+from sending import Sending
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhc_ops
 from mhc_ops import distributed
@@ -106,19 +108,9 @@ def wrong(case, backend, layout):
     told += bits_of_dx(case, layout, whole["dx"], ran.results["dx"])
     exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents)
     for name, result in whole.items():
-        if not accurate(result, exact[name]):
+        if not close_in_parts(result, exact[name]):
             told.append(f"{name} is off by {(result.double() - exact[name].value).abs().max():.3g}")
     return [f"{layout} {dist.get_world_size()} {backend} {case}: {words}" for words in told]
-
-
-def accurate(result, exact):
-    """Parts of two ranks are rounded before they are added, which shows in 16 bits."""
-    if accuracy.close(result, exact):
-        return True
-    if result.dtype not in accuracy.ROUNDING or not exact.terms:
-        return False
-    error = (result.double() - exact.value).abs()
-    return accuracy.one_rounding(error, exact.value, result.dtype, accuracy.ROUNDING[result.dtype] * exact.terms[-1]())
 
 
 def bits_of_dx(case, layout, dx, expected):
@@ -211,17 +203,13 @@ def test_triton(layout):
     held(2, INTERPRETED[layout], "triton", (layout,))
 
 
-class Sent:
-    """Bytes that this rank sends to others, from here on."""
-
-    def __init__(self, monkeypatch):
-        self.bytes, self.send = 0, torch.ops._c10d_functional.all_to_all_single
-        monkeypatch.setattr(torch.ops._c10d_functional, "all_to_all_single", self)
-
-    def __call__(self, rows, take, give, group_name):
-        own = give[dist.get_rank()]
-        self.bytes += (sum(give) - own) * math.prod(rows.shape[1:]) * rows.element_size()
-        return self.send(rows, take, give, group_name)
+def sent_by(call):
+    """Bytes, by a call like an earlier one: in the first the ranks also agree on lengths. And what it returned."""
+    call()
+    with Sending() as sending:
+        result = call()
+    assert set(sending.bytes) <= {"all-to-all"}
+    return sending.bytes.total(), result
 
 
 def count_sent():
@@ -232,21 +220,15 @@ def count_sent():
             x, weight = torch.randn(shape, dtype=BF16, requires_grad=True), torch.randn(shape[2], W)
             seq_idx = torch.zeros(shape[:2], dtype=torch.int32) if ids else None
             common = {"dilation": dilation, "group": dist.group.WORLD, "layout": layout, "backend": "reference"}
-            with pytest.MonkeyPatch.context() as patch:
-                forward = Sent(patch)
-                y = distributed.causal_conv1d(x, weight, seq_idx=seq_idx, **common)
-            with pytest.MonkeyPatch.context() as patch:
-                backward = Sent(patch)
-                y.sum().backward()
+            forward, y = sent_by(partial(distributed.causal_conv1d, x, weight, seq_idx=seq_idx, **common))
+            backward, _ = sent_by(partial(y.sum().backward, retain_graph=True))
             known = {"dilation": dilation, "rank": rank, "world": world, "layout": layout, "seq_idx": ids}
             expected = distributed.tail_bytes(shape, x.element_size(), W, **known)
-            found.append(((forward.bytes, backward.bytes), expected))
+            found.append(((forward, backward), expected))
     x, weight = torch.randn(1, 8, 2, 3, requires_grad=True), torch.randn(6, 3)
-    with pytest.MonkeyPatch.context() as patch:
-        forward = Sent(patch)
-        distributed.short_conv(x, torch.ones(2, 3), weight, group=dist.group.WORLD)
+    forward, _ = sent_by(partial(distributed.short_conv, x, torch.ones(2, 3), weight, group=dist.group.WORLD))
     expected, _ = distributed.tail_bytes(x.shape, 4, 3, rank=rank, world=world)
-    return [*found, (forward.bytes, expected)]
+    return [*found, (forward, expected)]
 
 
 def test_sent_bytes():
@@ -256,6 +238,46 @@ def test_sent_bytes():
             assert sent == expected
     # S rows of [B, D] to the next rank, and as many back from it
     assert [found[0][0] for found in ranks] == [(6 * 2 * 5 * 2, 0), (6 * 2 * 5 * 2,) * 2, (0, 6 * 2 * 5 * 2)]
+
+
+class Order(TorchDispatchMode):
+    """What is begun, in order: an exchange, the wait for it, and calls of the convolution by the rows they take."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "_c10d_functional":
+            self.seen.append({"all_to_all_single": "send", "wait_tensor": "wait"}[function._opname])
+        elif function.namespace == "mhc_ops":
+            self.seen.append(args[0].shape[1])
+        return function(*args, **(kwargs or {}))
+
+
+def in_order(L, W, layout):
+    """Of a forward and of its backward; in the call before, the ranks agree on lengths."""
+    x, weight = torch.randn(1, L, 3, requires_grad=True), torch.randn(3, W, requires_grad=True)
+    conv = partial(distributed.causal_conv1d, x, weight, group=dist.group.WORLD, layout=layout, backend="hip")
+    conv()
+    with Order() as forward:
+        y = conv()
+    with Order() as backward:
+        y.sum().backward()
+    return forward.seen, backward.seen
+
+
+def test_rows_are_computed_while_others_travel():
+    """Sent first, awaited when all rows are computed: behind that come, of each piece that has a history, only the S
+    rows at its begin. Backward the gradients of the history, from a call on it and 2·S rows, go first."""
+    L, S = 20, 2
+    first, second = run(2, in_order, L, S + 1, "contiguous")
+    assert first == (["send", L, "wait"], ["send", L, "wait"])
+    assert second == (["send", L, "wait", 2 * S], [3 * S, "send", L, 2 * S, "wait"])
+    # Two pieces are two rows of a batch; all of the four but the first have a history.
+    for pieces, (forward, backward) in zip((1, 2), run(2, in_order, L, S + 1, "zigzag")):
+        assert forward == ["send", L // 2, "wait", *[2 * S] * pieces]
+        assert backward == [*[3 * S] * pieces, "send", L // 2, *[2 * S] * pieces, "wait"]
 
 
 def message(call):

@@ -3,17 +3,18 @@
 import threading
 from collections import OrderedDict
 
+import older_torch
 import pytest
 import torch
 import torch.distributed as dist
 from mhc_kernels import bf16, fp32
 from processes import run
+from sending import Sending
 from stack_results import PLACES, assert_close, assert_equal, exact, gradients, random_cotangents
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperHead, HyperStack
@@ -106,20 +107,9 @@ def test_keys_are_those_of_the_model(shifted):
     assert [name for name, _ in parts[2].named_children()] == ["stack", *([] if shifted else ["head"]), "out"]
 
 
-class Sent(TorchDispatchMode):
-    """Counts the bytes that this process sends, and those among them that a layer waits for."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = self.critical = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d" and function._opname == "send":
-            sent = sum(tensor.nbytes for tensor in args[0])
-            self.bytes += sent
-            streams = any(tensor.dim() == 4 and tensor.shape[-2:] == (N, D) for tensor in args[0])
-            self.critical += 0 if streams else sent
-        return function(*args, **(kwargs or {}))
+def critical(sending):
+    """Bytes that a layer waits for: all but the streams."""
+    return sum(sent.bytes for sent in sending.sent if not any(shape[-2:] == (N, D) for shape in sent.shapes))
 
 
 def words():
@@ -169,11 +159,11 @@ def trained(*arguments):
     more = ("step",) if pipelining.ScheduleZBVZeroBubble in arguments else ("eval", "step")
     out = step(words(), cotangent())
     found = gradients_of(parts)
-    with Sent() as sent:
+    with Sending() as sending:
         outs = [step(words(), cotangent())]
     outs += [step(words(), cotangent(), run) for run in more]
     assert out is None or all(torch.equal(out, again) for again in outs)
-    return found, out, sent.bytes, sent.critical
+    return found, out, sending.bytes.total(), critical(sending)
 
 
 def trained_in_all_ways(shifted):
@@ -193,6 +183,7 @@ def one_process(shifted):
 
 
 @FORMS
+@older_torch.SHAPES_TO_ITSELF
 def test_two_processes_are_one(shifted):
     """Every way of sending gives the same bits forward, and sends the bytes that `boundary_bytes` says; in a V, whose
     middle boundary lies within a process, not there."""
@@ -391,6 +382,7 @@ def frozen(kind):
     return [parameter.grad for part in parts.values() for parameter in part.parameters()]
 
 
+@older_torch.FROZEN_X
 def test_x_without_a_gradient():
     for late, early in zip(run(2, frozen, pipelining.PipelineStage), run(2, frozen, PipelineStage)):
         assert [gradient is None for gradient in early] == [gradient is None for gradient in late]

@@ -4,14 +4,15 @@ import importlib
 import io
 import sys
 
+import older_torch
 import pytest
 import torch
+from one_process import assert_close, exact_gradients
 from processes import run
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import mhc_ops
 from mhc_ops.core.op import Op
-from mhc_ops.measure import accuracy
 
 n, D, W = 2, 8, 3
 M = n * n + 2 * n
@@ -96,14 +97,36 @@ CONV_OF_TRITON = [
 FOUR = [(layer, {"x": X, **OF_PRE}, OF_TOKENS), (layer, {"x": random(1, 6, n, D), **OF_PRE}, OF_TOKENS)]
 
 
+def outputs_of(function, arguments):
+    result = function(**arguments)
+    return [output for output in (result if isinstance(result, tuple) else (result,)) if output is not None]
+
+
+def loss_of(outputs):
+    return sum(output.square().sum() for output in outputs)
+
+
+def leaves_of(arguments):
+    """The tensors that get a gradient, by name."""
+    return {name: v for name, v in arguments.items() if isinstance(v, torch.Tensor) and v.requires_grad}
+
+
 def results(function, arguments):
     """What it returns, and the gradients of its tensors by name."""
-    result = function(**arguments)
-    outputs = [output for output in (result if isinstance(result, tuple) else (result,)) if output is not None]
+    outputs = outputs_of(function, arguments)
     gradients = {}
     if outputs[0].requires_grad:
-        sum(output.square().sum() for output in outputs).backward()
-        gradients = {name: value.grad for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        loss_of(outputs).backward()
+        gradients = {name: leaf.grad for name, leaf in leaves_of(arguments).items()}
+    return [output.detach() for output in outputs], gradients
+
+
+def exact_results(function, arguments):
+    """The same of the reference in fp64."""
+    arguments = fresh(arguments, "reference", lambda name, t: t.double() if t.is_floating_point() else t)
+    outputs = outputs_of(function, arguments)
+    differentiable = outputs[0].requires_grad
+    gradients = exact_gradients(loss_of, outputs, leaves_of(arguments)) if differentiable else {}
     return [output.detach() for output in outputs], gradients
 
 
@@ -122,22 +145,22 @@ def assert_as_alone(case, backend, alone, placements, mesh):
         return distribute_tensor(tensor, mesh, placements.get(name, [Replicate()] * mesh.ndim))
 
     outputs, gradients = results(function, fresh(arguments, backend, place))
-    for output, expected in zip(outputs, alone[0], strict=True):
+    exact_outputs, exact = exact_results(function, arguments)
+    for output, expected, truth in zip(outputs, alone, exact_outputs, strict=True):
         assert isinstance(output, DTensor), function
         assert backend == "reference" or Replicate() not in output.placements, (function, output.placements)
         if backend == "reference":  # its matrix product has other bits with other numbers of rows or threads
-            assert accuracy.close(output.full_tensor(), expected.double()), function
+            assert_close({function: output.full_tensor()}, {function: truth})
         else:
             assert torch.equal(output.full_tensor(), expected), function
-    for name, expected in alone[1].items():
-        gradient = gradients[name]
-        if expected is None:
-            assert gradient is None, (function, name)
-            continue
+    for name, gradient in gradients.items():
         wanted = placements.get(name, [Partial()] * mesh.ndim)
         assert backend == "reference" or list(gradient.placements) == wanted, (function, name, gradient.placements)
-        rounding = 64 * torch.finfo(torch.float32).eps * expected.abs().max()
-        assert (gradient.full_tensor() - expected).abs().max() <= rounding, (function, name)
+    assert_close(*({(function, name): whole(g) for name, g in of.items()} for of in (gradients, exact)))
+
+
+def whole(gradient):
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def in_a_row(groups, alone):
@@ -188,13 +211,14 @@ def compiled():
 
 
 @pytest.mark.interpreted
+@older_torch.FIRST_ARGUMENT
 def test_compiled_before_any_other_call():
     run(1, compiled)
 
 
 def alone(groups):
-    """The results of one process, to be sent."""
-    found = [results(case[0], fresh(case[1], backend)) for group, backend in groups for case in globals()[group]]
+    """What one process returns, to be sent."""
+    found = [results(case[0], fresh(case[1], backend))[0] for group, backend in groups for case in globals()[group]]
     torch.save(found, buffer := io.BytesIO())
     return buffer.getvalue()
 
@@ -211,12 +235,14 @@ def test_every_op_has_rules():
 
 
 @pytest.mark.interpreted
+@older_torch.FIRST_ARGUMENT
 def test_every_op_on_two_ranks():
     groups = [("MHC", "triton"), ("CONV", "hip"), ("CONV_OF_TRITON", "triton")]
     for seen in run(2, in_a_row, groups, alone(groups)):
         assert seen == {op.name for op in all_ops()}
 
 
+@older_torch.MATRIX_PRODUCT
 def test_reference_on_two_ranks():
     groups = [("MHC", "reference"), ("CONV", "hip")]
     run(2, in_a_row, groups, alone(groups))

@@ -2,21 +2,20 @@
 
 import doctest
 import re
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import older_torch
 import pytest
 import torch
-import torch.distributed as dist
 from processes import run
+from sending import Sending
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhc_ops import HyperConnection, HyperStack, mhc_expand
 from mhc_ops.distributed import (
@@ -25,65 +24,13 @@ from mhc_ops.distributed import (
     ModelSizes,
     PipelineStage,
     boundary_bytes,
+    bytes_sent,
     causal_conv1d,
     fully_shard,
     pipeline_stages,
     shard_sequence,
     traffic,
 )
-
-
-class Sending(TorchDispatchMode):
-    """Counts the bytes that this process hands over to be sent, by collective: as a ring sends them."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # seen again as operations on the tensors inside
-        space, _, name = func._schema.name.partition("::")
-        if space in ("c10d", "_c10d_functional"):
-            self.count(name, args)
-        return func(*args, **(kwargs or {}))
-
-    def count(self, name, args):
-        if name == "_allgather_base_":
-            output, share = map(size, args[:2])
-            self.bytes["all-gather"] += output - share
-        elif name == "_reduce_scatter_base_":
-            share, whole = map(size, args[:2])
-            self.bytes["reduce-scatter"] += whole - share
-        elif name == "allreduce_":
-            world = dist.ProcessGroup.unbox(args[1]).size()
-            self.bytes["all-reduce"] += sum(all_reduced(tensor, world) for tensor in args[0])
-        elif name == "all_reduce":
-            self.bytes["all-reduce"] += all_reduced(args[0], group_of(args[2]).size())
-        elif name == "all_gather_into_tensor":
-            self.bytes["all-gather"] += (args[1] - 1) * size(args[0])
-        elif name == "reduce_scatter_tensor":
-            self.bytes["reduce-scatter"] += size(args[0]) - size(args[0]) // args[2]
-        elif name == "all_to_all_single":
-            rows, _, given, group = args
-            own = given[group_of(group).rank()]
-            self.bytes["all-to-all"] += size(rows) // max(1, sum(given)) * (sum(given) - own)
-        elif name == "send":  # to a stage behind, or back
-            way = "send" if args[2] > dist.ProcessGroup.unbox(args[1]).rank() else "send back"
-            self.bytes[way] += sum(map(size, args[0]))
-        elif name not in ("wait_tensor", "_wrap_tensor_autograd", "recv_"):
-            raise AssertionError(f"{name} is not counted")
-
-
-def size(tensor):
-    return tensor.numel() * tensor.element_size()
-
-
-def all_reduced(tensor, world):
-    return -(-2 * (world - 1) * size(tensor) // world)
-
-
-group_of = dist.distributed_c10d._resolve_process_group
 
 
 class Layer(nn.Module):
@@ -151,8 +98,8 @@ def _counted_of_stages(model, mesh, send):
     step()  # the first one also tells shapes
     with Sending() as sending:
         step()
-    back = sending.bytes.pop("send back", 0)
-    return sending.bytes, Counter({"send": back})
+    forward = sending.bytes
+    return forward, Counter({"send": forward.pop("send back", 0)})
 
 
 MODEL = ModelSizes(connections=4, n=3, D=8, batch=4, length=16, itemsize=4, gamma=True)
@@ -185,6 +132,7 @@ def _all_counted(world):
 
 
 @pytest.mark.parametrize("world", CASES)
+@older_torch.MATRIX_PRODUCT
 def test_counted_bytes(world):
     results = run(world, _all_counted, world)
     for (model, mesh, way), *ranks in zip(CASES[world], *results):
@@ -280,11 +228,11 @@ def _run_page():
         exec(compile(block, PAGE.name, "exec"), {})
 
 
+@older_torch.MATRIX_PRODUCT
 def test_the_code_of_the_page_runs():
     run(2, _run_page)
 
 
 def test_the_examples_in_docstrings():
-    module = sys.modules["mhc_ops.distributed.traffic"]
-    found = doctest.testmod(module)
+    found = doctest.testmod(bytes_sent)
     assert found.attempted and not found.failed

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..core.check import check_count
 from .fsdp import by_columns
 from .pieces import tail_bytes
-from .pipeline import MAP_BYTES, Send, boundary_bytes
+from .stages import MAP_BYTES, Send, boundary_bytes
 
 SUM_BYTES = 4  # of a gradient: sums are fp32
 

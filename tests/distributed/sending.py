@@ -1,0 +1,79 @@
+"""What a process sends to others: `with Sending() as sending: …`, then `sending.sent` or `sending.bytes`."""
+
+from collections import Counter
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Sent(NamedTuple):
+    """One communication. how: the collective; bytes: of what this process sends in it, as a ring does."""
+
+    how: str
+    bytes: int
+    shapes: list
+
+
+class Sending(TorchDispatchMode):
+    """Notes what this process hands over to be sent, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    @property
+    def bytes(self):
+        """By collective."""
+        found = Counter()
+        for one in self.sent:
+            found[one.how] += one.bytes
+        return found
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # seen again as operations on the tensors inside
+        space, _, name = function._schema.name.partition("::")
+        if space in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd", "recv_"):
+            tensors = args[0] if isinstance(args[0], list) else [args[0]]
+            self.sent.append(Sent(*_counted(name, args), [tensor.shape for tensor in tensors]))
+        return function(*args, **(kwargs or {}))
+
+
+def _counted(name, args):
+    """The collective and its bytes."""
+    if name == "_allgather_base_":
+        whole, share = map(_size, args[:2])
+        return "all-gather", whole - share
+    if name == "all_gather_into_tensor":
+        return "all-gather", (args[1] - 1) * _size(args[0])
+    if name == "_reduce_scatter_base_":
+        share, whole = map(_size, args[:2])
+        return "reduce-scatter", whole - share
+    if name == "reduce_scatter_tensor":
+        return "reduce-scatter", _size(args[0]) - _size(args[0]) // args[2]
+    if name == "allreduce_":
+        world = dist.ProcessGroup.unbox(args[1]).size()
+        return "all-reduce", sum(_all_reduced(tensor, world) for tensor in args[0])
+    if name == "all_reduce":
+        return "all-reduce", _all_reduced(args[0], _group(args[2]).size())
+    if name == "all_to_all_single":
+        rows, _, given, group = args
+        own = given[_group(group).rank()]
+        return "all-to-all", _size(rows) // max(1, sum(given)) * (sum(given) - own)
+    if name == "send":  # to a stage behind, or back
+        ahead = args[2] > dist.ProcessGroup.unbox(args[1]).rank()
+        return "send" if ahead else "send back", sum(map(_size, args[0]))
+    raise AssertionError(f"{name} is not counted")
+
+
+def _size(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+def _all_reduced(tensor, world):
+    return -(-2 * (world - 1) * _size(tensor) // world)
+
+
+_group = dist.distributed_c10d._resolve_process_group
