@@ -97,7 +97,10 @@ def project(M: int, D: int, wide: bool, on: Device) -> Tile:
     fewer = rows > 64 or (rows == 32 and compact(on))  # 128 channels spill 8 bytes in the head at n = 5 on RTX 50
     block_d = min(16 if least else 32 if small else 64 if fewer else 128, max(16, next_power_of_2(D)))
     if compact(on):
-        return Tile(32 if padded_maps(M) > 32 else 64, block_d, 8, 2)  # 64 tokens spill from n = 5 on
+        many = padded_maps(M) > 32
+        # 64 tokens spill from n = 5 on; with triton 3.6, 32 do at n = 8 on RTX 50, 2 stages at n = 5 in fp32
+        block_t = 16 if rows > 128 and on.capability >= RTX_50 else 32 if many else 64
+        return Tile(block_t, block_d, 8, 3 if wide and many else 2)
     spilling = rows == 32 and not wide and on.kind == "cuda" and on.capability > HOPPER  # 16 bytes with 4 warps
     warps = 8 if rows > 64 or spilling else 4
     return Tile(32 if cramped else 64, block_d, warps, 2 if on.kind == "hip" else 3)
