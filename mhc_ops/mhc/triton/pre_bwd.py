@@ -103,6 +103,7 @@ def mhc_pre_dx_kernel(
     PRECISION: tl.constexpr,
     EVEN_D: tl.constexpr,
     STREAMS: tl.constexpr,  # of a program; divides n
+    A_LAST: tl.constexpr,  # A's product after dx, else before it: what fills registers differs
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -110,8 +111,6 @@ def mhc_pre_dx_kernel(
 ):
     # All streams of a program are one tile [BLOCK_T, STREAMS·BLOCK_D], column s·BLOCK_D + d: few, large operations.
     GROUPS: tl.constexpr = n // STREAMS
-    # Made first, A's product spills up to 40 bytes with the norm (n = 4 and 6, triton 3.6); made last, without it.
-    A_LAST: tl.constexpr = factors_ptr is not None and n > 1
     first = tl.program_id(0) % GROUPS * STREAMS
     begin_d = tl.program_id(0) // GROUPS * BLOCK_D
     column = tl.arange(0, STREAMS * BLOCK_D)[None, :]
@@ -392,6 +391,7 @@ def launch_dx(
         PRECISION=exact.precision,
         EVEN_D=D % pass_b.block_d == 0,
         STREAMS=pass_b.streams,
+        A_LAST=pass_b.a_last,
         BLOCK_T=pass_b.block_t,
         BLOCK_M=configs.padded_maps(M),
         BLOCK_D=pass_b.block_d,
