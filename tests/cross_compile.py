@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import triton
 from config_domain import GPUS
 from triton.backends.compiler import GPUTarget
@@ -46,6 +47,13 @@ class Driver:
 
     def get_current_stream(self, _):
         return 0
+
+
+def skip_if_too_old(name):
+    """Skip the test where this triton is older than what the kernels need on the target's platform."""
+    oldest, _ = backend.TRITON[GPUS[name].kind]
+    for reason in backend.too_old("triton", backend.triton_version(), oldest, f" on {name}").values():
+        pytest.skip(reason)
 
 
 @contextlib.contextmanager

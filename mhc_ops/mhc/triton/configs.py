@@ -97,7 +97,10 @@ def project(M: int, D: int, wide: bool, on: Device) -> Tile:
     fewer = rows > 64 or (rows == 32 and compact(on))  # 128 channels spill 8 bytes in the head at n = 5 on RTX 50
     block_d = min(16 if least else 32 if small else 64 if fewer else 128, max(16, next_power_of_2(D)))
     if compact(on):
-        return Tile(32 if padded_maps(M) > 32 else 64, block_d, 8, 2)  # 64 tokens spill from n = 5 on
+        many = padded_maps(M) > 32
+        # 64 tokens spill from n = 5 on; with triton 3.6, 32 do at n = 8 on RTX 50, 2 stages at n = 5 in fp32
+        block_t = 16 if rows > 128 and on.capability >= RTX_50 else 32 if many else 64
+        return Tile(block_t, block_d, 8, 3 if wide and many else 2)
     spilling = rows == 32 and not wide and on.kind == "cuda" and on.capability > HOPPER  # 16 bytes with 4 warps
     warps = 8 if rows > 64 or spilling else 4
     return Tile(32 if cramped else 64, block_d, warps, 2 if on.kind == "hip" else 3)
@@ -243,6 +246,7 @@ def dmaps(n: int, on: Device) -> Tile:
 @dataclass(frozen=True)
 class Dx(Tile):
     streams: int = 1  # of one program: a power of two that divides n
+    a_last: bool = False  # A's product after dx, not before
 
 
 @cache
@@ -274,11 +278,12 @@ def normed_dx(n: int, D: int, wide: bool, on: Device) -> Dx:
     """As dx with up to 4 aligned streams: 350 µs at T = 8192, D = 4096 (without the norm 258), 127 (96) at T = 4096,
     D = 2560; 2 stages 433, 16 × 32 585, 16 × 64 505, 8 warps 799. Else fewer channels, as h_in, its gradient and the
     weight's sums take registers too, and more warps for many streams: not timed."""
-    tile = dx(n, D, wide, True, on)
+    # With A first, triton 3.6 spills 40 bytes at n = 4 and at n = 6 on Hopper; with A last, 3.7 does elsewhere.
+    tile = replace(dx(n, D, wide, True, on), a_last=on.kind == "cuda" and on.capability == HOPPER)
     if on.kind == "cpu" or (tile.block_t > 16 and n in (1, 2, 4)):  # 3 spill 8 bytes
         return tile
     if on.kind == "cuda" and n == 8:
-        return Dx(16, 16, 8, 2, 2)
+        return replace(tile, block_t=16, block_d=16, warps=8, stages=2, streams=2)
     warps = 8 if on.kind == "cuda" and n > 4 else tile.warps
     if tile.block_t > 16:
         return replace(tile, block_t=16, warps=warps)

@@ -63,6 +63,16 @@ def dot_parts(left, right, total, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     return total
 
 
+# minus_A - xᵀ · dh_mix: subtracted for the reason given in mhc_pre_project_kernel
+@triton.jit
+def less_product(minus_A, x, dh_mix, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    left = (x if PARTS == 2 else x.to(tl.float32)).T
+    product = tl.zeros(minus_A.shape, tl.float32)
+    for p in tl.static_range(PARTS):
+        product = tl.dot(left, dh_mix[p], product, input_precision=PRECISION)
+    return minus_A - product
+
+
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
 #            + Σ_j h_res[t, i, j]·dx_next[t, j] (dx_next[t, i] without h_res) + dx_added[t, i], each where it is given
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
@@ -93,6 +103,7 @@ def mhc_pre_dx_kernel(
     PRECISION: tl.constexpr,
     EVEN_D: tl.constexpr,
     STREAMS: tl.constexpr,  # of a program; divides n
+    A_LAST: tl.constexpr,  # A's product after dx, else before it: what fills registers differs
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -137,10 +148,8 @@ def mhc_pre_dx_kernel(
         x = tl.load(x_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
         wide = x.to(tl.float32)
         x_factor = tl.load(x_factor_ptr + begin + local, mask=in_batch, other=0.0)
-        product = tl.zeros([STREAMS * BLOCK_D, BLOCK_M], tl.float32)
-        for p in tl.static_range(PARTS):
-            product = tl.dot((x if PARTS == 2 else wide).T, dh_mix[p], product, input_precision=PRECISION)
-        minus_A -= product  # subtracted for the reason given in mhc_pre_project_kernel
+        if not A_LAST:
+            minus_A = less_product(minus_A, x, dh_mix, PARTS, PRECISION)
         dx = x_factor * wide
         if dx_next_ptr is not None and h_res_ptr is None:
             of_next = tl.load(dx_next_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
@@ -174,6 +183,8 @@ def mhc_pre_dx_kernel(
                 dx += weight[:, :, None] * dx_next[:, None, :]
         dx = tl.reshape(dx, [BLOCK_T, STREAMS * BLOCK_D]).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + begin * n * D + (local * (n * D) + k), dx, mask=in_tiles)
+        if A_LAST:
+            minus_A = less_product(minus_A, x, dh_mix, PARTS, PRECISION)
 
     out = A_ptr + (tl.program_id(1) * M + m).to(tl.int64)[:, None] * (n * D) + k
     tl.store(out, -minus_A.T, mask=(m < M)[:, None] & in_rows)
@@ -382,6 +393,7 @@ def launch_dx(
         PRECISION=exact.precision,
         EVEN_D=D % pass_b.block_d == 0,
         STREAMS=pass_b.streams,
+        A_LAST=pass_b.a_last,
         BLOCK_T=pass_b.block_t,
         BLOCK_M=configs.padded_maps(M),
         BLOCK_D=pass_b.block_d,

@@ -76,6 +76,7 @@ def launch(name, **inputs):
     ids=[f"{D}-W{W}-{name_of(t)}-{p}-{g}" for D, W, t, p, g in COMPILED],
 )
 def test_no_spills(D, W, dtype, places, target, monkeypatch):
+    cross_compile.skip_if_too_old(target)
     with cross_compile.compiling_for(target, monkeypatch) as kernels:
         launch_all(8192, D, W, dtype, places)
     assert kernels

@@ -132,6 +132,7 @@ def launch(name, **inputs):
     ("n", "D", "dtype", "target"), COMPILED, ids=[f"n{n}-D{D}-{name_of(dtype)}-{t}" for n, D, dtype, t in COMPILED]
 )
 def test_no_spills(n, D, dtype, target, monkeypatch):
+    cross_compile.skip_if_too_old(target)
     everything = (n, D, dtype, target) in EVERYTHING
     wanted = None if everything else TILED | CROWDED if target == "sm_90" else TILED
     with cross_compile.compiling_for(target, monkeypatch, wanted) as kernels:
@@ -158,6 +159,7 @@ THEIR_OWN = {"mhc_pre_finish_kernel", "mhc_pre_dmaps_kernel", "mhc_pre_dx_kernel
 )
 def test_no_spills_in_other_forms(n, D, dtype, target, monkeypatch):
     """Shifted, without a residual map, transposed; with the layer's norm, with which all kernels run."""
+    cross_compile.skip_if_too_old(target)
     with cross_compile.compiling_for(target, monkeypatch, None if target == "sm_90" else THEIR_OWN) as kernels:
         for form in FORMS:
             launch_all(8192, n, D, dtype, normed=True, **form)
