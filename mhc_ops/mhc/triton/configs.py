@@ -253,7 +253,8 @@ class Dx(Tile):
 def dx(n: int, D: int, wide: bool, residual: bool, on: Device) -> Dx:
     """With the residual gradient, 32 tokens × 32 channels × 4 streams, 4 warps, 3 stages: 252 µs at T = 8192, D = 4096
     (3,470 GB/s); 16 × 64 261, 32 × 64 with 2 stages 272, 64 × 32 with 2 stages 293, 8 warps 297 and more. Without it,
-    64 × 32: 170 µs (3,550 GB/s); 16 × 64 189, 32 × 32 196, 32 × 64 210.
+    64 × 32: 170 µs (3,550 GB/s); 16 × 64 189, 32 × 32 196, 32 × 64 210. A's product last instead of first, in one run:
+    with the residual 253 µs against 259, and 92.5 against 95.1 at T = 4096, D = 2560; without it 186 against 176.
 
     Channels per program shrink as n grows: A takes streams·block_d·padded_maps registers."""
     streams = n & -n
@@ -270,14 +271,16 @@ def dx(n: int, D: int, wide: bool, residual: bool, on: Device) -> Dx:
         return Dx(16, max(16, columns // share // streams), 4, 2, streams)
     if n <= 4 and compact(on):
         return Dx(16, columns // streams, 4, 3, streams)
-    return Dx(64 if n == 4 and not residual else 32, columns // streams, 4, 3 if n <= 4 else 2, streams)
+    a_last = n == 4 and residual and on.capability == HOPPER
+    return Dx(64 if n == 4 and not residual else 32, columns // streams, 4, 3 if n <= 4 else 2, streams, a_last)
 
 
 @cache
 def normed_dx(n: int, D: int, wide: bool, on: Device) -> Dx:
-    """As dx with up to 4 aligned streams: 350 µs at T = 8192, D = 4096 (without the norm 258), 127 (96) at T = 4096,
-    D = 2560; 2 stages 433, 16 × 32 585, 16 × 64 505, 8 warps 799. Else fewer channels, as h_in, its gradient and the
-    weight's sums take registers too, and more warps for many streams: not timed."""
+    """As dx with up to 4 aligned streams. T = 8192, D = 4096 without a residual: 241 µs with A last, 275 with A first,
+    with 2 stages 337; T = 4096, D = 2560 88, 99, 123, and 116, 126, 152 with the residual; 32 × 16 140, 16 × 32 126,
+    64 × 16 107, 8 warps 143, all with A first. Else fewer channels, as h_in, its gradient and the weight's sums take
+    registers too, and more warps for many streams: not timed."""
     # With A first, triton 3.6 spills 40 bytes at n = 4 and at n = 6 on Hopper; with A last, 3.7 does elsewhere.
     tile = replace(dx(n, D, wide, True, on), a_last=on.kind == "cuda" and on.capability == HOPPER)
     if on.kind == "cpu" or (tile.block_t > 16 and n in (1, 2, 4)):  # 3 spill 8 bytes
