@@ -5,6 +5,7 @@ than all the others; so what a short budget or an interruption leaves out is wha
 """
 
 import contextlib
+import functools
 import math
 import statistics
 import time
@@ -143,13 +144,14 @@ class Session:
 
     def __init__(self, device: torch.device, results: Results) -> None:
         self._device, self._results = device, results
-        self._copies, self._races = speed.Copies(device), training_step.Races(device)
+        self._copies = speed.Copies(device)
+        self._training = functools.lru_cache(maxsize=1)(functools.partial(training_step.Training, device=device))
         self._checked: dict[tuple[AnyCase, str], list[accuracy.Row]] = {}
 
     def measure(self, unit: Unit | Race, until: float) -> None:
         with failures_of(str(unit.case), unit.provider, self._results):
             if isinstance(unit, Race):
-                plain, step = self._races.measure(unit, until)
+                plain, step = self._training(unit.size, unit.compiled).measure(unit.provider, until)
                 known = {(s.size, s.compiled) for s in self._results.steps}
                 self._results.steps += [step] if (step.size, step.compiled) in known else [plain, step]
             else:

@@ -9,8 +9,8 @@ rounds in which it and plain residuals take turns.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -101,50 +101,6 @@ class Model(nn.Module):
 TakeStep = Callable[[], tuple[Tensor, Tensor]]  # the loss and dx
 
 
-class Training:
-    """Steps of the models of one size, which share their layers, norms and x."""
-
-    def __init__(self, size: Size, device: torch.device):
-        torch.manual_seed(cases.SEED)
-        self.size, self.device = size, device
-        with torch.device(device):
-            self.layers = [(Attention, SwiGLU)[i % 2](size).to(DTYPE) for i in range(size.sublayers)]
-            self.norms = [nn.RMSNorm(size.D, eps=1e-6, dtype=DTYPE) for _ in self.layers]
-            for norm in self.norms:
-                nn.init.normal_(norm.weight, mean=1.0, std=0.1)
-            self.x = torch.randn(size.tokens, size.D).to(DTYPE).requires_grad_()
-
-    def step(self, provider: str, compiled: bool = False) -> TakeStep:
-        compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if compiled else lambda module: module
-        subject = subject_of(provider)
-        inside, shifted = subject in cases.NORMED, provider.endswith(SHIFTED)
-        layers = self.layers if inside else [nn.Sequential(*pair) for pair in zip(self.norms, self.layers)]
-        layers = [compiles(layer) for layer in layers] if provider in UNTRACED else layers
-        form: Any = {"recompute": 4 * provider.endswith(RECOMPUTE), "apart": subject is cases.MHC_LAYER}
-        form |= {"shifted": True} if shifted else {}
-        form["norms"] = [norm.weight for norm in self.norms] if inside else ()
-        connected = stacks.connect(backend_of(provider), layers, self.size.case(), self.device, **form)
-        model = Model(connected, provider != PLAIN)
-        loss_of, wanted = model if provider in UNTRACED else compiles(model), [self.x, *model.parameters()]
-
-        def step() -> tuple[Tensor, Tensor]:
-            loss = loss_of(self.x)
-            return loss.detach(), torch.autograd.grad(loss, wanted)[0]
-
-        return step
-
-    def microseconds(self, step: TakeStep) -> float:
-        """From an idle device to an idle device, after a step of the same kind: the clocks of a GPU depend on the
-        power that the work before it took."""
-        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
-        step()
-        wait()
-        begin = time.perf_counter()
-        step()
-        wait()
-        return (time.perf_counter() - begin) * 1e6
-
-
 @dataclass(frozen=True)
 class Step:
     """One provider at one size. compiled: under torch.compile, and so is the plain model it is compared with."""
@@ -215,55 +171,86 @@ def _connects(provider: str, size: Size, device: torch.device) -> bool:
     return provider in selection.KERNELS and backends.why_not("mhc", provider, device) is None
 
 
-class Races:
-    """Runs them. Those of a size and mode share the layers, what the reference makes of them and the plain model."""
+class Training:
+    """Steps of the models of one size and mode, which share their layers, norms, x, the plain model and what the
+    reference makes of them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._of: tuple[Size, bool] | None = None
-
-    def _begin(self, size: Size, compiled: bool) -> None:
-        self._of = None
+    def __init__(self, size: Size, compiled: bool, device: torch.device):
         torch.compiler.reset()
-        self._training = Training(size, self._device)
+        torch.manual_seed(cases.SEED)
+        self.size, self.compiled, self.device = size, compiled, device
         self._expected: dict[str, tuple[Tensor, Tensor]] = {}  # by the reference's form
-        self._plain = self._training.step(PLAIN, compiled)
-        self._plain()
-        self._plain_peak = peak_memory(self._plain, self._device)
-        self._of = size, compiled
+        with torch.device(device):
+            self.layers = [(Attention, SwiGLU)[i % 2](size).to(DTYPE) for i in range(size.sublayers)]
+            self.norms = [nn.RMSNorm(size.D, eps=1e-6, dtype=DTYPE) for _ in self.layers]
+            for norm in self.norms:
+                nn.init.normal_(norm.weight, mean=1.0, std=0.1)
+            self.x = torch.randn(size.tokens, size.D).to(DTYPE).requires_grad_()
 
-    def measure(self, race: Race, until: float) -> list[Step]:
-        """Of plain residuals and of the provider. until: from then on few rounds do."""
-        if self._of != (race.size, race.compiled):
-            self._begin(race.size, race.compiled)
-        step, time = self._training.step(race.provider, race.compiled), self._training.microseconds
-        reference = f"eager {SHIFTED}" if race.provider.endswith(SHIFTED) else "eager"
+    def step(self, provider: str, compiled: bool = False) -> TakeStep:
+        compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if compiled else lambda module: module
+        subject = subject_of(provider)
+        inside = subject in cases.NORMED
+        layers = self.layers if inside else [nn.Sequential(*pair) for pair in zip(self.norms, self.layers)]
+        layers = [compiles(layer) for layer in layers] if provider in UNTRACED else layers
+        form: Any = {"recompute": 4 * provider.endswith(RECOMPUTE), "apart": subject is cases.MHC_LAYER}
+        form |= {"shifted": provider.endswith(SHIFTED), "norms": [norm.weight for norm in self.norms] if inside else ()}
+        connected = stacks.connect(backend_of(provider), layers, self.size.case(), self.device, **form)
+        model = Model(connected, provider != PLAIN)
+        loss_of, wanted = model if provider in UNTRACED else compiles(model), [self.x, *model.parameters()]
+
+        def step() -> tuple[Tensor, Tensor]:
+            loss = loss_of(self.x)
+            return loss.detach(), torch.autograd.grad(loss, wanted)[0]
+
+        return step
+
+    def microseconds(self, step: TakeStep) -> float:
+        """From an idle device to an idle device, after a step of the same kind: the clocks of a GPU depend on the
+        power that the work before it took."""
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        step()
+        wait()
+        begin = time.perf_counter()
+        step()
+        wait()
+        return (time.perf_counter() - begin) * 1e6
+
+    @cached_property
+    def plain(self) -> tuple[TakeStep, float | None]:
+        """And its peak memory."""
+        step = self.step(PLAIN, self.compiled)
+        step()
+        return step, peak_memory(step, self.device)
+
+    def difference(self, provider: str, found: Sequence[Tensor]) -> float:
+        """The relative one of the loss or of dx, whichever is larger; Wrong where it is another function, and where one
+        layer or boundary is, against fp64."""
+        layer = self.size.case(subject_of(provider), self.size.tokens)
+        selection.refuse_if_wrong(provider, selection.check(layer, backend_of(provider), self.device))
+        reference = f"eager {SHIFTED}" if provider.endswith(SHIFTED) else "eager"
         if reference not in self._expected:
-            self._expected[reference] = self._training.step(reference)()
-        difference = _checked(race, step(), self._expected[reference], self._device)
-        peak = peak_memory(step, self._device)
-        turns = samples(lambda: (time(self._plain), time(step)), until)
-        plain, own = (summary(times) for times in zip(*turns))
-        overhead = 100 * (own.microseconds / plain.microseconds - 1)
+            self._expected[reference] = self.step(reference)()
+        pairs = [(a.double(), b.double()) for a, b in zip(found, self._expected[reference])]
+        worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
+        if not worst <= ALLOWED:
+            words = f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})"
+            raise selection.Wrong(f"{provider} is wrong, so it is not timed: {words}")
+        return worst
+
+    def measure(self, provider: str, until: float) -> list[Step]:
+        """Of plain residuals and of the provider. until: from then on few rounds do."""
+        (plain, plain_peak), step = self.plain, self.step(provider, self.compiled)
+        difference, peak = self.difference(provider, step()), peak_memory(step, self.device)
+        turns = samples(lambda: (self.microseconds(plain), self.microseconds(step)), until)
+        of_plain, own = (summary(times) for times in zip(*turns))
+        overhead = 100 * (own.microseconds / of_plain.microseconds - 1)
+
+        def row(provider: str, timing: Timing, **more: Any) -> Step:
+            times = timing.microseconds / 1e3, timing.spread / 1e3, timing.samples
+            return Step(str(self.size), provider, self.compiled, *times, **more)
+
         return [
-            _step(race, PLAIN, plain, peak_megabytes=self._plain_peak),
-            _step(race, race.provider, own, peak_megabytes=peak, overhead_percent=overhead, difference=difference),
+            row(PLAIN, of_plain, peak_megabytes=plain_peak),
+            row(provider, own, peak_megabytes=peak, overhead_percent=overhead, difference=difference),
         ]
-
-
-def _step(race: Race, provider: str, timing: Timing, **more: Any) -> Step:
-    times = timing.microseconds / 1e3, timing.spread / 1e3, timing.samples
-    return replace(Step(str(race.size), provider, race.compiled, *times), **more)
-
-
-def _checked(race: Race, found: Sequence[Tensor], expected: Sequence[Tensor], device: torch.device) -> float:
-    """The relative difference of the loss or of dx, whichever is larger; Wrong where it is another function, and where
-    one layer or boundary is, against fp64."""
-    layer = race.size.case(subject_of(race.provider), race.size.tokens)
-    selection.refuse_if_wrong(race.provider, selection.check(layer, backend_of(race.provider), device))
-    pairs = [(a.double(), b.double()) for a, b in zip(found, expected)]
-    worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
-    if not worst <= ALLOWED:
-        words = f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})"
-        raise selection.Wrong(f"{race.provider} is wrong, so it is not timed: {words}")
-    return worst

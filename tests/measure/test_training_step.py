@@ -12,7 +12,7 @@ import mhc_ops
 from mhc_ops import cli
 from mhc_ops.measure import bench, cases, compare, page, peers, results, speed, stacks, tables, training_step
 from mhc_ops.measure.stacks import PLAIN
-from mhc_ops.measure.training_step import ALLOWED, APART, RECOMPUTE, Race, Size, Step, Training
+from mhc_ops.measure.training_step import ALLOWED, APART, RECOMPUTE, Size, Step, Training
 
 CPU = torch.device("cpu")
 SMALL = Size(16, 128, 2, 128)
@@ -40,9 +40,8 @@ def run(**options):
 
 
 def difference(provider, compiled=False, device=CPU):
-    training = Training(SMALL, device)
-    step, expected = training.step(provider, compiled), training.step("eager")()
-    return training_step._checked(Race(SMALL, compiled, provider), step(), expected, device)
+    training = Training(SMALL, compiled, device)
+    return training.difference(provider, training.step(provider, compiled)())
 
 
 def a_peer(name, in_model=lambda h_in: h_in, alone=1.0):
@@ -202,7 +201,7 @@ def test_short_of_time():
     late = [entry for entry in found.not_measured if entry.reason == "out of time (--budget 1e-09)"]
     assert [(entry.where, entry.provider) for entry in late] == [(str(SMALL), "eager")]
     assert not found.complete
-    steps = training_step.Races(CPU).measure(Race(SMALL, False, "eager"), until=0.0)
+    steps = Training(SMALL, False, CPU).measure("eager", until=0.0)
     assert [step.samples for step in steps] == [speed.FEWEST_SAMPLES] * 2
 
 
@@ -218,7 +217,7 @@ def test_interrupted(monkeypatch):
 
 
 def test_streams_make_another_model():
-    training = Training(SMALL, CPU)
+    training = Training(SMALL, False, CPU)
     losses = [training.step(provider)()[0] for provider in (PLAIN, "eager", "eager")]
     assert losses[0] != losses[1] == losses[2]
 
@@ -261,7 +260,7 @@ def test_compiled_it_is_the_same_model(cxx, monkeypatch):
 
     monkeypatch.setattr(peers, "PEERS", (stand_in("quick", prepare),))
     torch._dynamo.utils.counters.clear()
-    training = Training(SMALL, CPU)
+    training = Training(SMALL, False, CPU)
     for found, expected in zip(training.step("quick", compiled=True)(), training.step("quick")()):
         assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -339,7 +338,7 @@ def test_kernels_in_a_model(provider):
     """Triton's interpreter is exact, but for roundings to bf16; Liger's phi is in bf16."""
     if peers.by_name(provider) and peers.version(peers.by_name(provider)) is None:
         pytest.skip(f"needs {peers.by_name(provider).package}")
-    training = Training(SMALL, CPU)
+    training = Training(SMALL, False, CPU)
     for found, expected in zip(training.step(provider)(), training.step("eager")()):
         assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
 
@@ -352,8 +351,7 @@ def test_a_step_on_a_gpu(provider, compiled):
     reason = peers.why_not(peers.by_name(provider)) if peers.by_name(provider) else None
     if reason is not None or not training_step._connects(stacks.backend_of(provider), SMALL, device):
         pytest.skip(reason or f"{provider} does not run here")
-    race = Race(replace(SMALL, tokens=256), compiled, provider)
-    plain, own = training_step.Races(device).measure(race, until=0.0)
+    plain, own = Training(replace(SMALL, tokens=256), compiled, device).measure(provider, until=0.0)
     assert own.peak_megabytes > plain.peak_megabytes > 0
 
 
