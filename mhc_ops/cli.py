@@ -17,7 +17,7 @@ from .convert import command as convert
 from .core import backend as backends
 from .core import device as devices
 from .hub import command as hub
-from .measure import accuracy, arguments, bench, compare, files, page, report, results, selection, tables
+from .measure import accuracy, arguments, bench, compare, files, page, report, results, selection
 from .measure.diagnose import command as diagnose
 from .measure.report import Refused
 from .measure.stacks import backend_of
@@ -205,9 +205,9 @@ def run_check(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         report.say("interrupted")
     keeper.save(last=True)
-    report.show(tables.table(found.accuracy, tables.ACCURACY))
+    report.show(page.table(found.accuracy, page.ACCURACY))
     if found.not_measured:
-        print(tables.left_out(found.not_measured))
+        print(page.left_out(found.not_measured))
     failed = sum(not row.passed for row in found.accuracy)
     crashed = sum(entry.failed for entry in found.not_measured)
     print(f"{len(found.accuracy) - failed} passed, {failed} failed" + f", {crashed} cases crashed" * bool(crashed))
@@ -261,7 +261,7 @@ def run_bench(options: argparse.Namespace) -> int:
         interrupted = True
         report.say("interrupted")
     keeper.save(last=True)
-    report.show(*tables.of_bench(found))
+    report.show(*page.of_bench(found))
     if options.html:
         files.write(options.html, page.draw(found))
     keeper.refuse_if_lost()

@@ -10,7 +10,7 @@ import torch
 
 import mhc_ops
 from mhc_ops import cli
-from mhc_ops.measure import bench, cases, compare, page, peers, results, speed, stacks, tables, training_step
+from mhc_ops.measure import bench, cases, compare, page, peers, results, speed, stacks, training_step
 from mhc_ops.measure.stacks import PLAIN
 from mhc_ops.measure.training_step import ALLOWED, APART, RECOMPUTE, Size, Step, Training
 
@@ -379,7 +379,7 @@ def test_rows_are_kept(tmp_path):
 
 
 def test_the_table():
-    table, *_ = tables.of_bench(replace(results.begin("bench"), steps=STEPS))
+    table, *_ = page.of_bench(replace(results.begin("bench"), steps=STEPS))
     assert " ".join(table.header) == "training step provider mode ms ± % over plain peak MB difference"
     shown = [row for row in table.rows if row[0].startswith(LARGE)]
     assert shown[0][1:] == ["plain", "eager", "55.60", "0.10", "", "9000", ""]
