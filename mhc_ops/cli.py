@@ -20,7 +20,7 @@ from .hub import command as hub
 from .measure import accuracy, arguments, bench, compare, files, page, report, results, selection
 from .measure.diagnose import command as diagnose
 from .measure.report import Refused
-from .measure.stacks import backend_of
+from .measure.training_step import backend_of
 
 EXIT_CODES = """exit codes:
   0    all well

@@ -5,17 +5,18 @@ than all the others; so what a short budget or an interruption leaves out is wha
 """
 
 import contextlib
-import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
 from . import accuracy, peers, report, selection, speed, training_step
-from .cases import Stack, Sweep
+from .cases import Call, Stack, Sweep, Tensors
 from .conv_cases import AnyCase
 from .results import Results
 from .selection import KERNELS, OF_TORCH, NotMeasured
@@ -139,13 +140,28 @@ def failures_of(where: str, provider: str, results: Results) -> Iterator[None]:
         results.not_measured.append(NotMeasured(where, provider, " ".join(reason.split())[:LONGEST_REASON], True))
 
 
+def prepare(case: AnyCase, provider: str, tensors: Tensors) -> tuple[Tensors, Call] | None:
+    """The provider's own tensors, and `call(**tensors)`; None where it lacks the op. Of a stack: what builds it."""
+    if isinstance(case, Stack):
+        build: Any = partial(training_step.build, case, provider, device=tensors["x"].device)
+        return None if build(1) is None else ({"x": tensors["x"]}, build)
+    call, peer = case.subject.call, peers.by_name(provider)
+    if peer is not None:
+        prepared = peer.prepare(case.subject.name, tensors)
+        return None if prepared is None else (prepared.tensors, prepared.call)
+    if provider == "torch.compile":
+        torch.compiler.reset()
+        call = torch.compile(call, dynamic=False, fullgraph=True)
+    return tensors, partial(call, backend="reference" if provider in OF_TORCH else provider)
+
+
 class Session:
     """Measures units into the results."""
 
     def __init__(self, device: torch.device, results: Results) -> None:
         self._device, self._results = device, results
         self._copies = speed.Copies(device)
-        self._training = functools.lru_cache(maxsize=1)(functools.partial(training_step.Training, device=device))
+        self._training = lru_cache(maxsize=1)(partial(training_step.Training, device=device))
         self._checked: dict[tuple[AnyCase, str], list[accuracy.Row]] = {}
 
     def measure(self, unit: Unit | Race, until: float) -> None:
@@ -159,7 +175,7 @@ class Session:
 
     def _measure(self, unit: Unit, until: float) -> None:
         case, provider, device = unit.case, unit.provider, self._device
-        prepared = selection.prepare(case, provider, case.inputs(device, drawn_on=device))
+        prepared = prepare(case, provider, case.inputs(device, drawn_on=device))
         if prepared is None:
             return
         key = case.smaller(), provider

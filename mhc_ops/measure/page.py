@@ -15,7 +15,7 @@ from .report import Refused, Table, refuse_without
 from .results import DIRECTIONS, GROUPS, Results
 from .selection import NotMeasured
 from .speed import STACKED_LAYERS, Growth, Measurement
-from .stacks import PLAIN, backend_of
+from .training_step import PLAIN, backend_of
 
 # Columns: "header = field format", or the field alone where it is the header.
 ACCURACY = """op and case = case, backend, output, max error = max_error .2e, relative = relative_error .2e,

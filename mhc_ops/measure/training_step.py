@@ -1,4 +1,5 @@
-"""What hyper-connections cost where they are used: a training step of a small transformer, beside plain residuals.
+"""What hyper-connections cost where they are used: a training step of a small transformer, beside plain residuals; and
+layers in a row, which its model is made of and whose boundaries `bench` times.
 
 Attention and SwiGLU in turn, each behind an RMSNorm, in bf16. Every provider connects the same layers with the same
 weights, and the maps of all hyper-connections hold the same numbers; ours is a HyperStack, with the norms inside where
@@ -9,7 +10,7 @@ rounds in which it and plain residuals take turns.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,12 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mhc_ops import HyperConnection, HyperStack
+
 from ..core import backend as backends
-from . import cases, peers, selection, stacks
+from . import cases, peers, selection
+from .peers import Layer
 from .speed import Timing, peak_memory, samples, summary
-from .stacks import PLAIN, backend_of
 
 N = 4
+PLAIN = "plain"
 ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 of it, a wrong term far more
 HEAD = 128  # channels of a head of attention
 LONGEST = 4096  # tokens of a sequence
@@ -43,23 +47,94 @@ class Size:
     def __str__(self) -> str:
         return f"training_step {self.tokens}x{N}x{self.D} F={self.F} {self.sublayers} sublayers"
 
-    def case(self, subject: cases.Subject = cases.MHC_LAYER, tokens: int = 1) -> cases.Case:
-        """What the maps are drawn from."""
-        return cases.Case(subject, (tokens,), N, self.D, DTYPE, gamma=False)
+    def case(self, provider: str, tokens: int = 1) -> cases.Stack:
+        """What its model is made of, and what the maps are drawn from: layers, or the boundaries of a HyperStack, with
+        the norm where the backend has it."""
+        backend, subject = backend_of(provider), cases.MHC_NEXT_NORMED
+        if provider.endswith(SHIFTED):
+            subject = cases.MHC_NEXT_SHIFTED_NORMED
+        elif backend not in backends.BACKENDS or provider.endswith(APART):
+            subject = cases.MHC_LAYER
+        elif backend == "tilelang":
+            subject = cases.MHC_NEXT
+        recompute = 4 * provider.endswith(RECOMPUTE)
+        return cases.Stack(subject, (tokens,), N, self.D, DTYPE, gamma=False, recompute=recompute)
 
 
 SIZES = (Size(8192, 4096, 6, 11008), Size(4096, 2560, 8, 6912))
 SIZES_CPU = (Size(64, 128, 2, 256),)
 
 
-def subject_of(provider: str) -> cases.Subject:
-    """What its model is made of: layers, or the boundaries of a HyperStack, with the norm where the backend has it."""
-    backend = backend_of(provider)
-    if provider.endswith(SHIFTED):
-        return cases.MHC_NEXT_SHIFTED_NORMED
-    if backend not in backends.BACKENDS or provider.endswith(APART):
-        return cases.MHC_LAYER
-    return cases.MHC_NEXT if backend == "tilelang" else cases.MHC_NEXT_NORMED
+def backend_of(provider: str) -> str:
+    """Of ours the backend, without the form that may follow it; of others the name."""
+    first, *_ = provider.split()
+    return first if first in backends.BACKENDS else provider
+
+
+class Residual(nn.Module):
+    def __init__(self, layer: Layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+class PeerConnection(nn.Module):
+    """A peer's mhc_layer around a layer, with maps of its own that hold ours."""
+
+    def __init__(self, peer: peers.Peer, layer: Layer, ours: cases.Tensors):
+        super().__init__()
+        prepared = peer.prepare("mhc_layer", ours)
+        assert prepared is not None, f"{peer.name} has no mhc_layer, but was planned"
+        self.layer, self.call = layer, prepared.call
+        self.outer = (1,) * (prepared.tensors["x"].dim() - ours["x"].dim())  # what it wants before the tokens
+        maps = {name: nn.Parameter(t) for name, t in prepared.tensors.items() if name not in ("x", "h_out")}
+        self.maps = nn.ParameterDict(maps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x=x.view(*self.outer, *x.shape), h_out=self.layer, **self.maps)[0]
+
+
+def connect(
+    provider: str, layers: Sequence[Layer], case: cases.Stack, device: torch.device, norms: Sequence[Tensor] = ()
+) -> nn.Module:
+    """norms: the weights of those that the layers lack. A HyperStack, or one HyperConnection after the other where the
+    case is of a layer. The maps of each layer, and its norm where the case has one, are drawn from its number.
+    """
+    if provider == PLAIN:
+        return nn.Sequential(*map(Residual, layers))
+    alone = replace(case.layer(), outer=(1,))
+    drawn = [replace(alone, seed=case.seed + i).inputs(device) for i in range(len(layers))]
+    peer, subject = peers.by_name(provider), case.subject
+    if peer is not None:
+        return nn.Sequential(*(PeerConnection(peer, layer, of) for layer, of in zip(layers, drawn)))
+    for of, norm in zip(drawn, norms):
+        of["layer_norm_weight"] = norm
+    own: dict[str, Any] = {"layer_norm": subject in cases.NORMED, "device": device}
+    own |= {"backend": provider if provider in backends.BACKENDS else "reference"}
+    own |= {"residual": "identity"} if subject is cases.MHC_NEXT_IDENTITY else {}
+
+    def connection(layer: Layer, of: cases.Tensors) -> HyperConnection:
+        found = HyperConnection(layer, case.n, case.D, **own)
+        rows = {name: len(parameter) for name, parameter in found.named_parameters()}  # of phi fewer for the identity
+        # x and h_out are not its
+        found.load_state_dict({name: t[: rows.get(name)] for name, t in of.items()}, strict=False)
+        return found
+
+    connections = map(connection, layers, drawn)
+    if subject is cases.MHC_LAYER:
+        return nn.Sequential(*connections)
+    return HyperStack(*connections, recompute=case.recompute, shifted=subject in cases.SHIFTED)
+
+
+def build(case: cases.Stack, provider: str, depth: int, device: torch.device) -> nn.Module | None:
+    """A stack around layers that cost nothing; None where a peer lacks it: its norm would be torch's."""
+    peer, layer = peers.by_name(provider), case.layer()
+    only_ours = case.recompute or case.subject in cases.VARIANTS
+    if peer is not None and (only_ours or peer.prepare(layer.subject.name, layer.inputs(device)) is None):
+        return None
+    return connect(provider, [nn.Identity()] * depth, case, device)
 
 
 class Attention(nn.Module):
@@ -167,7 +242,7 @@ def _forms(provider: str, compiled: bool) -> list[str]:
 def _connects(provider: str, size: Size, device: torch.device) -> bool:
     peer = peers.by_name(provider)
     if peer is not None:
-        return peer.prepare("mhc_layer", size.case().inputs()) is not None
+        return peer.prepare("mhc_layer", size.case(provider).inputs()) is not None
     return provider in selection.KERNELS and backends.why_not("mhc", provider, device) is None
 
 
@@ -189,13 +264,12 @@ class Training:
 
     def step(self, provider: str, compiled: bool = False) -> TakeStep:
         compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if compiled else lambda module: module
-        subject = subject_of(provider)
-        inside = subject in cases.NORMED
+        case = self.size.case(provider)
+        inside = case.subject in cases.NORMED
         layers = self.layers if inside else [nn.Sequential(*pair) for pair in zip(self.norms, self.layers)]
         layers = [compiles(layer) for layer in layers] if provider in UNTRACED else layers
-        form: Any = {"recompute": 4 * provider.endswith(RECOMPUTE), "apart": subject is cases.MHC_LAYER}
-        form |= {"shifted": provider.endswith(SHIFTED), "norms": [norm.weight for norm in self.norms] if inside else ()}
-        connected = stacks.connect(backend_of(provider), layers, self.size.case(), self.device, **form)
+        norms = [norm.weight for norm in self.norms] if inside else ()
+        connected = connect(backend_of(provider), layers, case, self.device, norms)
         model = Model(connected, provider != PLAIN)
         loss_of, wanted = model if provider in UNTRACED else compiles(model), [self.x, *model.parameters()]
 
@@ -226,7 +300,7 @@ class Training:
     def difference(self, provider: str, found: Sequence[Tensor]) -> float:
         """The relative one of the loss or of dx, whichever is larger; Wrong where it is another function, and where one
         layer or boundary is, against fp64."""
-        layer = self.size.case(subject_of(provider), self.size.tokens)
+        layer = self.size.case(provider, self.size.tokens)
         selection.refuse_if_wrong(provider, selection.check(layer, backend_of(provider), self.device))
         reference = f"eager {SHIFTED}" if provider.endswith(SHIFTED) else "eager"
         if reference not in self._expected:

@@ -10,9 +10,8 @@ import torch
 
 import mhc_ops
 from mhc_ops import cli
-from mhc_ops.measure import bench, cases, compare, page, peers, results, speed, stacks, training_step
-from mhc_ops.measure.stacks import PLAIN
-from mhc_ops.measure.training_step import ALLOWED, APART, RECOMPUTE, Size, Step, Training
+from mhc_ops.measure import bench, cases, compare, page, peers, results, speed, training_step
+from mhc_ops.measure.training_step import ALLOWED, APART, PLAIN, RECOMPUTE, Size, Step, Training
 
 CPU = torch.device("cpu")
 SMALL = Size(16, 128, 2, 128)
@@ -229,8 +228,8 @@ FORMS = {"": 0, f" {APART}": None, f" {RECOMPUTE}": 4}
 def test_our_forms_are_the_same_model(form, monkeypatch):
     """A HyperStack with the norms inside, with less kept, and HyperConnections with the norms in their layers."""
     built = []
-    connect = stacks.connect
-    monkeypatch.setattr(stacks, "connect", lambda *a, **kw: built.append(connect(*a, **kw)) or built[-1])
+    connect = training_step.connect
+    monkeypatch.setattr(training_step, "connect", lambda *a, **kw: built.append(connect(*a, **kw)) or built[-1])
     assert 0 < difference(f"reference{form}") <= 1e-2 or form == f" {APART}"
     connected = built[0]
     assert getattr(connected, "recompute", None) == FORMS[form]
@@ -238,8 +237,8 @@ def test_our_forms_are_the_same_model(form, monkeypatch):
 
 
 def test_a_form_is_ours():
-    assert stacks.backend_of("triton recompute=4") == "triton"
-    assert stacks.backend_of("other triton") == "other triton"
+    assert training_step.backend_of("triton recompute=4") == "triton"
+    assert training_step.backend_of("other triton") == "other triton"
     steps = [replace(step, provider=step.provider.replace("triton", "triton recompute=4")) for step in STEPS]
     text = page.picture(replace(results.begin("bench"), steps=steps))
     assert "mhc_ops (triton recompute=4)" in text and 'class="ours"' in text
@@ -349,7 +348,7 @@ def test_kernels_in_a_model(provider):
 def test_a_step_on_a_gpu(provider, compiled):
     device = torch.device("cuda")
     reason = peers.why_not(peers.by_name(provider)) if peers.by_name(provider) else None
-    if reason is not None or not training_step._connects(stacks.backend_of(provider), SMALL, device):
+    if reason is not None or not training_step._connects(training_step.backend_of(provider), SMALL, device):
         pytest.skip(reason or f"{provider} does not run here")
     plain, own = Training(replace(SMALL, tokens=256), compiled, device).measure(provider, until=0.0)
     assert own.peak_megabytes > plain.peak_megabytes > 0
