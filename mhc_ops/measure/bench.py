@@ -74,7 +74,7 @@ class Unit:
         return f"{self.provider} {self.case}"
 
 
-def run(request: Request, results: Results, save: Callable[[], None]) -> None:
+def run(request: Request, results: Results, save: Callable[[], object]) -> None:
     """Fill the results with what they lack and save after every unit. KeyboardInterrupt passes, with all that was
     measured kept; Refused where no case has the name that was asked for."""
     if not training_step.named(request.case, request.device):
