@@ -160,7 +160,6 @@ class Session:
 
     def __init__(self, device: torch.device, results: Results) -> None:
         self._device, self._results = device, results
-        self._copies = speed.Copies(device)
         self._training = lru_cache(maxsize=1)(partial(training_step.Training, device=device))
         self._checked: dict[tuple[AnyCase, str], list[accuracy.Row]] = {}
 
@@ -185,7 +184,7 @@ class Session:
         selection.refuse_if_wrong(provider, self._checked[key])
         errors = selection.worst_errors(case.subject, self._checked[key])
         measure = speed.measure_stack if isinstance(case, Stack) else speed.measure
-        for found in measure(case, provider, *prepared, self._copies, device, unit.group, errors, until):
+        for found in measure(case, provider, *prepared, device, unit.group, errors, until):
             self._results.measurements.append(found)
 
 

@@ -112,10 +112,6 @@ def significant(value: float) -> str:
     return f"{value:,.{min(6, max(0, digits))}f}"
 
 
-def percent(value: float) -> str:
-    return f"{value:.0%}" if value >= 0.01 else f"{value:.2%}"
-
-
 def grid_step(largest: float) -> float:
     """1, 2 or 5 times a power of ten, at most six of them up to the largest."""
     power = 10.0 ** math.floor(math.log10(largest))
@@ -137,11 +133,6 @@ def extent(values: Iterable[float | None], form: str, unit: str = "") -> str:
     there = [value for value in values if value is not None]
     ends = dict.fromkeys(f"{end:{form}}" for end in (min(there), max(there))) if there else ()
     return " to ".join(ends) + unit if ends else "–"
-
-
-def as_markdown(shown: Table) -> str:
-    lines = [shown.header, ["---"] * len(shown.header), *shown.rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def size_of(case: str, subject: str) -> str:
@@ -311,7 +302,7 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters: list[Callable[..., Any]] = [significant, percent, grid_step, slug, code, as_markdown, figure, backend_of]
+    filters: list[Callable[..., Any]] = [significant, grid_step, slug, code, figure, backend_of]
     environment.filters |= {function.__name__: function for function in [*filters, math.isfinite, math.log10]}
     values |= {"WORDS": WORDS, "SHORT": SHORT_WORDS, "Value": Value, "size_of": size_of, "tabulate": table}
     return environment.get_template(template).render(**values, STEPS=STEPS, GROWTH=GROWTH, OURS=BACKENDS).strip() + "\n"
