@@ -131,31 +131,10 @@ def _layer_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> t
     return mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, **of_post), h_in, *more
 
 
-class _StoredGradient(torch.autograd.Function):
-    """Behind it the gradient is the one that was stored."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return ctx.saved_tensors[0], None
-
-
-def _next(
-    x: Tensor,
-    h_out: Tensor,
-    h_post: Tensor,
-    link: Tensor,
-    backend: str,
-    h_res: Tensor | None = None,
-    read: Tensor | None = None,
-    **own: Any,
-) -> tuple[Tensor, ...]:
+def _next(x: Tensor, h_out: Tensor, link: Tensor, backend: str, **own: Any) -> tuple[Tensor, ...]:
     """One boundary, and the end behind a sublayer that costs nothing. What x_next gets is dlink, as it is stored; the
     gradient of x is made from that, but not here."""
+    h_post, h_res, read = (own.pop(name, None) for name in ("h_post", "h_res", "read"))
     if backend == "reference":  # whose link is x itself
         x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend=backend) + link
         of_read: dict[str, Any] = {} if read is None else {"shifted": True, "read": read}
@@ -169,8 +148,8 @@ def _next(
 def _next_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
     of_post, own = _parted(tensors)
     x_next = mhc_ops.mhc_post(**{"h_res": None, **of_post, "x": tensors["x"].detach()}, backend="reference")
-    if "dlink" in results:
-        x_next = _StoredGradient.apply(x_next, results["dlink"].double())
+    if "dlink" in results:  # what is before x_next gets the gradient that was stored
+        x_next.register_hook(lambda gradient: results["dlink"].double())
     x_next = x_next + tensors["link"]
     stored = _stored(x_next, results["x_next"])
     h_in, h_post, h_res, *more = _pre_exact({"x": stored, **own}, results, **options)
