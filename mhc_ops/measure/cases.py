@@ -45,7 +45,6 @@ class Subject:
     """
 
     name: str
-    family: str
     call: Call
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -54,6 +53,7 @@ class Subject:
     exact: Call | None = None
     mutated: tuple[str, ...] = ()
     options: tuple[tuple[str, float], ...] = ()
+    family: str = "mhc"
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -168,10 +168,6 @@ _MAPS = ("h_in", "h_post", "h_res")
 _NEXT = (*_POST, "link", *_PARAMETERS)
 
 
-def _subject(name: str, call: Call, *more: Any, **options: Any) -> Subject:
-    return Subject(name, "mhc", call, *more, **options)
-
-
 def _normed(subject: Subject, **changes: Any) -> Subject:
     """With the norm of the layer."""
     inputs = (*subject.inputs, "layer_norm_weight")
@@ -185,20 +181,20 @@ def _normed(subject: Subject, **changes: Any) -> Subject:
 _BYTES = (2, 1, 3, 2)  # of pre, and as many of post
 _stored_maps = (*_MAPS, "inv_rms", "h_mix", "h_pre")
 _forward_pre = public("mhc_forward_pre", outflag=True)
-MHC_FORWARD_PRE = _subject("mhc_forward_pre", _forward_pre, _PRE, _stored_maps, _BYTES, intermediates=3)
-MHC_PRE = _subject("mhc_pre", public("mhc_pre"), _PRE, _MAPS, _BYTES)
-MHC_POST = _subject("mhc_post", public("mhc_post"), _POST, ("x_next",), _BYTES)
-MHC_LAYER = _subject("mhc_layer", _layer, ("x", "h_out", *_PARAMETERS), ("x_next", "h_in"), (4, 2, 6, 4))
+MHC_FORWARD_PRE = Subject("mhc_forward_pre", _forward_pre, _PRE, _stored_maps, _BYTES, intermediates=3)
+MHC_PRE = Subject("mhc_pre", public("mhc_pre"), _PRE, _MAPS, _BYTES)
+MHC_POST = Subject("mhc_post", public("mhc_post"), _POST, ("x_next",), _BYTES)
+MHC_LAYER = Subject("mhc_layer", _layer, ("x", "h_out", *_PARAMETERS), ("x_next", "h_in"), (4, 2, 6, 4))
 _post_pre = public("mhc_post_pre"), (*_POST, *_PARAMETERS), ("x_next", *_MAPS), (3, 2, 9, 4)
-MHC_POST_PRE = _subject("mhc_post_pre", *_post_pre, exact=_post_pre_exact)
-MHC_HEAD = _subject("mhc_head", public("mhc_head"), _PRE, ("out",), _BYTES)
-SINKHORN = _subject("sinkhorn", public("sinkhorn"), ("logits",), ("h_res",), (2, 0, 3, 0))
+MHC_POST_PRE = Subject("mhc_post_pre", *_post_pre, exact=_post_pre_exact)
+MHC_HEAD = Subject("mhc_head", public("mhc_head"), _PRE, ("out",), _BYTES)
+SINKHORN = Subject("sinkhorn", public("sinkhorn"), ("logits",), ("h_res",), (2, 0, 3, 0))
 SUBJECTS = (MHC_FORWARD_PRE, MHC_PRE, MHC_POST, MHC_LAYER, MHC_POST_PRE, MHC_HEAD, SINKHORN)
 # The stack: the maps and the read alone, the boundary with its carry, the layer's norm;
-MHC_MAPS = _subject("mhc_maps", public("mhc_maps"), _PRE, ("h_pre", "h_post", "h_res"), (1, 0, 2, 0))
-MHC_READ = _subject("mhc_read", public("mhc_read"), ("x", "h_pre"), ("h_in",), (1, 1, 2, 1))
+MHC_MAPS = Subject("mhc_maps", public("mhc_maps"), _PRE, ("h_pre", "h_post", "h_res"), (1, 0, 2, 0))
+MHC_READ = Subject("mhc_read", public("mhc_read"), ("x", "h_pre"), ("h_in",), (1, 1, 2, 1))
 _next_outputs = ("h_in", "x_after", "x_next")
-MHC_NEXT = _subject("mhc_next", _next, _NEXT, _next_outputs, (3, 2, 4, 4), intermediates=1, exact=_next_exact)
+MHC_NEXT = Subject("mhc_next", _next, _NEXT, _next_outputs, (3, 2, 4, 4), intermediates=1, exact=_next_exact)
 MHC_PRE_NORMED = _normed(MHC_PRE, exact=_pre_exact)
 MHC_LAYER_NORMED = _normed(MHC_LAYER, exact=_layer_normed_exact)
 MHC_POST_PRE_NORMED, MHC_NEXT_NORMED = _normed(MHC_POST_PRE), _normed(MHC_NEXT)
@@ -207,7 +203,7 @@ OF_THE_STACK = (
     *(MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED),
 )
 # the shifted form, which reads with the weights of the sublayer before; the identity in place of h_res; the mean.
-MHC_SHIFTED_PRE = _subject("mhc_shifted_pre", _shifted_pre, ("read", *_PRE), (*_MAPS, "h_pre"), _BYTES)
+MHC_SHIFTED_PRE = Subject("mhc_shifted_pre", _shifted_pre, ("read", *_PRE), (*_MAPS, "h_pre"), _BYTES)
 MHC_NEXT_SHIFTED = replace(
     MHC_NEXT,
     name="mhc_next shifted",
@@ -218,8 +214,8 @@ MHC_NEXT_SHIFTED = replace(
 MHC_NEXT_SHIFTED_NORMED = _normed(MHC_NEXT_SHIFTED, moved=MHC_NEXT.moved)
 SHIFTED = (MHC_SHIFTED_PRE, MHC_NEXT_SHIFTED, MHC_NEXT_SHIFTED_NORMED)
 _identity, _post_identity = public("mhc_pre", residual="identity"), public("mhc_post", h_res=None)
-MHC_PRE_IDENTITY = _subject("mhc_pre identity", _identity, _PRE, _MAPS[:2], _BYTES)
-MHC_POST_IDENTITY = _subject("mhc_post identity", _post_identity, _POST[:3], ("x_next",), _BYTES)
+MHC_PRE_IDENTITY = Subject("mhc_pre identity", _identity, _PRE, _MAPS[:2], _BYTES)
+MHC_POST_IDENTITY = Subject("mhc_post identity", _post_identity, _POST[:3], ("x_next",), _BYTES)
 MHC_NEXT_IDENTITY = replace(
     MHC_NEXT,
     name="mhc_next identity",
@@ -227,7 +223,7 @@ MHC_NEXT_IDENTITY = replace(
     exact=partial(_next_exact, residual="identity"),
     inputs=tuple(name for name in _NEXT if name != "h_res"),
 )
-MHC_MEAN = _subject("mhc_mean", public("mhc_mean"), ("x",), ("out",), (1, 1, 1, 1))
+MHC_MEAN = Subject("mhc_mean", public("mhc_mean"), ("x",), ("out",), (1, 1, 1, 1))
 VARIANTS = (*SHIFTED, MHC_PRE_IDENTITY, MHC_POST_IDENTITY, MHC_NEXT_IDENTITY, MHC_MEAN)
 ALL = (*SUBJECTS, *OF_THE_STACK, *VARIANTS)
 NORMED = tuple(subject for subject in ALL if "layer_norm_weight" in subject.inputs)
