@@ -53,11 +53,6 @@ class Request:
         sweep = [case for sweep in self.sweeps for case in sweep.cases.values()]
         return {"training": training, "decode": decode, "sweep": sweep}
 
-    @property
-    def words(self) -> dict[str, list[str]]:
-        asked = {"providers": self.providers, "case": [self.case] if self.case else [], "skip": self.skip}
-        return {name: list(words) for name, words in asked.items() if words}
-
     def asks_for(self, provider: str) -> bool:
         return provider in self.providers or not self.providers
 
@@ -81,7 +76,8 @@ def run(request: Request, results: Results, save: Callable[[], object]) -> None:
         selection.named(request.case, [case for group in request.groups.values() for case in group])
     deadline = time.perf_counter() + request.budget
     results.budget_seconds = request.budget if math.isfinite(request.budget) else None
-    results.selection = request.words
+    asked = {"providers": request.providers, "case": [request.case] if request.case else [], "skip": request.skip}
+    results.selection = {name: list(words) for name, words in asked.items() if words}
     before, results.not_measured = results.not_measured, []
     present = find_providers(request, results)
     planned, every = plan(request, present), plan(replace(request, skip=()), present)
@@ -219,7 +215,6 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
         planned += ours or units([case], "eager") * ("eager" in present)
     planned += [unit for case in (*training, *decode) for p in beside for unit in units([case], p)]
     planned += [unit for p in OF_TORCH if p in present for unit in units(training, p)]
-    races = training_step.plan(request.case, present, request.device)
-    eager, compiled = ([race for race in races if race.compiled == c] for c in (False, True))
-    every: list[Unit | Race] = [*eager, *dict.fromkeys(planned), *compiled]
+    races = partial(training_step.plan, request.case, present, request.device)
+    every: list[Unit | Race] = [*races(compiled=False), *dict.fromkeys(planned), *races(compiled=True)]
     return [unit for unit in every if not any(text in str(unit) for text in request.skip)]

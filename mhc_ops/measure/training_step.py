@@ -219,17 +219,16 @@ def named(case: str, device: torch.device) -> list[Size]:
     return [size for size in (SIZES if device.type == "cuda" else SIZES_CPU) if case in str(size)]
 
 
-def plan(case: str, present: Sequence[str], device: torch.device) -> list[Race]:
+def plan(case: str, present: Sequence[str], device: torch.device, compiled: bool) -> list[Race]:
     """present: of bench's selection. The formula in torch is "eager" or, where the model is compiled, "torch.compile",
     which stands for the mode too: without it nothing is compiled."""
+    formula = "torch.compile" if compiled else "eager"
     return [
-        Race(size, formula != "eager", form)
-        for formula in ("eager", "torch.compile")
-        if formula == "eager" or formula in present
-        for size in named(case, device)
+        Race(size, compiled, form)
+        for size in (named(case, device) if formula in present or not compiled else ())
         for provider in present
         if provider == formula or _connects(provider, size, device)
-        for form in _forms(provider, formula != "eager")
+        for form in _forms(provider, compiled)
     ]
 
 

@@ -167,15 +167,18 @@ def test_peers_are_checked_in_a_layer_and_in_the_model(monkeypatch):
 def test_what_is_planned(monkeypatch):
     monkeypatch.setattr(peers, "PEERS", (a_peer("right"), peers.FLA))
     present, cuda = ["triton", "right", "fla", "eager", "torch.compile"], torch.device("cuda")
-    planned = training_step.plan("", present, cuda)
+    planned = [race for compiled in (False, True) for race in training_step.plan("", present, cuda, compiled)]
     first = [(race.compiled, race.provider) for race in planned if race.size == training_step.SIZES[0]]
     eager = ("triton", "triton HyperConnection", "triton recompute=4", "triton shifted", "right", "eager")
     compiled = ("triton", "triton HyperConnection", "triton shifted", "right", "torch.compile")
     assert first == [*((False, provider) for provider in eager), *((True, provider) for provider in compiled)]
     assert {race.size for race in planned} == set(training_step.SIZES)
-    assert [race.compiled for race in training_step.plan("", ["eager"], CPU)] == [False]
-    assert training_step.plan("", ["fla"], CPU) == []
-    assert training_step.plan("mhc_post", present, CPU) == []
+    assert [race.compiled for race in training_step.plan("", ["eager"], CPU, False)] == [False]
+    assert training_step.plan("", ["eager"], CPU, True) == []
+    assert training_step.plan("", ["fla"], CPU, False) == []
+    assert (
+        training_step.plan("mhc_post", present, CPU, False) == training_step.plan("mhc_post", present, CPU, True) == []
+    )
     skip = ("right training_step", "torch.compile triton", "triton recompute")
     request = bench.Request(cuda, case="training_step", skip=skip)
     assert {(unit.compiled, unit.provider) for unit in bench.plan(request, present)} == {
