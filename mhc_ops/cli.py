@@ -17,10 +17,10 @@ from .convert import command as convert
 from .core import backend as backends
 from .core import device as devices
 from .hub import command as hub
-from .measure import accuracy, arguments, bench, compare, files, page, report, results, selection, tables
+from .measure import accuracy, arguments, bench, compare, files, page, report, results, selection
 from .measure.diagnose import command as diagnose
 from .measure.report import Refused
-from .measure.stacks import backend_of
+from .measure.training_step import backend_of
 
 EXIT_CODES = """exit codes:
   0    all well
@@ -195,23 +195,23 @@ def run_check(options: argparse.Namespace) -> int:
     found = results.begin("check")
     found.not_measured = selection.absent(wanted(options), options.device)
     runs = [(c, b) for b in wanted(options) for c in chosen if selection.runs(c, b, options.device)]
-    keeper = results.Keeper(found, options.json)
     try:
         for case, backend in report.progress(runs, "check"):
             with bench.failures_of(str(case), backend, found):
                 found.accuracy += accuracy.measure(case, backend, options.device)
-            keeper.save()
+            results.save(found, options.json)
         found.complete = True
     except KeyboardInterrupt:
         report.say("interrupted")
-    keeper.save(last=True)
-    report.show(tables.table(found.accuracy, tables.ACCURACY))
+    lost = results.save(found, options.json, last=True)
+    report.show(page.table(found.accuracy, page.ACCURACY))
     if found.not_measured:
-        print(tables.left_out(found.not_measured))
+        print(page.left_out(found.not_measured))
     failed = sum(not row.passed for row in found.accuracy)
     crashed = sum(entry.failed for entry in found.not_measured)
     print(f"{len(found.accuracy) - failed} passed, {failed} failed" + f", {crashed} cases crashed" * bool(crashed))
-    keeper.refuse_if_lost()
+    if lost is not None:
+        raise lost
     if not found.complete:
         return INTERRUPTED
     return (1 if failed or crashed else 0) if runs else 2
@@ -253,18 +253,18 @@ def run_bench(options: argparse.Namespace) -> int:
     request = bench.Request(
         options.device, options.providers, options.peers, options.case, options.skip, options.budget
     )
-    keeper = results.Keeper(found, options.json)
     interrupted = False
     try:
-        bench.run(request, found, keeper.save)
+        bench.run(request, found, partial(results.save, found, options.json))
     except KeyboardInterrupt:
         interrupted = True
         report.say("interrupted")
-    keeper.save(last=True)
-    report.show(*tables.of_bench(found))
+    lost = results.save(found, options.json, last=True)
+    report.show(*page.of_bench(found))
     if options.html:
         files.write(options.html, page.draw(found))
-    keeper.refuse_if_lost()
+    if lost is not None:
+        raise lost
     if interrupted:
         return INTERRUPTED
     ours_failed = any(entry.failed and backend_of(entry.provider) in backends.BACKENDS for entry in found.not_measured)

@@ -189,17 +189,17 @@ def sizes_of_terms(
     device = next(c.device for c in cotangents if c is not None)
     generator = torch.Generator(device).manual_seed(0)
     differentiable = [output for output in outputs if output.requires_grad]
-    hooks = [output.register_hook(lambda gradient: gradient * _signs(gradient, generator)) for output in differentiable]
+
+    def signed(gradient: Tensor) -> Tensor:
+        return gradient * (torch.randint(0, 2, gradient.shape, generator=generator, device=device) * 2 - 1)
+
+    hooks = [output.register_hook(signed) for output in differentiable]
     for _ in range(draws):
         for name, gradient in gradients(cotangents).items():
             squares[name] = squares.get(name, 0) + gradient.square() / draws
     for hook in hooks:
         hook.remove()
     return {name: square.sqrt() for name, square in squares.items()}
-
-
-def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randint(0, 2, like.shape, generator=generator, device=like.device) * 2 - 1
 
 
 def judge(

@@ -10,11 +10,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
 from . import accuracy, peers, report, selection, speed, training_step
-from .cases import Stack, Sweep
+from .cases import Call, Stack, Sweep, Tensors
 from .conv_cases import AnyCase
 from .results import Results
 from .selection import KERNELS, OF_TORCH, NotMeasured
@@ -51,11 +53,6 @@ class Request:
         sweep = [case for sweep in self.sweeps for case in sweep.cases.values()]
         return {"training": training, "decode": decode, "sweep": sweep}
 
-    @property
-    def words(self) -> dict[str, list[str]]:
-        asked = {"providers": self.providers, "case": [self.case] if self.case else [], "skip": self.skip}
-        return {name: list(words) for name, words in asked.items() if words}
-
     def asks_for(self, provider: str) -> bool:
         return provider in self.providers or not self.providers
 
@@ -72,14 +69,15 @@ class Unit:
         return f"{self.provider} {self.case}"
 
 
-def run(request: Request, results: Results, save: Callable[[], None]) -> None:
+def run(request: Request, results: Results, save: Callable[[], object]) -> None:
     """Fill the results with what they lack and save after every unit. KeyboardInterrupt passes, with all that was
     measured kept; Refused where no case has the name that was asked for."""
     if not training_step.named(request.case, request.device):
         selection.named(request.case, [case for group in request.groups.values() for case in group])
     deadline = time.perf_counter() + request.budget
     results.budget_seconds = request.budget if math.isfinite(request.budget) else None
-    results.selection = request.words
+    asked = {"providers": request.providers, "case": [request.case] if request.case else [], "skip": request.skip}
+    results.selection = {name: list(words) for name, words in asked.items() if words}
     before, results.not_measured = results.not_measured, []
     present = find_providers(request, results)
     planned, every = plan(request, present), plan(replace(request, skip=()), present)
@@ -138,18 +136,33 @@ def failures_of(where: str, provider: str, results: Results) -> Iterator[None]:
         results.not_measured.append(NotMeasured(where, provider, " ".join(reason.split())[:LONGEST_REASON], True))
 
 
+def prepare(case: AnyCase, provider: str, tensors: Tensors) -> tuple[Tensors, Call] | None:
+    """The provider's own tensors, and `call(**tensors)`; None where it lacks the op. Of a stack: what builds it."""
+    if isinstance(case, Stack):
+        build: Any = partial(training_step.build, case, provider, device=tensors["x"].device)
+        return None if build(1) is None else ({"x": tensors["x"]}, build)
+    call, peer = case.subject.call, peers.by_name(provider)
+    if peer is not None:
+        prepared = peer.prepare(case.subject.name, tensors)
+        return None if prepared is None else (prepared.tensors, prepared.call)
+    if provider == "torch.compile":
+        torch.compiler.reset()
+        call = torch.compile(call, dynamic=False, fullgraph=True)
+    return tensors, partial(call, backend="reference" if provider in OF_TORCH else provider)
+
+
 class Session:
     """Measures units into the results."""
 
     def __init__(self, device: torch.device, results: Results) -> None:
         self._device, self._results = device, results
-        self._copies, self._races = speed.Copies(device), training_step.Races(device)
+        self._training = lru_cache(maxsize=1)(partial(training_step.Training, device=device))
         self._checked: dict[tuple[AnyCase, str], list[accuracy.Row]] = {}
 
     def measure(self, unit: Unit | Race, until: float) -> None:
         with failures_of(str(unit.case), unit.provider, self._results):
             if isinstance(unit, Race):
-                plain, step = self._races.measure(unit, until)
+                plain, step = self._training(unit.size, unit.compiled).measure(unit.provider, until)
                 known = {(s.size, s.compiled) for s in self._results.steps}
                 self._results.steps += [step] if (step.size, step.compiled) in known else [plain, step]
             else:
@@ -157,7 +170,7 @@ class Session:
 
     def _measure(self, unit: Unit, until: float) -> None:
         case, provider, device = unit.case, unit.provider, self._device
-        prepared = selection.prepare(case, provider, case.inputs(device, drawn_on=device))
+        prepared = prepare(case, provider, case.inputs(device, drawn_on=device))
         if prepared is None:
             return
         key = case.smaller(), provider
@@ -167,7 +180,7 @@ class Session:
         selection.refuse_if_wrong(provider, self._checked[key])
         errors = selection.worst_errors(case.subject, self._checked[key])
         measure = speed.measure_stack if isinstance(case, Stack) else speed.measure
-        for found in measure(case, provider, *prepared, self._copies, device, unit.group, errors, until):
+        for found in measure(case, provider, *prepared, device, unit.group, errors, until):
             self._results.measurements.append(found)
 
 
@@ -202,7 +215,6 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
         planned += ours or units([case], "eager") * ("eager" in present)
     planned += [unit for case in (*training, *decode) for p in beside for unit in units([case], p)]
     planned += [unit for p in OF_TORCH if p in present for unit in units(training, p)]
-    races = training_step.plan(request.case, present, request.device)
-    eager, compiled = ([race for race in races if race.compiled == c] for c in (False, True))
-    every: list[Unit | Race] = [*eager, *dict.fromkeys(planned), *compiled]
+    races = partial(training_step.plan, request.case, present, request.device)
+    every: list[Unit | Race] = [*races(compiled=False), *dict.fromkeys(planned), *races(compiled=True)]
     return [unit for unit in every if not any(text in str(unit) for text in request.skip)]

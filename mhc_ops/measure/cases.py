@@ -45,7 +45,6 @@ class Subject:
     """
 
     name: str
-    family: str
     call: Call
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -54,6 +53,7 @@ class Subject:
     exact: Call | None = None
     mutated: tuple[str, ...] = ()
     options: tuple[tuple[str, float], ...] = ()
+    family: str = "mhc"
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -124,29 +124,111 @@ def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[T
     return mhc_ops.mhc_layer(x, layer, **parameters, backend=backend), read[0]
 
 
+def _layer_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
+    of_pre = {name: tensor for name, tensor in tensors.items() if name != "h_out"}
+    h_in, h_post, h_res, *more = _pre_exact(of_pre, results, **options)
+    of_post: Any = {"transposed": options.get("transposed", False), "backend": "reference"}
+    return mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, **of_post), h_in, *more
+
+
+def _next(x: Tensor, h_out: Tensor, link: Tensor, backend: str, **own: Any) -> tuple[Tensor, ...]:
+    """One boundary, and the end behind a sublayer that costs nothing. What x_next gets is dlink, as it is stored; the
+    gradient of x is made from that, but not here."""
+    h_post, h_res, read = (own.pop(name, None) for name in ("h_post", "h_res", "read"))
+    if backend == "reference":  # whose link is x itself
+        x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend=backend) + link
+        of_read: dict[str, Any] = {} if read is None else {"shifted": True, "read": read}
+        h_in, carry = mhc_ops.mhc_enter(x_next, **own, **of_read, backend=backend)
+    else:
+        h_in, carry = mhc_ops.mhc_next(mhc_ops.Carry(x, h_post, h_res, read, link), h_out, **own, backend=backend)
+    left = mhc_ops.mhc_leave(carry, h_out.detach(), backend=backend)
+    return h_in, *(left if isinstance(left, tuple) else (left,)), carry.x
+
+
+def _next_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
+    of_post, own = _parted(tensors)
+    x_next = mhc_ops.mhc_post(**{"h_res": None, **of_post, "x": tensors["x"].detach()}, backend="reference")
+    if "dlink" in results:  # what is before x_next gets the gradient that was stored
+        x_next.register_hook(lambda gradient: results["dlink"].double())
+    x_next = x_next + tensors["link"]
+    stored = _stored(x_next, results["x_next"])
+    h_in, h_post, h_res, *more = _pre_exact({"x": stored, **own}, results, **options)
+    after = mhc_ops.mhc_post(stored, tensors["h_out"].detach(), h_post, h_res, backend="reference")
+    return h_in, after, *([more.pop(0)] if "read" in tensors else []), x_next, *more
+
+
+def _shifted_pre(x: Tensor, backend: str, **own: Any) -> Any:
+    h_in, carry = mhc_ops.mhc_enter(x, **own, shifted=True, backend=backend)
+    return h_in, carry.h_post, carry.h_res, carry.read
+
+
 _PARAMETERS = ("phi", "alpha", "bias", "gamma")
 _PRE, _POST = ("x", *_PARAMETERS), ("x", "h_out", "h_post", "h_res")
 _MAPS = ("h_in", "h_post", "h_res")
-_STORED = (*_MAPS, "inv_rms", "h_mix", "h_pre")
+_NEXT = (*_POST, "link", *_PARAMETERS)
+
+
+def _normed(subject: Subject, **changes: Any) -> Subject:
+    """With the norm of the layer."""
+    inputs = (*subject.inputs, "layer_norm_weight")
+    return replace(subject, name=f"{subject.name} normed", inputs=inputs, **changes)
+
 
 # The bytes of pre: x is read for the projection and again for h_in, which is written; backward, x and dh_in are read
 # for dh_pre and again to write dx. Of post: x and h_out are read, x_next is written; backward, dx_next, x and h_out are
 # read, dx and dh_out written. The layer's backward writes dx once; to its second pass over x comes dx_next. post_pre
 # reads x_next once more for h_in; backward: pre's, with dx_next, up to a dx_next in fp32, then post's.
 _BYTES = (2, 1, 3, 2)  # of pre, and as many of post
+_stored_maps = (*_MAPS, "inv_rms", "h_mix", "h_pre")
 _forward_pre = public("mhc_forward_pre", outflag=True)
-MHC_FORWARD_PRE = Subject("mhc_forward_pre", "mhc", _forward_pre, _PRE, _STORED, _BYTES, intermediates=3)
-MHC_PRE = Subject("mhc_pre", "mhc", public("mhc_pre"), _PRE, _MAPS, _BYTES)
-MHC_POST = Subject("mhc_post", "mhc", public("mhc_post"), _POST, ("x_next",), _BYTES)
-MHC_LAYER = Subject("mhc_layer", "mhc", _layer, ("x", "h_out", *_PARAMETERS), ("x_next", "h_in"), (4, 2, 6, 4))
-_of_both, _both = (*_POST, *_PARAMETERS), ("x_next", *_MAPS)
-MHC_POST_PRE = Subject(
-    "mhc_post_pre", "mhc", public("mhc_post_pre"), _of_both, _both, (3, 2, 9, 4), exact=_post_pre_exact
-)
-MHC_HEAD = Subject("mhc_head", "mhc", public("mhc_head"), _PRE, ("out",), _BYTES)
-SINKHORN = Subject("sinkhorn", "mhc", public("sinkhorn"), ("logits",), ("h_res",), (2, 0, 3, 0))
+MHC_FORWARD_PRE = Subject("mhc_forward_pre", _forward_pre, _PRE, _stored_maps, _BYTES, intermediates=3)
+MHC_PRE = Subject("mhc_pre", public("mhc_pre"), _PRE, _MAPS, _BYTES)
+MHC_POST = Subject("mhc_post", public("mhc_post"), _POST, ("x_next",), _BYTES)
+MHC_LAYER = Subject("mhc_layer", _layer, ("x", "h_out", *_PARAMETERS), ("x_next", "h_in"), (4, 2, 6, 4))
+_post_pre = public("mhc_post_pre"), (*_POST, *_PARAMETERS), ("x_next", *_MAPS), (3, 2, 9, 4)
+MHC_POST_PRE = Subject("mhc_post_pre", *_post_pre, exact=_post_pre_exact)
+MHC_HEAD = Subject("mhc_head", public("mhc_head"), _PRE, ("out",), _BYTES)
+SINKHORN = Subject("sinkhorn", public("sinkhorn"), ("logits",), ("h_res",), (2, 0, 3, 0))
 SUBJECTS = (MHC_FORWARD_PRE, MHC_PRE, MHC_POST, MHC_LAYER, MHC_POST_PRE, MHC_HEAD, SINKHORN)
-MIXED: tuple[Subject, ...] = (MHC_PRE, MHC_LAYER, MHC_POST_PRE)  # those with Sinkhorn and the rest
+# The stack: the maps and the read alone, the boundary with its carry, the layer's norm;
+MHC_MAPS = Subject("mhc_maps", public("mhc_maps"), _PRE, ("h_pre", "h_post", "h_res"), (1, 0, 2, 0))
+MHC_READ = Subject("mhc_read", public("mhc_read"), ("x", "h_pre"), ("h_in",), (1, 1, 2, 1))
+_next_outputs = ("h_in", "x_after", "x_next")
+MHC_NEXT = Subject("mhc_next", _next, _NEXT, _next_outputs, (3, 2, 4, 4), intermediates=1, exact=_next_exact)
+MHC_PRE_NORMED = _normed(MHC_PRE, exact=_pre_exact)
+MHC_LAYER_NORMED = _normed(MHC_LAYER, exact=_layer_normed_exact)
+MHC_POST_PRE_NORMED, MHC_NEXT_NORMED = _normed(MHC_POST_PRE), _normed(MHC_NEXT)
+OF_THE_STACK = (
+    *(MHC_MAPS, MHC_READ, MHC_NEXT),
+    *(MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED),
+)
+# the shifted form, which reads with the weights of the sublayer before; the identity in place of h_res; the mean.
+MHC_SHIFTED_PRE = Subject("mhc_shifted_pre", _shifted_pre, ("read", *_PRE), (*_MAPS, "h_pre"), _BYTES)
+MHC_NEXT_SHIFTED = replace(
+    MHC_NEXT,
+    name="mhc_next shifted",
+    inputs=("read", *_NEXT),
+    outputs=("h_in", "x_after", "h_pre", "x_next"),
+    moved=(2, 2, 3, 3),
+)
+MHC_NEXT_SHIFTED_NORMED = _normed(MHC_NEXT_SHIFTED, moved=MHC_NEXT.moved)
+SHIFTED = (MHC_SHIFTED_PRE, MHC_NEXT_SHIFTED, MHC_NEXT_SHIFTED_NORMED)
+_identity, _post_identity = public("mhc_pre", residual="identity"), public("mhc_post", h_res=None)
+MHC_PRE_IDENTITY = Subject("mhc_pre identity", _identity, _PRE, _MAPS[:2], _BYTES)
+MHC_POST_IDENTITY = Subject("mhc_post identity", _post_identity, _POST[:3], ("x_next",), _BYTES)
+MHC_NEXT_IDENTITY = replace(
+    MHC_NEXT,
+    name="mhc_next identity",
+    call=partial(_next, residual="identity"),
+    exact=partial(_next_exact, residual="identity"),
+    inputs=tuple(name for name in _NEXT if name != "h_res"),
+)
+MHC_MEAN = Subject("mhc_mean", public("mhc_mean"), ("x",), ("out",), (1, 1, 1, 1))
+VARIANTS = (*SHIFTED, MHC_PRE_IDENTITY, MHC_POST_IDENTITY, MHC_NEXT_IDENTITY, MHC_MEAN)
+ALL = (*SUBJECTS, *OF_THE_STACK, *VARIANTS)
+NORMED = tuple(subject for subject in ALL if "layer_norm_weight" in subject.inputs)
+MIXED = (MHC_PRE, MHC_LAYER, MHC_POST_PRE, MHC_MAPS, MHC_NEXT, *NORMED, *SHIFTED[:2])  # with Sinkhorn and the rest
+NOT_IN_TILELANG = tuple(subject.name for subject in (MHC_MAPS, MHC_READ, *NORMED, *VARIANTS))
 
 LAYOUTS = ("", "sliced", "strided", "transposed", "expanded")
 
@@ -275,6 +357,27 @@ class Case(Drawn):
         )
 
 
+@dataclass(frozen=True)
+class Stack(Case):
+    """A boundary as `HyperStack` runs it, around layers that cost nothing; on few tokens it is checked alone."""
+
+    recompute: int = 0
+
+    def runs_on(self, provider: str) -> bool:
+        """torch.compile would take longer for two stacks than for all the rest."""
+        return provider != "torch.compile" and super().runs_on(provider)
+
+    def smaller(self) -> Case:
+        return Case(self.subject, self.outer, self.n, self.D, self.dtype, self.gamma).smaller()
+
+    def layer(self) -> Case:
+        """What a stack is made of where a library has no boundaries."""
+        return replace(self.smaller(), subject=MHC_LAYER_NORMED if self.subject in NORMED else MHC_LAYER)
+
+    def __str__(self) -> str:
+        return super().__str__() + f" recompute {self.recompute}" * bool(self.recompute)
+
+
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -298,22 +401,33 @@ def _check(subject: Subject) -> tuple[Case, ...]:
     )
 
 
-CHECK = tuple(case for subject in SUBJECTS for case in _check(subject))
+CHECK = (
+    *(case for subject in (*SUBJECTS, *OF_THE_STACK) for case in _check(subject)),
+    *(Case(subject, (2, 128), 4, 256, dtype) for subject in VARIANTS for dtype in (_bf16, _fp32)),
+    *(Case(subject, (173,), 3, 257) for subject in VARIANTS),
+)
 
 # What `mhc-ops bench` runs on a GPU: training sizes of 4 streams,
+_case, _boundary = partial(Case, n=4, gamma=False), partial(Stack, n=4, gamma=False)
 SIZES = ((8192, 4096), (8192, 7168), (4096, 2560), (16384, 1280))  # T, D
-BENCH: tuple[Case, ...] = tuple(
-    Case(subject, (T,), 4, D, gamma=False) for subject in (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE) for T, D in SIZES
+BENCH: tuple[Case, ...] = (
+    *(_case(s, (T,), D=D) for s in (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE) for T, D in SIZES),
+    *(_boundary(s, (T,), D=D) for s in (MHC_NEXT, MHC_NEXT_NORMED) for T, D in SIZES),
+    _boundary(MHC_NEXT, (8192,), D=4096, recompute=4),
+    *(_boundary(s, (T,), D=D) for s in (*SHIFTED[1:], MHC_NEXT_IDENTITY) for T, D in (SIZES[0], SIZES[2])),
 )
 # decode sizes, beside other kernels only (launches are all there is to see),
-DECODE: tuple[Case, ...] = tuple(
-    Case(subject, (T,), 4, D, gamma=False)
-    for subject in (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE, MHC_HEAD)
-    for D in (4096, 7168)
-    for T in (1, 16, 128)
+_of_decode = (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE, MHC_HEAD)
+DECODE: tuple[Case, ...] = (
+    *(_case(s, (T,), D=D) for s in _of_decode for D in (4096, 7168) for T in (1, 16, 128)),
+    *(_boundary(MHC_NEXT_NORMED, (T,), D=D) for D in (4096, 7168) for T in (1, 16, 128)),
+    *(_boundary(MHC_NEXT_SHIFTED_NORMED, (T,), D=D) for D in (4096, 7168) for T in (1, 16)),
 )
 # and on a CPU, where only the reference can be timed.
-BENCH_CPU: tuple[Case, ...] = tuple(Case(subject, (256,), 4, 256, _fp32, gamma=False) for subject in SUBJECTS)
+BENCH_CPU: tuple[Case, ...] = (
+    *(_case(subject, (256,), D=256, dtype=_fp32) for subject in SUBJECTS),
+    *(_boundary(MHC_NEXT_NORMED, (64,), D=64, dtype=_fp32, recompute=k) for k in (0, 4)),
+)
 
 
 @dataclass(frozen=True)
@@ -325,7 +439,7 @@ class Sweep:
     cases: dict[int, Any]
 
 
-_layer_case = partial(Case, MHC_LAYER, n=4, gamma=False)
+_layer_case = partial(_case, MHC_LAYER)
 _T, _D, _few = (1024, 2048, 4096, 8192, 16384), (1280, 2560, 4096, 5120, 7168), (64, 128, 256, 512)
 SCALING = (
     Sweep("T", "D = 4096", {T: _layer_case((T,), D=4096) for T in _T}),
@@ -335,148 +449,3 @@ SCALING_CPU = (
     Sweep("T", "D = 256", {T: _layer_case((T,), D=256, dtype=_fp32) for T in _few}),
     Sweep("D", "T = 256", {D: _layer_case((256,), D=D, dtype=_fp32) for D in _few}),
 )
-
-
-# The stack: the layer's norm, the boundary with its carry, the maps and the read alone.
-def _layer_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    of_pre = {name: tensor for name, tensor in tensors.items() if name != "h_out"}
-    h_in, h_post, h_res, *more = _pre_exact(of_pre, results, **options)
-    of_post: Any = {"transposed": options.get("transposed", False), "backend": "reference"}
-    return mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, **of_post), h_in, *more
-
-
-class _StoredGradient(torch.autograd.Function):
-    """Behind it the gradient is the one that was stored."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return ctx.saved_tensors[0], None
-
-
-def _next(
-    x: Tensor,
-    h_out: Tensor,
-    h_post: Tensor,
-    link: Tensor,
-    backend: str,
-    h_res: Tensor | None = None,
-    read: Tensor | None = None,
-    **own: Any,
-) -> tuple[Tensor, ...]:
-    """One boundary, and the end behind a sublayer that costs nothing. What x_next gets is dlink, as it is stored; the
-    gradient of x is made from that, but not here."""
-    if backend == "reference":  # whose link is x itself
-        x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend=backend) + link
-        of_read: dict[str, Any] = {} if read is None else {"shifted": True, "read": read}
-        h_in, carry = mhc_ops.mhc_enter(x_next, **own, **of_read, backend=backend)
-    else:
-        h_in, carry = mhc_ops.mhc_next(mhc_ops.Carry(x, h_post, h_res, read, link), h_out, **own, backend=backend)
-    left = mhc_ops.mhc_leave(carry, h_out.detach(), backend=backend)
-    return h_in, *(left if isinstance(left, tuple) else (left,)), carry.x
-
-
-def _next_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    of_post, own = _parted(tensors)
-    x_next = mhc_ops.mhc_post(**{"h_res": None, **of_post, "x": tensors["x"].detach()}, backend="reference")
-    if "dlink" in results:
-        x_next = _StoredGradient.apply(x_next, results["dlink"].double())
-    x_next = x_next + tensors["link"]
-    stored = _stored(x_next, results["x_next"])
-    h_in, h_post, h_res, *more = _pre_exact({"x": stored, **own}, results, **options)
-    after = mhc_ops.mhc_post(stored, tensors["h_out"].detach(), h_post, h_res, backend="reference")
-    return h_in, after, *([more.pop(0)] if "read" in tensors else []), x_next, *more
-
-
-_NORM = ("layer_norm_weight",)
-_OF_NEXT = (*_POST, "link", *_PARAMETERS)
-MHC_MAPS = Subject("mhc_maps", "mhc", public("mhc_maps"), _PRE, ("h_pre", "h_post", "h_res"), (1, 0, 2, 0))
-MHC_READ = Subject("mhc_read", "mhc", public("mhc_read"), ("x", "h_pre"), ("h_in",), (1, 1, 2, 1))
-MHC_PRE_NORMED = replace(MHC_PRE, name="mhc_pre normed", inputs=(*_PRE, *_NORM), exact=_pre_exact)
-MHC_LAYER_NORMED = replace(
-    MHC_LAYER, name="mhc_layer normed", inputs=(*MHC_LAYER.inputs, *_NORM), exact=_layer_normed_exact
-)
-MHC_POST_PRE_NORMED = replace(MHC_POST_PRE, name="mhc_post_pre normed", inputs=(*MHC_POST_PRE.inputs, *_NORM))
-_after = ("h_in", "x_after", "x_next")
-MHC_NEXT = Subject("mhc_next", "mhc", _next, _OF_NEXT, _after, (3, 2, 4, 4), intermediates=1, exact=_next_exact)
-MHC_NEXT_NORMED = replace(MHC_NEXT, name="mhc_next normed", inputs=(*_OF_NEXT, *_NORM))
-NORMED: tuple[Subject, ...] = (MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED)
-OF_THE_STACK = (MHC_MAPS, MHC_READ, MHC_NEXT, *NORMED)
-NOT_IN_TILELANG = tuple(subject.name for subject in (MHC_MAPS, MHC_READ, *NORMED))
-MIXED += (MHC_MAPS, MHC_NEXT, *NORMED)
-CHECK += tuple(case for subject in OF_THE_STACK for case in _check(subject))
-
-
-# The shifted form, which reads with the weights of the sublayer before; the identity in place of h_res; the mean.
-def _shifted_pre(x: Tensor, backend: str, **own: Any) -> Any:
-    h_in, carry = mhc_ops.mhc_enter(x, **own, shifted=True, backend=backend)
-    return h_in, carry.h_post, carry.h_res, carry.read
-
-
-_identity = public("mhc_pre", residual="identity")
-MHC_SHIFTED_PRE = Subject("mhc_shifted_pre", "mhc", _shifted_pre, ("read", *_PRE), (*_MAPS, "h_pre"), _BYTES)
-MHC_PRE_IDENTITY = Subject("mhc_pre identity", "mhc", _identity, _PRE, _MAPS[:2], _BYTES)
-MHC_POST_IDENTITY = Subject("mhc_post identity", "mhc", public("mhc_post", h_res=None), _POST[:3], ("x_next",), _BYTES)
-MHC_MEAN = Subject("mhc_mean", "mhc", public("mhc_mean"), ("x",), ("out",), (1, 1, 1, 1))
-MHC_NEXT_SHIFTED = replace(
-    MHC_NEXT,
-    name="mhc_next shifted",
-    inputs=("read", *_OF_NEXT),
-    outputs=("h_in", "x_after", "h_pre", "x_next"),
-    moved=(2, 2, 3, 3),
-)
-MHC_NEXT_SHIFTED_NORMED = replace(
-    MHC_NEXT_SHIFTED,
-    name="mhc_next shifted normed",
-    inputs=(*MHC_NEXT_SHIFTED.inputs, *_NORM),
-    moved=MHC_NEXT.moved,
-)
-MHC_NEXT_IDENTITY = replace(
-    MHC_NEXT,
-    name="mhc_next identity",
-    call=partial(_next, residual="identity"),
-    exact=partial(_next_exact, residual="identity"),
-    inputs=tuple(name for name in _OF_NEXT if name != "h_res"),
-)
-NORMED += (MHC_NEXT_SHIFTED_NORMED,)
-SHIFTED = (MHC_SHIFTED_PRE, MHC_NEXT_SHIFTED, MHC_NEXT_SHIFTED_NORMED)
-VARIANTS = (*SHIFTED, MHC_PRE_IDENTITY, MHC_POST_IDENTITY, MHC_NEXT_IDENTITY, MHC_MEAN)
-ALL = (*SUBJECTS, *OF_THE_STACK, *VARIANTS)
-NOT_IN_TILELANG += tuple(subject.name for subject in VARIANTS)
-MIXED += SHIFTED
-CHECK += tuple(Case(s, (2, 128), 4, 256, dtype) for s in VARIANTS for dtype in (_bf16, _fp32))
-CHECK += tuple(Case(subject, (173,), 3, 257) for subject in VARIANTS)
-
-
-@dataclass(frozen=True)
-class Stack(Case):
-    """A boundary as `HyperStack` runs it, around layers that cost nothing; on few tokens it is checked alone."""
-
-    recompute: int = 0
-
-    def runs_on(self, provider: str) -> bool:
-        """torch.compile would take longer for two stacks than for all the rest."""
-        return provider != "torch.compile" and super().runs_on(provider)
-
-    def smaller(self) -> Case:
-        return Case(self.subject, self.outer, self.n, self.D, self.dtype, self.gamma).smaller()
-
-    def layer(self) -> Case:
-        """What a stack is made of where a library has no boundaries."""
-        return replace(self.smaller(), subject=MHC_LAYER_NORMED if self.subject in NORMED else MHC_LAYER)
-
-    def __str__(self) -> str:
-        return super().__str__() + f" recompute {self.recompute}" * bool(self.recompute)
-
-
-_boundary = partial(Stack, n=4, gamma=False)
-BENCH += tuple(_boundary(subject, (T,), D=D) for subject in (MHC_NEXT, MHC_NEXT_NORMED) for T, D in SIZES)
-BENCH += (_boundary(MHC_NEXT, (8192,), D=4096, recompute=4),)
-BENCH += tuple(_boundary(s, (T,), D=D) for s in (*SHIFTED[1:], MHC_NEXT_IDENTITY) for T, D in (SIZES[0], SIZES[2]))
-DECODE += tuple(_boundary(MHC_NEXT_NORMED, (T,), D=D) for D in (4096, 7168) for T in (1, 16, 128))
-DECODE += tuple(_boundary(MHC_NEXT_SHIFTED_NORMED, (T,), D=D) for D in (4096, 7168) for T in (1, 16))
-BENCH_CPU += tuple(_boundary(MHC_NEXT_NORMED, (64,), D=64, dtype=_fp32, recompute=k) for k in (0, 4))

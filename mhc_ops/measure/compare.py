@@ -20,8 +20,7 @@ from ..core.backend import BACKENDS
 from .accuracy import Row
 from .results import Results
 from .speed import deviation
-from .stacks import PLAIN, backend_of
-from .training_step import name_of
+from .training_step import PLAIN, backend_of, name_of
 
 SURE = 3  # standard deviations
 A_BIT = 2

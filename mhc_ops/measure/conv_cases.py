@@ -48,16 +48,18 @@ class ConvCase(Drawn):
     def subject(self) -> Subject:
         if self.n:
             call = public("short_conv", dilation=self.dilation, residual=self.residual, norm_eps=self.norm_eps)
-            return Subject("short_conv", "conv", call, (), ("y",), (3, 0, 5, 0))
+            return Subject("short_conv", call, (), ("y",), (3, 0, 5, 0), family="conv")
         options: dict[str, Any] = {"dilation": self.dilation, "activation": "silu" if self.silu else None}
         silu = " silu" * self.silu
         if self.update:
             outputs, moved = ("y", "conv_state"), (2 * self.W, 0, 0, 0)  # x and y; of the state all but one row, twice
             call = partial(_update, **options)
-            return Subject("causal_conv1d_update" + silu, "conv", call, (), outputs, moved, 2, None, ("conv_state",))
+            more: Any = {"intermediates": 2, "mutated": ("conv_state",), "family": "conv"}
+            return Subject("causal_conv1d_update" + silu, call, (), outputs, moved, **more)
         states = ("final_state",) if self.places in FINAL else ()
         call = public("causal_conv1d", **options, output_final_state=bool(states))
-        return Subject("causal_conv1d" + silu, "conv", call, (), ("y", *states), (2 + self.residual, 0, 3, 0))
+        moved = (2 + self.residual, 0, 3, 0)
+        return Subject("causal_conv1d" + silu, call, (), ("y", *states), moved, family="conv")
 
     def _drawn(self, normal: Callable[..., Tensor], generator: torch.Generator) -> Tensors:
         B, L, D, W, S = self.B, self.L, self.D, self.W, (self.W - 1) * self.dilation

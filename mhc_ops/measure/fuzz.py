@@ -46,16 +46,14 @@ def run(
     device: torch.device | str,
     backends: Sequence[str],
     seed: int,
-    progress: Callable[[int], None] | None = None,
-    count: int | None = None,
+    progress: Callable[[int], None] = lambda number: None,
 ) -> Iterator[Outcome]:
-    """Cases 0, 1, ... until the time is over or `count` of them are done; progress(number) before each."""
+    """Cases 0, 1, ... until the time is over; progress(number) before each."""
     place, end = torch.device(device), time.monotonic() + seconds
     for number in numbers():
-        if time.monotonic() >= end or (count is not None and number >= count):
+        if time.monotonic() >= end:
             return
-        if progress is not None:
-            progress(number)
+        progress(number)
         case = case_of(seed, number, small=place.type == "cpu")
         for backend in backends:
             if selection.runs(case, backend, place):

@@ -1,23 +1,33 @@
-"""Results as one HTML page that needs nothing beside itself, as Markdown and as a picture; drawn from the JSON file
-alone. The templates say how they look; here is what they show, each number with its origin in the file."""
+"""What is shown of results: tables that commands print, one HTML page that needs nothing beside itself, Markdown and a
+picture; all drawn from what is in the file. The templates say how pages look; here is what they show, each number with
+its origin in the file."""
 
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.backend import BACKENDS
 from .accuracy import Row, worst
 from .peers import WITH_GRADIENTS
-from .report import Refused, Table
-from .results import DIRECTIONS, Results
-from .speed import Growth, Measurement
-from .stacks import PLAIN, backend_of
-from .tables import GROWTH, STEPS, by_reason, figure, table
+from .report import Refused, Table, refuse_without
+from .results import DIRECTIONS, GROUPS, Results
+from .selection import NotMeasured
+from .speed import STACKED_LAYERS, Growth, Measurement
+from .training_step import PLAIN, backend_of
 
-TEMPLATES = Path(__file__).parent / "templates"
+# Columns: "header = field format", or the field alone where it is the header.
+ACCURACY = """op and case = case, backend, output, max error = max_error .2e, relative = relative_error .2e,
+    tolerance = tolerance .0e, verdict"""
+SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± = spread .1f, GB/s = bandwidth .0f,
+    of copy = of_copy .0%, × eager = eager .2f, × compile = torch.compile .2f, host µs = host_microseconds .0f,
+    host adds = adds .1f, peak MB = peak_megabytes .0f, error = error .1e"""
+STEPS = """training step = size, provider, mode, ms = milliseconds .2f, ± = spread .2f,
+    % over plain = overhead_percent +.1f, peak MB = peak_megabytes .0f, difference = difference .1e"""
+GROWTH = """op = subject, grows with = along, provider, direction, overhead µs = overhead .1f,
+    µs per MB = per_megabyte .3f, × copy = over_copy .2f, ± = noise .1%"""
+
 WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
 SHORT_WORDS = {"forward": "fwd", "backward": "bwd", "both": "step"}
 PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
@@ -26,16 +36,80 @@ FORMS = "A backend alone is a HyperStack, in Triton with the norms inside; other
 LONGEST_BAR = 6  # times the floor; a bar that is longer is drawn with a gap
 
 
+def table(entries: Iterable[Any], columns: str) -> Table:
+    """entries: with the fields of the columns, or mappings of them."""
+    found = {}
+    for column in columns.split(","):
+        header, _, field = column.strip().partition(" = ")
+        name, _, form = (field or header).partition(" ")
+        found[header] = (name, form)
+    rows = [[figure(_field(entry, name), form) for name, form in found.values()] for entry in entries]
+    return Table(list(found), rows)
+
+
+def _field(entry: Any, name: str) -> Any:
+    return entry.get(name) if isinstance(entry, Mapping) else getattr(entry, name)
+
+
+def figure(value: Any, form: str, missing: str = "") -> str:
+    return missing if value is None else format(value, form)
+
+
+def speed_table(measurements: Sequence[Measurement], add_microseconds: float | None) -> Table:
+    """In the order of the cases, not of the time they were measured at; a direction's providers beside each other, and
+    how many times faster than the formula in torch each of them is."""
+    order = {case: nth for nth, case in enumerate(dict.fromkeys(m.case for m in measurements))}
+    times = {(m.case, m.direction, m.provider): m.microseconds for m in measurements}
+    rows = []
+    for m in sorted(measurements, key=lambda m: (GROUPS.index(m.group), order[m.case], DIRECTIONS.index(m.direction))):
+        others = {name: times.get((m.case, m.direction, name)) for name in ("eager", "torch.compile")}
+        faster = {name: time / m.microseconds for name, time in others.items() if time and name != m.provider}
+        host = m.host_microseconds
+        adds = host / add_microseconds if host and add_microseconds else None
+        rows.append({**vars(m), "of_copy": m.of_copy, **faster, "adds": adds})
+    return table(rows, SPEED)
+
+
+def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str, bool], list[str]]:
+    """Each provider, reason and whether it failed once, with where that was."""
+    found = _grouped(entries, lambda entry: (entry.provider, entry.reason, entry.failed))
+    return {key: [entry.where for entry in of] for key, of in found.items()}
+
+
+def left_out(entries: Iterable[NotMeasured]) -> str:
+    """Each reason once, with the cases that it has."""
+    lines = []
+    for (provider, reason, _), where in by_reason(entries).items():
+        one = NotMeasured(where[0] if len(where) == 1 else f"{len(where)} cases", provider, reason)
+        lines += [str(one), *(f"  {case}" for case in where if len(where) > 1)]
+    return "\n".join(lines)
+
+
+def of_bench(results: Results) -> Iterator[Table | str]:
+    failed = [row for row in results.accuracy if not row.passed]
+    if results.steps:
+        yield table(results.steps, STEPS)
+    if results.measurements or not results.steps:
+        yield speed_table(results.measurements, results.add_microseconds)
+    if results.scaling:
+        yield table(results.scaling, GROWTH)
+    for name, megabytes in results.stack_megabytes.items():
+        if megabytes is not None:
+            yield f"stack of {STACKED_LAYERS} HyperConnections, {name}: peak {megabytes:.0f} MB"
+    yield from (f"{name} computes with: {words}" for name, words in results.precision.items())
+    yield f"{len(results.accuracy) - len(failed)} results within their tolerance of fp64, {len(failed)} not"
+    if failed:
+        yield table(failed, ACCURACY)
+    if results.not_measured:
+        yield left_out(results.not_measured)
+
+
 def significant(value: float) -> str:
     """Three digits, and all that stand before the point: 0.0123, 1.23, 12.3, 123, 12,345"""
     if not math.isfinite(value):
         return str(value)
     digits = 2 - (math.floor(math.log10(abs(value))) if value else 0)
     return f"{value:,.{min(6, max(0, digits))}f}"
-
-
-def percent(value: float) -> str:
-    return f"{value:.0%}" if value >= 0.01 else f"{value:.2%}"
 
 
 def grid_step(largest: float) -> float:
@@ -59,11 +133,6 @@ def extent(values: Iterable[float | None], form: str, unit: str = "") -> str:
     there = [value for value in values if value is not None]
     ends = dict.fromkeys(f"{end:{form}}" for end in (min(there), max(there))) if there else ()
     return " to ".join(ends) + unit if ends else "–"
-
-
-def as_markdown(shown: Table) -> str:
-    lines = [shown.header, ["---"] * len(shown.header), *shown.rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def size_of(case: str, subject: str) -> str:
@@ -204,11 +273,11 @@ def _subject(case: str) -> str:
 
 
 def draw(results: Results) -> str:
-    return _render("page.html", shown=Shown(results), r=results, LONGEST_BAR=LONGEST_BAR)
+    return render("page.html", shown=Shown(results), r=results, LONGEST_BAR=LONGEST_BAR)
 
 
 def markdown(files: Sequence[Results]) -> str:
-    return _render("benchmarks.md", files=[Shown(results) for results in files])
+    return render("benchmarks.md", files=[Shown(results) for results in files])
 
 
 def picture(results: Results) -> str:
@@ -219,20 +288,21 @@ def picture(results: Results) -> str:
         raise Refused("--svg draws training steps, and there are none: mhc-ops bench --case training_step --json FILE")
     bars = [step for step in eager if step.size == plain.size and step.overhead_percent is not None]
     bars.sort(key=lambda step: step.overhead_percent or 0.0)
-    return _render("training_step.svg", bars=bars, plain=plain, device=Shown(results).device)
+    return render("training_step.svg", bars=bars, plain=plain, device=Shown(results).device)
 
 
-def _render(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
+    refuse_without("jinja2", "showing what was found")
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=not template.endswith(".md"),
+        loader=jinja2.PackageLoader("mhc_ops.measure"),
+        autoescape=template.endswith(("html", "svg")),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters: list[Callable[..., Any]] = [significant, percent, grid_step, slug, code, as_markdown, figure, backend_of]
+    filters: list[Callable[..., Any]] = [significant, grid_step, slug, code, figure, backend_of]
     environment.filters |= {function.__name__: function for function in [*filters, math.isfinite, math.log10]}
     values |= {"WORDS": WORDS, "SHORT": SHORT_WORDS, "Value": Value, "size_of": size_of, "tabulate": table}
     return environment.get_template(template).render(**values, STEPS=STEPS, GROWTH=GROWTH, OURS=BACKENDS).strip() + "\n"

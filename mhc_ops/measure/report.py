@@ -3,7 +3,7 @@ refused."""
 
 import importlib
 import importlib.util
-import math
+import json
 import os
 import platform
 import shutil
@@ -24,7 +24,6 @@ NARROWEST_WITH_BAR = 39  # columns
 BETWEEN_LINES = 10.0  # seconds, of a status where there is no terminal
 COLOURS = {"PASS": "green", "FAIL": "bold red"}
 ERASE = "\x1b[K"  # a terminal, from the cursor to the end of the line
-_line_is_there = False  # whether a terminal shows progress
 
 
 class Refused(Exception):
@@ -129,19 +128,15 @@ def status(label: str) -> Callable[[object], None]:
 
 
 def _write_line(text: str) -> None:
-    global _line_is_there
-    sys.stderr.write(f"\r{text[: _columns(sys.stderr)]}{ERASE}")
-    sys.stderr.flush()
-    _line_is_there = True
+    """In place of what stands there; where the cursor does not move, nothing."""
+    if columns := _columns(sys.stderr):
+        sys.stderr.write(f"\r{text[:columns]}{ERASE}")
+        sys.stderr.flush()
 
 
 def clear() -> None:
     """Take the progress off the terminal, to print something in its place."""
-    global _line_is_there
-    if _line_is_there:
-        sys.stderr.write(f"\r{ERASE}")
-        sys.stderr.flush()
-    _line_is_there = False
+    _write_line("")
 
 
 def say(text: object) -> None:
@@ -164,11 +159,7 @@ def _columns(stream: Any) -> int:
 
 def finite(value: Any) -> Any:
     """For JSON, which has neither NaN nor infinity: null in their place."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda constant: None)
 
 
 def versions() -> dict[str, str]:

@@ -91,25 +91,15 @@ def _as_json(entry: Any) -> Any:
     return report.finite({**vars(entry), **derived})
 
 
-class Keeper:
-    """Writes the results as they come, or once where a file takes one text. A disk that fills up does not end a run:
-    what was measured is still printed."""
-
-    def __init__(self, found: Results, path: Path | None) -> None:
-        self._found, self._path = found, path
-        self._error: files.Unwritable | None = None
-
-    def save(self, last: bool = False) -> None:
-        if self._path is not None and (last or files.is_replaced(self._path)):
-            self._error = None
-            try:
-                write(self._found, self._path)
-            except files.Unwritable as error:
-                self._error = error
-
-    def refuse_if_lost(self) -> None:
-        if self._error is not None:
-            raise self._error
+def save(results: Results, path: Path | None, last: bool = False) -> files.Unwritable | None:
+    """As they come, or once where a file takes one text. A disk that fills up does not end a run, as what was measured
+    is still to be printed: the error is returned."""
+    if path is not None and (last or files.is_replaced(path)):
+        try:
+            write(results, path)
+        except files.Unwritable as error:
+            return error
+    return None
 
 
 def read(path: Path) -> Results:

@@ -1,17 +1,15 @@
-"""Which cases there are, which backends can run them here, and how whoever is timed on one is called and checked: a
-backend's kernels, "eager" or "torch.compile" (the reference, as it is and compiled), or a peer."""
+"""Which cases there are, which backends can run them here, and how whoever is timed on one is checked: a backend's
+kernels, "eager" or "torch.compile" (the reference, as it is and compiled), or a peer."""
 
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import torch
 
 from ..core import backend as backends
-from . import accuracy, cases, conv_cases, peers, stacks
-from .cases import Call, Stack, Subject, Sweep, Tensors
+from . import accuracy, cases, conv_cases, peers
+from .cases import Stack, Subject, Sweep
 from .conv_cases import AnyCase
 from .report import Refused
 
@@ -102,18 +100,3 @@ def worst_errors(subject: Subject, rows: list[accuracy.Row]) -> dict[str, float]
     outputs = [row for row in rows if row.output.removesuffix(peers.WITH_GRADIENTS) in subject.outputs]
     found = {"forward": outputs, "backward": [row for row in rows if row not in outputs], "both": rows}
     return {direction: max(row.relative_error for row in of) for direction, of in found.items() if of}
-
-
-def prepare(case: AnyCase, provider: str, tensors: Tensors) -> tuple[Tensors, Call] | None:
-    """The provider's own tensors, and `call(**tensors)`; None where it lacks the op. Of a stack: what builds it."""
-    if isinstance(case, Stack):
-        build: Any = partial(stacks.build, case, provider, device=tensors["x"].device)
-        return None if build(1) is None else ({"x": tensors["x"]}, build)
-    call, peer = case.subject.call, peers.by_name(provider)
-    if peer is not None:
-        prepared = peer.prepare(case.subject.name, tensors)
-        return None if prepared is None else (prepared.tensors, prepared.call)
-    if provider == "torch.compile":
-        torch.compiler.reset()
-        call = torch.compile(call, dynamic=False, fullgraph=True)
-    return tensors, partial(call, backend="reference" if provider in OF_TORCH else provider)

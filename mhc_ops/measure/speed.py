@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -111,16 +112,12 @@ def deviation(spread: float) -> float:
     return max(spread / QUARTILES_OF_NORMAL, RESOLUTION)
 
 
-class Copies(dict[int, Timing]):
-    """Times of copies that read and write so many bytes in all, each measured once in a run."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __missing__(self, size: int) -> Timing:
-        source = torch.randint(0, 255, (max(1, size // 2),), dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        return self.setdefault(size, device_time(lambda: target.copy_(source), self.device))
+@cache
+def copy_time(size: int, device: torch.device) -> Timing:
+    """Of a copy that reads and writes so many bytes in all, measured once in a run."""
+    source = torch.randint(0, 255, (max(1, size // 2),), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return device_time(lambda: target.copy_(source), device)
 
 
 def why_no_compiler() -> str | None:
@@ -133,7 +130,6 @@ def measure(
     provider: str,
     tensors: Tensors,
     call: Call,
-    copies: Copies,
     device: torch.device,
     group: Group = "training",
     errors: Mapping[str, float] = MappingProxyType({}),
@@ -150,7 +146,7 @@ def measure(
     def row(direction: Direction, timing: Timing, whole_call: Callable[[], Any] | None = None) -> Measurement:
         """whole_call: where host time and memory are asked for, too."""
         size = case.bytes_moved()[direction]
-        copy = copies[int(size)]
+        copy = copy_time(int(size), device)
         return Measurement(
             subject=case.subject.name,
             case=str(case),

@@ -1,4 +1,5 @@
-"""What hyper-connections cost where they are used: a training step of a small transformer, beside plain residuals.
+"""What hyper-connections cost where they are used: a training step of a small transformer, beside plain residuals; and
+layers in a row, which its model is made of and whose boundaries `bench` times.
 
 Attention and SwiGLU in turn, each behind an RMSNorm, in bf16. Every provider connects the same layers with the same
 weights, and the maps of all hyper-connections hold the same numbers; ours is a HyperStack, with the norms inside where
@@ -10,19 +11,22 @@ rounds in which it and plain residuals take turns.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mhc_ops import HyperConnection, HyperStack
+
 from ..core import backend as backends
-from . import cases, peers, selection, stacks
+from . import cases, peers, selection
+from .peers import Layer
 from .speed import Timing, peak_memory, samples, summary
-from .stacks import PLAIN, backend_of
 
 N = 4
+PLAIN = "plain"
 ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 of it, a wrong term far more
 HEAD = 128  # channels of a head of attention
 LONGEST = 4096  # tokens of a sequence
@@ -43,23 +47,94 @@ class Size:
     def __str__(self) -> str:
         return f"training_step {self.tokens}x{N}x{self.D} F={self.F} {self.sublayers} sublayers"
 
-    def case(self, subject: cases.Subject = cases.MHC_LAYER, tokens: int = 1) -> cases.Case:
-        """What the maps are drawn from."""
-        return cases.Case(subject, (tokens,), N, self.D, DTYPE, gamma=False)
+    def case(self, provider: str, tokens: int = 1) -> cases.Stack:
+        """What its model is made of, and what the maps are drawn from: layers, or the boundaries of a HyperStack, with
+        the norm where the backend has it."""
+        backend, subject = backend_of(provider), cases.MHC_NEXT_NORMED
+        if provider.endswith(SHIFTED):
+            subject = cases.MHC_NEXT_SHIFTED_NORMED
+        elif backend not in backends.BACKENDS or provider.endswith(APART):
+            subject = cases.MHC_LAYER
+        elif backend == "tilelang":
+            subject = cases.MHC_NEXT
+        recompute = 4 * provider.endswith(RECOMPUTE)
+        return cases.Stack(subject, (tokens,), N, self.D, DTYPE, gamma=False, recompute=recompute)
 
 
 SIZES = (Size(8192, 4096, 6, 11008), Size(4096, 2560, 8, 6912))
 SIZES_CPU = (Size(64, 128, 2, 256),)
 
 
-def subject_of(provider: str) -> cases.Subject:
-    """What its model is made of: layers, or the boundaries of a HyperStack, with the norm where the backend has it."""
-    backend = backend_of(provider)
-    if provider.endswith(SHIFTED):
-        return cases.MHC_NEXT_SHIFTED_NORMED
-    if backend not in backends.BACKENDS or provider.endswith(APART):
-        return cases.MHC_LAYER
-    return cases.MHC_NEXT if backend == "tilelang" else cases.MHC_NEXT_NORMED
+def backend_of(provider: str) -> str:
+    """Of ours the backend, without the form that may follow it; of others the name."""
+    first, *_ = provider.split()
+    return first if first in backends.BACKENDS else provider
+
+
+class Residual(nn.Module):
+    def __init__(self, layer: Layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+class PeerConnection(nn.Module):
+    """A peer's mhc_layer around a layer, with maps of its own that hold ours."""
+
+    def __init__(self, peer: peers.Peer, layer: Layer, ours: cases.Tensors):
+        super().__init__()
+        prepared = peer.prepare("mhc_layer", ours)
+        assert prepared is not None, f"{peer.name} has no mhc_layer, but was planned"
+        self.layer, self.call = layer, prepared.call
+        self.outer = (1,) * (prepared.tensors["x"].dim() - ours["x"].dim())  # what it wants before the tokens
+        maps = {name: nn.Parameter(t) for name, t in prepared.tensors.items() if name not in ("x", "h_out")}
+        self.maps = nn.ParameterDict(maps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x=x.view(*self.outer, *x.shape), h_out=self.layer, **self.maps)[0]
+
+
+def connect(
+    provider: str, layers: Sequence[Layer], case: cases.Stack, device: torch.device, norms: Sequence[Tensor] = ()
+) -> nn.Module:
+    """norms: the weights of those that the layers lack. A HyperStack, or one HyperConnection after the other where the
+    case is of a layer. The maps of each layer, and its norm where the case has one, are drawn from its number.
+    """
+    if provider == PLAIN:
+        return nn.Sequential(*map(Residual, layers))
+    alone = replace(case.layer(), outer=(1,))
+    drawn = [replace(alone, seed=case.seed + i).inputs(device) for i in range(len(layers))]
+    peer, subject = peers.by_name(provider), case.subject
+    if peer is not None:
+        return nn.Sequential(*(PeerConnection(peer, layer, of) for layer, of in zip(layers, drawn)))
+    for of, norm in zip(drawn, norms):
+        of["layer_norm_weight"] = norm
+    own: dict[str, Any] = {"layer_norm": subject in cases.NORMED, "device": device}
+    own |= {"backend": provider if provider in backends.BACKENDS else "reference"}
+    own |= {"residual": "identity"} if subject is cases.MHC_NEXT_IDENTITY else {}
+
+    def connection(layer: Layer, of: cases.Tensors) -> HyperConnection:
+        found = HyperConnection(layer, case.n, case.D, **own)
+        rows = {name: len(parameter) for name, parameter in found.named_parameters()}  # of phi fewer for the identity
+        # x and h_out are not its
+        found.load_state_dict({name: t[: rows.get(name)] for name, t in of.items()}, strict=False)
+        return found
+
+    connections = map(connection, layers, drawn)
+    if subject is cases.MHC_LAYER:
+        return nn.Sequential(*connections)
+    return HyperStack(*connections, recompute=case.recompute, shifted=subject in cases.SHIFTED)
+
+
+def build(case: cases.Stack, provider: str, depth: int, device: torch.device) -> nn.Module | None:
+    """A stack around layers that cost nothing; None where a peer lacks it: its norm would be torch's."""
+    peer, layer = peers.by_name(provider), case.layer()
+    only_ours = case.recompute or case.subject in cases.VARIANTS
+    if peer is not None and (only_ours or peer.prepare(layer.subject.name, layer.inputs(device)) is None):
+        return None
+    return connect(provider, [nn.Identity()] * depth, case, device)
 
 
 class Attention(nn.Module):
@@ -99,50 +174,6 @@ class Model(nn.Module):
 
 
 TakeStep = Callable[[], tuple[Tensor, Tensor]]  # the loss and dx
-
-
-class Training:
-    """Steps of the models of one size, which share their layers, norms and x."""
-
-    def __init__(self, size: Size, device: torch.device):
-        torch.manual_seed(cases.SEED)
-        self.size, self.device = size, device
-        with torch.device(device):
-            self.layers = [(Attention, SwiGLU)[i % 2](size).to(DTYPE) for i in range(size.sublayers)]
-            self.norms = [nn.RMSNorm(size.D, eps=1e-6, dtype=DTYPE) for _ in self.layers]
-            for norm in self.norms:
-                nn.init.normal_(norm.weight, mean=1.0, std=0.1)
-            self.x = torch.randn(size.tokens, size.D).to(DTYPE).requires_grad_()
-
-    def step(self, provider: str, compiled: bool = False) -> TakeStep:
-        compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if compiled else lambda module: module
-        subject = subject_of(provider)
-        inside, shifted = subject in cases.NORMED, provider.endswith(SHIFTED)
-        layers = self.layers if inside else [nn.Sequential(*pair) for pair in zip(self.norms, self.layers)]
-        layers = [compiles(layer) for layer in layers] if provider in UNTRACED else layers
-        form: Any = {"recompute": 4 * provider.endswith(RECOMPUTE), "apart": subject is cases.MHC_LAYER}
-        form |= {"shifted": True} if shifted else {}
-        form["norms"] = [norm.weight for norm in self.norms] if inside else ()
-        connected = stacks.connect(backend_of(provider), layers, self.size.case(), self.device, **form)
-        model = Model(connected, provider != PLAIN)
-        loss_of, wanted = model if provider in UNTRACED else compiles(model), [self.x, *model.parameters()]
-
-        def step() -> tuple[Tensor, Tensor]:
-            loss = loss_of(self.x)
-            return loss.detach(), torch.autograd.grad(loss, wanted)[0]
-
-        return step
-
-    def microseconds(self, step: TakeStep) -> float:
-        """From an idle device to an idle device, after a step of the same kind: the clocks of a GPU depend on the
-        power that the work before it took."""
-        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
-        step()
-        wait()
-        begin = time.perf_counter()
-        step()
-        wait()
-        return (time.perf_counter() - begin) * 1e6
 
 
 @dataclass(frozen=True)
@@ -188,17 +219,16 @@ def named(case: str, device: torch.device) -> list[Size]:
     return [size for size in (SIZES if device.type == "cuda" else SIZES_CPU) if case in str(size)]
 
 
-def plan(case: str, present: Sequence[str], device: torch.device) -> list[Race]:
+def plan(case: str, present: Sequence[str], device: torch.device, compiled: bool) -> list[Race]:
     """present: of bench's selection. The formula in torch is "eager" or, where the model is compiled, "torch.compile",
     which stands for the mode too: without it nothing is compiled."""
+    formula = "torch.compile" if compiled else "eager"
     return [
-        Race(size, formula != "eager", form)
-        for formula in ("eager", "torch.compile")
-        if formula == "eager" or formula in present
-        for size in named(case, device)
+        Race(size, compiled, form)
+        for size in (named(case, device) if formula in present or not compiled else ())
         for provider in present
         if provider == formula or _connects(provider, size, device)
-        for form in _forms(provider, formula != "eager")
+        for form in _forms(provider, compiled)
     ]
 
 
@@ -211,59 +241,89 @@ def _forms(provider: str, compiled: bool) -> list[str]:
 def _connects(provider: str, size: Size, device: torch.device) -> bool:
     peer = peers.by_name(provider)
     if peer is not None:
-        return peer.prepare("mhc_layer", size.case().inputs()) is not None
+        return peer.prepare("mhc_layer", size.case(provider).inputs()) is not None
     return provider in selection.KERNELS and backends.why_not("mhc", provider, device) is None
 
 
-class Races:
-    """Runs them. Those of a size and mode share the layers, what the reference makes of them and the plain model."""
+class Training:
+    """Steps of the models of one size and mode, which share their layers, norms, x, the plain model and what the
+    reference makes of them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._of: tuple[Size, bool] | None = None
-
-    def _begin(self, size: Size, compiled: bool) -> None:
-        self._of = None
+    def __init__(self, size: Size, compiled: bool, device: torch.device):
         torch.compiler.reset()
-        self._training = Training(size, self._device)
+        torch.manual_seed(cases.SEED)
+        self.size, self.compiled, self.device = size, compiled, device
         self._expected: dict[str, tuple[Tensor, Tensor]] = {}  # by the reference's form
-        self._plain = self._training.step(PLAIN, compiled)
-        self._plain()
-        self._plain_peak = peak_memory(self._plain, self._device)
-        self._of = size, compiled
+        with torch.device(device):
+            self.layers = [(Attention, SwiGLU)[i % 2](size).to(DTYPE) for i in range(size.sublayers)]
+            self.norms = [nn.RMSNorm(size.D, eps=1e-6, dtype=DTYPE) for _ in self.layers]
+            for norm in self.norms:
+                nn.init.normal_(norm.weight, mean=1.0, std=0.1)
+            self.x = torch.randn(size.tokens, size.D).to(DTYPE).requires_grad_()
 
-    def measure(self, race: Race, until: float) -> list[Step]:
-        """Of plain residuals and of the provider. until: from then on few rounds do."""
-        if self._of != (race.size, race.compiled):
-            self._begin(race.size, race.compiled)
-        step, time = self._training.step(race.provider, race.compiled), self._training.microseconds
-        reference = f"eager {SHIFTED}" if race.provider.endswith(SHIFTED) else "eager"
+    def step(self, provider: str, compiled: bool = False) -> TakeStep:
+        compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if compiled else lambda module: module
+        case = self.size.case(provider)
+        inside = case.subject in cases.NORMED
+        layers = self.layers if inside else [nn.Sequential(*pair) for pair in zip(self.norms, self.layers)]
+        layers = [compiles(layer) for layer in layers] if provider in UNTRACED else layers
+        norms = [norm.weight for norm in self.norms] if inside else ()
+        connected = connect(backend_of(provider), layers, case, self.device, norms)
+        model = Model(connected, provider != PLAIN)
+        loss_of, wanted = model if provider in UNTRACED else compiles(model), [self.x, *model.parameters()]
+
+        def step() -> tuple[Tensor, Tensor]:
+            loss = loss_of(self.x)
+            return loss.detach(), torch.autograd.grad(loss, wanted)[0]
+
+        return step
+
+    def microseconds(self, step: TakeStep) -> float:
+        """From an idle device to an idle device, after a step of the same kind: the clocks of a GPU depend on the
+        power that the work before it took."""
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        step()
+        wait()
+        begin = time.perf_counter()
+        step()
+        wait()
+        return (time.perf_counter() - begin) * 1e6
+
+    @cached_property
+    def plain(self) -> tuple[TakeStep, float | None]:
+        """And its peak memory."""
+        step = self.step(PLAIN, self.compiled)
+        step()
+        return step, peak_memory(step, self.device)
+
+    def difference(self, provider: str, found: Sequence[Tensor]) -> float:
+        """The relative one of the loss or of dx, whichever is larger; Wrong where it is another function, and where one
+        layer or boundary is, against fp64."""
+        layer = self.size.case(provider, self.size.tokens)
+        selection.refuse_if_wrong(provider, selection.check(layer, backend_of(provider), self.device))
+        reference = f"eager {SHIFTED}" if provider.endswith(SHIFTED) else "eager"
         if reference not in self._expected:
-            self._expected[reference] = self._training.step(reference)()
-        difference = _checked(race, step(), self._expected[reference], self._device)
-        peak = peak_memory(step, self._device)
-        turns = samples(lambda: (time(self._plain), time(step)), until)
-        plain, own = (summary(times) for times in zip(*turns))
-        overhead = 100 * (own.microseconds / plain.microseconds - 1)
+            self._expected[reference] = self.step(reference)()
+        pairs = [(a.double(), b.double()) for a, b in zip(found, self._expected[reference])]
+        worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
+        if not worst <= ALLOWED:
+            words = f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})"
+            raise selection.Wrong(f"{provider} is wrong, so it is not timed: {words}")
+        return worst
+
+    def measure(self, provider: str, until: float) -> list[Step]:
+        """Of plain residuals and of the provider. until: from then on few rounds do."""
+        (plain, plain_peak), step = self.plain, self.step(provider, self.compiled)
+        difference, peak = self.difference(provider, step()), peak_memory(step, self.device)
+        turns = samples(lambda: (self.microseconds(plain), self.microseconds(step)), until)
+        of_plain, own = (summary(times) for times in zip(*turns))
+        overhead = 100 * (own.microseconds / of_plain.microseconds - 1)
+
+        def row(provider: str, timing: Timing, **more: Any) -> Step:
+            times = timing.microseconds / 1e3, timing.spread / 1e3, timing.samples
+            return Step(str(self.size), provider, self.compiled, *times, **more)
+
         return [
-            _step(race, PLAIN, plain, peak_megabytes=self._plain_peak),
-            _step(race, race.provider, own, peak_megabytes=peak, overhead_percent=overhead, difference=difference),
+            row(PLAIN, of_plain, peak_megabytes=plain_peak),
+            row(provider, own, peak_megabytes=peak, overhead_percent=overhead, difference=difference),
         ]
-
-
-def _step(race: Race, provider: str, timing: Timing, **more: Any) -> Step:
-    times = timing.microseconds / 1e3, timing.spread / 1e3, timing.samples
-    return replace(Step(str(race.size), provider, race.compiled, *times), **more)
-
-
-def _checked(race: Race, found: Sequence[Tensor], expected: Sequence[Tensor], device: torch.device) -> float:
-    """The relative difference of the loss or of dx, whichever is larger; Wrong where it is another function, and where
-    one layer or boundary is, against fp64."""
-    layer = race.size.case(subject_of(race.provider), race.size.tokens)
-    selection.refuse_if_wrong(race.provider, selection.check(layer, backend_of(race.provider), device))
-    pairs = [(a.double(), b.double()) for a, b in zip(found, expected)]
-    worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
-    if not worst <= ALLOWED:
-        words = f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})"
-        raise selection.Wrong(f"{race.provider} is wrong, so it is not timed: {words}")
-    return worst

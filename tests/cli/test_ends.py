@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pytest
 
 from mhc_ops import cli, measure
-from mhc_ops.measure import accuracy, arguments, compare, page, report, results, tables
+from mhc_ops.measure import accuracy, arguments, compare, page, report, results
 
 COMMAND = [sys.executable, "-m", "mhc_ops"]
 DIAGNOSE = ["diagnose", "mhc_post", "--device", "cpu", "--shape", "3x2x8"]
@@ -162,7 +162,7 @@ def test_a_table_fits_the_terminal(columns, terminal):
     pytest.importorskip("rich")
     lines = terminal("stdout", columns)
     row = accuracy.Row("mhc_forward_pre 2x128x4x256 bfloat16 no gamma", "reference", "inv_rms", 1e-3, 2e-3, 1e-3, False)
-    table = tables.table([row], tables.ACCURACY)
+    table = page.table([row], page.ACCURACY)
     report.show(table, "and words")
     shown = lines()
     assert max(map(len, shown)) < columns

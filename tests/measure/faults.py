@@ -49,8 +49,8 @@ def steps(case, tensors, cotangents, changes):
 
 
 def call(case, fault):
-    """To be diagnosed in place of the op of the case. fault: one of FAULTS, None, or changes that have no name."""
-    changes = FAULTS[fault] if isinstance(fault, str) else fault or {}
+    """To be diagnosed in place of the op of the case. fault: of FAULTS, of PLACED, None, or changes without a name."""
+    changes = (FAULTS | PLACED)[fault] if isinstance(fault, str) else fault or {}
     return lambda backend, **tensors: Faulty.apply(case, changes, tuple(tensors), *tensors.values())
 
 
@@ -78,20 +78,18 @@ def wrong_variable(value, values):
     return -(dinv_rms * values["inv_rms"] ** 3 / x[0, 0].numel())[..., None, None] * x
 
 
-def no_halo(rows, values):
+def no_halo(taps, values):
     """A tap reads nothing of the block before that of its token."""
-    tokens_from, L = 1 + values["state"][..., 0].numel(), rows.shape[-1]
-    t = torch.arange(L)
-    return torch.where((rows - tokens_from) % L // BLOCK == t // BLOCK, rows, 0)
+    W, _, L, _ = taps.shape
+    t, lag = torch.arange(L), torch.arange(W - 1, -1, -1)[:, None]
+    return torch.where(((t - lag) // BLOCK == t // BLOCK)[:, None, :, None], taps, 0)
 
 
-def leak(rows, values):
+def leak(taps, values):
     """A tap reads the token before, whosever it is."""
-    B, L = rows.shape[1:]
-    lag = torch.arange(len(rows) - 1, -1, -1)[:, None, None]
-    t = torch.arange(L) - lag
-    tokens = 1 + values["state"][..., 0].numel() + torch.arange(B)[None, :, None] * L + t
-    return torch.where(t < 0, rows, tokens)
+    W, _, L, _ = taps.shape
+    padded = torch.nn.functional.pad(values["x"], (0, 0, W - 1, 0))
+    return torch.stack([padded[:, k : k + L] for k in range(W)])
 
 
 FAULTS = {
@@ -132,7 +130,6 @@ FAULTS = {
         "dx_next for dh_post before via written": at((..., slice(BLOCK, None)), zeros)
     },
     # of the shifted form, the identity and the mean
-    "read with this sublayer's weights": {"read for h_in": lambda read, values: values["h_pre"]},
     "gradient of the weights before of the first block": {
         "dh_in for dread via h_in": at((..., slice(BLOCK, None)), zeros)
     },
@@ -140,15 +137,16 @@ FAULTS = {
     "streams kept, but not backward": {"dx via kept": zeros},
     "sum of the streams": {"out": times(N)},
     # of the convolution
-    "taps reversed": {"weight for z": lambda weight, values: weight.flip(-1)},
-    "bias left out": {"bias for z": zeros},
-    "activation left out": {"convolved": lambda y, values: values["z"]},
+    "bias left out": {"bias for shift": zeros},
+    "activation left out": {"gate for convolved": ones},
     "residual left out": {"added": zeros},
-    "halo missing": {"rows for z": no_halo},
-    "leak between sequences": {"rows for z": leak},
-    "derivative of SiLU missing": {"dz": lambda dz, values: values["dy"]},
-    "dweight without its last strip": {"dz for dweight via z": at((slice(None), slice(2 * BLOCK, None)), zeros)},
-    "taps of dweight reversed": {"dweight": lambda dweight, values: dweight.flip(-1)},
+    "dweight without its last strip": {"dz for dweight via tapped": at((slice(None), slice(2 * BLOCK, None)), zeros)},
     "dbias counted per tap": {"dbias": times(4)},
-    "halo missing in dx": {"rows for deverything via z": no_halo},
+}
+
+# Of which there is a place alone.
+PLACED = {
+    "halo missing": {"taps": no_halo},
+    "leak between sequences": {"taps": leak},
+    "halo missing in dweight": {"taps for dweight via tapped": no_halo},
 }

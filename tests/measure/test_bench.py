@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mhc_ops
-from mhc_ops.measure import bench, cases, peers, results, selection, speed, stacks
+from mhc_ops.measure import bench, cases, peers, results, selection, speed, training_step
 
 CPU = torch.device("cpu")
 POST = cases.Case(cases.MHC_POST, (16,), 2, 8)
@@ -103,10 +103,10 @@ def test_the_stacks_of_providers_are_the_same(monkeypatch):
     case = cases.Stack(cases.MHC_NEXT, (16,), 4, 8, torch.float32, gamma=False)
     monkeypatch.setattr(peers, "PEERS", (of_layers("library"),))
     x = case.inputs()["x"]
-    ours = stacks.build(case, "eager", 3, CPU)(x)
+    ours = training_step.build(case, "eager", 3, CPU)(x)
     for other, provider in ((case, "library"), (replace(case, recompute=2), "eager")):
-        assert torch.equal(stacks.build(other, provider, 3, CPU)(x), ours)
-    assert not torch.equal(stacks.build(case, "eager", 2, CPU)(x), ours)
+        assert torch.equal(training_step.build(other, provider, 3, CPU)(x), ours)
+    assert not torch.equal(training_step.build(case, "eager", 2, CPU)(x), ours)
 
 
 def of_layers(name, factor=1.0):

@@ -1,5 +1,7 @@
 """Random cases against fp64: a minute of them in each run of the suite, more with `mhc-ops check --fuzz`."""
 
+from itertools import islice
+
 import pytest
 import torch
 
@@ -42,7 +44,7 @@ def test_a_case_follows_from_its_number():
     case = drawn[7]
     assert all(torch.equal(a, b) for a, b in zip(case.inputs().values(), fuzz.case_of(3, 7).inputs().values()))
     assert str(fuzz.case_of(4, 7)) != str(case)
-    numbers = [outcome.case.split()[0] for outcome in fuzz.run(60, "cpu", ["reference"], seed=3, count=4)]
+    numbers = [outcome.case.split()[0] for outcome in islice(fuzz.run(60, "cpu", ["reference"], seed=3), 4)]
     assert numbers == ["3:0", "3:1", "3:2", "3:3"]
 
 

@@ -16,7 +16,7 @@ CASE = cases.Case(cases.MHC_FORWARD_PRE, (16,), 2, 8, torch.float32)
 def test_measures_forward_and_backward():
     call = partial(CASE.subject.call, backend="reference")
     errors = {"forward": 0.1, "backward": 0.2}
-    rows = list(speed.measure(CASE, "eager", CASE.inputs(), call, speed.Copies(CPU), CPU, "decode", errors))
+    rows = list(speed.measure(CASE, "eager", CASE.inputs(), call, CPU, "decode", errors))
     assert [row.direction for row in rows] == ["forward", "backward", "both"]
     assert [row.error for row in rows] == [0.1, 0.2, None]
     for row in rows:
@@ -73,9 +73,8 @@ def test_median_and_quartiles(monkeypatch):
 
 
 def test_a_copy_is_measured_once():
-    copies = speed.Copies(CPU)
-    assert copies[1000] is copies[1000]
-    assert copies[1000] is not copies[2000]
+    assert speed.copy_time(1000, CPU) is speed.copy_time(1000, CPU)
+    assert speed.copy_time(1000, CPU) is not speed.copy_time(2000, CPU)
 
 
 def test_bytes_moved():

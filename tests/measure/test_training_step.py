@@ -10,9 +10,8 @@ import torch
 
 import mhc_ops
 from mhc_ops import cli
-from mhc_ops.measure import bench, cases, compare, page, peers, results, speed, stacks, tables, training_step
-from mhc_ops.measure.stacks import PLAIN
-from mhc_ops.measure.training_step import ALLOWED, APART, RECOMPUTE, Race, Size, Step, Training
+from mhc_ops.measure import bench, cases, compare, page, peers, results, speed, training_step
+from mhc_ops.measure.training_step import ALLOWED, APART, PLAIN, RECOMPUTE, Size, Step, Training
 
 CPU = torch.device("cpu")
 SMALL = Size(16, 128, 2, 128)
@@ -40,9 +39,8 @@ def run(**options):
 
 
 def difference(provider, compiled=False, device=CPU):
-    training = Training(SMALL, device)
-    step, expected = training.step(provider, compiled), training.step("eager")()
-    return training_step._checked(Race(SMALL, compiled, provider), step(), expected, device)
+    training = Training(SMALL, compiled, device)
+    return training.difference(provider, training.step(provider, compiled)())
 
 
 def a_peer(name, in_model=lambda h_in: h_in, alone=1.0):
@@ -169,15 +167,18 @@ def test_peers_are_checked_in_a_layer_and_in_the_model(monkeypatch):
 def test_what_is_planned(monkeypatch):
     monkeypatch.setattr(peers, "PEERS", (a_peer("right"), peers.FLA))
     present, cuda = ["triton", "right", "fla", "eager", "torch.compile"], torch.device("cuda")
-    planned = training_step.plan("", present, cuda)
+    planned = [race for compiled in (False, True) for race in training_step.plan("", present, cuda, compiled)]
     first = [(race.compiled, race.provider) for race in planned if race.size == training_step.SIZES[0]]
     eager = ("triton", "triton HyperConnection", "triton recompute=4", "triton shifted", "right", "eager")
     compiled = ("triton", "triton HyperConnection", "triton shifted", "right", "torch.compile")
     assert first == [*((False, provider) for provider in eager), *((True, provider) for provider in compiled)]
     assert {race.size for race in planned} == set(training_step.SIZES)
-    assert [race.compiled for race in training_step.plan("", ["eager"], CPU)] == [False]
-    assert training_step.plan("", ["fla"], CPU) == []
-    assert training_step.plan("mhc_post", present, CPU) == []
+    assert [race.compiled for race in training_step.plan("", ["eager"], CPU, False)] == [False]
+    assert training_step.plan("", ["eager"], CPU, True) == []
+    assert training_step.plan("", ["fla"], CPU, False) == []
+    assert (
+        training_step.plan("mhc_post", present, CPU, False) == training_step.plan("mhc_post", present, CPU, True) == []
+    )
     skip = ("right training_step", "torch.compile triton", "triton recompute")
     request = bench.Request(cuda, case="training_step", skip=skip)
     assert {(unit.compiled, unit.provider) for unit in bench.plan(request, present)} == {
@@ -202,7 +203,7 @@ def test_short_of_time():
     late = [entry for entry in found.not_measured if entry.reason == "out of time (--budget 1e-09)"]
     assert [(entry.where, entry.provider) for entry in late] == [(str(SMALL), "eager")]
     assert not found.complete
-    steps = training_step.Races(CPU).measure(Race(SMALL, False, "eager"), until=0.0)
+    steps = Training(SMALL, False, CPU).measure("eager", until=0.0)
     assert [step.samples for step in steps] == [speed.FEWEST_SAMPLES] * 2
 
 
@@ -218,7 +219,7 @@ def test_interrupted(monkeypatch):
 
 
 def test_streams_make_another_model():
-    training = Training(SMALL, CPU)
+    training = Training(SMALL, False, CPU)
     losses = [training.step(provider)()[0] for provider in (PLAIN, "eager", "eager")]
     assert losses[0] != losses[1] == losses[2]
 
@@ -230,8 +231,8 @@ FORMS = {"": 0, f" {APART}": None, f" {RECOMPUTE}": 4}
 def test_our_forms_are_the_same_model(form, monkeypatch):
     """A HyperStack with the norms inside, with less kept, and HyperConnections with the norms in their layers."""
     built = []
-    connect = stacks.connect
-    monkeypatch.setattr(stacks, "connect", lambda *a, **kw: built.append(connect(*a, **kw)) or built[-1])
+    connect = training_step.connect
+    monkeypatch.setattr(training_step, "connect", lambda *a, **kw: built.append(connect(*a, **kw)) or built[-1])
     assert 0 < difference(f"reference{form}") <= 1e-2 or form == f" {APART}"
     connected = built[0]
     assert getattr(connected, "recompute", None) == FORMS[form]
@@ -239,8 +240,8 @@ def test_our_forms_are_the_same_model(form, monkeypatch):
 
 
 def test_a_form_is_ours():
-    assert stacks.backend_of("triton recompute=4") == "triton"
-    assert stacks.backend_of("other triton") == "other triton"
+    assert training_step.backend_of("triton recompute=4") == "triton"
+    assert training_step.backend_of("other triton") == "other triton"
     steps = [replace(step, provider=step.provider.replace("triton", "triton recompute=4")) for step in STEPS]
     text = page.picture(replace(results.begin("bench"), steps=steps))
     assert "mhc_ops (triton recompute=4)" in text and 'class="ours"' in text
@@ -261,7 +262,7 @@ def test_compiled_it_is_the_same_model(cxx, monkeypatch):
 
     monkeypatch.setattr(peers, "PEERS", (stand_in("quick", prepare),))
     torch._dynamo.utils.counters.clear()
-    training = Training(SMALL, CPU)
+    training = Training(SMALL, False, CPU)
     for found, expected in zip(training.step("quick", compiled=True)(), training.step("quick")()):
         assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -339,7 +340,7 @@ def test_kernels_in_a_model(provider):
     """Triton's interpreter is exact, but for roundings to bf16; Liger's phi is in bf16."""
     if peers.by_name(provider) and peers.version(peers.by_name(provider)) is None:
         pytest.skip(f"needs {peers.by_name(provider).package}")
-    training = Training(SMALL, CPU)
+    training = Training(SMALL, False, CPU)
     for found, expected in zip(training.step(provider)(), training.step("eager")()):
         assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
 
@@ -350,10 +351,9 @@ def test_kernels_in_a_model(provider):
 def test_a_step_on_a_gpu(provider, compiled):
     device = torch.device("cuda")
     reason = peers.why_not(peers.by_name(provider)) if peers.by_name(provider) else None
-    if reason is not None or not training_step._connects(stacks.backend_of(provider), SMALL, device):
+    if reason is not None or not training_step._connects(training_step.backend_of(provider), SMALL, device):
         pytest.skip(reason or f"{provider} does not run here")
-    race = Race(replace(SMALL, tokens=256), compiled, provider)
-    plain, own = training_step.Races(device).measure(race, until=0.0)
+    plain, own = Training(replace(SMALL, tokens=256), compiled, device).measure(provider, until=0.0)
     assert own.peak_megabytes > plain.peak_megabytes > 0
 
 
@@ -381,7 +381,7 @@ def test_rows_are_kept(tmp_path):
 
 
 def test_the_table():
-    table, *_ = tables.of_bench(replace(results.begin("bench"), steps=STEPS))
+    table, *_ = page.of_bench(replace(results.begin("bench"), steps=STEPS))
     assert " ".join(table.header) == "training step provider mode ms ± % over plain peak MB difference"
     shown = [row for row in table.rows if row[0].startswith(LARGE)]
     assert shown[0][1:] == ["plain", "eager", "55.60", "0.10", "", "9000", ""]

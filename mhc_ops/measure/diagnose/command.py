@@ -16,7 +16,7 @@ from torch import Tensor
 import mhc_ops
 
 from ...core import backend as backends
-from .. import arguments, cases, files, report, selection
+from .. import arguments, cases, files, page, report, selection
 from ..cases import Case, Tensors
 from ..conv_cases import AnyCase, ConvCase
 from ..report import Refused
@@ -81,10 +81,11 @@ def run_diagnose(options: argparse.Namespace) -> int:
     maps = {output.name: partial(map_of, output.excess, output.axes) for output in done[-1].wrong}  # by columns
     if not done[-1].passed:
         width = shutil.get_terminal_size((100, 24)).columns
-        print(_drawn("txt", found, maps=maps, table=report.table, width=width, colour=sys.stdout.isatty()))
+        values = {**found, "maps": maps, "table": report.table, "width": width, "colour": sys.stdout.isatty()}
+        print(page.render("diagnose.txt", **values))
     print(_summary(done, len(work)))
     if options.html:
-        files.write(options.html, _drawn("html", found, maps=maps))
+        files.write(options.html, page.render("diagnose.html", **found, maps=maps))
     if options.json:
         content = {"op": options.op, "device": str(options.device), "versions": report.versions(), **found}
         files.write(options.json, json.dumps(report.finite(content), indent=1, allow_nan=False) + "\n")
@@ -101,16 +102,6 @@ def _data(diagnosis: Diagnosis) -> dict[str, Any]:
         "outputs": [{**asdict(row), "verdict": row.verdict} for row in diagnosis.rows],
         "details": [output.details() for output in diagnosis.wrong],
     }
-
-
-def _drawn(kind: str, found: dict[str, Any], **options: Any) -> str:
-    """As txt or html."""
-    report.refuse_without("jinja2", "showing what was found")
-    import jinja2
-
-    loader = jinja2.PackageLoader("mhc_ops.measure", "templates")
-    environment = jinja2.Environment(loader=loader, autoescape=kind == "html", trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template(f"diagnose.{kind}.jinja").render(found, **options)
 
 
 def _summary(done: Sequence[Diagnosis], asked: int) -> str:

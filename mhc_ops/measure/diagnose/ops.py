@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding  # as indexing, with a faster backward
 
 from ...conv import reference as conv
 from ...core import steps
@@ -51,7 +50,9 @@ LAYER_NORM = steps_of(
     h_in=lambda h_read, r, layer_norm_weight: h_read * r * layer_norm_weight,
 )
 PRE, POST = (*PROJECT, *MAPS, *SINKHORN, *READ), (*WRITE, total("x_next", "written", "mixed"))
-PRE_NORMED = (*renamed(PRE, h_in="h_read"), *LAYER_NORM)
+SHIFTED_PRE = (*PROJECT, *MAPS, *SINKHORN, *renamed(READ, h_pre="read"))
+IDENTITY_PRE = (*PROJECT, *MAPS[:1], *READ)
+IDENTITY_POST = (*WRITE[:1], *steps_of(kept=lambda x: x), total("x_next", "written", "kept"))
 # mhc_post_pre and mhc_next have two of some names: "h_post before" is the post's. Their pre reads x_next as it was
 # stored, or as it is where nothing was.
 BEFORE = {"h_post": "h_post before", "h_res": "h_res before"}
@@ -59,18 +60,27 @@ GRADIENTS = {f"d{new}": f"d{name}" for name, new in BEFORE.items()} | {f"d{name}
 STORED = steps_of(
     stored=lambda x_next, as_stored: x_next if as_stored is None else x_next + (as_stored - x_next).detach()
 )
-POST_BEFORE = (*renamed(POST, **BEFORE), *STORED)
 # mhc_next ends with the post of the next sublayer, which costs nothing. Its backward is two: that of the next sublayer
 # ends with dlink, the gradient of x_next; that of the post before begins with dlink as it was stored. x has none.
-AFTER = {"h_out": "h_out after", "written": "written after", "mixed": "mixed after", "x_next": "x_after"}
-POST_AFTER = renamed(POST, x="stored", **AFTER)
+AFTER = {"x_next": "x_after", **{name: f"{name} after" for name in ("h_out", "written", "mixed", "kept")}}
 LINK = steps_of(
     dlink_taken=lambda dlink, dlink_as_stored: dlink if dlink_as_stored is None else dlink_as_stored,
     dx=lambda x: torch.zeros_like(x),
 )
-SHIFTED_PRE = (*PROJECT, *MAPS, *SINKHORN, *renamed(READ, h_pre="read"))
-IDENTITY_PRE = (*PROJECT, *MAPS[:1], *READ)
-IDENTITY_POST = (*WRITE[:1], *steps_of(kept=lambda x: x), total("x_next", "written", "kept"))
+
+
+def _normed(pre: Steps) -> Steps:
+    return (*renamed(pre, h_in="h_read"), *LAYER_NORM)
+
+
+def _post_pre(pre: Steps, post: Steps = POST) -> Steps:
+    return (*renamed(post, **BEFORE), *STORED, *renamed(pre, x="stored"))
+
+
+def _boundary(pre: Steps, post: Steps = POST) -> Steps:
+    return (*_post_pre(pre, post), *renamed(post, x="stored", **AFTER))
+
+
 MHC: dict[str, Steps] = {
     "sinkhorn": SINKHORN,
     "mhc_post": POST,
@@ -81,42 +91,36 @@ MHC: dict[str, Steps] = {
     "mhc_shifted_pre": SHIFTED_PRE,
     "mhc_pre identity": IDENTITY_PRE,
     "mhc_post identity": IDENTITY_POST,
+    "mhc_next identity": _boundary(IDENTITY_PRE, IDENTITY_POST),
+    "mhc_next shifted": _boundary(SHIFTED_PRE),
+    "mhc_next shifted normed": _boundary(_normed(SHIFTED_PRE)),
     "mhc_mean": steps_of(out=lambda x: x.mean(-2)),
 }
-for _norm, _pre in {"": SHIFTED_PRE, " normed": (*renamed(SHIFTED_PRE, h_in="h_read"), *LAYER_NORM)}.items():
-    MHC[f"mhc_next shifted{_norm}"] = (*POST_BEFORE, *renamed(_pre, x="stored"), *POST_AFTER)
-_post_after = renamed(IDENTITY_POST, x="stored", **AFTER, kept="kept after")
-MHC["mhc_next identity"] = (
-    *(*renamed(IDENTITY_POST, **BEFORE), *STORED),
-    *(*renamed(IDENTITY_PRE, x="stored"), *_post_after),
-)
-for _norm, _pre in {"": PRE, " normed": PRE_NORMED}.items():
-    MHC[f"mhc_pre{_norm}"] = _pre
-    MHC[f"mhc_layer{_norm}"] = (*_pre, *POST)
-    MHC[f"mhc_post_pre{_norm}"] = (*POST_BEFORE, *renamed(_pre, x="stored"))
-    MHC[f"mhc_next{_norm}"] = (*POST_BEFORE, *renamed(_pre, x="stored"), *POST_AFTER)
+for _norm, _pre in {"": PRE, " normed": _normed(PRE)}.items():
+    MHC |= {f"mhc_pre{_norm}": _pre, f"mhc_layer{_norm}": (*_pre, *POST)}
+    MHC |= {f"mhc_post_pre{_norm}": _post_pre(_pre), f"mhc_next{_norm}": _boundary(_pre)}
 
-# The convolution. What lies under the taps is a table: rows[k, b, t] is the row of `everything` (nothing, the states,
-# the tokens) that tap k of token t reads. A missing halo or a leak between sequences is another table.
-EVERYTHING = steps_of(
-    state=lambda initial_state: initial_state.transpose(1, 2),
-    everything=lambda state, x: torch.cat([x.new_zeros(1, x.shape[-1]), state.flatten(0, 1), x.flatten(0, 1)]),
+# The convolution; `under` says what lies under each tap, which the final state is, and which tokens are no padding.
+CONV = (
+    *steps_of(
+        taps=lambda x, initial_state, under: torch.stack(under(x, initial_state)[0]),
+        final_state=lambda x, initial_state, under: under(x, initial_state)[1].mT,
+        tapped=lambda taps, weight: sum(tap * w for tap, w in zip(taps, weight.T)),
+        shift=lambda bias, real: bias.expand(*real.shape[:-1], -1),
+    ),
+    total("z", "tapped", "shift"),
+    *steps_of(
+        gate=lambda z: torch.sigmoid(z),
+        convolved=lambda z, gate, real: torch.where(real, z * gate, 0),
+        added=lambda residual, real: torch.where(real, residual, 0),
+    ),
+    total("y", "convolved", "added"),
 )
-Z = steps_of(
-    z=lambda everything, rows, weight, bias: sum((embedding(r, everything) * w for r, w in zip(rows, weight.T)), bias)
-)
-Y = steps_of(
-    final_state=lambda everything, final_rows: embedding(final_rows, everything).transpose(1, 2),
-    convolved=lambda z, silu, real: torch.where(real, conv.silu_of(z) if silu else z, 0),
-    added=lambda residual, real: torch.where(real, residual, 0),
-)
-CONV = (*EVERYTHING, *Z, *Y, total("y", "convolved", "added"))
 NORM = steps_of(
     inv_rms=lambda x, norm_eps: torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps),
     normed=lambda x, inv_rms, gamma: (x * inv_rms * gamma).flatten(-2),
 )
 RESIDUAL = steps_of(residual=lambda x: x.flatten(-2))
-Z_AGAIN = {"z": "z again"}  # the backward computes it by itself
 
 WORDS = {
     "written": "h_post ⊗ h_out",
@@ -133,7 +137,7 @@ WORDS = {
     "added": "the residual",
     "dx via residual": "the residual",
 }
-WORDS |= {"everything": "x", "deverything": "dx", "stored": "x_next", "z again": "dz"}
+WORDS |= {"stored": "x_next", "shift": "the bias", "gate": "the activation"}
 WORDS |= {"h_out after": "h_out", "written after": WORDS["written"], "dstored": "dx_next", "alphas": "alpha"}
 # Terms that are sums themselves.
 BY_STREAM = (
@@ -144,9 +148,9 @@ BY_SECTION = ("dx via h_mix", "dx via inv_rms", "dgamma via h_mix")
 READ_IN_BLOCKS = (
     *("dh_mix", "dz", "x", "stored", "dx_next", "dx_after", "dh_in", "dh_read", "dout"),
     *("phi", "gamma", "h_out", "h_out after", "h_read", "layer_norm_weight"),
+    *("normed", "dy", "weight"),
 )
-FACTORS = ("gamma", "alphas", "layer_norm_weight", "r")
-CONV_READ_IN_BLOCKS = ("everything", "dz", "dy", "weight")
+FACTORS = ("gamma", "alphas", "layer_norm_weight", "r", "gate")
 
 
 def model_of(
@@ -192,34 +196,25 @@ def _gradients_of_next(forward: Steps, wanted: Collection[str], outputs: Collect
 
 def _conv(case: ConvCase, tensors: Tensors, given: Values) -> tuple[Steps, Values]:
     """Without an argument, it is zero."""
-    forward, x = CONV, tensors["x"].flatten(2)
+    forward, x, bounds = CONV, tensors["x"].flatten(2), tensors.get("cu_seqlens")
     given["cotangent of y"] = given["cotangent of y"].flatten(2)
     if case.n:
         forward = (*NORM, *(RESIDUAL if case.residual else ()), *renamed(CONV, x="normed"))
-    forward = tuple(step for step in forward if step.name != "final_state" or step.name in case.subject.outputs)
-    inputs = rows_read(case, tensors) | {"norm_eps": case.norm_eps, "silu": case.silu or case.n > 0}
-    state = x.new_zeros(*inputs["final_rows"].shape, x.shape[-1]).transpose(1, 2)
-    inputs |= {"bias": x.new_zeros(x.shape[-1]), "residual": torch.zeros_like(x), "initial_state": state}
+    absent = {"final_state": "final_state" not in case.subject.outputs, "gate": not (case.silu or case.n)}
+    forward = tuple(step for step in forward if not absent.get(step.name))
+
+    def under(x: Tensor, initial_state: Tensor | None) -> conv.Taps:
+        state = None if initial_state is None else initial_state.mT
+        if bounds is None:
+            return conv.dense(x, state, tensors.get("seq_idx"), case.W, case.dilation)
+        return conv.packed(x, state, bounds, case.W, case.dilation)
+
+    real = under(x, tensors.get("initial_state"))[2]
+    inputs: Values = {"real": torch.ones_like(x[..., :1], dtype=torch.bool) if real is None else real, "under": under}
+    inputs |= {"norm_eps": case.norm_eps, "initial_state": None, "gate": torch.ones_like(x)}
+    inputs |= {"bias": x.new_zeros(x.shape[-1]), "residual": torch.zeros_like(x)}
     wanted = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
-    backward = renamed(steps.gradients(forward, wanted, case.subject.differentiable), **Z_AGAIN)
-    return (*forward, *renamed(Z, **Z_AGAIN), *backward), inputs
-
-
-def rows_read(case: ConvCase, tensors: Tensors) -> Values:
-    """rows [W, B, L], those of the final state [N, S], and which tokens are no padding: what the reference reads where
-    every row holds its own number.
-    """
-    x, bounds, S = tensors["x"], tensors.get("cu_seqlens"), (case.W - 1) * case.dilation
-    B, L = x.shape[:2]
-    N = B if bounds is None else len(bounds) - 1
-    numbers = torch.arange(1 + N * S + B * L, dtype=torch.float64, device=x.device)
-    state, tokens = numbers[1 : 1 + N * S].view(N, S, 1), numbers[1 + N * S :].view(B, L, 1)
-    if bounds is None:
-        taps, last, real = conv.dense(tokens, state, tensors.get("seq_idx"), case.W, case.dilation)
-    else:
-        taps, last, real = conv.packed(tokens, state, bounds, case.W, case.dilation)
-    real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
-    return {"rows": torch.stack(taps)[..., 0].long(), "final_rows": last[..., 0].long(), "real": real}
+    return (*forward, *steps.gradients(forward, wanted, case.subject.differentiable)), inputs
 
 
 def terms_of(case: AnyCase, model: Computation, output: str) -> Tensors:
@@ -246,12 +241,10 @@ def _parts(case: AnyCase, step: Step) -> dict[str, dict[str, Change]]:
 
 def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
     """The order is the order of preference where two explain an output equally well."""
-    if model.steps:
-        yield from _in_maps(case.sections) if isinstance(case, Case) else _in_taps(case, model.right)
-        yield from _left_out(case, model)
-    if "read" in model.right:
-        yield "h_in is read with the weights of this sublayer", {"read for h_in": steps.always(model.right["h_pre"])}
-    for name in READ_IN_BLOCKS if isinstance(case, Case) else CONV_READ_IN_BLOCKS:
+    if isinstance(case, Case):
+        yield from _in_maps(case.sections)
+    yield from _left_out(case, model)
+    for name in READ_IN_BLOCKS:
         if name in model.right:
             yield from _partial_reads(case, model, name)
 
@@ -282,40 +275,9 @@ def _left_out(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
             yield f"{words} is left out of {WORDS.get(value, value)}", {term: steps.zeros}
 
 
-def _in_taps(case: ConvCase, right: Values) -> Iterator[Hypothesis]:
-    states = right["state"][..., 0].numel()
-    for sentence, table in _tables(case, right["rows"], states):
-        if not torch.equal(table, right["rows"]):
-            for where, reader in {"y": "z", "dweight": "dweight via z", "dx": "deverything via z"}.items():
-                yield sentence.format(f" in {where}"), {f"rows for {reader}": steps.always(table)}
-            yield sentence.format(""), {"rows": steps.always(table)}
-    fresh = torch.where(right["final_rows"] <= states, 0, right["final_rows"])
-    yield "final_state does not take over the initial state", {"final_rows": steps.always(fresh)}
-    yield "the activation is left out", {"silu": steps.always(False)}
-    yield "the activation is left out in y", {"silu for convolved": steps.always(False)}
-    yield "the derivative of SiLU is left out", {"silu for dz via convolved": steps.always(False)}
-    yield "the bias is left out", {"bias": steps.zeros}
-    yield "the bias is left out in y", {"bias for z": steps.zeros}
-
-
-def _tables(case: ConvCase, rows: Tensor, states: int) -> Iterator[tuple[str, Tensor]]:
-    """Sentences, with a gap for where, and the rows that each tap then reads."""
-    W, _, L = rows.shape
-    k, b, t = torch.meshgrid(*(torch.arange(size, device=rows.device) for size in rows.shape), indexing="ij")
-    read = t - (W - 1 - k) * case.dilation
-    leak = torch.where(read < 0, rows, 1 + states + b * L + read)
-    yield "the taps are reversed{}", rows.flip(0)
-    yield "the initial state is not read{}", torch.where(rows <= states, 0, rows)
-    yield "taps{} reach over the boundary into the sequence before", leak
-    for block in block_ends(L, smallest=2):
-        before = (rows > states) & (read // block != t // block)
-        sentence = f"the halo is missing{{}}: tokens before each block of {block} are read as zero"
-        yield sentence, torch.where(before, 0, rows)
-
-
-def block_ends(size: int, smallest: int = SMALLEST_BLOCK) -> list[int]:
+def _block_ends(size: int) -> list[int]:
     """Where a kernel may stop: after its first block, or before a last one that is not full. Blocks: powers of two."""
-    blocks = [1 << k for k in range(smallest.bit_length() - 1, size.bit_length()) if 1 << k < size]
+    blocks = [1 << k for k in range(SMALLEST_BLOCK.bit_length() - 1, size.bit_length()) if 1 << k < size]
     return sorted({end for block in blocks for end in (block, size // block * block) if end < size})
 
 
@@ -334,7 +296,7 @@ def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[H
     """The tensor is read up to some index only, for one of the values that it is read for or for all of them."""
     axes, readers = layout(case, tensor, model.right[tensor].shape), _readers(model, tensor)
     for axis, (word, size) in enumerate(axes.items()):
-        ends = block_ends(size) if word in BLOCKED else range(1, size) if word in ("stream", "sequence") else ()
+        ends = _block_ends(size) if word in BLOCKED else range(1, size) if word in ("stream", "sequence") else ()
         for end in ends:
             index = (*[slice(None)] * axis, slice(end, None))
             missing = f"{words_of(list(range(end, size)), size, word)} of {WORDS.get(tensor, tensor)}"

@@ -36,10 +36,9 @@ MHC = {
 MHC |= {"phi": "row stream channel", "gamma": "stream channel", "inv_rms": "token", "alpha": "section", "bias": "row"}
 MHC |= {"layer_norm_weight": "channel"}
 CONV = {
-    **dict.fromkeys(("x", "y", "z", "residual"), "sequence token stream channel"),
+    **dict.fromkeys(("x", "y", "z", "normed", "residual"), "sequence token stream channel"),
     **dict.fromkeys(("initial_state", "final_state"), "sequence channel step"),
     "conv_state": "slot channel step",
-    "everything": "row stream channel",
 }
 CONV |= {"weight": "stream channel tap", "gamma": "stream channel", "bias": "channel"}
 
