@@ -240,7 +240,8 @@ def dmaps(n: int, on: Device) -> Tile:
         return Tile(64, 0, 4)
     if n > 4:
         return Tile(8, 0, 2)
-    return Tile(16 if compact(on) else 32, 0, 1)
+    blackwell = on.kind == "cuda" and on.capability > HOPPER  # 32 tokens spill 8 bytes there with triton 3.6
+    return Tile(16 if compact(on) or blackwell else 32, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -462,9 +463,9 @@ def table_columns(n: int, M: int) -> int:
 BOUNDARY_BWD = Tile(16, 64, 4, 3)
 # Of a thread when a program starts: half a multiprocessor's. Those that compute then get 232, those that copy keep 24.
 BOUNDARY_REGISTERS = 128
-# Blocks of channels × dots that one program of `sums` adds. All sums of a boundary at T = 8192, D = 4096 and at T = 4096,
-# D = 2560: 19.2 and 11.3 µs; 64 × 128 25.6 and 13.3, 64 × 64 21.3 and 11.9, 16 × 256 22.4 and 11.3. As three kernels
-# one after the other they took 26.3 and 14.5, and two gaps between launches.
+# Blocks of channels × dots that one program of `sums` adds. All sums of a boundary at T = 8192, D = 4096 and at
+# T = 4096, D = 2560: 19.2 and 11.3 µs; 64 × 128 25.6 and 13.3, 64 × 64 21.3 and 11.9, 16 × 256 22.4 and 11.3. As three
+# kernels one after the other they took 26.3 and 14.5, and two gaps between launches.
 BOUNDARY_DOTS = Tile(32, 256, 8)
 # With fewer a program has less than 16 blocks of them at D = 4096, to spread what it does once over. Not timed.
 BOUNDARY_TOKENS = 1024
