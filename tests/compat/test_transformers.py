@@ -68,7 +68,9 @@ def build(kind):
     import transformers
 
     if kind == "glm5_next" and too_old("transformers", transformers.__version__, ASKED_FOR):
-        pytest.skip(f"transformers {transformers.__version__} has other layers of GLM than what mhc-ops[adopt] asks for")
+        pytest.skip(
+            f"transformers {transformers.__version__} has other layers of GLM than what mhc-ops[adopt] asks for"
+        )
     torch.manual_seed(0)
     constructor, config = globals()[kind](transformers)
     config._attn_implementation = "eager"  # the others return no attentions
