@@ -1,4 +1,5 @@
-"""Kernels whose last program to arrive goes on: each draws a ticket, a count in memory, when it has stored its part.
+"""Kernels whose last program to arrive goes on, or all once that has arrived: each draws a ticket, a count in memory,
+when it has stored its part.
 
 Counts are zero when a kernel starts, and the program that drew the last ticket sets its count back. Two launches that
 may run at the same time must not share counts: every stream has a set of its own, and so has every launch that a CUDA
