@@ -216,8 +216,7 @@ def _streams(given: Any, result: Any) -> Tensor:
 
 def _maps(connection: HyperConnection, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """h_pre, h_post and the logits of h_res, or None."""
-    identity = connection.options["residual"] == Residual.IDENTITY
-    residual = (Residual.IDENTITY if identity else Residual.LOGITS).value
+    residual = (Residual.LOGITS if connection.has_h_res else Residual.IDENTITY).value
     options: Any = {name: value for name, value in connection.further.items() if name in _OF_READ_AND_WRITE}
     parameters = (connection.phi, connection.alpha, connection.bias, connection.gamma)
     return mhc_maps(x, *parameters, residual=residual, backend=_backend(connection, x.device), **options)

@@ -46,12 +46,14 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: floa
 
 def _results(ends: list[Connection], until: float) -> list[Any]:
     results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
     while len(results) < len(ends):
         waiting = {end: rank for rank, end in enumerate(ends) if rank not in results}
         ready = wait(list(waiting), timeout=max(0, until - monotonic()))
-        if not ready:
+        if not ready and not failures:
             raise TimeoutError(f"ranks {sorted(waiting.values())} have not ended")
-        failures = []
+        if not ready:
+            break
         for end in ready:
             assert isinstance(end, Connection)
             rank = waiting[end]
@@ -60,9 +62,10 @@ def _results(ends: list[Connection], until: float) -> list[Any]:
             except EOFError:
                 failed, results[rank] = True, "ended without a result"
             if failed:
-                failures.append(f"rank {rank}: {results[rank]}")
-        if failures:  # of all that are there: one may follow from another
-            raise RuntimeError("\n".join(failures))
+                failures[rank] = results[rank]
+                until = min(until, monotonic() + 2)  # the cause may be that of another, which is still on its way
+    if failures:
+        raise RuntimeError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
     return [results[rank] for rank in range(len(ends))]
 
 
