@@ -307,13 +307,21 @@ def partition_rows(T: int, M: int, blocks: int, tile: Dx, processors: int) -> in
     return min(range(1, min(16, cdiv(T, tile.block_t)) + 1), key=cost)
 
 
+@dataclass(frozen=True)
+class Sums(Tile):
+    registers: int | None = None  # of a thread at most; None: as the compiler likes
+
+
 @cache
-def sums(M: int, on: Device) -> Tile:
+def sums(M: int, on: Device) -> Sums:
     """block_d: columns of phi, block_t: rows of what programs summed up. As kernels apart at T = 8192, D = 4096: 64
-    columns with 8 warps 6.6 µs, 32 with 4 warps 8.2; 128 rows with 8 warps 7.4, 256 rows 8.9, with 4 warps 11.6."""
+    columns with 8 warps 6.6 µs, 32 with 4 warps 8.2; 128 rows with 8 warps 7.4, 256 rows 8.9, with 4 warps 11.6.
+
+    With many maps the compiler takes as few registers as let one more program run, and spills 8 or 16 bytes for that,
+    here or there with every tile tried: told how many it may take, it does not."""
     if padded_maps(M) > 32:
-        return Tile(64, 16, 8)  # 4 warps, or 32 columns, spill 8 bytes
-    return Tile(128, 64, 4 if compact(on) else 8)
+        return Sums(128, 16, 8, registers=128 if on.kind == "cuda" else None)
+    return Sums(128, 64, 4 if compact(on) else 8)
 
 
 def has_tickets(on: Device) -> bool:

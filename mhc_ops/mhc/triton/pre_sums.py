@@ -319,6 +319,7 @@ def sum_gradients(
         ROWS=configs.BOUNDARY_DOTS.block_t,
         COLUMNS=configs.BOUNDARY_DOTS.block_d,
         num_warps=tile.warps,
+        **({} if tile.registers is None else {"maxnreg": tile.registers}),
     )
     if parts > 1 and not ticketed:
         launch(
