@@ -31,6 +31,7 @@ class Compiled:
     spilled: int  # bytes of memory per thread
     shared: int
     assembly: str
+    cooperative: bool  # all programs run at once
 
 
 class Driver:
@@ -94,7 +95,7 @@ def _nvidia(kernel):
             [_cuobjdump(), "-res-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
-    return Compiled(kernel.metadata.name, kernel.hash, registers, stack, kernel.metadata.shared, kernel.asm["ptx"])
+    return _compiled(kernel, registers, stack, kernel.asm["ptx"])
 
 
 def _amd(kernel):
@@ -102,7 +103,13 @@ def _amd(kernel):
     registers, scratch = (
         int(re.search(rf"\.{word}:\s*(\d+)", text)[1]) for word in ("vgpr_count", "private_segment_fixed_size")
     )
-    return Compiled(kernel.metadata.name, kernel.hash, registers, scratch, kernel.metadata.shared, text)
+    return _compiled(kernel, registers, scratch, text)
+
+
+def _compiled(kernel, registers, spilled, assembly):
+    found = kernel.metadata
+    cooperative = bool(found.launch_cooperative_grid)
+    return Compiled(found.name, kernel.hash, registers, spilled, found.shared, assembly, cooperative)
 
 
 @functools.cache

@@ -121,7 +121,9 @@ def _quick(launch: Callable[..., None], compiled: Any, grid: tuple[int, int, int
 
 def _describing(compiled: Any, grid: tuple[int, int, int], described: Described) -> Start | None:
     """As `_quick`, without the function that Triton puts before the one in C where there are descriptors: that makes
-    each of them anew, which takes as long as two launches. They depend on nothing but the tensor's address."""
+    each of them anew, which takes as long as two launches. Of a recorded launch only the tensors' addresses change."""
+    if not inspect.isfunction(compiled.run.launch):
+        return None
     names = inspect.getclosurevars(compiled.run.launch)
     inner, make = names.nonlocals, names.globals.get("make_tensordesc_arg")
     if make is None or not inner.keys() >= {"launcher", "tensordesc_indices", "tensordesc_meta"}:

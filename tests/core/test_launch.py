@@ -131,3 +131,8 @@ def test_a_descriptor_is_made_once_for_an_address(with_descriptors, monkeypatch)
 
 def test_other_descriptors_than_are_known_go_the_long_way(with_descriptors):
     assert launch._c_launcher(with_descriptors, (1, 1, 1), {1: DESCRIBED[1]}) is None
+
+
+def test_descriptors_made_in_c_go_the_long_way(with_descriptors):
+    with_descriptors.run.launch = print
+    assert launch._c_launcher(with_descriptors, (1, 1, 1), DESCRIBED) is None

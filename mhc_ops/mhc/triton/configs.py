@@ -374,13 +374,14 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
     is asked for at once (5 stages). Boundary with its norm on an H200, µs in a CUDA graph of launches, phi in the L2
     cache; where the programs run at once, by the tokens of each, and where the last to arrive finishes a group:
 
-        D = 4096 (32 slices)  1, 2  4     8     16    8 warps     last to arrive
-        1 token               9.3   -     -     -     11.1        10.5
-        4 tokens              9.8   9.4   9.5   -     11.3        10.7
-        16 tokens             -     9.7   9.7   11.2  11.5        13.7
-        64 tokens             -     -     -     11.2  -           24.6
+        D = 4096 (32 slices)  4     8     16    last to arrive
+        4 tokens              9.4   9.5   -     10.7
+        16 tokens             9.7   9.7   11.2  13.7
+        64 tokens             -     -     11.2  24.6
         D = 7168 (56 slices)
-        16 tokens             -     -     10.1  11.5  11.7        23.6
+        16 tokens             -     10.1  11.5  23.6
+
+    8 warps instead of 4: 11.3 to 11.7 for 4 and for 16 tokens. One token alone in a program 9.3, two 9.2.
 
     A product has 16 tokens: with 8, the least that Hopper's matrix units take, triton compiles for those of its
     predecessors, and the projection's bits would be others."""
@@ -474,7 +475,7 @@ BOUNDARY_REGISTERS = 128
 # Blocks of channels × dots that one program of `sums` adds. All sums of a boundary at T = 8192, D = 4096 and at
 # T = 4096, D = 2560: 19.2 and 11.3 µs; 64 × 128 25.6 and 13.3, 64 × 64 21.3 and 11.9, 16 × 256 22.4 and 11.3. As three
 # kernels one after the other they took 26.3 and 14.5, and two gaps between launches.
-BOUNDARY_DOTS = Tile(32, 256, 8)
+DOTS_BLOCKS, DOTS_COLUMNS = 32, 256
 # With fewer a program has less than 16 blocks of them at D = 4096, to spread what it does once over. Not timed.
 BOUNDARY_TOKENS = 1024
 

@@ -6,7 +6,8 @@ multiprocessors as there are slices. What is left then is short, but each step w
 sums, make the maps, sum the streams to h_in, norm that.
 
 Where all programs of a launch fit on the GPU at once, they wait for one another, and that rest is spread over them: one
-makes h_in of a token, another its maps with Sinkhorn. Elsewhere nobody waits, and the last program of a group to arrive
+makes h_in of a token, another its maps with Sinkhorn. The launch is cooperative then: the driver starts all programs at
+once, or refuses. Elsewhere nobody waits, and the last program of a group to arrive
 does all of it; groups are small there, and read phi again from the L2 cache.
 
 Slices are those of mhc_pre_project_kernel and summed as there, and what comes behind is the code of
@@ -26,7 +27,7 @@ from . import configs
 from .parts import LANE, load_phi, rest_of, sum_neighbours
 from .post import load_maps
 from .pre_finish import gates_of, load_streams, store_h_in, store_maps, sum_squares, weigh
-from .tickets import Ticketed
+from .tickets import Ticketed, draw
 
 ROWS = tl.constexpr(8)  # maps whose parts follow one another, as in stacked_rows
 
@@ -156,16 +157,12 @@ def mhc_few_fwd_kernel(
     tl.store(out[None, :] + m, 0.0 - sum_stacked(minus_mix, BLOCK_M, BLOCK_T), mask=is_token[None, :] & (m < M))
     tl.store(out + M, tl.reshape(sum_neighbours(squares, BLOCK_T, LANES, 1), [BLOCK_T]), mask=is_token)
 
-    # What this program stored happens before it draws its ticket: all its threads have stored at the barrier, and the
-    # ticket releases what the thread that draws it has seen. Who finds that all have drawn acquires what they released,
-    # and its threads read behind that, as they wait for the ticket at a barrier: all partial sums and x_next are seen.
-    tl.debug_barrier()
-    drawn = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu") + 1
+    drawn = draw(tickets_ptr + group)
     first = group * TOKENS
-    if TOGETHER:
+    if TOGETHER:  # the launch is cooperative: all programs run, or none does
         while drawn < PIECES:
             drawn = tl.atomic_add(tickets_ptr + group, 0, sem="acquire", scope="gpu")
-        # A second ticket says that this program waits no longer.
+        # A second ticket, so that the last one can set the count back: nobody looks at it any more.
         if tl.atomic_add(tickets_ptr + group, 1, sem="relaxed", scope="gpu") == 2 * PIECES - 1:
             tl.store(tickets_ptr + group, 0)
         FINISHERS: tl.constexpr = TOKENS // FINISHED
@@ -205,7 +202,7 @@ def mhc_few_fwd_kernel(
         g = tl.arange(0, BLOCK_G)[None, :]
         tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=in_batch[:, None] & (g < n))
         tl.debug_barrier()
-        if h_in_ptr is not None:  # noqa: SIM102 (the compiler knows this, the GPU the other)
+        if h_in_ptr is not None:  # noqa: SIM102 (known when compiling, then when running)
             if makes_h_in:
                 weights_ptr = h_pre_ptr if read_ptr is None else read_ptr
                 h_pre = ()

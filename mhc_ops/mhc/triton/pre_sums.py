@@ -1,7 +1,7 @@
 """mHC pre, backward, last step: sums in fixed order become the gradients of parameters and, at a boundary, of the maps
 of the sublayer before.
 
-One launch, whose programs have one of three parts:
+One launch, whose programs have one of three tasks:
 
     slices   a block of columns of phi: A added up over slices of the tokens, and dphi, dgamma made of it
     tokens   the sums of the per-token kernel: dbias and, up to what the parts of phi leave out, dalpha
@@ -22,7 +22,7 @@ from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
 from .parts import alpha_of_row, rest_of
-from .tickets import Ticketed
+from .tickets import Ticketed, draw
 
 
 # A = Σ_slices A[slice], in order;  dphi = alpha·A ⊙ gamma;  dgamma = Σ_M alpha·phi ⊙ A
@@ -114,8 +114,8 @@ def store_dalpha(dalpha_ptr, by_row, n: tl.constexpr, M: tl.constexpr, BLOCK_M: 
         tl.store(dalpha_ptr + s, dalpha.to(dalpha_ptr.dtype.element_ty))
 
 
-# Where m was made from parts of phi, it lacks rest·v·inv_rms, and Σ_t dz·(rest·v·inv_rms) = Σ_k rest·A. by_row is the
-# row behind those of the blocks.
+# Where m was made from parts of phi, it lacks rest·v·inv_rms, and Σ_t dz·(rest·v·inv_rms) = Σ_k rest·A. In missing_ptr,
+# the row behind those of the blocks is by_row.
 @triton.jit
 def add_missing(
     missing_ptr,
@@ -171,7 +171,7 @@ def sum_dots(
 
 @triton.jit(do_not_specialize=["slices", "programs", "T", "dots_blocks"])
 def mhc_pre_sums_kernel(
-    tickets_ptr,  # zero, also when the kernel has ended; None: mhc_pre_dalpha_kernel follows
+    tickets_ptr,  # zero, also when the kernel has ended; None where mhc_pre_dalpha_kernel follows, or PARTS is 1
     A_ptr,
     sums_ptr,
     phi_ptr,
@@ -231,16 +231,16 @@ def mhc_pre_sums_kernel(
             BLOCK_M,
             BLOCK_K,
         )
-    if dots_ptr is not None:  # noqa: SIM102 (the compiler knows this, the GPU the other)
+    if dots_ptr is not None:  # noqa: SIM102 (known when compiling, then when running)
         if program > blocks:
             of_dots = program - blocks - 1
             sum_dots(
                 of_dots, dots_ptr, dh_post_ptr, dh_res_ptr, dread_ptr, T, dots_blocks, n, TRANSPOSED, ROWS, COLUMNS
             )
-    if PARTS > 1 and tickets_ptr is not None:  # noqa: SIM102 (the compiler knows this, the GPU the other)
+    if PARTS > 1 and tickets_ptr is not None:  # noqa: SIM102 (known when compiling, then when running)
         if program <= blocks:
-            tl.debug_barrier()  # as in mhc_few_fwd_kernel: what all threads stored is seen by the last to draw
-            if tl.atomic_add(tickets_ptr, 1, sem="acq_rel", scope="gpu") == blocks:
+            drawn = draw(tickets_ptr)
+            if drawn == blocks + 1:
                 tl.store(tickets_ptr, 0)
                 add_missing(missing_ptr, dalpha_ptr, blocks, n, M, BLOCK_R, BLOCK_M)
 
@@ -287,8 +287,8 @@ def sum_gradients(
         of_dots = {f"{name}_ptr": getattr(dots, name) for name in ("dots", "dh_post", "dh_res", "dread")}
         dots_blocks, T, columns = dots.dots.shape
         of_dots |= {"T": T, "dots_blocks": dots_blocks}
-        dots_programs = cdiv(T * columns, configs.BOUNDARY_DOTS.block_d)
-    ticketed = configs.has_tickets(on)
+        dots_programs = cdiv(T * columns, configs.DOTS_COLUMNS)
+    ticketed = parts > 1 and configs.has_tickets(on)
     launch(
         KERNEL if ticketed else mhc_pre_sums_kernel,
         (1 + blocks + dots_programs,),
@@ -316,8 +316,8 @@ def sum_gradients(
         BLOCK_M=configs.padded_maps(M),
         BLOCK_K=tile.block_d,
         BLOCK_R=tile.block_t,
-        ROWS=configs.BOUNDARY_DOTS.block_t,
-        COLUMNS=configs.BOUNDARY_DOTS.block_d,
+        ROWS=configs.DOTS_BLOCKS,
+        COLUMNS=configs.DOTS_COLUMNS,
         num_warps=tile.warps,
         **({} if tile.registers is None else {"maxnreg": tile.registers}),
     )

@@ -1,4 +1,4 @@
-"""Kernels whose last program to arrive goes on, or all once that has arrived: each draws a ticket, a count in memory,
+"""Kernels whose last program to arrive goes on, or all of them once it has: each draws a ticket, a count in memory,
 when it has stored its part.
 
 Counts are zero when a kernel starts, and the program that drew the last ticket sets its count back. Two launches that
@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,6 +23,15 @@ RESERVED = 4096  # sets that are allocated at once: 1 MB
 
 _of_streams: dict[tuple[int, Any], Tensor] = {}
 _reserves: dict[int, list[Tensor]] = {}
+
+
+# How many programs have drawn, this one included. What it stored happens before that: all its threads have stored at
+# the barrier, and the ticket releases what the thread that draws it has seen. Who finds that all have drawn acquires
+# what they released, and its threads read behind that, as they wait for the ticket at a barrier.
+@triton.jit
+def draw(count_ptr):
+    tl.debug_barrier()
+    return tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") + 1
 
 
 def tickets(index: int, stream: Any) -> Tensor:

@@ -117,16 +117,38 @@ def exact(x, h_out, h_post, h_res, transposed, dh_in, dx_next, dh_mix, parts, ta
     }
 
 
-def assert_exact(given, A, dweight, dots):
-    """A, dweight and dots are still to be added up."""
-    results = given | {"A": A.sum(0)} | ({} if dweight is None else {"dweight": dweight.sum(0)})
-    rest = dots.dots.sum(0)
+def add_up(given, A, dweight, dots):
+    """By the kernel, as mhc_pre_bwd has it done: it fills dh_post, dh_res and dread."""
+    (_, M, K), D = A.shape, given["x"].shape[2]
+
+    def tensor(*shape):
+        return torch.zeros(shape, device=A.device)
+
+    normed = {"dweight": dweight, "dlayer_norm_weight": None if dweight is None else tensor(D)}
+    parameters = {"phi": tensor(M, K), "alpha": tensor(3), "gamma": None}
+    gradients = {"dphi": tensor(M, K), "dalpha": tensor(3), "dgamma": None, "dbias": tensor(M)}
+    pre_sums.sum_gradients(A=A, sums=tensor(1, 2, M), **parameters, **gradients, **normed, n=4, parts=2, dots=dots)
+
+
+def added(dots):
+    """What the kernel is to make of the dots, by torch."""
+    results, rest = {}, dots.dots.sum(0)
     for name in ("dh_post", "dh_res", "dread"):
         output = getattr(dots, name)
         if output is not None:
             own, rest = rest[:, : output[0].numel()].reshape(output.shape), rest[:, output[0].numel() :]
             results[name] = own.mT if name == "dh_res" and dots.transposed else own
     assert not rest.numel()
+    return results
+
+
+def assert_exact(given, A, dweight, dots):
+    """A, dweight and dots are still to be added up."""
+    results = given | {"A": A.sum(0)} | ({} if dweight is None else {"dweight": dweight.sum(0)})
+    if given["x"].is_cuda:
+        add_up(given, A, dweight, dots)
+    else:
+        results |= added(dots)
     expected = exact(**given)
     wrong = [name for name, value in expected.items() if not accuracy.close(results[name], value)]
     assert not wrong
@@ -164,6 +186,21 @@ def test_other_forms_emulated_against_fp64(form, normed, emulated, monkeypatch):
     monkeypatch.setattr(configs, "partition_rows", lambda *_: 2)
     given = inputs(150, 128, normed, **form)
     assert_exact(given, *boundary_bwd.boundary_pass(**given))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("form", [{}, *FORMS], ids=str)
+def test_dots_are_added_up(form):
+    """Integers, whose sums are exact in any order."""
+    given = inputs(37, 64, False, **form)
+    outputs = {name: given[name] for name in ("dh_post", "dh_res", "dread")}
+    outputs = {name: None if output is None else output.clone() for name, output in outputs.items()}
+    width = sum(output[0].numel() for output in outputs.values() if output is not None)
+    drawn = torch.randint(-99, 100, (70, 37, width), generator=torch.Generator().manual_seed(cases.SEED)).float()
+    dots = pre_sums.Dots(drawn, **outputs, transposed=form.get("transposed", False))
+    add_up(given, torch.zeros(2, 24 if form.get("mixed", True) else 8, 4 * 64), None, dots)
+    for name, expected in added(dots).items():
+        assert torch.equal(outputs[name], expected), name
 
 
 @on_hopper
@@ -444,19 +481,6 @@ def test_x_next_is_remade_with_the_bits_of_post():
         given["dh_mix"][0, token, 3] = 1
         A, *_ = boundary_bwd.boundary_pass(**given)
         assert torch.equal(A.sum(0)[3], x_next[token].flatten().float())
-
-
-def add_up(given, A, dweight, dots):
-    """By the kernel, as mhc_pre_bwd has it done: it fills dh_post, dh_res and dread."""
-    (_, M, K), D = A.shape, given["x"].shape[2]
-
-    def tensor(*shape):
-        return torch.zeros(shape, device=A.device)
-
-    normed = {"dweight": dweight, "dlayer_norm_weight": None if dweight is None else tensor(D)}
-    parameters = {"phi": tensor(M, K), "alpha": tensor(3), "gamma": None}
-    gradients = {"dphi": tensor(M, K), "dalpha": tensor(3), "dgamma": None, "dbias": tensor(M)}
-    pre_sums.sum_gradients(A=A, sums=tensor(1, 2, M), **parameters, **gradients, **normed, n=4, parts=2, dots=dots)
 
 
 def assert_same_bits_in_any_batch(alone, copies):

@@ -1,5 +1,7 @@
 """Every kernel and config compiles for GPUs that are not here, without spills, and once for all token counts."""
 
+import re
+
 import pytest
 import torch
 
@@ -201,6 +203,17 @@ def test_streams_are_read_16_bytes_at_a_time(monkeypatch):
         assert "cp.async.cg.shared.global" in assembly[name], "x is not copied asynchronously, 16 bytes at a time"
     for name in ("mhc_pre_finish_kernel", "mhc_pre_dh_pre_kernel", "mhc_post_fwd_kernel"):
         assert assembly[name].count("ld.global.v4") >= 4, "x is not loaded 16 bytes at a time"
+
+
+def test_the_last_program_sees_what_all_stored(monkeypatch):
+    """Of the sums: stores come before the ticket, with a barrier for all threads between them, and loads behind one."""
+    with cross_compile.compiling_for("sm_90", monkeypatch, {"mhc_pre_sums_kernel"}) as kernels:
+        launch_all(8192, 4, 4096, bf16)
+    for kernel in kernels:
+        assert re.findall(r"\b(?:atom|red)\.\S+", kernel.assembly) == ["atom.global.gpu.acq_rel.add.u32"]
+        before, after = kernel.assembly.split("atom.global.gpu.acq_rel.add.u32")
+        assert "st.global" not in before[before.rindex("bar.sync") :]
+        assert "bar.sync" in after[: after.index("ld.global")]
 
 
 def test_nothing_is_compiled_per_token_count(monkeypatch):

@@ -1,4 +1,4 @@
-"""Few tokens in one launch: the bits of many tokens, and the tickets by which the last program knows that it is."""
+"""Few tokens in one launch: the bits of many tokens, and the tickets by which programs know who has arrived."""
 
 import re
 import subprocess
@@ -247,6 +247,14 @@ def test_pre_is_compiled_too(monkeypatch):
         kernels = compiled_for("sm_90", monkeypatch, 16, 4, 4096, normed, boundary=False)
         assert [kernel.name for kernel in kernels] == ["mhc_few_fwd_kernel"]
         cross_compile.check("sm_90", kernels)
+
+
+@compiled_only
+def test_those_who_wait_for_one_another_run_at_once(monkeypatch):
+    """A launch that is not cooperative would hang where other kernels hold a part of the GPU."""
+    for T, D, waits in ((16, 4096, True), (64, 7168, False)):
+        (kernel,) = compiled_for("sm_90", monkeypatch, T, 4, D, True)
+        assert kernel.cooperative == waits == ("ld.global.gpu.acquire" in kernel.assembly)
 
 
 @compiled_only
