@@ -317,11 +317,11 @@ def sums(M: int, on: Device) -> Sums:
     """block_d: columns of phi, block_t: rows of what programs summed up. As kernels apart at T = 8192, D = 4096: 64
     columns with 8 warps 6.6 µs, 32 with 4 warps 8.2; 128 rows with 8 warps 7.4, 256 rows 8.9, with 4 warps 11.6.
 
-    With many maps the compiler takes as few registers as let one more program run, and spills 8 or 16 bytes for that,
-    here or there with every tile tried: told how many it may take, it does not."""
-    if padded_maps(M) > 32:
-        return Sums(128, 16, 8, registers=128 if on.kind == "cuda" else None)
-    return Sums(128, 64, 4 if compact(on) else 8)
+    With many maps, and on Blackwell, the compiler takes as few registers as let one more program run, and spills 8 or
+    16 bytes for that, here or there with every tile tried: told how many it may take, it does not."""
+    many, blackwell = padded_maps(M) > 32, on.capability > HOPPER
+    registers = 128 if on.kind == "cuda" and (many or blackwell) else None
+    return Sums(128, 16 if many else 64, 4 if compact(on) and not many else 8, registers=registers)
 
 
 def has_tickets(on: Device) -> bool:
