@@ -8,7 +8,7 @@ import processes
 import pytest
 import torch
 from mhc_kernels import bf16, fp16, fp32
-from stack_results import PLACES, assert_close, assert_equal, gradients
+from stack_results import PLACES, assert_close, assert_equal, gradients, random_cotangents
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -414,7 +414,7 @@ def test_export(place):
 def test_checkpoint(reentrant, recompute, place):
     stack, x = HyperStack(*connections(place), recompute=recompute), streams(place)
     out = checkpoint(stack, x, use_reentrant=reentrant)
-    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out))
+    out.backward(*random_cotangents([out]))
     assert_equal([x.grad, *(p.grad for p in stack.parameters())], sequential_step(place)[1:])
 
 
