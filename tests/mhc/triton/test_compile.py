@@ -136,7 +136,8 @@ def launch(name, **inputs):
 def test_no_spills(n, D, dtype, target, monkeypatch):
     cross_compile.skip_if_too_old(target)
     everything = (n, D, dtype, target) in EVERYTHING
-    wanted = None if everything else TILED | CROWDED if target == "sm_90" else TILED
+    on_hopper = TILED - {"mhc_pre_sums_kernel"} | CROWDED  # of whose two tiles EVERYTHING has both
+    wanted = None if everything else on_hopper if target == "sm_90" else TILED
     with cross_compile.compiling_for(target, monkeypatch, wanted) as kernels:
         launch_all(8192, n, D, dtype)
         launch_all(8192, n, D, dtype, normed=True)
