@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Hashes of every output and gradient of the cases of `mhc-ops check`, to be compared before and after a change that is
-to change no result: scripts/bits.py [--backend NAME] [--device cuda] [--only SUBSTRING] BITS.json, then
-scripts/bits.py --compare BEFORE.json AFTER.json, which exits with 1 where a hash differs.
+to change no result: scripts/bits.py [--backend NAME] [--device cuda] [--only SUBSTRING] [--part I/N] BITS.json,
+then scripts/bits.py --compare BEFORE.json AFTER.json, which exits with 1 where a hash differs.
 
 For Triton's kernels on a CPU: TRITON_INTERPRET=1 scripts/bits.py --backend triton BITS.json (an hour; --only, or
 --largest ELEMENTS of x, takes less).
@@ -34,8 +34,9 @@ def _hash(tensor: torch.Tensor) -> str:
 def record(options: argparse.Namespace) -> None:
     found: dict[str, str] = {}
     device = torch.device(options.device)
+    first, of = map(int, options.part.split("/"))
     for backend in [options.backend] if options.backend else BACKENDS:
-        for case in selection.CHECK:
+        for case in selection.CHECK[first::of]:
             small = next(iter(case.inputs().values())).numel() <= options.largest
             if options.only in str(case) and small and selection.runs(case, backend, device):
                 found |= hashes(case, backend, device)
@@ -61,6 +62,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", metavar="SUBSTRING")
     parser.add_argument("--largest", type=float, default=math.inf, metavar="ELEMENTS")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth case from the Ith, for N processes")
     options = parser.parse_args()
     if options.compare:
         before, after = (json.loads(path.read_text()) for path in options.files)

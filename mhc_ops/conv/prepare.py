@@ -38,7 +38,16 @@ def causal_conv1d(
 ) -> Any:
     function = "causal_conv1d"
     silu = check_causal_conv1d(
-        x, weight, bias, activation, dilation, residual, seq_idx, cu_seqlens, initial_state, output_final_state
+        x=x,
+        weight=weight,
+        bias=bias,
+        activation=activation,
+        dilation=dilation,
+        residual=residual,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
     )
     if initial_state is None and not output_final_state:
         dilation = within(x.shape[1], dilation)

@@ -103,9 +103,8 @@ def _quick(launch: Callable[..., None], compiled: Any, grid: tuple[int, int, int
     if version == ["3", "6"]:
 
         def quick(stream: Any, arguments: Sequence[Any]) -> None:
-            launch(
-                x, y, z, stream, function, cooperative, dependent, None, None, metadata, None, None, None, *arguments
-            )
+            fixed = (x, y, z, stream, function, cooperative, dependent, None, None, metadata, None, None, None)
+            launch(*fixed, *arguments)
 
         return quick
     if version == ["3", "7"]:

@@ -120,7 +120,16 @@ def causal_conv1d(
         _warn_of_one(function)
         return run(prepare.causal_conv1d, **tensors, **options, output_final_state=bool(output_final_state))
     prepare.check_causal_conv1d(
-        x, weight, bias, activation, dilation, residual, seq_idx, cu_seqlens, initial_state, output_final_state
+        x=x,
+        weight=weight,
+        bias=bias,
+        activation=activation,
+        dilation=dilation,
+        residual=residual,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
     )
     S = (weight.shape[1] - 1) * dilation
     plan = pieces.plan(here.rank, here.world, layout, pieces.check_lengths(function, x, here), S)

@@ -150,4 +150,17 @@ class MHCBackwardTileLang(_ForShape):
     def compile(self, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> None:
         maps = mhc_forward_pre_tilelang(x, phi, alpha, bias, outflag=True, gamma=gamma)
         h_in, h_post, h_res, inv_rms, h_mix, _ = maps
-        mhc_backward_tilelang(x, phi, alpha, bias, inv_rms, h_mix, None, None, h_in, h_post, h_res, gamma)
+        mhc_backward_tilelang(
+            x=x,
+            phi=phi,
+            alpha=alpha,
+            bias=bias,
+            inv_rms=inv_rms,
+            h_mix=h_mix,
+            h_pre=None,
+            h_post=None,
+            dh_in=h_in,  # any of the right shape
+            dh_post=h_post,
+            dh_res=h_res,
+            gamma=gamma,
+        )

@@ -35,7 +35,18 @@ def forward_pre(
 ) -> Any:
     options = checked("mhc_forward_pre", {**numbers, "residual": Residual.LOGITS.value})
     returns = contracts.PreOutputs._fields[: 6 if outflag else 3]
-    return _pre_on("mhc_forward_pre", x, phi, alpha, bias, gamma, None, options, backend, returns)
+    return _pre_on(
+        function="mhc_forward_pre",
+        x=x,
+        phi=phi,
+        alpha=alpha,
+        bias=bias,
+        gamma=gamma,
+        layer_norm_weight=None,
+        options=options,
+        backend=backend,
+        returns=returns,
+    )
 
 
 def pre(
@@ -50,7 +61,18 @@ def pre(
 ) -> Any:
     returns = contracts.PreOutputs._fields[:3]
     options = checked("mhc_pre", given)
-    return _pre_on("mhc_pre", x, phi, alpha, bias, gamma, layer_norm_weight, options, backend, returns)
+    return _pre_on(
+        function="mhc_pre",
+        x=x,
+        phi=phi,
+        alpha=alpha,
+        bias=bias,
+        gamma=gamma,
+        layer_norm_weight=layer_norm_weight,
+        options=options,
+        backend=backend,
+        returns=returns,
+    )
 
 
 def _pre_on(
@@ -172,7 +194,18 @@ def post_pre(
     check_layer_norm(function, x, layer_norm_weight)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        outputs = reference.mhc_post_pre(x, h_out, h_post, h_res, phi, alpha, bias, gamma, layer_norm_weight, options)
+        outputs = reference.mhc_post_pre(
+            x=x,
+            h_out=h_out,
+            h_post=h_post,
+            h_res=h_res,
+            phi=phi,
+            alpha=alpha,
+            bias=bias,
+            gamma=gamma,
+            layer_norm_weight=layer_norm_weight,
+            options=options,
+        )
         return outputs[:4]
     check_kernels(function, x, layer_norm_weight, name)
     check_kernel_residual(function, h_res, options.transposed, name)

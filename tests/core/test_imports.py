@@ -1,4 +1,4 @@
-"""Who may import whom, read from the syntax trees; and what importing the package costs."""
+"""What the syntax trees say: who imports whom, what is called by name; and what importing the package costs."""
 
 import ast
 import subprocess
@@ -11,6 +11,7 @@ import mhc_ops
 
 PACKAGE = Path(mhc_ops.__file__).parent
 KERNEL_FOLDERS = {"triton", "tilelang", "hip"}
+MOST_POSITIONAL = 9  # arguments of a call
 # layer -> layers it may import from
 ALLOWED = {
     "core": {"core"},
@@ -94,6 +95,13 @@ def test_imports_go_one_way(path):
         assert target_layer in ALLOWED[own_layer], f"{'.'.join(parts)} must not import {'.'.join(target)}"
         if own_family and target_family:
             assert own_family == target_family, "families never import each other"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_long_lists_of_arguments_are_named(path):
+    """In kernels too, where no type checker sees that two pointers are swapped."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert [f"{path.name}:{call.lineno}" for call in calls if len(call.args) > MOST_POSITIONAL] == []
 
 
 def test_import_loads_nothing_slow():

@@ -213,29 +213,39 @@ def mhc_pre_sums_kernel(
             store_dalpha(dalpha_ptr, by_row, n, M, BLOCK_M)
     if (program > 0) & (program <= blocks):
         sum_slices(
-            program - 1,
-            A_ptr,
-            phi_ptr,
-            gamma_ptr,
-            alpha_ptr,
-            dphi_ptr,
-            dgamma_ptr,
-            dweight_ptr,
-            dlayer_norm_weight_ptr,
-            missing_ptr,
-            slices,
-            K,
-            n,
-            M,
-            PARTS,
-            BLOCK_M,
-            BLOCK_K,
+            block=program - 1,
+            A_ptr=A_ptr,
+            phi_ptr=phi_ptr,
+            gamma_ptr=gamma_ptr,
+            alpha_ptr=alpha_ptr,
+            dphi_ptr=dphi_ptr,
+            dgamma_ptr=dgamma_ptr,
+            dweight_ptr=dweight_ptr,
+            dlayer_norm_weight_ptr=dlayer_norm_weight_ptr,
+            missing_ptr=missing_ptr,
+            slices=slices,
+            K=K,
+            n=n,
+            M=M,
+            PARTS=PARTS,
+            BLOCK_M=BLOCK_M,
+            BLOCK_K=BLOCK_K,
         )
     if dots_ptr is not None:  # noqa: SIM102 (known when compiling, then when running)
         if program > blocks:
             of_dots = program - blocks - 1
             sum_dots(
-                of_dots, dots_ptr, dh_post_ptr, dh_res_ptr, dread_ptr, T, dots_blocks, n, TRANSPOSED, ROWS, COLUMNS
+                program=of_dots,
+                dots_ptr=dots_ptr,
+                dh_post_ptr=dh_post_ptr,
+                dh_res_ptr=dh_res_ptr,
+                dread_ptr=dread_ptr,
+                T=T,
+                blocks=dots_blocks,
+                n=n,
+                TRANSPOSED=TRANSPOSED,
+                ROWS=ROWS,
+                COLUMNS=COLUMNS,
             )
     if PARTS > 1 and tickets_ptr is not None:  # noqa: SIM102 (known when compiling, then when running)
         if program <= blocks:
