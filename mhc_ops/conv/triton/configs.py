@@ -46,9 +46,10 @@ HALVINGS = {
     Kernel.SHORT_FORWARD: 0,
     Kernel.SHORT_BACKWARD: 1,
 }
-# Here a tap has loads of its own, and Triton's coalescing pass follows each through all that depends on it: W = 8 with
-# 8 rows a step compiles for 6 minutes (forward, 254 registers on sm_90), with 4 rows for 4 s (72), and backward for
-# 15 s (148). Rows are then not copied ahead, as taps reach back behind one step; neither was timed.
+# Here a tap has loads of its own, and Triton's coalescing pass follows each through all that depends on it, so that
+# rows a step are what compiling takes. On sm_90, forward and backward: W = 4 with 4 rows 49 s, with 2 rows 2 s; W = 8
+# with 8 rows 6 minutes (forward), with 4 rows 17 s, with 2 rows 11 s. And 2 rows are faster: packed sequences with
+# states, 32768×2560, forward 323 → 222 µs, with the backward 1059 → 661; W = 8 at 8192×4096 349 → 359 and 883 → 880.
 WITH_STATES = (Kernel.FORWARD_WITH_STATES, Kernel.BACKWARD_WITH_STATES)
 # The most rows that one program walks through
 MOST_ROWS = dict.fromkeys(Kernel, 128) | {Kernel.FORWARD: 64, Kernel.BACKWARD: 512}
@@ -69,7 +70,9 @@ def march(*, kernel: Kernel, rows: int, D: int, W: int, itemsize: int, aligned: 
     ShortConv at 2×4096×4×4096: forward 219.2 µs with 512 channels, 8 rows a step, 4 stages, 128 rows; 3 stages and 64
     rows 220.5. Backward 560.9 with 128 channels, 3 stages, 128 rows; 256 channels 577.9, 64 rows 592.9."""
     roomy = kernel in SMALL_KERNELS and on.kind != "hip"
-    step = 8 if roomy or (W > 5 and kernel not in WITH_STATES) else 4  # at least W − 1, to be copied ahead
+    step = 8 if roomy or W > 5 else 4  # at least W − 1, to be copied ahead
+    if kernel in WITH_STATES:
+        step = 2
     if on.kind == "cpu":
         return March(block_d=min(4096, next_power_of_2(D)), rows=16, step=step, warps=4, stages=1)
     of_warp = on.warp * channels_of_thread(kernel, W=W, itemsize=itemsize, aligned=aligned, roomy=roomy)
