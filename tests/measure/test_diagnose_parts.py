@@ -124,7 +124,7 @@ def test_distribution():
     result[10:12] = -2
     result[12] = math.nan
     result[13] = 0
-    found = output(result, exact).statistics()
+    found = output(result, exact).details()["statistics"]
     assert found["decades"] == {"1e-9": 0.86, "1e-3": 0.10, "1e0": 0.03}
     assert (found["nan"], found["zero"]) == (1, 1)
     assert found["error"]["min"] == pytest.approx(-3)

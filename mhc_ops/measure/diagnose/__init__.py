@@ -68,7 +68,11 @@ def diagnose(
         results = accuracy.run(subject, tensors, backend, cotangents)
         return {name: accuracy.as_computed(case, result) for name, result in results.items()}
 
-    with _threads_that_pay(tensors):
+    with contextlib.ExitStack() as afterwards:
+        if max(tensor.numel() for tensor in tensors.values()) < ENOUGH_FOR_THREADS:
+            # Hundreds of models are run; on a busy CPU threads that wait for each other take ten times as long.
+            afterwards.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
         outputs = run()
         cotangents = accuracy.random_cotangents(subject, outputs, case.seed, case.unused)
         _leave_zeros(*outputs.values(), *tensors.values())
@@ -80,25 +84,11 @@ def diagnose(
         if all(row.passed for row in rows.values()):
             return Diagnosis(case, backend, list(rows.values()), [], [])
         model = model_of(case, tensors, cotangents, results)
-        names = [name for name in model.right if name in rows] or list(rows)
+        names = [name for name in model.right if name in rows]
         terms = {name: {} if rows[name].passed else terms_of(case, model, name) for name in names}
         judged = [Output(case, rows[name], results[name], first[name], exact[name], terms[name]) for name in names]
         found = findings(judged, model, list(hypotheses(case, model)))
     return Diagnosis(case, backend, [rows[name] for name in names], found, [o for o in judged if not o.passed])
-
-
-@contextlib.contextmanager
-def _threads_that_pay(tensors: Tensors) -> Iterator[None]:
-    """One for small tensors: an op, its truth and hundreds of models are run, and on a busy CPU threads that wait for
-    each other take ten times as long.
-    """
-    before = torch.get_num_threads()
-    if max(tensor.numel() for tensor in tensors.values()) < ENOUGH_FOR_THREADS:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _leave_zeros(*like: Tensor) -> None:
@@ -126,12 +116,14 @@ def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypo
     found: list[Finding] = []
     while wrong:
         lead = wrong[0]
+        before = [o for o in outputs[: outputs.index(lead)] if not o.passed and not o.is_gradient]
+        given = [(f"follows from {o.name}", {o.name: always(o.result)}) for o in before]
         finding = (
             _fact(wrong)
-            or _hypothesis(wrong, outputs, _followed(lead, outputs, model), model)
+            or _hypothesis(wrong, outputs, given, model)
             or _hypothesis(wrong, outputs, every, model)
             or _fit(lead)
-            or _unexplained(lead)
+            or Finding(f"no simple explanation{lead.race_and_place}", (lead.name,), 0.0, explained=False)
         )
         found.append(finding)
         wrong = [output for output in wrong if output.name not in finding.outputs]
@@ -139,28 +131,10 @@ def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypo
 
 
 def _fact(wrong: Sequence[Output]) -> Finding | None:
-    """What needs no explanation. Other outputs of the same pass of which the same is true are the same fact."""
-    sentence = _fact_words(wrong[0])
-    alike = [o.name for o in wrong if o.is_gradient == wrong[0].is_gradient and _fact_words(o) == sentence]
-    return Finding(sentence, tuple(alike), 1.0) if sentence else None
-
-
-def _fact_words(output: Output) -> str:
-    if not bool(output.exact.isfinite().all()):
-        return "cannot be judged: the truth is not finite, as an input or an output stored before it is not"
-    lost = ~output.result.isfinite()
-    if bool(lost.any()):
-        what = "NaN" if bool(output.result[lost].isnan().all()) else "NaN or infinite"
-        only_now = int((lost & output.first.isfinite()).sum())
-        unwritten = 2 * only_now > int(lost.sum())  # not all: old memory may hold NaN by chance
-        return output.locate(lost).are("never written" if unwritten else what)
-    return "" if bool(output.result[output.off].any()) else output.place.are("zero: masked, or never added to")
-
-
-def _followed(lead: Output, outputs: Sequence[Output], model: Computation) -> list[Hypothesis]:
-    """The lead is right, given what an earlier output was."""
-    before = [o for o in outputs[: outputs.index(lead)] if o.name in model.right and not (o.passed or o.is_gradient)]
-    return [(f"follows from {o.name}", {o.name: always(o.result.reshape(model.right[o.name].shape))}) for o in before]
+    """Other outputs of the same pass of which the same is true are the same fact."""
+    lead = wrong[0]
+    alike = [o.name for o in wrong if o.is_gradient == lead.is_gradient and o.fact == lead.fact]
+    return Finding(lead.fact, tuple(alike), 1.0) if lead.fact else None
 
 
 def _hypothesis(
@@ -211,10 +185,3 @@ def _counted(factor: float, case: AnyCase) -> str:
     known = [f" ({name})" for name, size in sizes.items() if size == factor > 2]
     words = {0.0: "left out", -1.0: "of the wrong sign"}
     return words.get(factor, f"counted {factor:.4g}{known[0] if known else ''} times")
-
-
-def _unexplained(lead: Output) -> Finding:
-    race = "; different in each run: a race, or memory read before it is written"
-    where = f"; wrong: {lead.place.words}" if lead.place.words else ""
-    sentence = f"no simple explanation{'' if lead.close(lead.first.double()) else race}{where}"
-    return Finding(sentence, (lead.name,), 0.0, explained=False)

@@ -24,22 +24,17 @@ from . import Diagnosis, diagnose
 from .outputs import map_of
 
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in selection.CHECK))
-SUBJECTS = {op: [subject for subject in cases.ALL if subject.name.split()[0] == op] for op in OPS}
-
-
-def _takes(subjects: Sequence[cases.Subject]) -> str:
-    """What some form of the op does without may be absent. A link has no values of its own."""
-    every = dict.fromkeys(name for subject in subjects for name in subject.inputs if name != "link")
-    needed = [name for name in every if name != "gamma" and all(name in subject.inputs for subject in subjects)]
-    return " ".join(name if name in needed else f"{name}?" for name in every)
-
-
+FORMS = {op: [subject for subject in cases.ALL if subject.name.split()[0] == op] for op in OPS}  # none of a convolution
 # The tensors that an op takes; with a question mark those that a file may lack.
-TAKES = {op: _takes(subjects) for op, subjects in SUBJECTS.items() if subjects} | {
+TAKES = {
     "causal_conv1d": "x weight bias? residual? seq_idx? cu_seqlens? initial_state?",
     "causal_conv1d_update": "x conv_state weight bias? cache_seqlens? conv_state_indices?",
     "short_conv": "x gamma weight",
 }
+for _op, _forms in FORMS.items():
+    _every = dict.fromkeys(name for form in _forms for name in form.inputs if name != "link")  # which has no values
+    _always = {name for name in _every if name != "gamma" and all(name in form.inputs for form in _forms)}
+    TAKES.setdefault(_op, " ".join(name if name in _always else f"{name}?" for name in _every))
 LAYOUTS = {"sinkhorn": "TxNxN", "causal_conv1d": "BxLxD", "causal_conv1d_update": "BxLxD", "short_conv": "BxLxNxD"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -77,54 +72,46 @@ def run_diagnose(options: argparse.Namespace) -> int:
         if not done[-1].passed:  # one cause is enough for one command
             break
     report.clear()
-    found = _data(done[-1])
-    maps = {output.name: partial(map_of, output.excess, output.axes) for output in done[-1].wrong}  # by columns
-    if not done[-1].passed:
+    last = done[-1]
+    found = {
+        "case": str(last.case),
+        "backend": last.backend,
+        "passed": last.passed,
+        "findings": [asdict(finding) for finding in last.findings],
+        "outputs": [{**asdict(row), "verdict": row.verdict} for row in last.rows],
+        "details": [output.details() for output in last.wrong],
+    }
+    maps = {output.name: partial(map_of, output.excess, output.axes) for output in last.wrong}  # by columns
+    if last.passed:
+        print(_nothing_found(done))
+    else:
         width = shutil.get_terminal_size((100, 24)).columns
         values = {**found, "maps": maps, "table": report.table, "width": width, "colour": sys.stdout.isatty()}
-        print(page.render("diagnose.txt", **values))
-    print(_summary(done, len(work)))
+        print(page.render("diagnose.txt", **values, done=len(done), asked=len(work)), end="")
     if options.html:
         files.write(options.html, page.render("diagnose.html", **found, maps=maps))
     if options.json:
         content = {"op": options.op, "device": str(options.device), "versions": report.versions(), **found}
         files.write(options.json, json.dumps(report.finite(content), indent=1, allow_nan=False) + "\n")
-    return 0 if done[-1].passed else 1
+    return 0 if last.passed else 1
 
 
-def _data(diagnosis: Diagnosis) -> dict[str, Any]:
-    """What JSON, text and page say."""
-    return {
-        "case": str(diagnosis.case),
-        "backend": diagnosis.backend,
-        "passed": diagnosis.passed,
-        "findings": [asdict(finding) for finding in diagnosis.findings],
-        "outputs": [{**asdict(row), "verdict": row.verdict} for row in diagnosis.rows],
-        "details": [output.details() for output in diagnosis.wrong],
-    }
-
-
-def _summary(done: Sequence[Diagnosis], asked: int) -> str:
-    """What ran, in a line."""
-    last = done[-1]
-    if not last.passed:
-        rest = f", {asked - len(done)} not run" if asked > len(done) else ""
-        return f"{len(done) - 1} of {asked} cases right, 1 off{rest}"
-    # Few elements of 16 bits are judged one by one, and may be further off in norm.
-    shares = [(row.relative_error / row.tolerance, row.output) for d in done for row in d.rows]
+def _nothing_found(done: Sequence[Diagnosis]) -> str:
+    """In a line. Few elements of 16 bits are judged one by one, and may be further off in norm."""
+    shares = [(row.relative_error / row.tolerance, row.output) for diagnosis in done for row in diagnosis.rows]
     share, output = max(pair for pair in shares if pair[0] <= 1)
     largest = f"the largest error is {share:.0%} of what is allowed, in {output}"
-    return f"{last.case.subject.name.split()[0]}, {last.backend}: nothing found in {asked} cases; {largest}"
+    op = done[-1].case.subject.name.split()[0]
+    return f"{op}, {done[-1].backend}: nothing found in {len(done)} cases; {largest}"
 
 
 def _work(options: argparse.Namespace) -> tuple[list[AnyCase], Tensors | None, str]:
     """The cases, the user's tensors in place of theirs where there are any, and the backend."""
-    op, given = options.op, {name: getattr(options, name) for name in ("shape", "width", "dtype")}
-    given = {name: value for name, value in given.items() if value is not None}
+    op, given = options.op, [name for name in ("shape", "width", "dtype") if getattr(options, name) is not None]
     if options.inputs and given:
-        raise Refused(f"--{next(iter(given))} and --inputs exclude each other")
+        raise Refused(f"--{given[0]} and --inputs exclude each other")
     tensors = _load(op, options.inputs, options.device) if options.inputs else None
-    work = _from_check(op, given) if tensors is None else _cases_of(op, tensors)
+    work = _from_check(options) if tensors is None else _cases_of(op, tensors)
     if options.seed is not None:
         work = [replace(case, seed=options.seed) for case in work]
     backend = backends.choose(op, work[0].subject.family, options.backend, options.device)
@@ -134,31 +121,29 @@ def _work(options: argparse.Namespace) -> tuple[list[AnyCase], Tensors | None, s
     return runnable, tensors, backend
 
 
-def _from_check(op: str, given: dict[str, Any]) -> list[AnyCase]:
+def _from_check(options: argparse.Namespace) -> list[AnyCase]:
     """The cases of `check`, with what was given in place of what they have. fp32 first: where rounding is least, an
     explanation is clearest.
     """
-    if "width" in given and SUBJECTS[op]:
-        raise Refused(f"{op} has no --width")
-    changes = _sizes(op, given["shape"]) if "shape" in given else {}
-    changes |= {"dtype": DTYPES[given["dtype"]]} if "dtype" in given else {}
-    changes |= {"W": given["width"]} if "width" in given else {}
-    own = [case for case in selection.CHECK if case.subject.name.split()[0] == op]
-    changed: list[AnyCase] = [replace(case, **changes) for case in own]
-    packed_rows = [c for c in changed if isinstance(c, ConvCase) and "cu_seqlens" in c.places and c.B > 1]  # it has one
-    possible = {str(case): case for case in changed if case not in packed_rows}
+    if options.width and FORMS[options.op]:
+        raise Refused(f"{options.op} has no --width")
+    changes = _sizes(options.op, options.shape) if options.shape else {}
+    changes |= {"dtype": DTYPES[options.dtype]} if options.dtype else {}
+    changes |= {"W": options.width} if options.width else {}
+    own = [replace(case, **changes) for case in selection.CHECK if case.subject.name.split()[0] == options.op]
+    possible = {str(case): case for case in own if "cu_seqlens" not in str(case) or case.sizes[0] == 1}  # one row
     return sorted(possible.values(), key=lambda case: case.dtype != torch.float32)
 
 
 def _sizes(op: str, shape: Sequence[int]) -> dict[str, Any]:
     """The sizes of a case whose x has this shape."""
-    fits = len(shape) >= 2 if SUBJECTS[op] else len(shape) == (4 if op == "short_conv" else 3)
+    names = "BLnD" if op == "short_conv" else "BLD"
+    fits = len(shape) >= 2 if FORMS[op] else len(shape) == len(names)
     if not fits or (op == "sinkhorn" and shape[-1] != shape[-2]):
         raise Refused(f"--shape of {op} must be {LAYOUTS.get(op, 'Tx…xNxD')}, got {'x'.join(map(str, shape))}")
-    if SUBJECTS[op]:
+    if FORMS[op]:
         return {"outer": tuple(shape[:-2]), "n": shape[-2], "D": shape[-1]}
-    B, L, *n, D = shape
-    return {"B": B, "L": L, "D": D, **({"n": n[0]} if n else {})}
+    return dict(zip(names, shape))
 
 
 def _load(op: str, path: Path, device: torch.device) -> Tensors:
@@ -197,26 +182,26 @@ def _cases_of(op: str, tensors: Tensors) -> list[AnyCase]:
     except (Refused, IndexError) as error:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise Refused(f"--inputs: {op} cannot have these shapes: {shapes}") from error
-    if SUBJECTS[op]:
-        subject = _subject(op, tensors)
-        return [Case(subject, gamma="gamma" in tensors, sigma=_sigma(subject, tensors), seed=0, **sizes)]
+    if FORMS[op]:
+        form = _form(op, tensors)
+        return [Case(form, gamma="gamma" in tensors, sigma=_sigma(form, tensors), seed=0, **sizes)]
     places = [name for name in ("seq_idx", "cu_seqlens") if name in tensors] + ["states"] * ("initial_state" in tensors)
     sizes |= {"W": W, "dilation": dilation, "places": " ".join(places), "update": op == "causal_conv1d_update"}
     case = ConvCase(bias="bias" in tensors, residual="residual" in tensors, seed=0, **sizes)
     return [replace(case, residual=yes) if case.n else replace(case, silu=yes) for yes in (True, False)]
 
 
-def _subject(op: str, tensors: Tensors) -> cases.Subject:
+def _form(op: str, tensors: Tensors) -> cases.Subject:
     """The form of the op that takes these tensors; the identity has two sections, as alpha shows."""
     identity = "alpha" in tensors and tensors["alpha"].numel() == 2
-    fitting = [subject for subject in SUBJECTS[op] if set(subject.inputs) - {"gamma"} == set(tensors) - {"gamma"}]
-    named = [subject for subject in fitting if subject.name.endswith("identity") == identity]
-    return (named or fitting or SUBJECTS[op])[0]
+    fitting = [form for form in FORMS[op] if set(form.inputs) - {"gamma"} == set(tensors) - {"gamma"}]
+    named = [form for form in fitting if form.name.endswith("identity") == identity]
+    return (named or fitting or FORMS[op])[0]
 
 
-def _sigma(subject: cases.Subject, tensors: Tensors) -> float:
+def _sigma(form: cases.Subject, tensors: Tensors) -> float:
     """The spread of the logits that Sinkhorn gets; the tolerance behind it depends on it."""
-    if subject is not cases.SINKHORN and subject not in cases.MIXED:
+    if form is not cases.SINKHORN and form not in cases.MIXED:
         return Case.sigma
     of_pre: dict[str, Any] = {name: tensors[name] for name in cases.MHC_PRE.inputs if name in tensors}
     if "h_post" in tensors:

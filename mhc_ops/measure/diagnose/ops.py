@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...conv import reference as conv
 from ...core import steps
-from ...core.steps import Change, Computation, Step, Steps, Values, renamed, steps_of, total
+from ...core.steps import Change, Computation, Steps, Values, renamed, steps_of, total
 from ...mhc import manual
 from ...mhc import reference as mhc
 from ...mhc.options import DEFAULTS
@@ -23,82 +23,44 @@ from ..conv_cases import AnyCase, ConvCase
 from .outputs import BLOCKED, layout, words_of
 
 Hypothesis = tuple[str, Mapping[str, Change]]  # a sentence, and what is then instead of which values
-SMALLEST_BLOCK = 8
+BLOCKS = [8 << k for k in range(30)]  # that kernels read
 
 # mHC, with the maps of mhc/manual.py. Of a layer with a norm, h_read is h_in before it.
-PROJECT = (
+MAPS = (
     *steps_of(
         inv_rms=lambda x, norm_eps: torch.rsqrt(x.square().mean((-2, -1)) + norm_eps),
         h_mix=lambda x, gamma, phi: (x.flatten(-2) * gamma.flatten()) @ phi.T,
-        alphas=lambda alpha, section_of_row: alpha[section_of_row],
+        alphas=mhc.per_row,
     ),
     *manual.PRE_MAPS,
-)
-MAPS = steps_of(
-    h_post=lambda z, n, post_mult: post_mult * torch.sigmoid(z[..., n : 2 * n]),
-    logits=lambda z, n: z[..., 2 * n :].unflatten(-1, (n, n)),
-)
-SINKHORN = steps_of(
-    h_res=lambda logits, sinkhorn_iters, sinkhorn_eps: mhc.sinkhorn(logits, sinkhorn_iters, sinkhorn_eps)
+    *steps_of(
+        h_post=lambda z, n, post_mult: post_mult * torch.sigmoid(z[..., n : 2 * n]),
+        logits=lambda z, n: z[..., 2 * n :].unflatten(-1, (n, n)),
+        h_res=lambda logits, sinkhorn_iters, sinkhorn_eps: mhc.sinkhorn(logits, sinkhorn_iters, sinkhorn_eps),
+    ),
 )
 READ = steps_of(h_in=lambda h_pre, x: (h_pre[..., None] * x).sum(-2))
-WRITE = steps_of(
-    written=lambda h_post, h_out: h_post[..., None] * h_out[..., None, :], mixed=lambda h_res, x: h_res.mT @ x
-)
 LAYER_NORM = steps_of(
     r=lambda h_read, layer_norm_eps: torch.rsqrt(h_read.square().mean(-1, keepdim=True) + layer_norm_eps),
     h_in=lambda h_read, r, layer_norm_weight: h_read * r * layer_norm_weight,
 )
-PRE, POST = (*PROJECT, *MAPS, *SINKHORN, *READ), (*WRITE, total("x_next", "written", "mixed"))
-SHIFTED_PRE = (*PROJECT, *MAPS, *SINKHORN, *renamed(READ, h_pre="read"))
-IDENTITY_PRE = (*PROJECT, *MAPS[:1], *READ)
-IDENTITY_POST = (*WRITE[:1], *steps_of(kept=lambda x: x), total("x_next", "written", "kept"))
-# mhc_post_pre and mhc_next have two of some names: "h_post before" is the post's. Their pre reads x_next as it was
-# stored, or as it is where nothing was.
+WRITTEN = steps_of(written=lambda h_post, h_out: h_post[..., None] * h_out[..., None, :])
+MIX = (*WRITTEN, *steps_of(mixed=lambda h_res, x: h_res.mT @ x), total("x_next", "written", "mixed"))
+KEEP = (*WRITTEN, *steps_of(kept=lambda x: x), total("x_next", "written", "kept"))
+MEAN = steps_of(out=lambda x: x.mean(-2))
+# A post and the pre behind it have two of some names: "h_post before" is the post's. The pre reads x_next as it was
+# stored, or as it is where nothing was. mhc_next ends with the post of the next sublayer, which costs nothing.
 BEFORE = {"h_post": "h_post before", "h_res": "h_res before"}
-GRADIENTS = {f"d{new}": f"d{name}" for name, new in BEFORE.items()} | {f"d{name}": f"d{name} given" for name in BEFORE}
+AFTER = {"x_next": "x_after"} | {name: f"{name} after" for name in ("h_out", "written", "mixed", "kept")}
 STORED = steps_of(
     stored=lambda x_next, as_stored: x_next if as_stored is None else x_next + (as_stored - x_next).detach()
 )
-# mhc_next ends with the post of the next sublayer, which costs nothing. Its backward is two: that of the next sublayer
-# ends with dlink, the gradient of x_next; that of the post before begins with dlink as it was stored. x has none.
-AFTER = {"x_next": "x_after", **{name: f"{name} after" for name in ("h_out", "written", "mixed", "kept")}}
+# Its backward is two: that of the next sublayer ends with dlink, the gradient of x_next; that of the post before begins
+# with dlink as it was stored. x has none.
 LINK = steps_of(
     dlink_taken=lambda dlink, dlink_as_stored: dlink if dlink_as_stored is None else dlink_as_stored,
     dx=lambda x: torch.zeros_like(x),
 )
-
-
-def _normed(pre: Steps) -> Steps:
-    return (*renamed(pre, h_in="h_read"), *LAYER_NORM)
-
-
-def _post_pre(pre: Steps, post: Steps = POST) -> Steps:
-    return (*renamed(post, **BEFORE), *STORED, *renamed(pre, x="stored"))
-
-
-def _boundary(pre: Steps, post: Steps = POST) -> Steps:
-    return (*_post_pre(pre, post), *renamed(post, x="stored", **AFTER))
-
-
-MHC: dict[str, Steps] = {
-    "sinkhorn": SINKHORN,
-    "mhc_post": POST,
-    "mhc_forward_pre": renamed((*PROJECT, *MAPS, *READ), logits="h_res"),
-    "mhc_head": renamed((*PROJECT, *READ), h_in="out"),
-    "mhc_maps": (*PROJECT, *MAPS, *SINKHORN),
-    "mhc_read": READ,
-    "mhc_shifted_pre": SHIFTED_PRE,
-    "mhc_pre identity": IDENTITY_PRE,
-    "mhc_post identity": IDENTITY_POST,
-    "mhc_next identity": _boundary(IDENTITY_PRE, IDENTITY_POST),
-    "mhc_next shifted": _boundary(SHIFTED_PRE),
-    "mhc_next shifted normed": _boundary(_normed(SHIFTED_PRE)),
-    "mhc_mean": steps_of(out=lambda x: x.mean(-2)),
-}
-for _norm, _pre in {"": PRE, " normed": _normed(PRE)}.items():
-    MHC |= {f"mhc_pre{_norm}": _pre, f"mhc_layer{_norm}": (*_pre, *POST)}
-    MHC |= {f"mhc_post_pre{_norm}": _post_pre(_pre), f"mhc_next{_norm}": _boundary(_pre)}
 
 # The convolution; `under` says what lies under each tap, which the final state is, and which tokens are no padding.
 CONV = (
@@ -116,29 +78,22 @@ CONV = (
     ),
     total("y", "convolved", "added"),
 )
-NORM = steps_of(
-    inv_rms=lambda x, norm_eps: torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps),
-    normed=lambda x, inv_rms, gamma: (x * inv_rms * gamma).flatten(-2),
+SHORT_CONV = (
+    *steps_of(
+        inv_rms=lambda x, norm_eps: torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps),
+        normed=lambda x, inv_rms, gamma: (x * inv_rms * gamma).flatten(-2),
+        residual=lambda x: x.flatten(-2),
+    ),
+    *renamed(CONV, x="normed"),
 )
-RESIDUAL = steps_of(residual=lambda x: x.flatten(-2))
 
-WORDS = {
-    "written": "h_post ⊗ h_out",
-    "mixed": "h_resᵀ x",
-    "kept": "x",
-    "mixed after": "h_resᵀ x_next",
-    "dx via h_mix": "gamma ⊙ phiᵀ dh_mix",
-    "dx via inv_rms": "the norm's term",
-    "dx via h_in": "h_pre ⊗ dh_in",
-    "dx via h_read": "h_pre ⊗ dh_read",
-    "dx via mixed": "h_res dx_next",
-    "dx via mixed after": "h_res dx_after",
-    "convolved": "the convolution",
-    "added": "the residual",
-    "dx via residual": "the residual",
-}
-WORDS |= {"stored": "x_next", "shift": "the bias", "gate": "the activation"}
-WORDS |= {"h_out after": "h_out", "written after": WORDS["written"], "dstored": "dx_next", "alphas": "alpha"}
+# What a sentence says for a value, and for a term of dx.
+WORDS = {"written": "h_post ⊗ h_out", "mixed": "h_resᵀ x", "kept": "x", "stored": "x_next", "dstored": "dx_next"}
+WORDS |= {"written after": WORDS["written"], "mixed after": "h_resᵀ x_next", "h_out after": "h_out", "alphas": "alpha"}
+WORDS |= {"shift": "the bias", "gate": "the activation", "convolved": "the convolution", "added": "the residual"}
+OF_DX = {"h_mix": "gamma ⊙ phiᵀ dh_mix", "inv_rms": "the norm's term", "mixed": "h_res dx_next"}
+OF_DX |= {"h_in": "h_pre ⊗ dh_in", "h_read": "h_pre ⊗ dh_read", "mixed after": "h_res dx_after"}
+WORDS |= {"dx via residual": "the residual"} | {f"dx via {step}": words for step, words in OF_DX.items()}
 # Terms that are sums themselves.
 BY_STREAM = (
     *("x for h_in", "stored for h_in", "x for out", "x for mixed", "stored for mixed after"),
@@ -158,35 +113,56 @@ def model_of(
 ) -> Computation:
     """results: those that are judged. A decoding step has no steps: where it is wrong has to do."""
     if isinstance(case, ConvCase) and case.update:
-        return Computation((), {})
+        return Computation((), {**results})
     pairs = zip(case.subject.differentiable, cotangents)
-    inputs: Values = {f"cotangent of {name}": torch.zeros_like(results[name]) if c is None else c for name, c in pairs}
-    inputs |= tensors
-    every, more = _mhc(case, tensors, results) if isinstance(case, Case) else _conv(case, tensors, inputs)
-    inputs = more | inputs
+    given = {f"cotangent of {name}": torch.zeros_like(results[name]) if c is None else c for name, c in pairs}
+    every, inputs = _mhc(case, tensors, results) if isinstance(case, Case) else _conv(case, tensors, given)
+    inputs = given | inputs
     wide = {name: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in inputs.items()}
     return Computation(every, wide)
 
 
 def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]:
-    """And what the steps read beside what the op is given."""
-    op, device = case.subject.name, next(iter(tensors.values())).device
-    section_of_row = [k for k, rows in enumerate(case.sections.values()) for _ in rows]
-    inputs: Values = {**DEFAULTS._asdict(), "n": case.n, "section_of_row": torch.tensor(section_of_row, device=device)}
-    inputs |= {"gamma": torch.ones(case.n, case.D, device=device)}
-    forward, wanted, names = MHC[op], set(tensors), {}
-    if {"h_post", "phi"} <= wanted:  # a post and the pre behind it
-        inputs |= {BEFORE[name]: tensors[name] for name in BEFORE if name in tensors} | {
-            "h_out after": tensors["h_out"]
-        }
-        inputs |= {"as_stored": results.get("x_next"), "dlink_as_stored": results.get("dlink")}
-        wanted, names = {BEFORE.get(name, name) for name in tensors}, GRADIENTS
+    """And what the steps read."""
+    boundary = {"h_post", "phi"} <= set(tensors)
+    given = {BEFORE.get(name, name) if boundary else name: tensor for name, tensor in tensors.items()}
+    device = next(iter(tensors.values())).device
+    inputs: Values = {**DEFAULTS._asdict(), "n": case.n, "gamma": torch.ones(case.n, case.D, device=device), **given}
+    forward = _forward(case, given)
+    if not boundary:
+        return (*forward, *steps.gradients(forward, given, case.subject.differentiable)), inputs
+    stored = {"as_stored": results.get("x_next"), "dlink_as_stored": results.get("dlink")}
+    inputs |= {"h_out after": tensors["h_out"], **stored}
     gradients = _gradients_of_next if "link" in tensors else steps.gradients
-    return (*forward, *renamed(gradients(forward, wanted, case.subject.differentiable), **names)), inputs
+    names = {f"d{new}": f"d{name}" for name, new in BEFORE.items()} | {f"d{name}": f"d{name} given" for name in BEFORE}
+    return (*forward, *renamed(gradients(forward, given, case.subject.differentiable), **names)), inputs
+
+
+def _forward(case: Case, given: Collection[str]) -> Steps:
+    """A pre and a post, of which most ops are a part; a boundary is a post and both."""
+    op, identity = case.subject.name.split()[0], "identity" in case.subject.name
+    read = renamed(READ, h_pre="read") if "read" in given else READ
+    if "layer_norm_weight" in given:
+        read = (*renamed(read, h_in="h_read"), *LAYER_NORM)
+    pre, post = (*MAPS, *read), KEEP if identity else MIX
+    if "h_post before" in given:
+        every = (*renamed(post, **BEFORE), *STORED, *renamed((*pre, *renamed(post, **AFTER)), x="stored"))
+    elif op == "mhc_forward_pre":
+        every = renamed(pre, h_res="of logits", logits="h_res")
+    else:
+        every = {"mhc_head": renamed(pre, h_in="out"), "mhc_mean": MEAN}.get(op, (*pre, *post))
+    return _between(given, every, case.subject.outputs)
+
+
+def _between(given: Collection[str], every: Steps, outputs: Collection[str]) -> Steps:
+    """The steps that lead from what is given to the outputs."""
+    own = [step for step in every if step.name not in given]
+    needed = {step.name for output in outputs for step in steps.leading_to(own, output)}
+    return tuple(step for step in own if step.name in needed)
 
 
 def _gradients_of_next(forward: Steps, wanted: Collection[str], outputs: Collection[str]) -> Steps:
-    end = next(i for i, step in enumerate(forward) if step.name == "stored") + 1
+    end = 1 + [step.name for step in forward].index("stored")
     before, own = forward[:end], forward[end:]
     names = {"dstored": "dlink"} | {f"dstored via {step.name}": f"dx via {step.name}" for step in own}
     of_own = renamed(steps.gradients(own, {*wanted, "stored"}, outputs), **names)
@@ -194,14 +170,9 @@ def _gradients_of_next(forward: Steps, wanted: Collection[str], outputs: Collect
     return (*of_own, *LINK, *renamed(of_post, **{"cotangent of x_next": "dlink_taken"}))
 
 
-def _conv(case: ConvCase, tensors: Tensors, given: Values) -> tuple[Steps, Values]:
-    """Without an argument, it is zero."""
-    forward, x, bounds = CONV, tensors["x"].flatten(2), tensors.get("cu_seqlens")
-    given["cotangent of y"] = given["cotangent of y"].flatten(2)
-    if case.n:
-        forward = (*NORM, *(RESIDUAL if case.residual else ()), *renamed(CONV, x="normed"))
-    absent = {"final_state": "final_state" not in case.subject.outputs, "gate": not (case.silu or case.n)}
-    forward = tuple(step for step in forward if not absent.get(step.name))
+def _conv(case: ConvCase, tensors: Tensors, given: Tensors) -> tuple[Steps, Values]:
+    """And what the steps read: without an argument, zero."""
+    x, bounds = tensors["x"].flatten(2), tensors.get("cu_seqlens")
 
     def under(x: Tensor, initial_state: Tensor | None) -> conv.Taps:
         state = None if initial_state is None else initial_state.mT
@@ -211,8 +182,11 @@ def _conv(case: ConvCase, tensors: Tensors, given: Values) -> tuple[Steps, Value
 
     real = under(x, tensors.get("initial_state"))[2]
     inputs: Values = {"real": torch.ones_like(x[..., :1], dtype=torch.bool) if real is None else real, "under": under}
-    inputs |= {"norm_eps": case.norm_eps, "initial_state": None, "gate": torch.ones_like(x)}
-    inputs |= {"bias": x.new_zeros(x.shape[-1]), "residual": torch.zeros_like(x)}
+    inputs |= {"norm_eps": case.norm_eps, "initial_state": None, "bias": x.new_zeros(x.shape[-1])}
+    inputs |= {} if case.silu or case.n else {"gate": torch.ones_like(x)}
+    inputs |= {} if case.n and case.residual else {"residual": torch.zeros_like(x)}
+    inputs |= tensors | {"cotangent of y": given["cotangent of y"].flatten(2)}
+    forward = _between(inputs, SHORT_CONV if case.n else CONV, case.subject.outputs)
     wanted = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
     return (*forward, *steps.gradients(forward, wanted, case.subject.differentiable)), inputs
 
@@ -222,28 +196,31 @@ def terms_of(case: AnyCase, model: Computation, output: str) -> Tensors:
     found: Tensors = {}
     for step in model.steps:
         if step.name in model.sums.get(output, (output,)):
-            words, right, parts = WORDS.get(step.name, output), model.right[step.name], _parts(case, step)
-            found |= {f"{words} of {part}": right - model.value(step.name, parts[part]) for part in parts}
+            words, right = WORDS.get(step.name, output), model.right[step.name]
+            summed = "dm for dinv_rms via m" if step.name == "dx via inv_rms" else f"{step.reads[-1]} for {step.name}"
+            parts: dict[str, Any] = {f"stream {i}": (..., i, slice(None)) for i in range(case.n) if summed in BY_STREAM}
+            parts |= {name: (..., rows) for name, rows in case.sections.items() if step.name in BY_SECTION}
+            for part, index in parts.items():
+                without = model.value(step.name, {summed: steps.at(index, steps.zeros)})
+                found[f"{words} of {part}"] = right - without
             found |= {} if parts else {words: right}
     return found if len(found) > 1 else {}
 
 
-def _parts(case: AnyCase, step: Step) -> dict[str, dict[str, Change]]:
-    """Of a term that is a sum itself, what leaves out each summand."""
-    summed = "dm for dinv_rms via m" if step.name == "dx via inv_rms" else f"{step.reads[-1]} for {step.name}"
-    indices: dict[str, Any] = {f"stream {i}": (..., i, slice(None)) for i in range(case.n) if summed in BY_STREAM}
-    indices |= {name: (..., rows) for name, rows in case.sections.items() if step.name in BY_SECTION}
-    return {part: {summed: steps.at(index, steps.zeros)} for part, index in indices.items()}
-
-
-# What may be wrong.
-
-
 def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
-    """The order is the order of preference where two explain an output equally well."""
-    if isinstance(case, Case):
-        yield from _in_maps(case.sections)
-    yield from _left_out(case, model)
+    """What may be wrong; of two that explain an output equally well the first is preferred."""
+    yield from _in_maps(case.sections)
+    for name in FACTORS:
+        readers = _readers(model, name)
+        readers["the backward"] = [read for names in readers.values() for read in names if " via " in read]
+        for into, names in readers.items():
+            if names:
+                yield f"{WORDS.get(name, name)} is left out of {into}", dict.fromkeys(names, steps.ones)
+    results = {*case.subject.outputs, *(f"d{name}" for name in model.inputs)}  # whose terms are fitted
+    for value, terms in model.sums.items():
+        for term in terms if value not in results and len(terms) > 1 else ():
+            words = WORDS.get(term, term.replace(f"{value} via", "the term via"))
+            yield f"{words} is left out of {WORDS.get(value, value)}", {term: steps.zeros}
     for name in READ_IN_BLOCKS:
         if name in model.right:
             yield from _partial_reads(case, model, name)
@@ -260,25 +237,17 @@ def _in_maps(sections: Mapping[str, range]) -> Iterator[Hypothesis]:
         yield f"every section lacks the factor {words}", {name: change}
 
 
-def _left_out(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
-    """A factor of one value, of all gradients or of everything; or a term of a value that is no output."""
-    for name in [name for name in FACTORS if name in model.right]:
-        readers = _readers(model, name)
-        readers["the backward"] = [read for names in readers.values() for read in names if " via " in read]
-        for into, names in readers.items():
-            if names:
-                yield f"{WORDS.get(name, name)} is left out of {into}", dict.fromkeys(names, steps.ones)
-    results = {*case.subject.outputs, *(f"d{name}" for name in model.inputs)}  # whose terms are fitted
-    for value, terms in model.sums.items():
-        for term in terms if value not in results and len(terms) > 1 else ():
-            words = WORDS.get(term, term.replace(f"{value} via", "the term via"))
-            yield f"{words} is left out of {WORDS.get(value, value)}", {term: steps.zeros}
-
-
-def _block_ends(size: int) -> list[int]:
-    """Where a kernel may stop: after its first block, or before a last one that is not full. Blocks: powers of two."""
-    blocks = [1 << k for k in range(SMALLEST_BLOCK.bit_length() - 1, size.bit_length()) if 1 << k < size]
-    return sorted({end for block in blocks for end in (block, size // block * block) if end < size})
+def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
+    """The tensor is read up to some index only, where a block ends: after the first, or before one that is not full."""
+    axes, readers = layout(case, tensor, model.right[tensor].shape), _readers(model, tensor)
+    for axis, (word, size) in enumerate(axes.items()):
+        blocks = BLOCKS if word in BLOCKED else range(1, size) if word in ("stream", "sequence") else ()
+        for end in sorted({end for block in blocks for end in (block, size // block * block) if 0 < end < size}):
+            index = (*[slice(None)] * axis, slice(end, None))
+            missing = f"{words_of(range(end, size), size, word)} of {WORDS.get(tensor, tensor)}"
+            for into, names in readers.items():
+                sentence = f"{missing} {'is' if end == size - 1 else 'are'} read as zero for {into}"
+                yield sentence, dict.fromkeys(names, steps.at(index, steps.zeros, tuple(axes.values())))
 
 
 def _readers(model: Computation, tensor: str) -> dict[str, list[str]]:
@@ -290,16 +259,3 @@ def _readers(model: Computation, tensor: str) -> dict[str, list[str]]:
             found.setdefault(WORDS.get(into, into), []).append(f"{tensor} for {step.name}")
     everything = " and ".join(", ".join(found).rsplit(", ", 1))
     return found | ({everything: [name for names in found.values() for name in names]} if found else {})
-
-
-def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
-    """The tensor is read up to some index only, for one of the values that it is read for or for all of them."""
-    axes, readers = layout(case, tensor, model.right[tensor].shape), _readers(model, tensor)
-    for axis, (word, size) in enumerate(axes.items()):
-        ends = _block_ends(size) if word in BLOCKED else range(1, size) if word in ("stream", "sequence") else ()
-        for end in ends:
-            index = (*[slice(None)] * axis, slice(end, None))
-            missing = f"{words_of(list(range(end, size)), size, word)} of {WORDS.get(tensor, tensor)}"
-            for into, names in readers.items():
-                sentence = f"{missing} {'is' if end == size - 1 else 'are'} read as zero for {into}"
-                yield sentence, dict.fromkeys(names, steps.at(index, steps.zeros, tuple(axes.values())))

@@ -24,34 +24,25 @@ WORTH_A_RATIO = 1e-3  # of the root mean square; below it a ratio says nothing
 NEARLY_ALL = 0.75  # of the error must be gone, beside what is left being within the tolerance
 
 NO_SECTIONS: Mapping[str, range] = {}
-
-# The axes of a tensor; where a name is not here, it is d and one that is.
-MHC = {
-    **dict.fromkeys(("x", "x_next", "x_after", "stored", "link"), "token stream channel"),
-    **dict.fromkeys(("h_in", "h_read", "h_out", "h_out after", "out"), "token channel"),
-    **dict.fromkeys(("h_pre", "h_post", "read"), "token stream"),
-    **dict.fromkeys(("h_res", "logits"), "token old_stream new_stream"),
-    **dict.fromkeys(("h_mix", "z"), "token row"),
-}
-MHC |= {"phi": "row stream channel", "gamma": "stream channel", "inv_rms": "token", "alpha": "section", "bias": "row"}
-MHC |= {"layer_norm_weight": "channel"}
-CONV = {
-    **dict.fromkeys(("x", "y", "z", "normed", "residual"), "sequence token stream channel"),
-    **dict.fromkeys(("initial_state", "final_state"), "sequence channel step"),
-    "conv_state": "slot channel step",
-}
-CONV |= {"weight": "stream channel tap", "gamma": "stream channel", "bias": "channel"}
+# The tensors that have these axes; a gradient has those of its tensor.
+MHC = {"token, stream, channel": "x x_next x_after stored link", "token, channel": "h_in h_read h_out out"}
+MHC |= {"token, stream": "h_pre h_post read", "token, old stream, new stream": "h_res logits", "token": "inv_rms"}
+MHC |= {"row, stream, channel": "phi", "token, row": "h_mix z", "row": "bias", "section": "alpha"}
+MHC |= {"stream, channel": "gamma", "channel": "layer_norm_weight"}
+CONV = {"sequence, token, stream, channel": "x y z normed residual", "slot, channel, step": "conv_state"}
+CONV |= {"sequence, channel, step": "initial_state final_state", "stream, channel, tap": "weight"}
+CONV |= {"stream, channel": "gamma", "channel": "bias"}
 
 
 def layout(case: AnyCase, name: str, shape: Sequence[int]) -> dict[str, int]:
     """The axes of a tensor and their sizes: all tokens are one axis, streams and channels are two."""
+    tensor = name.split()[0].removeprefix("d")  # "h_out after" has the axes of h_out
     table = MHC if isinstance(case, Case) else CONV
-    axes = (table[name] if name in table else table[name.removeprefix("d")]).split()
-    first, *others = [axis.replace("_", " ") for axis in axes if axis != "stream" or case.n]
-    sizes = {"old stream": case.n, "new stream": case.n, "stream": case.n, "channel": case.D, "step": (1, *shape)[-1]}
-    rows = sum(map(len, case.sections.values()))
-    sizes |= {"row": rows} if isinstance(case, Case) else {"token": case.L, "tap": case.W}
-    known = {axis: sizes[axis] for axis in others}
+    axes = next(axes for axes, tensors in table.items() if tensor in tensors.split())
+    first, *others = [axis for axis in axes.split(", ") if axis != "stream" or case.n]
+    sizes = {"channel": case.D, "row": sum(map(len, case.sections.values())), "step": (1, *shape)[-1]}
+    sizes |= {} if isinstance(case, Case) else {"token": case.L, "tap": case.W}
+    known = {axis: sizes.get(axis, case.n) for axis in others}
     return {first: math.prod(shape) // max(1, math.prod(known.values())), **known}
 
 
@@ -70,30 +61,29 @@ class Place(NamedTuple):
 def place_of(off: Tensor, axes: dict[str, int], sections: Mapping[str, range]) -> Place:
     """The smallest product of index sets that holds every wrong element."""
     view = off.reshape(tuple(axes.values()))
-    box, several = torch.ones_like(view), False
-    words: list[str] = []
+    box, words, several = torch.ones_like(view), "", False
     for axis, (name, size) in enumerate(axes.items()):
-        others = [other for other in range(view.dim()) if other != axis]
-        hit = view.amax(others, keepdim=True) if others else view
+        hit = _along(view, axis).any(1)
         if not bool(hit.all()):
-            box &= hit
-            indices = hit.flatten().nonzero().flatten().tolist()
-            words.insert(0, words_of(indices, size, name, sections))  # channels of streams of tokens
-            several = len(indices) > 1 and not words[0].endswith(" section")
+            box &= hit.reshape(size, *[1] * (view.dim() - axis - 1))
+            indices = hit.nonzero().flatten().tolist()
+            here = words_of(indices, size, name, sections)
+            words = f"{here} of {words}" if words else here  # channels of streams of tokens
+            several = len(indices) > 1 and not here.endswith(" section")
     filled = float(view.sum() / box.sum().clamp(min=1))
     if filled < FILLED:
         return Place("", False, torch.ones_like(off), float(off.double().mean()))
-    return Place(" of ".join(words), several, box.reshape(off.shape), filled)
+    return Place(words, several, box.reshape(off.shape), filled)
 
 
 def words_of(indices: Sequence[int], size: int, axis: str, sections: Mapping[str, range] = NO_SECTIONS) -> str:
     """[1, 2, 3] of 4 streams -> "streams 1 to 3\""""
     first, last, many = indices[0], indices[-1], len(indices)
-    whole = [section for section, rows in sections.items() if axis == "row" and set(indices).issuperset(rows)]
-    if whole and sum(len(sections[section]) for section in whole) == many:
-        return f"the {' and '.join(whole)} section{'s' * (len(whole) > 1)}"
     if axis == "section":
-        return " and ".join(f"section {section}" for k, section in enumerate(sections) if k in indices)
+        return " and ".join(f"section {name}" for k, name in enumerate(sections) if k in indices)
+    whole = [name for name, rows in sections.items() if axis == "row" and set(rows) <= set(indices)]
+    if whole and sum(len(sections[name]) for name in whole) == many:
+        return f"the {' and '.join(whole)} section{'s' * (len(whole) > 1)}"
     if many == 1:
         return f"{axis} {first}"
     if last - first + 1 == many:
@@ -144,10 +134,27 @@ class Output:
 
     @cached_property
     def place(self) -> Place:
-        return self.locate(self.off)
+        return place_of(self.off, self.axes, self.case.sections)
 
-    def locate(self, off: Tensor) -> Place:
-        return place_of(off, self.axes, self.case.sections)
+    @cached_property
+    def fact(self) -> str:
+        """What needs no explanation."""
+        if not bool(self.exact.isfinite().all()):
+            return "cannot be judged: the truth is not finite, as an input or an output stored before it is not"
+        lost = ~self.result.isfinite()
+        if bool(lost.any()):
+            what = "NaN" if bool(self.result[lost].isnan().all()) else "NaN or infinite"
+            only_now = int((lost & self.first.isfinite()).sum())
+            unwritten = 2 * only_now > int(lost.sum())  # not all: old memory may hold NaN by chance
+            return place_of(lost, self.axes, self.case.sections).are("never written" if unwritten else what)
+        return "" if bool(self.result[self.off].any()) else self.place.are("zero: masked, or never added to")
+
+    @property
+    def race_and_place(self) -> str:
+        """All that is left to say where nothing explains it."""
+        race = "; different in each run: a race, or memory read before it is written"
+        where = f"; wrong: {self.place.words}" if self.place.words else ""
+        return f"{'' if self.close(self.first.double()) else race}{where}"
 
     def close(self, candidate: Tensor) -> bool:
         """Whether the result would pass if this were the truth."""
@@ -163,41 +170,47 @@ class Output:
         return self.share(candidate) >= NEARLY_ALL and self.close(candidate)
 
     def details(self) -> dict[str, Any]:
-        """All that is shown of it."""
-        inside = {name: term[self.place.box] for name, term in self.terms.items()}
-        return {
-            "output": self.name,
-            "axes": self.axes,
-            "statistics": self.statistics(),
-            "place": self.place.words or "everywhere",
-            "filled": self.place.filled,
-            "coefficients of terms": coefficients(self.error[self.place.box], inside),
-            "largest error by block, of what is allowed": self.by_block(),
-        }
-
-    def statistics(self) -> dict[str, Any]:
-        """Errors relative to the root mean square of the truth, and result / truth where an element is wrong and its
-        truth not tiny. decades: share of all elements by the power of ten of their error.
+        """All that is shown of it. error: relative to the root mean square of the truth; ratio: result / truth where an
+        element is wrong and its truth not tiny; decades: share of all elements by the power of ten of their error.
         """
         relative = self.error / (self.rms or 1.0)
         finite = relative[relative.isfinite()]
         powers, counts = finite.abs().log10().floor().clamp(-9, 1).unique(return_counts=True)
         worth = self.off & self.result.isfinite() & (self.exact.abs() > WORTH_A_RATIO * self.rms)
-        return {
+        statistics = {
             "error": _spread(finite),
             "ratio": _spread(self.result[worth] / self.exact[worth]),
             "decades": {f"1e{int(power)}": int(count) / relative.numel() for power, count in zip(powers, counts)},
             "nan": int((~self.result.isfinite()).sum()),
             "zero": int(((self.result == 0) & (self.exact != 0)).sum()),
         }
+        inside = {name: term[self.place.box] for name, term in self.terms.items()}
+        largest = {axis: in_blocks(_along(self.excess, k).amax(1), 0, MOST_BLOCKS) for k, axis in enumerate(self.axes)}
+        return {
+            "output": self.name,
+            "axes": self.axes,
+            "statistics": statistics,
+            "place": self.place.words or "everywhere",
+            "filled": self.place.filled,
+            "coefficients of terms": coefficients(self.error[self.place.box], inside),
+            "largest error by block, of what is allowed": {
+                axis: {str(block[0]): value for block, value in zip(blocks, values.tolist())}
+                for axis, (values, blocks) in largest.items()
+            },
+        }
 
-    def by_block(self) -> dict[str, dict[str, float]]:
-        """The largest error in each block of each axis."""
-        found: dict[str, dict[str, float]] = {}
-        for k, axis in enumerate(self.axes):
-            largest, blocks = in_blocks(self.excess, k, MOST_BLOCKS)
-            found[axis] = {str(block[0]): float(part.max()) for block, part in zip(blocks, largest.unbind(k))}
-        return found
+
+def _spread(values: Tensor) -> dict[str, float]:
+    """Nothing of no values."""
+    if not values.numel():
+        return {}
+    found = {"min": values.min(), "max": values.max(), "mean": values.mean(), "std": values.std(correction=0)}
+    return {name: float(value) for name, value in found.items()}
+
+
+def _along(values: Tensor, axis: int) -> Tensor:
+    """[size of the axis, all others]"""
+    return values.movedim(axis, 0).reshape(values.shape[axis], -1)
 
 
 def in_blocks(values: Tensor, axis: int, most: int) -> tuple[Tensor, list[range]]:
@@ -232,11 +245,3 @@ def map_of(excess: Tensor, axes: dict[str, int], columns: int) -> Iterator[tuple
 def shade(excess: float) -> str:
     """· what is allowed, then a decade beyond it each, N not finite"""
     return "N" if math.isinf(excess) else "·░▒▓█"[bisect_left((1, 10, 100, 1000), excess)]
-
-
-def _spread(values: Tensor) -> dict[str, float]:
-    """Nothing of no values."""
-    if not values.numel():
-        return {}
-    found = {"min": values.min(), "max": values.max(), "mean": values.mean(), "std": values.std(correction=0)}
-    return {name: float(value) for name, value in found.items()}
