@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from ..core.check import name_of
-from .cases import SEED, Call, Subject, Tensors
+from .cases import SEED, Subject, Tensors
 from .conv_cases import AnyCase
 
 Cotangents = list[Tensor | None]
+Gradients = Callable[..., Tensors]  # of cotangents: d<input>, in the order of the inputs
 
 NORM_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-5, torch.float64: 1e-12}
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -43,8 +44,7 @@ DRAWS = (16, 128)
 @dataclass(frozen=True)
 class Exact:
     """A result in fp64. terms: of a gradient, element by element (Σ terms²)^½ of what it adds up: estimates, the next
-    better than the one before, each asked for only where a result does not pass without it, as it takes longer.
-    """
+    better than the one before, each asked for only where a result does not pass without it, as it takes longer."""
 
     value: Tensor
     terms: Sequence[Callable[[], Tensor]] = ()
@@ -52,10 +52,8 @@ class Exact:
 
 @dataclass(frozen=True)
 class Row:
-    """One output of one case: errors, what is allowed, and the verdict.
-
-    relative_error: in norm, of the truth; where that is too much, of the terms it is the sum of if they are larger
-    """
+    """One output of one case: errors, what is allowed, and the verdict. relative_error: in norm, of the truth; where
+    that is too much, of the terms it is the sum of if they are larger."""
 
     case: str
     backend: str
@@ -72,52 +70,6 @@ class Row:
         return "PASS" if self.passed else "FAIL"
 
 
-def run(subject: Subject, tensors: Tensors, backend: str, cotangents: Cotangents | None = None) -> Tensors:
-    """Outputs by name and, where cotangents are given, gradients as d<input>, in the order of the inputs."""
-    leaves, outputs = _forward(subject, partial(subject.call, backend=backend), tensors, bool(cotangents))
-    return _results(subject, leaves, outputs, cotangents)
-
-
-def _forward(
-    subject: Subject, call: Call, tensors: Tensors, differentiable: bool
-) -> tuple[Tensors, tuple[Tensor, ...]]:
-    """The leaves that a gradient is wanted of, and the outputs."""
-    leaves = {name: tensor.detach() for name, tensor in tensors.items()}
-    leaves |= {name: leaves[name].clone() for name in subject.mutated}
-    wanted = {name: leaf for name, leaf in leaves.items() if differentiable and leaf.is_floating_point()}
-    for leaf in wanted.values():
-        leaf.requires_grad_()
-    return wanted, call(**leaves)
-
-
-def _results(subject: Subject, leaves: Tensors, outputs: tuple[Tensor, ...], cotangents: Cotangents | None) -> Tensors:
-    results = dict(zip(subject.outputs, outputs)) | (_gradients(leaves, outputs, cotangents) if cotangents else {})
-    return {name: result.detach() for name, result in results.items()}
-
-
-def _gradients(leaves: Tensors, outputs: tuple[Tensor, ...], cotangents: Cotangents, again: bool = False) -> Tensors:
-    """again: whether the same outputs will be differentiated once more."""
-    used = [(o, c) for o, c in zip(outputs, cotangents) if c is not None]
-    of, given = [o for o, _ in used], [c for _, c in used]
-    found = torch.autograd.grad(of, list(leaves.values()), given, retain_graph=again, materialize_grads=True)
-    return {f"d{name}": gradient for name, gradient in zip(leaves, found)}
-
-
-def random_cotangents(subject: Subject, outputs: Tensors, seed: int = SEED, unused: Sequence[str] = ()) -> Cotangents:
-    """One per differentiable output, typed and shaped as it; sums hide errors that random cotangents show.
-
-    Divided by the root of the last dimension, so that every output reaches the gradients with about the same weight and
-    none hides the error of another. Made on the CPU, so that a case is the same on every device. None for `unused`.
-    """
-    generator = torch.Generator().manual_seed(seed + 1)
-    cotangents: Cotangents = []
-    for name in subject.differentiable:
-        output = outputs[name]
-        normal = torch.randn(output.shape, generator=generator) / max(1, output.shape[-1]) ** 0.5
-        cotangents.append(None if name in unused else normal.to(output.device, output.dtype))
-    return cotangents
-
-
 @dataclass(frozen=True)
 class Ran:
     """What a case was run with, and what came of it."""
@@ -127,12 +79,59 @@ class Ran:
     results: Tensors
 
 
+def _forward(
+    subject: Subject, call: Callable[[Tensors], Tensors], tensors: Tensors, differentiable: bool
+) -> tuple[Tensors, Gradients]:
+    """What call makes of the tensors, and what makes gradients of it."""
+    leaves = {name: tensor.detach() for name, tensor in tensors.items()}
+    leaves |= {name: leaves[name].clone() for name in subject.mutated}
+    wanted = {name: leaf for name, leaf in leaves.items() if differentiable and leaf.is_floating_point()}
+    for leaf in wanted.values():
+        leaf.requires_grad_()
+    outputs = call(leaves)
+
+    def gradients(cotangents: Cotangents | None, again: bool = False) -> Tensors:
+        """again: whether they will be asked for once more."""
+        if not cotangents:
+            return {}
+        used = [(o, c) for o, c in zip(outputs.values(), cotangents) if c is not None]
+        of, given = [o for o, _ in used], [c for _, c in used]
+        found = torch.autograd.grad(of, list(wanted.values()), given, retain_graph=again, materialize_grads=True)
+        return {f"d{name}": gradient for name, gradient in zip(wanted, found)}
+
+    return outputs, gradients
+
+
+def run(subject: Subject, tensors: Tensors, backend: str, cotangents: Cotangents | None = None) -> Tensors:
+    """Outputs by name and, where cotangents are given, gradients as d<input>, in the order of the inputs."""
+    outputs, gradients = _forward(subject, partial(subject.run, backend=backend), tensors, bool(cotangents))
+    return _detached(outputs) | gradients(cotangents)
+
+
+def _detached(outputs: Tensors) -> Tensors:
+    return {name: output.detach() for name, output in outputs.items()}
+
+
+def random_cotangents(subject: Subject, outputs: Tensors, seed: int = SEED, unused: Sequence[str] = ()) -> Cotangents:
+    """One per differentiable output, typed and shaped as it; sums hide errors that random cotangents show.
+
+    Divided by the root of the last dimension, so that every output reaches the gradients with about the same weight and
+    none hides the error of another. Made on the CPU, so that a case is the same on every device. None for `unused`.
+    """
+    generator, cotangents = torch.Generator().manual_seed(seed + 1), list[Tensor | None]()
+    for name in subject.differentiable:
+        output = outputs[name]
+        normal = torch.randn(output.shape, generator=generator) / max(1, output.shape[-1]) ** 0.5
+        cotangents.append(None if name in unused else normal.to(output.device, output.dtype))
+    return cotangents
+
+
 def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> Ran:
     """Forward, and backward with cotangents that are shaped as what came out."""
     subject, tensors = case.subject, case.inputs(device)
-    leaves, outputs = _forward(subject, partial(subject.call, backend=backend), tensors, bool(subject.differentiable))
-    cotangents = random_cotangents(subject, dict(zip(subject.outputs, outputs)), case.seed, case.unused)
-    return Ran(tensors, cotangents, _results(subject, leaves, outputs, cotangents))
+    outputs, gradients = _forward(subject, partial(subject.run, backend=backend), tensors, bool(subject.differentiable))
+    cotangents = random_cotangents(subject, outputs, case.seed, case.unused)
+    return Ran(tensors, cotangents, _detached(outputs) | gradients(cotangents))
 
 
 def measure(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> list[Row]:
@@ -156,17 +155,13 @@ def truth(
     """The reference in fp64 on the very same inputs; `results`: what is to be judged, where the subject asks for it."""
     wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     doubled = [None if c is None else c.double() for c in cotangents]
-    leaves, outputs = _forward(subject, lambda **leaves: subject.truth(leaves, results or {}), wide, bool(doubled))
-    exact = {name: Exact(output.detach()) for name, output in zip(subject.outputs, outputs)}
-    if doubled:
-        exact |= exact_gradients(partial(_gradients, leaves, outputs, again=True), outputs, doubled)
-    return exact
+    outputs, gradients = _forward(subject, partial(subject.truth, results=results or {}), wide, bool(doubled))
+    exact = {name: Exact(outputs[name].detach()) for name in subject.outputs}
+    return exact | exact_gradients(partial(gradients, again=True), list(outputs.values()), doubled)
 
 
-def exact_gradients(
-    gradients: Callable[..., Tensors], outputs: Sequence[Tensor], cotangents: Cotangents
-) -> dict[str, Exact]:
-    """gradients: of fp64 tensors, by name for given cotangents, as often as it is called."""
+def exact_gradients(gradients: Gradients, outputs: Sequence[Tensor], cotangents: Cotangents) -> dict[str, Exact]:
+    """gradients: of fp64 tensors, as often as it is called."""
     sizes = [cache(partial(sizes_of_terms, gradients, outputs, cotangents, draws)) for draws in DRAWS]
     return {
         name: Exact(gradient, [lambda of=of, name=name: of()[name] for of in sizes])  # type: ignore[misc]
@@ -174,9 +169,7 @@ def exact_gradients(
     }
 
 
-def sizes_of_terms(
-    gradients: Callable[..., Tensors], outputs: Sequence[Tensor], cotangents: Cotangents, draws: int
-) -> Tensors:
+def sizes_of_terms(gradients: Gradients, outputs: Sequence[Tensor], cotangents: Cotangents, draws: int) -> Tensors:
     """(Σ terms²)^½ of every element of the gradients; a term is what one element of the gradient of an output
     contributes, where an output may be read by what makes another, as x_next is by the next layer's maps.
 
@@ -188,12 +181,11 @@ def sizes_of_terms(
     squares: Tensors = {}
     device = next(c.device for c in cotangents if c is not None)
     generator = torch.Generator(device).manual_seed(0)
-    differentiable = [output for output in outputs if output.requires_grad]
 
     def signed(gradient: Tensor) -> Tensor:
         return gradient * (torch.randint(0, 2, gradient.shape, generator=generator, device=device) * 2 - 1)
 
-    hooks = [output.register_hook(signed) for output in differentiable]
+    hooks = [output.register_hook(signed) for output in outputs if output.requires_grad]
     for _ in range(draws):
         for name, gradient in gradients(cotangents).items():
             squares[name] = squares.get(name, 0) + gradient.square() / draws
@@ -206,33 +198,31 @@ def judge(
     case: AnyCase | None, backend: str, name: str, result: Tensor, exact: Exact, norm_tolerance: float | None = None
 ) -> Row:
     """norm_tolerance: all that a library of another precision is held to; None: what the output's type allows."""
-    words, value = str(case or ""), exact.value
+    words, value, dtype = str(case or ""), exact.value, result.dtype
     if result.shape != value.shape:
         raise AssertionError(f"{words}: {name} is {list(result.shape)}, should be {list(value.shape)}")
     steep = case is not None and case.steep and name not in NOT_BEHIND_SINKHORN
-    of_fp32 = STEEP_TOLERANCE if steep else NORM_TOLERANCE[torch.float32]
-    tolerance = of_fp32 if result.dtype == torch.float32 else NORM_TOLERANCE[result.dtype]
-    rounded = result.dtype in ROUNDING and norm_tolerance is None
-    tolerance = tolerance if norm_tolerance is None else norm_tolerance
-    row = partial(Row, words, backend, name, tolerance=tolerance, dtype=name_of(result.dtype), elements=value.numel())
+    in_norm = NORM_TOLERANCE | ({torch.float32: STEEP_TOLERANCE} if steep else {})
+    tolerance = in_norm[dtype] if norm_tolerance is None else norm_tolerance
+    rounded = dtype in ROUNDING and norm_tolerance is None
+    row = partial(Row, words, backend, name, tolerance=tolerance, dtype=name_of(dtype), elements=value.numel())
     if value.numel() == 0:
         return row(max_error=0.0, relative_error=0.0, passed=True)
     error = (result.double() - value).abs()
-    own = OTHER_SIDE * (value.to(result.dtype).double() - value).norm().item() if rounded else 0.0
+    own = OTHER_SIDE * (value.to(dtype).double() - value).norm().item() if rounded else 0.0
 
     def judged(of_sums: Tensor) -> Row:
         scale = max(value.norm().item(), own / tolerance, of_sums.norm().item() / tolerance)
         relative = error.norm().item() / (scale if scale > NOTHING else 1.0)
         passed = relative <= tolerance  # False for NaN
         if rounded:
-            passed = one_rounding(error, value, result.dtype, of_sums) and (passed or value.numel() < ENOUGH_TO_AVERAGE)
+            passed = one_rounding(error, value, dtype, of_sums) and (passed or value.numel() < ENOUGH_TO_AVERAGE)
         return row(max_error=error.max().item(), relative_error=relative, passed=passed)
 
     verdict = judged(torch.zeros_like(value))
     for terms in exact.terms:
-        if verdict.passed:
-            break
-        verdict = judged((of_fp32 if rounded else tolerance) * terms())
+        if not verdict.passed:
+            verdict = judged((in_norm[torch.float32] if rounded else tolerance) * terms())
     return verdict
 
 

@@ -3,7 +3,7 @@
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,9 +38,9 @@ SEED, WRONG_SEED = _base_seed("MHC_OPS_SEED")  # of every case: none is chosen f
 class Subject:
     """An op as the measurements see it: `call(**tensors, backend=...)` returns the outputs in order.
 
-    inputs: names of the tensors it takes; outputs: their names, the last `intermediates` of them carry no gradient.
+    inputs, outputs: names of tensors; the last `intermediates` of the outputs carry no gradient.
     moved: (a, b, c, d): forward must move a + b/n times the bytes of x, backward c + d/n times.
-    exact: the outputs in fp64, from fp64 inputs and the results under test (which may be stored in between).
+    in_steps: the truth is that of `_in_steps`, not of the reference in one call.
     mutated: the inputs that a call writes to. options: what a call is given beside tensors, see `with_options`.
     """
 
@@ -50,7 +50,7 @@ class Subject:
     outputs: tuple[str, ...]
     moved: tuple[float, float, float, float]
     intermediates: int = 0
-    exact: Call | None = None
+    in_steps: bool = False
     mutated: tuple[str, ...] = ()
     options: tuple[tuple[str, float], ...] = ()
     family: str = "mhc"
@@ -60,14 +60,19 @@ class Subject:
         """The outputs that carry a gradient."""
         return self.outputs[: len(self.outputs) - self.intermediates]
 
-    def truth(self, tensors: Tensors, results: Tensors) -> tuple[Tensor, ...]:
-        if self.exact is not None:
-            return self.exact(tensors, results)
-        return self.call(**tensors, backend="reference")
+    def run(self, tensors: Tensors, backend: str) -> Tensors:
+        """The outputs by name."""
+        return dict(zip(self.outputs, self.call(**tensors, backend=backend)))
+
+    def truth(self, tensors: Tensors, results: Tensors) -> Tensors:
+        """The same in fp64, from fp64 inputs and the results under test (which may be stored in between)."""
+        if not self.in_steps:
+            return self.run(tensors, "reference")
+        found = _in_steps(tensors, results, **dict(self.options))
+        return {name: found[name] for name in (*self.outputs, "scaled") if name in found}
 
     def with_options(self, **options: float) -> "Subject":
-        exact = None if self.exact is None else partial(self.exact, **options)
-        return replace(self, call=partial(self.call, **options), exact=exact, options=tuple(options.items()))
+        return replace(self, call=partial(self.call, **options), options=tuple(options.items()))
 
 
 def public(name: str, **options: Any) -> Call:
@@ -80,55 +85,40 @@ def public(name: str, **options: Any) -> Call:
     return call
 
 
-def _pre_exact(tensors: Tensors, results: Tensors, layer_norm_eps: float = 1e-6, **options: Any) -> tuple[Any, ...]:
-    """mhc_pre, where h_in is read with `read` also h_pre and, last, h_in as a norm scales it: the gradient that comes
-    there and the one that comes through the norm's factor cancel (all of dh_pre where n is 1), so the terms of both are
-    to be known apart."""
-    of_maps: Any = {name: tensor for name, tensor in tensors.items() if name in _PRE}
-    h_pre, h_post, h_res = mhc_ops.mhc_maps(**of_maps, **options, backend="reference")
-    h_in = mhc_ops.mhc_read(tensors["x"], tensors.get("read", h_pre), backend="reference")
-    maps = (h_post, h_res, h_pre) if "read" in tensors else (h_post, h_res)
-    if "layer_norm_weight" not in tensors:
-        return h_in, *maps
-    scaled = h_in.clone()
-    factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
-    return tensors["layer_norm_weight"] * scaled * factor, *maps, scaled
+def _in_steps(tensors: Tensors, results: Tensors, layer_norm_eps: float = 1e-6, **options: Any) -> dict[str, Any]:
+    """By name what a post and the pre behind it make, or a pre and, where h_out is given, the post behind that.
 
-
-def _stored(value: Tensor, result: Tensor) -> Tensor:
-    """value, rounded as the result was stored, but not in the backward"""
-    return value + (result.double() - value).detach()
-
-
-def _parted(tensors: Tensors) -> tuple[Any, Tensors]:
-    """What a post takes, and what is left for the pre behind it, which lacks its x; a link is neither's."""
-    own = {name: tensor for name, tensor in tensors.items() if name not in (*_POST, "link")}
-    return {name: tensors[name] for name in _POST if name in tensors}, own
-
-
-def _post_pre_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    """The next layer reads x_next as it was stored."""
-    of_post, own = _parted(tensors)
-    x_next = mhc_ops.mhc_post(**of_post, backend="reference")
-    return x_next, *_pre_exact({"x": _stored(x_next, results["x_next"]), **own}, results, **options)
+    What is stored in between is read as it was stored: x_next in the forward, behind a link its gradient too.
+    scaled: h_in as its norm scales it. The gradient that comes there and the one that comes through the norm's factor
+    cancel (all of dh_pre where n is 1), so the terms of both are to be known apart.
+    """
+    post: Any = partial(mhc_ops.mhc_post, transposed=options.get("transposed", False), backend="reference")
+    x, h_out, linked, found = tensors["x"], tensors.get("h_out"), "link" in tensors, {}
+    if "h_post" in tensors:
+        options |= {} if "h_res" in tensors else {"residual": "identity"}
+        x_next = post(x.detach() if linked else x, h_out, tensors["h_post"], tensors.get("h_res"))
+        if "dlink" in results:
+            x_next.register_hook(lambda gradient: results["dlink"].double())
+        if linked:
+            x_next = x_next + tensors["link"]
+        found["x_next"], x = x_next, x_next + (results["x_next"].double() - x_next).detach()
+    parameters: Any = {name: tensors[name] for name in _OWN.split() if name in tensors}
+    h_pre, h_post, h_res = mhc_ops.mhc_maps(x, **parameters, **options, backend="reference")
+    h_in = mhc_ops.mhc_read(x, tensors.get("read", h_pre), backend="reference")
+    if "layer_norm_weight" in tensors:
+        found["scaled"] = scaled = h_in.clone()
+        factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
+        h_in = tensors["layer_norm_weight"] * scaled * factor
+    if linked:
+        found["x_after"] = post(x, tensors["h_out"].detach(), h_post, h_res)
+    elif h_out is not None and "h_post" not in tensors:
+        found["x_next"] = post(x, h_out, h_post, h_res)
+    return found | {"h_in": h_in, "h_pre": h_pre, "h_post": h_post, "h_res": h_res}
 
 
 def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[Tensor, ...]:
     """Around a layer that costs nothing: its output is given, and so is the gradient of its input."""
-    read: list[Tensor] = []
-
-    def layer(h_in: Tensor) -> Tensor:
-        read.append(h_in)
-        return h_out
-
-    return mhc_ops.mhc_layer(x, layer, **parameters, backend=backend), read[0]
-
-
-def _layer_normed_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    of_pre = {name: tensor for name, tensor in tensors.items() if name != "h_out"}
-    h_in, h_post, h_res, *more = _pre_exact(of_pre, results, **options)
-    of_post: Any = {"transposed": options.get("transposed", False), "backend": "reference"}
-    return mhc_ops.mhc_post(tensors["x"], tensors["h_out"], h_post, h_res, **of_post), h_in, *more
+    return mhc_ops.mhc_layer(x, lambda h_in: (h_out, h_in), **parameters, backend=backend)
 
 
 def _next(x: Tensor, h_out: Tensor, link: Tensor, backend: str, **own: Any) -> tuple[Tensor, ...]:
@@ -137,24 +127,12 @@ def _next(x: Tensor, h_out: Tensor, link: Tensor, backend: str, **own: Any) -> t
     h_post, h_res, read = (own.pop(name, None) for name in ("h_post", "h_res", "read"))
     if backend == "reference":  # whose link is x itself
         x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend=backend) + link
-        of_read: dict[str, Any] = {} if read is None else {"shifted": True, "read": read}
-        h_in, carry = mhc_ops.mhc_enter(x_next, **own, **of_read, backend=backend)
+        own |= {} if read is None else {"shifted": True, "read": read}
+        h_in, carry = mhc_ops.mhc_enter(x_next, **own, backend=backend)
     else:
         h_in, carry = mhc_ops.mhc_next(mhc_ops.Carry(x, h_post, h_res, read, link), h_out, **own, backend=backend)
     left = mhc_ops.mhc_leave(carry, h_out.detach(), backend=backend)
     return h_in, *(left if isinstance(left, tuple) else (left,)), carry.x
-
-
-def _next_exact(tensors: Tensors, results: Tensors, **options: Any) -> tuple[Tensor, ...]:
-    of_post, own = _parted(tensors)
-    x_next = mhc_ops.mhc_post(**{"h_res": None, **of_post, "x": tensors["x"].detach()}, backend="reference")
-    if "dlink" in results:  # what is before x_next gets the gradient that was stored
-        x_next.register_hook(lambda gradient: results["dlink"].double())
-    x_next = x_next + tensors["link"]
-    stored = _stored(x_next, results["x_next"])
-    h_in, h_post, h_res, *more = _pre_exact({"x": stored, **own}, results, **options)
-    after = mhc_ops.mhc_post(stored, tensors["h_out"].detach(), h_post, h_res, backend="reference")
-    return h_in, after, *([more.pop(0)] if "read" in tensors else []), x_next, *more
 
 
 def _shifted_pre(x: Tensor, backend: str, **own: Any) -> Any:
@@ -162,81 +140,66 @@ def _shifted_pre(x: Tensor, backend: str, **own: Any) -> Any:
     return h_in, carry.h_post, carry.h_res, carry.read
 
 
-_PARAMETERS = ("phi", "alpha", "bias", "gamma")
-_PRE, _POST = ("x", *_PARAMETERS), ("x", "h_out", "h_post", "h_res")
-_MAPS = ("h_in", "h_post", "h_res")
-_NEXT = (*_POST, "link", *_PARAMETERS)
+def _subject(name: str, inputs: str, outputs: str, moved: Any, call: Call | None = None, **more: Any) -> Subject:
+    """call: None for the public function of this name."""
+    return Subject(name, call or public(name), tuple(inputs.split()), tuple(outputs.split()), moved, **more)
 
 
 def _normed(subject: Subject, **changes: Any) -> Subject:
     """With the norm of the layer."""
     inputs = (*subject.inputs, "layer_norm_weight")
-    return replace(subject, name=f"{subject.name} normed", inputs=inputs, **changes)
+    return replace(subject, name=f"{subject.name} normed", inputs=inputs, in_steps=True, **changes)
 
 
+_OWN, _POST, _MAPS = "phi alpha bias gamma", "x h_out h_post h_res", "h_in h_post h_res"
+_PRE, _NEXT, _LEFT = f"x {_OWN}", f"{_POST} link {_OWN}", "h_in x_after x_next"
 # The bytes of pre: x is read for the projection and again for h_in, which is written; backward, x and dh_in are read
 # for dh_pre and again to write dx. Of post: x and h_out are read, x_next is written; backward, dx_next, x and h_out are
 # read, dx and dh_out written. The layer's backward writes dx once; to its second pass over x comes dx_next. post_pre
 # reads x_next once more for h_in; backward: pre's, with dx_next, up to a dx_next in fp32, then post's.
 _BYTES = (2, 1, 3, 2)  # of pre, and as many of post
-_stored_maps = (*_MAPS, "inv_rms", "h_mix", "h_pre")
 _forward_pre = public("mhc_forward_pre", outflag=True)
-MHC_FORWARD_PRE = Subject("mhc_forward_pre", _forward_pre, _PRE, _stored_maps, _BYTES, intermediates=3)
-MHC_PRE = Subject("mhc_pre", public("mhc_pre"), _PRE, _MAPS, _BYTES)
-MHC_POST = Subject("mhc_post", public("mhc_post"), _POST, ("x_next",), _BYTES)
-MHC_LAYER = Subject("mhc_layer", _layer, ("x", "h_out", *_PARAMETERS), ("x_next", "h_in"), (4, 2, 6, 4))
-_post_pre = public("mhc_post_pre"), (*_POST, *_PARAMETERS), ("x_next", *_MAPS), (3, 2, 9, 4)
-MHC_POST_PRE = Subject("mhc_post_pre", *_post_pre, exact=_post_pre_exact)
-MHC_HEAD = Subject("mhc_head", public("mhc_head"), _PRE, ("out",), _BYTES)
-SINKHORN = Subject("sinkhorn", public("sinkhorn"), ("logits",), ("h_res",), (2, 0, 3, 0))
+_stored_maps = f"{_MAPS} inv_rms h_mix h_pre"
+MHC_FORWARD_PRE = _subject("mhc_forward_pre", _PRE, _stored_maps, _BYTES, _forward_pre, intermediates=3)
+MHC_PRE = _subject("mhc_pre", _PRE, _MAPS, _BYTES)
+MHC_POST = _subject("mhc_post", _POST, "x_next", _BYTES)
+MHC_LAYER = _subject("mhc_layer", f"x h_out {_OWN}", "x_next h_in", (4, 2, 6, 4), _layer)
+MHC_POST_PRE = _subject("mhc_post_pre", f"{_POST} {_OWN}", f"x_next {_MAPS}", (3, 2, 9, 4), in_steps=True)
+MHC_HEAD = _subject("mhc_head", _PRE, "out", _BYTES)
+SINKHORN = _subject("sinkhorn", "logits", "h_res", (2, 0, 3, 0))
 SUBJECTS = (MHC_FORWARD_PRE, MHC_PRE, MHC_POST, MHC_LAYER, MHC_POST_PRE, MHC_HEAD, SINKHORN)
 # The stack: the maps and the read alone, the boundary with its carry, the layer's norm;
-MHC_MAPS = Subject("mhc_maps", public("mhc_maps"), _PRE, ("h_pre", "h_post", "h_res"), (1, 0, 2, 0))
-MHC_READ = Subject("mhc_read", public("mhc_read"), ("x", "h_pre"), ("h_in",), (1, 1, 2, 1))
-_next_outputs = ("h_in", "x_after", "x_next")
-MHC_NEXT = Subject("mhc_next", _next, _NEXT, _next_outputs, (3, 2, 4, 4), intermediates=1, exact=_next_exact)
-MHC_PRE_NORMED = _normed(MHC_PRE, exact=_pre_exact)
-MHC_LAYER_NORMED = _normed(MHC_LAYER, exact=_layer_normed_exact)
-MHC_POST_PRE_NORMED, MHC_NEXT_NORMED = _normed(MHC_POST_PRE), _normed(MHC_NEXT)
+MHC_MAPS = _subject("mhc_maps", _PRE, "h_pre h_post h_res", (1, 0, 2, 0))
+MHC_READ = _subject("mhc_read", "x h_pre", "h_in", (1, 1, 2, 1))
+_boundary = partial(_subject, intermediates=1, in_steps=True)
+MHC_NEXT = _boundary("mhc_next", _NEXT, _LEFT, (3, 2, 4, 4), _next)
+_with_norm = map(_normed, (MHC_PRE, MHC_LAYER, MHC_POST_PRE, MHC_NEXT))
+MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED = _with_norm
 OF_THE_STACK = (
     *(MHC_MAPS, MHC_READ, MHC_NEXT),
     *(MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED),
 )
 # the shifted form, which reads with the weights of the sublayer before; the identity in place of h_res; the mean.
-MHC_SHIFTED_PRE = Subject("mhc_shifted_pre", _shifted_pre, ("read", *_PRE), (*_MAPS, "h_pre"), _BYTES)
-MHC_NEXT_SHIFTED = replace(
-    MHC_NEXT,
-    name="mhc_next shifted",
-    inputs=("read", *_NEXT),
-    outputs=("h_in", "x_after", "h_pre", "x_next"),
-    moved=(2, 2, 3, 3),
-)
+MHC_SHIFTED_PRE = _subject("mhc_shifted_pre", f"read {_PRE}", f"{_MAPS} h_pre", _BYTES, _shifted_pre)
+MHC_NEXT_SHIFTED = _boundary("mhc_next shifted", f"read {_NEXT}", "h_in x_after h_pre x_next", (2, 2, 3, 3), _next)
 MHC_NEXT_SHIFTED_NORMED = _normed(MHC_NEXT_SHIFTED, moved=MHC_NEXT.moved)
 SHIFTED = (MHC_SHIFTED_PRE, MHC_NEXT_SHIFTED, MHC_NEXT_SHIFTED_NORMED)
-_identity, _post_identity = public("mhc_pre", residual="identity"), public("mhc_post", h_res=None)
-MHC_PRE_IDENTITY = Subject("mhc_pre identity", _identity, _PRE, _MAPS[:2], _BYTES)
-MHC_POST_IDENTITY = Subject("mhc_post identity", _post_identity, _POST[:3], ("x_next",), _BYTES)
-MHC_NEXT_IDENTITY = replace(
-    MHC_NEXT,
-    name="mhc_next identity",
-    call=partial(_next, residual="identity"),
-    exact=partial(_next_exact, residual="identity"),
-    inputs=tuple(name for name in _NEXT if name != "h_res"),
-)
-MHC_MEAN = Subject("mhc_mean", public("mhc_mean"), ("x",), ("out",), (1, 1, 1, 1))
+MHC_PRE_IDENTITY = _subject("mhc_pre identity", _PRE, "h_in h_post", _BYTES, public("mhc_pre", residual="identity"))
+MHC_POST_IDENTITY = _subject("mhc_post identity", "x h_out h_post", "x_next", _BYTES, public("mhc_post", h_res=None))
+_next_identity, _without_h_res = partial(_next, residual="identity"), _NEXT.replace("h_res ", "")
+MHC_NEXT_IDENTITY = _boundary("mhc_next identity", _without_h_res, _LEFT, (3, 2, 4, 4), _next_identity)
+MHC_MEAN = _subject("mhc_mean", "x", "out", (1, 1, 1, 1))
 VARIANTS = (*SHIFTED, MHC_PRE_IDENTITY, MHC_POST_IDENTITY, MHC_NEXT_IDENTITY, MHC_MEAN)
 ALL = (*SUBJECTS, *OF_THE_STACK, *VARIANTS)
 NORMED = tuple(subject for subject in ALL if "layer_norm_weight" in subject.inputs)
 MIXED = (MHC_PRE, MHC_LAYER, MHC_POST_PRE, MHC_MAPS, MHC_NEXT, *NORMED, *SHIFTED[:2])  # with Sinkhorn and the rest
 NOT_IN_TILELANG = tuple(subject.name for subject in (MHC_MAPS, MHC_READ, *NORMED, *VARIANTS))
-
 LAYOUTS = ("", "sliced", "strided", "transposed", "expanded")
 
 
 def laid_out(name: str, tensor: Tensor, layout: str) -> Tensor:
     """The same values in another layout, NaN around them where there is a place; `expanded` repeats the first row, but
-    of no parameter: of maps that are all alike there is nothing to learn. A link has no values, only its layout.
-    """
+    of no parameter: of maps that are all alike there is nothing to learn. A link has no values, only its layout."""
     if name == "link":
         return tensor
     other = float("nan") if tensor.is_floating_point() else -1
@@ -246,7 +209,7 @@ def laid_out(name: str, tensor: Tensor, layout: str) -> Tensor:
         return torch.stack([tensor, torch.full_like(tensor, other)], -1)[..., 0]
     if layout == "transposed" and tensor.dim() > 1:
         return tensor.mT.contiguous().mT
-    if layout == "expanded" and tensor.dim() > 1 and name not in (*_PARAMETERS, "weight"):
+    if layout == "expanded" and tensor.dim() > 1 and name not in (*_OWN.split(), "weight"):
         return tensor[:1].expand_as(tensor)
     return tensor
 
@@ -275,14 +238,14 @@ class Drawn:
         forward, backward = (a + b / max(1, self.n)) * X, (c + d / max(1, self.n)) * X
         return {"forward": forward, "backward": backward, "both": forward + backward}
 
-    def _named(self: Any, first: dict[str, bool], last: dict[str, bool]) -> str:
-        """What most cases leave as it is stands only in those that do not. first, last: what the family says, if so."""
-        words = first | {f"parameters {name_of(self.parameter_dtype)}": self.parameter_dtype != torch.float32}
-        words |= {f"scale {self.scale:g}": self.scale != 1} | last
-        words |= {f"{name} {value:g}": True for name, value in self.subject.options} | {self.layout: bool(self.layout)}
-        words |= {f"no d{name}": True for name in self.unused} | {f"seed {self.seed}": self.seed != SEED}
-        shown = [word for word, holds in words.items() if holds]
-        return " ".join([self.subject.name, "x".join(map(str, self.sizes)), *shown])
+    def _named(self: Any, first: Sequence[str], last: Sequence[str]) -> str:
+        """first, last: what the family says. What most cases leave as it is stands only in those that do not."""
+        words = [self.subject.name, "x".join(map(str, self.sizes)), *first]
+        words += [f"parameters {name_of(self.parameter_dtype)}" * (self.parameter_dtype != torch.float32)]
+        words += [f"scale {self.scale:g}" * (self.scale != 1), *last]
+        words += [*(f"{name} {value:g}" for name, value in self.subject.options), self.layout]
+        words += [*(f"no d{name}" for name in self.unused), f"seed {self.seed}" * (self.seed != SEED)]
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -325,7 +288,7 @@ class Case(Drawn):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (*self.outer, self.n, self.n if self.subject.inputs == SINKHORN.inputs else self.D)
+        return (*self.outer, self.n, self.n if "logits" in self.subject.inputs else self.D)
 
     @property
     def sections(self) -> dict[str, range]:
@@ -340,11 +303,10 @@ class Case(Drawn):
         """Logits so large that Sinkhorn makes more of small errors."""
         return self.sigma >= STEEP_LOGITS
 
-    def runs_on(self, backend: str) -> bool:
-        """Whether the backend's kernels have all that the case asks for."""
-        options = {name for name, _ in self.subject.options}
-        there = self.subject.name not in NOT_IN_TILELANG and options.isdisjoint(OPTIONS_NOT_IN_TILELANG)
-        return backend != "tilelang" or there
+    def runs_on(self, provider: str) -> bool:
+        """Whether the kernels of a backend have all that the case asks for."""
+        there = self.subject.name not in NOT_IN_TILELANG
+        return provider != "tilelang" or (there and not {*dict(self.subject.options)} & {*OPTIONS_NOT_IN_TILELANG})
 
     def smaller(self) -> "Case":
         """As quick to check as to start."""
@@ -352,9 +314,8 @@ class Case(Drawn):
 
     def __str__(self) -> str:
         no_gamma = not self.gamma and "gamma" in self.subject.inputs
-        return self._named(
-            {name_of(self.dtype): True}, {f"logits {self.sigma:g}": self.sigma != Case.sigma, "no gamma": no_gamma}
-        )
+        last = f"logits {self.sigma:g}" * (self.sigma != Case.sigma), "no gamma" * no_gamma
+        return self._named([name_of(self.dtype)], last)
 
 
 @dataclass(frozen=True)
@@ -376,6 +337,15 @@ class Stack(Case):
 
     def __str__(self) -> str:
         return super().__str__() + f" recompute {self.recompute}" * bool(self.recompute)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How time grows. axis: the size that varies; cases: what its values make of the op; at: what stays the same."""
+
+    axis: str
+    at: str
+    cases: dict[int, Any]
 
 
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -407,45 +377,39 @@ CHECK = (
     *(Case(subject, (173,), 3, 257) for subject in VARIANTS),
 )
 
-# What `mhc-ops bench` runs on a GPU: training sizes of 4 streams,
-_case, _boundary = partial(Case, n=4, gamma=False), partial(Stack, n=4, gamma=False)
-SIZES = ((8192, 4096), (8192, 7168), (4096, 2560), (16384, 1280))  # T, D
-BENCH: tuple[Case, ...] = (
-    *(_case(s, (T,), D=D) for s in (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE) for T, D in SIZES),
-    *(_boundary(s, (T,), D=D) for s in (MHC_NEXT, MHC_NEXT_NORMED) for T, D in SIZES),
-    _boundary(MHC_NEXT, (8192,), D=4096, recompute=4),
-    *(_boundary(s, (T,), D=D) for s in (*SHIFTED[1:], MHC_NEXT_IDENTITY) for T, D in (SIZES[0], SIZES[2])),
+
+def _each(subjects: Iterable[Subject], sizes: Iterable[tuple[int, int]], kind: Any = Case, **more: Any) -> list[Case]:
+    """At every size, T and D, with 4 streams."""
+    return [kind(subject, (T,), 4, D, gamma=False, **more) for subject in subjects for T, D in sizes]
+
+
+# What `mhc-ops bench` runs on a GPU: training sizes,
+_OPS = (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE)
+SIZES = ((8192, 4096), (8192, 7168), (4096, 2560), (16384, 1280))
+BENCH = (
+    *_each(_OPS, SIZES),
+    *_each([MHC_NEXT, MHC_NEXT_NORMED], SIZES, Stack),
+    *_each([MHC_NEXT], SIZES[:1], Stack, recompute=4),
+    *_each([MHC_NEXT_SHIFTED, MHC_NEXT_SHIFTED_NORMED, MHC_NEXT_IDENTITY], SIZES[:3:2], Stack),
 )
 # decode sizes, beside other kernels only (launches are all there is to see),
-_of_decode = (MHC_LAYER, MHC_PRE, MHC_POST, MHC_POST_PRE, MHC_HEAD)
-DECODE: tuple[Case, ...] = (
-    *(_case(s, (T,), D=D) for s in _of_decode for D in (4096, 7168) for T in (1, 16, 128)),
-    *(_boundary(MHC_NEXT_NORMED, (T,), D=D) for D in (4096, 7168) for T in (1, 16, 128)),
-    *(_boundary(MHC_NEXT_SHIFTED_NORMED, (T,), D=D) for D in (4096, 7168) for T in (1, 16)),
+_FEW = [(T, D) for D in (4096, 7168) for T in (1, 16, 128)]
+DECODE = (
+    *_each([*_OPS, MHC_HEAD], _FEW),
+    *_each([MHC_NEXT_NORMED], _FEW, Stack),
+    *_each([MHC_NEXT_SHIFTED_NORMED], [(T, D) for T, D in _FEW if T < 128], Stack),
 )
 # and on a CPU, where only the reference can be timed.
-BENCH_CPU: tuple[Case, ...] = (
-    *(_case(subject, (256,), D=256, dtype=_fp32) for subject in SUBJECTS),
-    *(_boundary(MHC_NEXT_NORMED, (64,), D=64, dtype=_fp32, recompute=k) for k in (0, 4)),
+BENCH_CPU = (
+    *_each(SUBJECTS, [(256, 256)], dtype=_fp32),
+    *(stack for k in (0, 4) for stack in _each([MHC_NEXT_NORMED], [(64, 64)], Stack, dtype=_fp32, recompute=k)),
 )
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """How time grows. axis: the size that varies; cases: what its values make of the op; at: what stays the same."""
-
-    axis: str
-    at: str
-    cases: dict[int, Any]
-
-
-_layer_case = partial(_case, MHC_LAYER)
-_T, _D, _few = (1024, 2048, 4096, 8192, 16384), (1280, 2560, 4096, 5120, 7168), (64, 128, 256, 512)
+_swept, _few = partial(Case, MHC_LAYER, n=4, gamma=False), (64, 128, 256, 512)
 SCALING = (
-    Sweep("T", "D = 4096", {T: _layer_case((T,), D=4096) for T in _T}),
-    Sweep("D", "T = 8192", {D: _layer_case((8192,), D=D) for D in _D}),
+    Sweep("T", "D = 4096", {T: _swept((T,), D=4096) for T in (1024, 2048, 4096, 8192, 16384)}),
+    Sweep("D", "T = 8192", {D: _swept((8192,), D=D) for D in (1280, 2560, 4096, 5120, 7168)}),
 )
 SCALING_CPU = (
-    Sweep("T", "D = 256", {T: _layer_case((T,), D=256, dtype=_fp32) for T in _few}),
-    Sweep("D", "T = 256", {D: _layer_case((256,), D=D, dtype=_fp32) for D in _few}),
+    Sweep("T", "D = 256", {T: _swept((T,), D=256, dtype=_fp32) for T in _few}),
+    Sweep("D", "T = 256", {D: _swept((256,), D=D, dtype=_fp32) for D in _few}),
 )

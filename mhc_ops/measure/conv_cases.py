@@ -13,6 +13,9 @@ import mhc_ops
 from ..core.check import name_of
 from .cases import Case, Drawn, Subject, Sweep, Tensors, public
 
+PLACES = ("states", "seq_idx", "seq_idx states", "cu_seqlens", "cu_seqlens states")
+FINAL = ("states", "cu_seqlens states")  # those with final states
+
 
 def _update(conv_state: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
     return mhc_ops.causal_conv1d_update(conv_state=conv_state, **arguments), conv_state
@@ -46,20 +49,20 @@ class ConvCase(Drawn):
 
     @property
     def subject(self) -> Subject:
+        of_conv = partial(Subject, inputs=(), family="conv")
+        options: dict[str, Any] = {"dilation": self.dilation}
         if self.n:
-            call = public("short_conv", dilation=self.dilation, residual=self.residual, norm_eps=self.norm_eps)
-            return Subject("short_conv", call, (), ("y",), (3, 0, 5, 0), family="conv")
-        options: dict[str, Any] = {"dilation": self.dilation, "activation": "silu" if self.silu else None}
-        silu = " silu" * self.silu
-        if self.update:
-            outputs, moved = ("y", "conv_state"), (2 * self.W, 0, 0, 0)  # x and y; of the state all but one row, twice
-            call = partial(_update, **options)
-            more: Any = {"intermediates": 2, "mutated": ("conv_state",), "family": "conv"}
-            return Subject("causal_conv1d_update" + silu, call, (), outputs, moved, **more)
+            call = public("short_conv", residual=self.residual, norm_eps=self.norm_eps, **options)
+            return of_conv("short_conv", call, outputs=("y",), moved=(3, 0, 5, 0))
+        options["activation"] = "silu" if self.silu else None
+        op = "causal_conv1d" + "_update" * self.update
+        name = op + " silu" * self.silu
+        if self.update:  # x and y; of the state all but one row, twice
+            state: Any = {"outputs": ("y", "conv_state"), "intermediates": 2, "mutated": ("conv_state",)}
+            return of_conv(name, partial(_update, **options), moved=(2 * self.W, 0, 0, 0), **state)
         states = ("final_state",) if self.places in FINAL else ()
-        call = public("causal_conv1d", **options, output_final_state=bool(states))
-        moved = (2 + self.residual, 0, 3, 0)
-        return Subject("causal_conv1d" + silu, call, (), ("y", *states), moved, family="conv")
+        call = public(op, **options, output_final_state=bool(states))
+        return of_conv(name, call, outputs=("y", *states), moved=(2 + self.residual, 0, 3, 0))
 
     def _drawn(self, normal: Callable[..., Tensor], generator: torch.Generator) -> Tensors:
         B, L, D, W, S = self.B, self.L, self.D, self.W, (self.W - 1) * self.dilation
@@ -70,16 +73,24 @@ class ConvCase(Drawn):
         def parameter(*shape: int) -> Tensor:
             return normal(*shape).to(self.parameter_dtype)
 
+        tensors = {"x": data(B, D) if self.update and L == 1 else data(*self.sizes)}
         if self.n:
-            tensors = {"x": data(*self.sizes), "gamma": 1 + 0.3 * parameter(self.n, D)}
-            return {**tensors, "weight": parameter(self.n * D, W) / W**0.5}
-        tensors = {"x": data(B, D) if self.update and L == 1 else data(B, L, D), "weight": parameter(D, W) / W**0.5}
-        if self.bias:
+            tensors["gamma"] = 1 + 0.3 * parameter(self.n, D)
+        tensors["weight"] = parameter(max(1, self.n) * D, W) / W**0.5
+        if self.bias and not self.n:
             tensors["bias"] = 0.5 * parameter(D)
-        if self.residual:
+        if self.residual and not self.n:
             tensors["residual"] = data(B, L, D)
-        if self.update:
-            return tensors | self._state(data, S, generator)
+        if self.update:  # with two rows and slots that nobody reads where there are places
+            drawn_on, more = generator.device, 2 * bool(self.places)
+            slots = torch.randperm(B + 2, generator=generator, device=drawn_on)[:B].to(torch.int32)
+            slots[-1] = -1
+            tensors["conv_state"] = data(B + 2 * (self.places == "slots"), D, S + more)
+            if self.places == "slots":
+                tensors["conv_state_indices"] = slots
+            if self.places == "ring":
+                tensors["cache_seqlens"] = torch.randint(0, 100, (B,), generator=generator, device=drawn_on)
+            return tensors
         bounds = torch.tensor([0, L // 5, L // 5, L // 2, L - L // 6], dtype=torch.int32)
         if "cu_seqlens" in self.places:
             tensors["cu_seqlens"] = bounds
@@ -93,21 +104,10 @@ class ConvCase(Drawn):
             tensors["initial_state"] = data(len(bounds) - 1 if "cu_seqlens" in self.places else B, D, S)
         return tensors
 
-    def _state(self, data: Callable[..., Tensor], S: int, generator: torch.Generator) -> Tensors:
-        """Of a decoding step, with two rows and slots that nobody reads where there are places."""
-        B, drawn_on = self.B, generator.device
-        slots = torch.randperm(B + 2, generator=generator, device=drawn_on)[:B].to(torch.int32)
-        state = data(B + 2 if self.places == "slots" else B, self.D, S + 2 if self.places else S)
-        if self.places == "ring":
-            lengths = torch.randint(0, 100, (B,), generator=generator, device=drawn_on)
-            return {"conv_state": state, "cache_seqlens": lengths}
-        slots[-1] = -1
-        return {"conv_state": state} | ({"conv_state_indices": slots} if self.places == "slots" else {})
-
-    def runs_on(self, backend: str) -> bool:
-        """Whether the backend's kernels have all that the case asks for."""
+    def runs_on(self, provider: str) -> bool:
+        """Whether the kernels of a backend have all that the case asks for."""
         plain = self.dilation == 1 and not (self.residual or self.n or self.update)
-        return backend != "hip" or (plain and 2 <= self.W <= 4 and "cu_seqlens" not in self.places)
+        return provider != "hip" or (plain and 2 <= self.W <= 4 and "cu_seqlens" not in self.places)
 
     def smaller(self) -> "ConvCase":
         """As quick to check as to start."""
@@ -118,17 +118,15 @@ class ConvCase(Drawn):
         return (self.B, self.L, *((self.n,) if self.n else ()), self.D)
 
     def __str__(self) -> str:
-        first = {f"W{self.W}": True, name_of(self.dtype): True, "no bias": not (self.bias or self.n)}
-        first |= {f"dilation {self.dilation}": self.dilation > 1, "residual": self.residual}
+        first = [f"W{self.W}", name_of(self.dtype), "no bias" * (not (self.bias or self.n))]
+        first += [f"dilation {self.dilation}" * (self.dilation > 1), "residual" * self.residual, self.places]
         other_norm = self.n > 0 and self.norm_eps != ConvCase.norm_eps
-        return self._named(first | {self.places: bool(self.places)}, {f"norm_eps {self.norm_eps:g}": other_norm})
+        return self._named(first, [f"norm_eps {self.norm_eps:g}" * other_norm])
 
 
 AnyCase = Case | ConvCase
 
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32
-PLACES = ("states", "seq_idx", "seq_idx states", "cu_seqlens", "cu_seqlens states")
-FINAL = ("states", "cu_seqlens states")  # those with final states
 
 # What `mhc-ops check` runs: every width, type, option and place once, sizes that are a multiple of nothing.
 CHECK = (
@@ -148,25 +146,18 @@ CHECK = (
     *(ConvCase(2, 37, 130, W, n=3, residual=True) for W in (1, 4)),
     ConvCase(1, 37, 65, 3, _fp32, dilation=3, n=4),
 )
-
-_TRAINING = ((8, 4096, 4096), (1, 8192, 16384), (4, 2048, 2560))
-# The presets of the HIP test program: batch, tokens, channels, bias, silu
-_PRESETS = (
-    (1, 64, 32, True, False),
-    (2, 256, 64, True, False),
-    (4, 512, 64, True, False),
-    (4, 1024, 64, True, False),
-    (2, 256, 64, False, False),
-    (2, 256, 64, True, True),
-)
 # What `mhc-ops bench` runs on a GPU: training sizes,
+_TRAINING = ((8, 4096, 4096), (1, 8192, 16384), (4, 2048, 2560))
 BENCH = (
     *(ConvCase(*sizes, silu=silu) for sizes in _TRAINING for silu in (False, True)),
     *(ConvCase(2, 4096, D, n=4, residual=True) for D in (4096, 1280)),
 )
-# small sizes and decoding, beside other kernels only (launches are all there is to see),
+# small sizes, the presets of the HIP test program, and decoding, beside other kernels only (launches are all there is
+# to see),
+_PRESETS = ((1, 64, 32), (2, 256, 64), (4, 512, 64), (4, 1024, 64))
 DECODE = (
-    *(ConvCase(B, L, D, dtype=_fp32, bias=bias, silu=silu) for B, L, D, bias, silu in _PRESETS),
+    *(ConvCase(*sizes, dtype=_fp32, silu=False) for sizes in _PRESETS),
+    *(ConvCase(2, 256, 64, dtype=_fp32, bias=silu, silu=silu) for silu in (False, True)),
     *(ConvCase(B, 1, D, update=True) for B in (1, 64, 256) for D in (4096, 8192)),
 )
 # and on a CPU, where only the reference can be timed.

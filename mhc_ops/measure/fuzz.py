@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count as numbers
+from itertools import count
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def run(
 ) -> Iterator[Outcome]:
     """Cases 0, 1, ... until the time is over; progress(number) before each."""
     place, end = torch.device(device), time.monotonic() + seconds
-    for number in numbers():
+    for number in count():
         if time.monotonic() >= end:
             return
         progress(number)
@@ -69,7 +69,7 @@ def examine(case: AnyCase, backend: str, device: torch.device) -> str:
         rows = [row for row in accuracy.judge_all(case, backend, ran) if not row.passed]
         rows = [row for row in rows if not within_reach(case, ran, row)]
     except Exception as error:  # a crash is a finding, and the next case is to be run
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     wrong = [f"{row.output} off by {row.relative_error:.1e} (allowed {row.tolerance:.0e})" for row in rows]
     if backend != "reference":  # which is torch's, and torch adds up indexed gradients in any order on a GPU
         wrong += [f"{name} has other bits in a second run" for name in again if differ(ran.results[name], again[name])]
@@ -83,25 +83,26 @@ def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
     turning point or a sum of two streams. In larger tensors such numbers do not count, but as single elements that are
     rounded to 16 bits where the whole is right.
     """
-    size, name = accuracy.NORM_TOLERANCE[torch.float32], row.output
-    right_in_norm = row.relative_error <= row.tolerance
-    if ran.results[name].numel() > A_FEW and not right_in_norm:
+    if row.elements > A_FEW and not row.relative_error <= row.tolerance:
         return False
-    generator = torch.Generator().manual_seed(0)
+    size, generator = accuracy.NORM_TOLERANCE[torch.float32], torch.Generator().manual_seed(0)
 
-    def moved(tensor: Tensor) -> Tensor:
+    def truth(tensors: Any, cotangents: Any) -> Tensor:
+        return accuracy.truth(case.subject, tensors, cotangents, ran.results)[row.output].value
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point():
+            return tensor
         signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
         return tensor.double() * (1 + size * signs)
 
-    exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents, ran.results)[name].value
+    exact = truth(ran.tensors, ran.cotangents)
     squares = torch.zeros_like(exact)
     for _ in range(MOVES):
-        tensors = {key: moved(t) if t.is_floating_point() else t for key, t in ran.tensors.items()}
-        cotangents = [None if c is None else moved(c) for c in ran.cotangents]
-        there = accuracy.truth(case.subject, tensors, cotangents, ran.results)[name].value
+        there = truth({name: moved(tensor) for name, tensor in ran.tensors.items()}, [moved(c) for c in ran.cotangents])
         squares += ((there - exact) / size).square() / MOVES
-    result = accuracy.as_computed(case, ran.results[name])
-    return accuracy.judge(case, row.backend, name, result, accuracy.Exact(exact, [squares.sqrt])).passed
+    result = accuracy.as_computed(case, ran.results[row.output])
+    return accuracy.judge(case, row.backend, row.output, result, accuracy.Exact(exact, [squares.sqrt])).passed
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
@@ -119,11 +120,9 @@ def case_of(seed: int, number: int, small: bool = False) -> AnyCase:
 
 def _mhc(kernels: random.Random, draw: random.Random, small: bool) -> Case:
     """kernels: draws what they are compiled for; draw: the rest."""
-    subject = kernels.choice(MHC)
-    n = kernels.randint(1, 8)
-    D = max(_size(kernels, 80 if small else 1100), SHORTEST_NORM if subject in cases.NORMED else -(-SHORTEST_NORM // n))
-    dtype, parameters = kernels.choice(FLOATS), kernels.choice((*FLOATS, torch.float32, torch.float64))
-    T = _tokens(draw, small)
+    subject, n, D = kernels.choice(MHC), kernels.randint(1, 8), _size(kernels, 80 if small else 1100)
+    D = max(D, SHORTEST_NORM if subject in cases.NORMED else -(-SHORTEST_NORM // n))
+    dtype, parameters, T = kernels.choice(FLOATS), _parameter_dtype(kernels), _tokens(draw, small)
     drawn: dict[str, Any] = {"subject": subject.with_options(**_options(draw, subject))}
     drawn |= {"outer": draw.choice([(T,), (T,), (1, T), (T, 1)]), "gamma": kernels.random() < 0.5}
     drawn |= {"scale": _scale(draw, parameters), "sigma": draw.choice((0.1, 1.05, 3.0))}
@@ -133,12 +132,11 @@ def _mhc(kernels: random.Random, draw: random.Random, small: bool) -> Case:
 
 def _options(draw: random.Random, subject: Subject) -> dict[str, float]:
     """Some of those that the op has, in the order of their names."""
+    drawn: dict[str, float] = {}
     if subject is cases.SINKHORN:
-        drawn: dict[str, float] = {"iters": draw.randint(1, 25), "eps": draw.choice(EPSILONS)}
-    elif "phi" not in subject.inputs:
-        return {}
-    else:
-        drawn = {"norm_eps": draw.choice(EPSILONS), "hc_eps": draw.choice(EPSILONS)}
+        drawn |= {"iters": draw.randint(1, 25), "eps": draw.choice(EPSILONS)}
+    if "phi" in subject.inputs:
+        drawn |= {"norm_eps": draw.choice(EPSILONS), "hc_eps": draw.choice(EPSILONS)}
     if subject in cases.MIXED:
         drawn |= {"post_mult": draw.choice((0.5, 1.0, 3.0)), "post_eps": draw.choice(EPSILONS)}
         drawn |= {"sinkhorn_iters": draw.randint(1, 25), "sinkhorn_eps": draw.choice(EPSILONS)}
@@ -150,29 +148,30 @@ def _options(draw: random.Random, subject: Subject) -> dict[str, float]:
 
 
 def _conv(kernels: random.Random, draw: random.Random, small: bool) -> ConvCase:
-    op = kernels.choice(CONV)
-    D, n, places = _size(kernels, 80 if small else 1100), 0, kernels.choice(("", *PLACES))
-    L, B = _tokens(draw, small), draw.choice((1, 1, 2, 3))
-    update = op == "causal_conv1d_update"
+    op, D, places = kernels.choice(CONV), _size(kernels, 80 if small else 1100), kernels.choice(("", *PLACES))
+    L, B, n, update = _tokens(draw, small), draw.choice((1, 1, 2, 3)), 0, op == "causal_conv1d_update"
     if update:
         L, places = draw.randint(1, 4), kernels.choice(("", "ring", "slots"))
     if op == "short_conv":
         places, n, D = "", draw.randint(1, 2 if small else 8), min(max(D, SHORTEST_NORM), 300)
     slow = op == "short_conv" and small  # ten seconds in the interpreter with another sequence and phase
-    if "cu_seqlens" in places or slow:
-        B = 1
-    parameters = kernels.choice((*FLOATS, torch.float32, torch.float64))
+    parameters = _parameter_dtype(kernels)
     drawn: dict[str, Any] = {"W": kernels.randint(1, 8), "dtype": kernels.choice(FLOATS)}
     drawn |= {"silu": kernels.random() < 0.5, "bias": kernels.random() < 0.5}
     drawn |= {"dilation": draw.choice((1, 1, 2) if slow else (1, 1, 2, 3, 5))}
     drawn |= {"residual": kernels.random() < 0.5 and not update, "scale": _scale(draw, parameters)}
     drawn |= {"norm_eps": draw.choice(EPSILONS), "parameter_dtype": parameters}
     drawn |= _shared(kernels, draw, ("y", "final_state") if places in FINAL else ())
-    return ConvCase(B, L, D, places=places, n=n, update=update, **drawn)
+    return ConvCase(1 if "cu_seqlens" in places or slow else B, L, D, places=places, n=n, update=update, **drawn)
 
 
 def _shared(kernels: random.Random, draw: random.Random, outputs: Sequence[str]) -> dict[str, Any]:
-    return {"seed": draw.randrange(1 << 30), "unused": _unused(kernels, outputs), "layout": draw.choice(LAYOUTS)}
+    """Half of the time all outputs are used; never none."""
+    unused: tuple[str, ...] = ()
+    if kernels.random() >= 0.5:
+        kept = kernels.choice(outputs) if outputs else ""
+        unused = tuple(name for name in outputs if name != kept and kernels.random() < 0.5)
+    return {"seed": draw.randrange(1 << 30), "unused": unused, "layout": draw.choice(LAYOUTS)}
 
 
 def _size(draw: random.Random, largest: int) -> int:
@@ -185,13 +184,9 @@ def _tokens(draw: random.Random, small: bool) -> int:
     return 0 if draw.random() < 0.03 else _size(draw, 12 if small else 300)
 
 
+def _parameter_dtype(kernels: random.Random) -> torch.dtype:
+    return kernels.choice((*FLOATS, torch.float32, torch.float64))
+
+
 def _scale(draw: random.Random, parameter_dtype: torch.dtype) -> float:
     return min(LARGEST_IN_FP16 if parameter_dtype == torch.float16 else math.inf, draw.choice(SCALES))
-
-
-def _unused(draw: random.Random, outputs: Sequence[str]) -> tuple[str, ...]:
-    """Half of the time all are used; never none."""
-    if draw.random() < 0.5:
-        return ()
-    kept = draw.choice(outputs) if outputs else ""
-    return tuple(name for name in outputs if name != kept and draw.random() < 0.5)

@@ -26,8 +26,7 @@ WITH_GRADIENTS = " with gradients"
 # The same function is one that is off by no more than five roundings in a row, in norm: a projection, its sums, two
 # maps and the stored result. A transposed or missing term is off by far more.
 ROUNDINGS = 5
-TF32_ROUNDING = 2**-11
-TENSOR_CORES = ROUNDINGS * TF32_ROUNDING  # what fp32 tensors are held to where tensor cores round them to tf32
+TENSOR_CORES = ROUNDINGS * 2**-11  # what fp32 tensors are held to where tensor cores round them to tf32
 NO_TENSOR_CORES = accuracy.NORM_TOLERANCE[torch.float32]
 
 Outputs = tuple[Tensor, ...]
@@ -120,7 +119,6 @@ def measure(peer: Peer, case: AnyCase, device: torch.device | str = "cpu") -> li
     prepared = peer.prepare(subject.name, ours)
     if prepared is None:
         return None
-
     theirs = replace(subject, call=lambda backend, **tensors: prepared.call(**tensors))
     with torch.no_grad():
         results = accuracy.run(theirs, prepared.tensors, peer.name)
@@ -131,8 +129,7 @@ def measure(peer: Peer, case: AnyCase, device: torch.device | str = "cpu") -> li
         results |= {name + WITH_GRADIENTS: trained[name] for name in subject.outputs}
         same = [name for name in prepared.same if f"d{name}" in trained]
         results |= {f"d{name}": trained[f"d{name}"].view_as(ours[name]) for name in same}
-    dtype = next(iter(ours.values())).dtype
-    rounding = accuracy.ROUNDING.get(dtype)
+    rounding = accuracy.ROUNDING.get(next(iter(ours.values())).dtype)
     tolerance = peer.fp32_tolerance if rounding is None else ROUNDINGS * rounding
     return [
         accuracy.judge(case, peer.name, name, result, exact[name.removesuffix(WITH_GRADIENTS)], tolerance)
@@ -171,18 +168,14 @@ def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | N
         h_pre, h_post, h_res = ops.liger_mhc_coeffs(x, phi, bias, alpha_0, alpha_1, alpha_2, **options)
         return ops.liger_mhc_pre(x, h_pre), h_post, h_res
 
-    def post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> Outputs:
-        return (ops.liger_mhc_post_res(x, h_out, h_post, h_res),)
-
-    calls = _composed(pre, post)
+    calls = _composed(pre, lambda x, h_out, h_post, h_res: (ops.liger_mhc_post_res(x, h_out, h_post, h_res),))
     if subject not in calls or "gamma" in ours or ours["x"].shape[-2].bit_count() != 1:
         return None
-    ops, x = load(), ours["x"]
+    ops, x, n = load(), ours["x"], ours["x"].shape[-2]
     theirs = {name: tensor for name, tensor in ours.items() if name in ("x", "h_out", "h_post")}
     if "h_res" in ours:
         theirs["h_res"] = ours["h_res"].mT.contiguous()
     if "phi" in ours:
-        n = x.shape[-2]
         rows = torch.arange(n * n + 2 * n, device=x.device)
         if subject == "mhc_layer":  # res row i·n + j exchanged for row j·n + i
             rows = torch.cat([rows[: 2 * n], rows[2 * n :].view(n, n).T.flatten()])
@@ -216,17 +209,8 @@ class _NextPost(torch.autograd.Function):
         return cotangent
 
 
-def _tile_kernels_fit(ours: Tensors) -> bool:
-    """Four streams in bf16 whose nD is a multiple of its blocks, maps in fp32."""
-    if "logits" in ours:
-        return ours["logits"].shape[-1] == 4 and ours["logits"].dtype == torch.float32
-    *_, n, D = ours["x"].shape
-    in_bf16 = all(ours[name].dtype == torch.bfloat16 for name in ("x", "h_out") if name in ours)
-    return in_bf16 and n == 4 and n * D % 256 == 0
-
-
 def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
-    """gamma is not compared."""
+    """No gamma; four streams in bf16 whose nD is a multiple of its blocks; logits in fp32."""
     options = {"norm_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
     options |= {"sinkhorn_repeat": OURS.sinkhorn_iters, "post_mult_value": OURS.post_mult}
 
@@ -240,10 +224,7 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
         mixes = ops.mhc_pre_norm_fn(x, phi, None, OURS.norm_eps, fuse_grad_acc=False)
         mixes = ops.mhc_pre_split_mixes(mixes, alpha, bias, x.shape[-2], OURS.post_mult, OURS.hc_eps)
         h_pre, h_post, logits = mixes
-        return ops.mhc_pre_apply_mix(x, h_pre), h_post, *sinkhorn(logits)
-
-    def post(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> Outputs:
-        return (ops.mhc_post(h_out, x, h_post, h_res),)
+        return ops.mhc_pre_apply_mix(x, h_pre), h_post, sinkhorn(logits)
 
     def post_pre(**tensors: Tensor) -> Outputs:
         x_next, *maps = composed["mhc_post_pre"](**tensors)
@@ -259,8 +240,8 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
         mix = ops.mhc_head_compute_mix(mixes[..., :n].contiguous(), alpha, bias, OURS.hc_eps)
         return (ops.mhc_pre_apply_mix(x, mix.unsqueeze(-1)),)
 
-    def sinkhorn(logits: Tensor) -> Outputs:
-        return (ops.sinkhorn_normalize(logits, repeat=OURS.sinkhorn_iters, eps=OURS.sinkhorn_eps),)
+    def sinkhorn(logits: Tensor) -> Tensor:
+        return ops.sinkhorn_normalize(logits, repeat=OURS.sinkhorn_iters, eps=OURS.sinkhorn_eps)
 
     def layout(name: str, tensor: Tensor) -> Tensor:
         if name in ("phi", "alpha", "bias"):
@@ -271,15 +252,15 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
         outputs = (output.squeeze(0) for output in calls[subject](**tensors))
         return tuple(output.squeeze(-1) if output.shape[-1] == 1 else output for output in outputs)  # h_post alone
 
-    composed = _composed(fused_pre, post)
-    calls: dict[str, Function] = {
-        **composed,
-        "mhc_pre": pre,
-        "mhc_post_pre": post_pre,
-        "mhc_head": head,
-        "sinkhorn": sinkhorn,
-    }
-    if subject not in calls or "gamma" in ours or not _tile_kernels_fit(ours):
+    composed = _composed(fused_pre, lambda x, h_out, h_post, h_res: (ops.mhc_post(h_out, x, h_post, h_res),))
+    calls = composed | {"mhc_pre": pre, "mhc_post_pre": post_pre, "mhc_head": head}
+    calls |= {"sinkhorn": lambda logits: (sinkhorn(logits),)}
+    if subject not in calls or "gamma" in ours:
+        return None
+    n, D = ours["logits" if subject == "sinkhorn" else "x"].shape[-2:]
+    types = {"logits": torch.float32, "x": torch.bfloat16, "h_out": torch.bfloat16}
+    fits = all(ours[name].dtype == dtype for name, dtype in types.items() if name in ours)
+    if n != 4 or not fits or (subject != "sinkhorn" and n * D % 256):
         return None
     ops = load()
     theirs = {name: layout(name, tensor).contiguous().clone() for name, tensor in ours.items()}
@@ -306,32 +287,27 @@ def _causal_conv1d(load: Callable[[], Any], subject: str, ours: Tensors) -> Prep
         return (ops.causal_conv1d_fn(x.mT, weight, bias, activation=activation).mT,)
 
     def update(x: Tensor, weight: Tensor, conv_state: Tensor, bias: Tensor | None = None) -> Outputs:
-        steps = x if x.dim() == 2 else x.mT
-        y = ops.causal_conv1d_update(steps, conv_state, weight, bias, activation)
-        return y if x.dim() == 2 else y.mT, conv_state
+        one = x.dim() == 2
+        y = ops.causal_conv1d_update(x if one else x.mT, conv_state, weight, bias, activation)
+        return y if one else y.mT, conv_state
 
     op, *silu = subject.split()
     calls: dict[str, Function] = {"causal_conv1d": train, "causal_conv1d_update": update}
-    call = calls.get(op)
-    if call is None or set(ours) - {"x", "weight", "bias", "conv_state"}:
+    if op not in calls or set(ours) - {"x", "weight", "bias", "conv_state"}:
         return None
     D, W = ours["weight"].shape
     if not 2 <= W <= 4 or D % 8 or ("bias" in ours and ours["bias"].dtype != ours["weight"].dtype):
         return None
     ops, activation = load(), silu[0] if silu else None
-    return Prepared(ours, call, ours)
+    return Prepared(ours, calls[op], ours)
 
 
 _liger_precision = "phi and the projection in the type of x (bf16, else tf32)"
 LIGER = Peer("Liger", "liger-kernel", "liger_kernel.transformers.functional", _liger_precision, TENSOR_CORES, _liger)
+_functions = "tile_kernels.modeling.mhc.functional"  # whose namespace has its ops too
+_unrun = ("tile_kernels", "tile_kernels.modeling")
 TILE_KERNELS = Peer(
-    "TileKernels",
-    "tile-kernels",
-    "tile_kernels.modeling.mhc.functional",  # whose namespace has its ops too
-    "projection in tf32",
-    TENSOR_CORES,
-    _tile_kernels,
-    unrun=("tile_kernels", "tile_kernels.modeling"),
+    "TileKernels", "tile-kernels", _functions, "projection in tf32", TENSOR_CORES, _tile_kernels, _unrun
 )
 FLA = Peer("fla", "flash-linear-attention", "fla.modules.causal_conv1d", "sums in fp32", NO_TENSOR_CORES, _fla)
 CAUSAL_CONV1D = Peer("causal-conv1d", "causal-conv1d", "causal_conv1d", "sums in fp32", NO_TENSOR_CORES, _causal_conv1d)

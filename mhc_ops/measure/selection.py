@@ -21,7 +21,6 @@ BENCH_CPU: tuple[AnyCase, ...] = (*cases.BENCH_CPU, *conv_cases.BENCH_CPU)
 SCALING_CPU: tuple[Sweep, ...] = (*cases.SCALING_CPU, *conv_cases.SCALING_CPU)
 KERNELS = tuple(backend for backend in backends.BACKENDS if backend != "reference")
 OF_TORCH = ("eager", "torch.compile")
-ALIKE = 0.6  # of difflib's 0 to 1, below which a name is not what somebody meant
 
 
 @dataclass(frozen=True)
@@ -43,23 +42,19 @@ class Wrong(Exception):
 
 def refuse_wrong_environment() -> None:
     """What the variables say is chosen as the package is imported, which is too early for one line."""
-    for wrong in (backends.wrong_environment, cases.WRONG_SEED):
-        if wrong:
-            raise Refused(wrong)
+    if wrong := backends.wrong_environment or cases.WRONG_SEED:
+        raise Refused(wrong)
 
 
 def named(text: str, cases: Sequence[AnyCase]) -> list[AnyCase]:
     """Those with the text in their name; Refused where there is none, with the ops, names and words nearest to it."""
-    found = [case for case in cases if text in str(case)]
-    if not found:
-        ops, names = list(dict.fromkeys(case.subject.name for case in cases)), [str(case) for case in cases]
-        words = [word for name in names for word in name.split()]
-        nearest = difflib.get_close_matches(text, dict.fromkeys([*ops, *names, *words]), cutoff=ALIKE)
-        meant = (
-            f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"there are cases of {', '.join(ops)}"
-        )
-        raise Refused(f"no case matches {text!r}: {meant}")
-    return found
+    if found := [case for case in cases if text in str(case)]:
+        return found
+    ops, names = list(dict.fromkeys(case.subject.name for case in cases)), [str(case) for case in cases]
+    words = [word for name in names for word in name.split()]
+    nearest = difflib.get_close_matches(text, dict.fromkeys([*ops, *names, *words]))
+    meant = f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"there are cases of {', '.join(ops)}"
+    raise Refused(f"no case matches {text!r}: {meant}")
 
 
 def runs(case: AnyCase, backend: str, device: torch.device) -> bool:
@@ -76,10 +71,8 @@ def check(case: AnyCase, provider: str, device: torch.device) -> list[accuracy.R
     """Outputs and gradients against fp64 on few tokens, each provider held to its own precision."""
     if provider == "torch.compile":
         return []  # eager's formula; a compilation more for every case would cost more than all the rest
-    peer = peers.by_name(provider)
-    if peer is not None:
-        small = case.layer() if isinstance(case, Stack) else case.smaller()
-        return peers.measure(peer, small, device) or []
+    if peer := peers.by_name(provider):
+        return peers.measure(peer, case.layer() if isinstance(case, Stack) else case.smaller(), device) or []
     rows = accuracy.measure(case.smaller(), "reference" if provider == "eager" else provider, device)
     return [replace(row, backend=provider) for row in rows]
 

@@ -11,7 +11,7 @@ rounds in which it and plain residuals take turns.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -71,58 +71,50 @@ def backend_of(provider: str) -> str:
     return first if first in backends.BACKENDS else provider
 
 
-class Residual(nn.Module):
-    def __init__(self, layer: Layer):
+class Connection(nn.Module):
+    """call(x, layer, **maps): a layer within its residuals, with maps of their own."""
+
+    def __init__(self, layer: Layer, call: Callable[..., Tensor], maps: cases.Tensors | None = None):
         super().__init__()
-        self.layer = layer
+        self.layer, self.call = layer, call
+        self.maps = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in (maps or {}).items()})
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(x)
+        return self.call(x, self.layer, **self.maps)
 
 
-class PeerConnection(nn.Module):
-    """A peer's mhc_layer around a layer, with maps of its own that hold ours."""
-
-    def __init__(self, peer: peers.Peer, layer: Layer, ours: cases.Tensors):
-        super().__init__()
-        prepared = peer.prepare("mhc_layer", ours)
-        assert prepared is not None, f"{peer.name} has no mhc_layer, but was planned"
-        self.layer, self.call = layer, prepared.call
-        self.outer = (1,) * (prepared.tensors["x"].dim() - ours["x"].dim())  # what it wants before the tokens
-        maps = {name: nn.Parameter(t) for name, t in prepared.tensors.items() if name not in ("x", "h_out")}
-        self.maps = nn.ParameterDict(maps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(x=x.view(*self.outer, *x.shape), h_out=self.layer, **self.maps)[0]
+def _of_peer(peer: peers.Peer, layer: Layer, ours: cases.Tensors) -> Connection:
+    """Its mhc_layer, whose maps hold ours."""
+    prepared = peer.prepare("mhc_layer", ours)
+    assert prepared is not None, f"{peer.name} has no mhc_layer, but was planned"
+    theirs, its_call = dict(prepared.tensors), prepared.call
+    outer = (1,) * (theirs.pop("x").dim() - ours["x"].dim())  # what it wants before the tokens
+    del theirs["h_out"]
+    call = lambda x, layer, **maps: its_call(x=x.view(*outer, *x.shape), h_out=layer, **maps)[0]  # noqa: E731
+    return Connection(layer, call, theirs)
 
 
 def connect(
     provider: str, layers: Sequence[Layer], case: cases.Stack, device: torch.device, norms: Sequence[Tensor] = ()
 ) -> nn.Module:
     """norms: the weights of those that the layers lack. A HyperStack, or one HyperConnection after the other where the
-    case is of a layer. The maps of each layer, and its norm where the case has one, are drawn from its number.
-    """
+    case is of a layer. The maps of each layer, and its norm where the case has one, are drawn from its number."""
     if provider == PLAIN:
-        return nn.Sequential(*map(Residual, layers))
-    alone = replace(case.layer(), outer=(1,))
+        return nn.Sequential(*(Connection(layer, lambda x, layer: x + layer(x)) for layer in layers))
+    alone, subject = replace(case.layer(), outer=(1,)), case.subject
     drawn = [replace(alone, seed=case.seed + i).inputs(device) for i in range(len(layers))]
-    peer, subject = peers.by_name(provider), case.subject
-    if peer is not None:
-        return nn.Sequential(*(PeerConnection(peer, layer, of) for layer, of in zip(layers, drawn)))
+    if peer := peers.by_name(provider):
+        return nn.Sequential(*(_of_peer(peer, layer, of) for layer, of in zip(layers, drawn)))
     for of, norm in zip(drawn, norms):
         of["layer_norm_weight"] = norm
     own: dict[str, Any] = {"layer_norm": subject in cases.NORMED, "device": device}
+    own |= {"residual": "identity" if subject is cases.MHC_NEXT_IDENTITY else "sinkhorn"}
     own |= {"backend": provider if provider in backends.BACKENDS else "reference"}
-    own |= {"residual": "identity"} if subject is cases.MHC_NEXT_IDENTITY else {}
-
-    def connection(layer: Layer, of: cases.Tensors) -> HyperConnection:
-        found = HyperConnection(layer, case.n, case.D, **own)
-        rows = {name: len(parameter) for name, parameter in found.named_parameters()}  # of phi fewer for the identity
+    connections = [HyperConnection(layer, case.n, case.D, **own) for layer in layers]
+    for connection, of in zip(connections, drawn):
+        rows = {name: len(parameter) for name, parameter in connection.named_parameters()}  # fewer for the identity
         # x and h_out are not its
-        found.load_state_dict({name: t[: rows.get(name)] for name, t in of.items()}, strict=False)
-        return found
-
-    connections = map(connection, layers, drawn)
+        connection.load_state_dict({name: t[: rows.get(name)] for name, t in of.items()}, strict=False)
     if subject is cases.MHC_LAYER:
         return nn.Sequential(*connections)
     return HyperStack(*connections, recompute=case.recompute, shifted=subject in cases.SHIFTED)
@@ -253,7 +245,7 @@ class Training:
         torch.compiler.reset()
         torch.manual_seed(cases.SEED)
         self.size, self.compiled, self.device = size, compiled, device
-        self._expected: dict[str, tuple[Tensor, Tensor]] = {}  # by the reference's form
+        self.expected = cache(lambda reference: self.step(reference)())
         with torch.device(device):
             self.layers = [(Attention, SwiGLU)[i % 2](size).to(DTYPE) for i in range(size.sublayers)]
             self.norms = [nn.RMSNorm(size.D, eps=1e-6, dtype=DTYPE) for _ in self.layers]
@@ -301,10 +293,8 @@ class Training:
         layer or boundary is, against fp64."""
         layer = self.size.case(provider, self.size.tokens)
         selection.refuse_if_wrong(provider, selection.check(layer, backend_of(provider), self.device))
-        reference = f"eager {SHIFTED}" if provider.endswith(SHIFTED) else "eager"
-        if reference not in self._expected:
-            self._expected[reference] = self.step(reference)()
-        pairs = [(a.double(), b.double()) for a, b in zip(found, self._expected[reference])]
+        expected = self.expected(f"eager {SHIFTED}" if provider.endswith(SHIFTED) else "eager")
+        pairs = [(a.double(), b.double()) for a, b in zip(found, expected)]
         worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
         if not worst <= ALLOWED:
             words = f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})"
