@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import torch
 
-from . import __version__
 from .convert import command as convert
 from .core import backend as backends
 from .core import device as devices
@@ -105,7 +104,7 @@ def _parser() -> Parser:
         epilog=EXIT_CODES,
         formatter_class=text,
     )
-    parser.add_argument("--version", action="version", version=f"mhc-ops {__version__}")
+    parser.add_argument("--version", action="version", version=f"mhc-ops {report.VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ import mhc_ops
 
 Item = TypeVar("Item")
 
+VERSION = mhc_ops.__version__
 WIDEST_BAR = 30
 NARROWEST_WITH_BAR = 39  # columns
 BETWEEN_LINES = 10.0  # seconds, of a status where there is no terminal
@@ -162,7 +163,7 @@ def finite(value: Any) -> Any:
 
 def versions() -> dict[str, str]:
     """What a measurement depends on."""
-    found = {"mhc_ops": mhc_ops.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    found = {"mhc_ops": VERSION, "python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "tilelang"):
         try:
             found[name] = importlib.import_module(name).__version__
