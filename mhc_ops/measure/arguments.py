@@ -1,7 +1,7 @@
 """Words of a command line as values; argparse turns an error into one line and exit code 2."""
 
-import argparse
 import math
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ def device(text: str) -> torch.device:
         torch.ones(1, device=text).item()
     except Exception as error:  # whatever a build of torch has to say about a device that it does not know
         reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise argparse.ArgumentTypeError(f"{text}: {reason}") from error
+        raise ArgumentTypeError(f"{text}: {reason}") from error
     return torch.device(text)
 
 
@@ -28,23 +28,20 @@ def default_device() -> torch.device:
 
 def output(text: str) -> Path:
     """A file that can be written, tried before the work begins."""
-    path = Path(text)
-    try:
-        files.refuse_unless_writable(path)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
-    return path
+    if reason := files.why_not(Path(text)):
+        raise ArgumentTypeError(f"{text}: {reason}")
+    return Path(text)
 
 
 def seconds(text: str) -> float:
     if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a time")
+        raise ArgumentTypeError(f"{text} is not a time")
     return float(text)
 
 
 def seed(text: str) -> int:
     if not 0 <= int(text) <= LARGEST_SEED:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {LARGEST_SEED}")
+        raise ArgumentTypeError(f"{text} is not between 0 and {LARGEST_SEED}")
     return int(text)
 
 
@@ -52,7 +49,7 @@ def shape(text: str) -> tuple[int, ...]:
     """2x128x4x256"""
     sizes = tuple(int(size) for size in text.split("x"))
     if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: sizes must be at least 1")
+        raise ArgumentTypeError(f"{text}: sizes must be at least 1")
     if math.prod(sizes) > MOST_ELEMENTS:
-        raise argparse.ArgumentTypeError(f"{text}: no device holds so many elements")
+        raise ArgumentTypeError(f"{text}: no device holds so many elements")
     return sizes

@@ -8,6 +8,7 @@ import contextlib
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -20,6 +21,7 @@ from .cases import Call, Stack, Sweep, Tensors
 from .conv_cases import AnyCase
 from .results import Results
 from .selection import KERNELS, OF_TORCH, NotMeasured
+from .speed import Unit
 from .training_step import Race
 
 LATE, INTERRUPTED = "out of time", "interrupted"
@@ -57,18 +59,6 @@ class Request:
         return provider in self.providers or not self.providers
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What is measured in one go."""
-
-    case: AnyCase
-    provider: str
-    group: speed.Group
-
-    def __str__(self) -> str:
-        return f"{self.provider} {self.case}"
-
-
 def run(request: Request, results: Results, save: Callable[[], object]) -> None:
     """Fill the results with what they lack and save after every unit. KeyboardInterrupt passes, with all that was
     measured kept; Refused where no case has the name that was asked for."""
@@ -84,19 +74,20 @@ def run(request: Request, results: Results, save: Callable[[], object]) -> None:
     results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in every if unit not in planned]
     units = _missing(planned, before, results)
     session = Session(request.device, results)
-    took: dict[str, list[float]] = {}
+    took: dict[str, list[float]] = defaultdict(list)
     done = 0
     try:
         with torch.cuda.device(request.device) if request.on_gpu else contextlib.nullcontext():
             if results.add_microseconds is None:
-                results.add_microseconds = speed.add_time(request.device)
+                one = torch.ones(1, device=request.device)
+                results.add_microseconds = speed.host_time(lambda: torch.add(one, one), request.device)
             for done, unit in enumerate(report.progress(units, "bench")):
                 begin = time.perf_counter()
-                if deadline - begin <= statistics.median(took.get(unit.provider, [0])):
+                if deadline - begin <= statistics.median(took[unit.provider] or [0]):
                     results.not_measured.append(_unmeasured(unit, f"{LATE} (--budget {request.budget:g})"))
                     continue
                 session.measure(unit, begin + (deadline - begin) / (len(units) - done))
-                took.setdefault(unit.provider, []).append(time.perf_counter() - begin)
+                took[unit.provider].append(time.perf_counter() - begin)
                 results.scaling = speed.fit(request.sweeps, results.measurements)
                 save()
             done = len(units)
@@ -180,7 +171,7 @@ class Session:
         selection.refuse_if_wrong(provider, self._checked[key])
         errors = selection.worst_errors(case.subject, self._checked[key])
         measure = speed.measure_stack if isinstance(case, Stack) else speed.measure
-        for found in measure(case, provider, *prepared, device, unit.group, errors, until):
+        for found in measure(unit, *prepared, device, errors, until):
             self._results.measurements.append(found)
 
 

@@ -1,17 +1,13 @@
-"""What got slower, less exact or larger from one file of results to another, beyond noise.
+"""What got slower, less exact or larger from one file of results to another, beyond noise; docs/measure.md says when.
 
 Times count as multiples of the copy of the same run, or of the step with plain residuals, so the files may come from
-different days and machines. The noise of such a ratio follows from the spread of the samples of both times in both
-runs, and from how much all ratios scatter from one file to the other: what a run does to its times that its samples do
-not show. A change counts when it is larger than three standard deviations of that. An error counts when a result fails,
-or has lost a bit: when it is twice as far from fp64 (and more for few elements, whose error is a draw of few numbers;
-and not below the rounding of its type).
+different days and machines. Beside the samples of both times in both files, their noise is how much all ratios scatter
+from one file to the other: what a run does to its times that its samples do not show.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,23 +23,25 @@ A_BIT = 2
 DEVIATION_OF_MEDIAN = 1.4826  # standard deviation over median absolute deviation, of normal numbers
 MEMORY_ROUNDING = 0.01  # the allocator rounds each of a handful of tensors up, by far less than a percent of large ones
 OURS = (*BACKENDS, "eager")
+WORSE = ("slower", "less exact", "more memory", "fails")  # of ours, what `compare` exits 1 for
 
-Key = tuple[str, str, str]  # what it was measured on, by whom, and what of it
+Key = tuple[str, ...]  # what it was measured on, by whom, and what of it
 Pairs = Mapping[Key, tuple[Any, Any]]  # the entries of both files
 
 
-@dataclass(frozen=True)
-class Change:
-    """kind: "slower", "less exact", "more memory", "fails", "faster", "more exact", "less memory", "missing" or "not
-    compared"; regression: one that `compare` exits 1 for."""
+class Change(NamedTuple):
+    """kind: of WORSE, or "faster", "more exact", "less memory", "missing", "not compared"; key: a Key, or its begin."""
 
     kind: str
-    what: str
+    key: Key
     words: str
-    regression: bool = False
+
+    @property
+    def regression(self) -> bool:
+        return self.kind in WORSE and backend_of(self.key[1]) in OURS
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.what}{': ' if self.words else ''}{self.words}"
+        return f"{self.kind}: {' '.join(self.key)}{': ' if self.words else ''}{self.words}"
 
 
 class Timed(NamedTuple):
@@ -59,10 +57,7 @@ def compare(before: Results, after: Results) -> tuple[list[Change], int]:
     """All that changed, regressions first; and how many entries were in both."""
     changes: list[Change] = []
     common = 0
-    kinds: list[tuple[Callable[[Results], dict[Key, Any]], Callable[[Pairs], Iterator[Change]]]]
-    kinds = [(_kernels, _time_changes), (_steps, _time_changes)]
-    kinds += [(lambda r: {(row.case, row.backend, row.output): row for row in r.accuracy}, _error_changes)]
-    for entries, differences in kinds:
+    for entries, differences in ((_kernels, _slower), (_steps, _slower), (_rows, _less_exact)):
         old, new = entries(before), entries(after)
         both = {key: (old[key], new[key]) for key in old if key in new}
         changes += [*differences(both), *_only_in_one(old, new, after)]
@@ -70,18 +65,15 @@ def compare(before: Results, after: Results) -> tuple[list[Change], int]:
     return sorted(changes, key=lambda change: not change.regression), common
 
 
-def _only_in_one(old: Collection[Key], new: Collection[Key], after: Results) -> Iterator[Change]:
+def _only_in_one(old: Mapping[Key, Any], new: Mapping[Key, Any], after: Results) -> Iterator[Change]:
     """What has failed in the second file; then one for each case and provider, with what is missing of it."""
-    failed = {(n.where, n.provider): n.reason for n in after.not_measured if n.failed}
-    for key in [key for key in old if key not in new and key[:2] in failed]:
-        yield Change("fails", " ".join(key), failed[key[:2]], backend_of(key[1]) in OURS)
-    for file, here, there in (("first", old, new), ("second", new, old)):
-        missing: dict[str, list[str]] = {}
-        for case, provider, what in [key for key in here if key not in there]:
-            if file == "second" or (case, provider) not in failed:
-                missing.setdefault(f"{case} {provider}", []).append(what)
-        for name, parts in missing.items():
-            yield Change("missing", name, f"only in the {file} file: {', '.join(parts)}")
+    failed: dict[Key, str] = {(n.where, n.provider): n.reason for n in after.not_measured if n.failed}
+    gone, added = [key for key in old if key not in new], [key for key in new if key not in old]
+    yield from (Change("fails", key, failed[key[:2]]) for key in gone if key[:2] in failed)
+    for file, keys in (("first", [key for key in gone if key[:2] not in failed]), ("second", added)):
+        for of in dict.fromkeys(key[:2] for key in keys):
+            parts = ", ".join(key[2] for key in keys if key[:2] == of)
+            yield Change("missing", of, f"only in the {file} file: {parts}")
 
 
 def _kernels(results: Results) -> dict[Key, Timed]:
@@ -90,7 +82,7 @@ def _kernels(results: Results) -> dict[Key, Timed]:
         noise = _noise((m.microseconds, m.spread), (m.copy_microseconds, m.copy_spread))
         found[m.case, m.provider, m.direction] = Timed(1 / m.of_copy, noise, "the copy's time", m.peak_megabytes)
     for g in results.scaling:
-        key = f"{g.subject} growing with {g.axis} at {g.at}", g.provider, g.direction
+        key = f"{g.subject} growing with {g.along}", g.provider, g.direction
         found[key] = Timed(g.over_copy, g.noise, "the copy's cost per byte")
     return found
 
@@ -99,59 +91,61 @@ def _steps(results: Results) -> dict[Key, Timed]:
     plain = {(s.size, s.compiled): s for s in results.steps if s.provider == PLAIN}
     found: dict[Key, Timed] = {}
     for s in results.steps:
-        if s.overhead_percent is not None and (s.size, s.compiled) in plain:
-            other = plain[s.size, s.compiled]
+        other = plain.get((s.size, s.compiled))
+        if other and s.overhead_percent is not None:
             noise = _noise((s.milliseconds, s.spread), (other.milliseconds, other.spread), unit=1e3)
             key = name_of(s.size, s.compiled), s.provider, "step"
             found[key] = Timed(1 + s.overhead_percent / 100, noise, "plain residuals", s.peak_megabytes)
     return found
 
 
+def _rows(results: Results) -> dict[Key, Row]:
+    return {(row.case, row.backend, row.output): row for row in results.accuracy}
+
+
 def _noise(*times: tuple[float, float | None], unit: float = 1.0) -> float | None:
     """Relative standard deviation of the ratio of two times with their spreads, in units of so many µs."""
-    parts = [None if spread is None else deviation(unit * spread) / (unit * time) for time, spread in times]
-    return None if None in parts else math.hypot(*parts)  # type: ignore[arg-type]
+    parts = [deviation(unit * spread) / (unit * time) for time, spread in times if spread is not None]
+    return math.hypot(*parts) if len(parts) == len(times) else None
 
 
-def _scatter(pairs: Iterable[tuple[Timed, Timed]]) -> float:
+def _scatter(pairs: Pairs) -> float:
     """Relative standard deviation of the change of a ratio, over all of them. From medians: what many entries have in
     common, and a few that changed a lot, do not count as scatter."""
-    changes = [math.log(new.ratio / old.ratio) for old, new in pairs]
-    middle = statistics.median(changes or [0.0])
-    return DEVIATION_OF_MEDIAN * statistics.median([abs(change - middle) for change in changes] or [0.0])
+    changes = [math.log(new.ratio / old.ratio) for old, new in pairs.values()] or [0.0]
+    middle = statistics.median(changes)
+    return DEVIATION_OF_MEDIAN * statistics.median(abs(change - middle) for change in changes)
 
 
-def _time_changes(pairs: Pairs) -> Iterator[Change]:
-    scatter = _scatter(pairs.values())
+def _slower(pairs: Pairs) -> Iterator[Change]:
+    scatter = _scatter(pairs)
     for key, (a, b) in pairs.items():
-        what, ours = " ".join(key), backend_of(key[1]) in OURS
         if a.noise is None or b.noise is None:
-            yield Change("not compared", what, "there is no spread of the samples in one of the files")
+            yield Change("not compared", key, "there is no spread of the samples in one of the files")
         else:
             allowed = SURE * math.hypot(a.noise, b.noise, scatter)
             words = f"{a.ratio:.3g} × {a.unit}, now {b.ratio:.3g} ({b.ratio / a.ratio - 1:+.1%}, noise {allowed:.1%})"
             if b.ratio > a.ratio * (1 + allowed):
-                yield Change("slower", what, words, ours)
+                yield Change("slower", key, words)
             elif a.ratio > b.ratio * (1 + allowed):
-                yield Change("faster", what, words)
+                yield Change("faster", key, words)
         if a.megabytes and b.megabytes is not None:
             words = f"{a.megabytes:.0f} MB, now {b.megabytes:.0f} MB"
             if b.megabytes > a.megabytes * (1 + MEMORY_ROUNDING):
-                yield Change("more memory", what, words, ours)
+                yield Change("more memory", key, words)
             elif b.megabytes < a.megabytes * (1 - MEMORY_ROUNDING):
-                yield Change("less memory", what, words)
+                yield Change("less memory", key, words)
 
 
-def _error_changes(pairs: Pairs) -> Iterator[Change]:
+def _less_exact(pairs: Pairs) -> Iterator[Change]:
     for key, (a, b) in pairs.items():
-        what, ours = " ".join(key), backend_of(key[1]) in OURS
         words = f"off by {a.relative_error:.1e}, now {b.relative_error:.1e} (allowed {b.tolerance:.0e})"
         if a.passed and not b.passed:
-            yield Change("fails", what, words, ours)
+            yield Change("fails", key, words)
         elif _lost_a_bit(a, b):
-            yield Change("less exact", what, words, ours)
+            yield Change("less exact", key, words)
         elif _lost_a_bit(b, a) or (b.passed and not a.passed):
-            yield Change("more exact", what, words)
+            yield Change("more exact", key, words)
 
 
 def _lost_a_bit(a: Row, b: Row) -> bool:

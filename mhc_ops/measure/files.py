@@ -6,7 +6,6 @@ the file that this process prints to.
 """
 
 import contextlib
-import errno
 import os
 import sys
 import tempfile
@@ -17,27 +16,26 @@ from typing import TextIO
 from .report import Refused
 
 
-class Unwritable(Refused):
-    """A file that was writable when the work began, and no longer is."""
-
-
-def refuse_unless_writable(path: Path) -> None:
-    """OSError that says why a file could not be written; leaves nothing behind."""
-    if (there := _exists(path)) and path.is_dir():
-        raise OSError(errno.EISDIR, "is a folder")
-    if there and not os.access(path, os.W_OK):
-        raise OSError(errno.EACCES, "is read-only")
-    if there and path.is_socket() and _stream(path) is None:
-        raise OSError(errno.ENXIO, "is a socket")
-    if not is_replaced(path):
-        return
+def why_not(path: Path) -> str | None:
+    """Why a file could not be written; tried without leaving anything behind."""
+    try:
+        direct = not is_replaced(path)
+    except OSError as error:
+        return error.strerror
+    if path.is_dir():
+        return "is a folder"
+    if path.exists() and not os.access(path, os.W_OK):
+        return "is read-only"
+    if direct:
+        return "is a socket" if path.is_socket() and _stream(path) is None else None
     folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
-        raise OSError(errno.ENOENT, f"there is no folder {folder}")
+        return f"there is no folder {folder}"
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise OSError(error.errno, f"nothing can be written to {folder}: {error.strerror}") from error
+        return f"nothing can be written to {folder}: {error.strerror}"
+    return None
 
 
 def is_replaced(path: Path) -> bool:
@@ -46,8 +44,7 @@ def is_replaced(path: Path) -> bool:
 
 
 def write(path: Path, text: str) -> None:
-    stream = _stream(path)
-    if stream is not None:
+    if stream := _stream(path):
         stream.write(text)
         return
     with replaced(path) as part:
@@ -69,7 +66,7 @@ def replaced(path: Path) -> Iterator[Path]:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise Unwritable(f"{path}: {error.strerror}") from error
+        raise Refused(f"{path}: {error.strerror}") from error
 
 
 def _exists(path: Path) -> bool:
@@ -84,9 +81,7 @@ def _exists(path: Path) -> bool:
 def _stream(path: Path) -> TextIO | None:
     """stdout or stderr where they are this file: replaced or truncated, it would lose what is printed."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # no such file yet, or a stream without one, as in a notebook
             if os.path.samestat(path.stat(), os.fstat(stream.fileno())):
                 return stream
-        except (OSError, ValueError):  # no such file yet, or a stream without one, as in a notebook
-            continue
     return None

@@ -1,20 +1,22 @@
 """What is shown of results: tables that commands print, one HTML page that needs nothing beside itself, Markdown and a
-picture; all drawn from what is in the file. The templates say how pages look; here is what they show, each number with
-its origin in the file."""
+picture; all drawn from what is in the file. The templates say how pages look; here is what they show."""
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
 
 from ..core.backend import BACKENDS
 from .accuracy import Row, worst
 from .peers import WITH_GRADIENTS
 from .report import Refused, Table, refuse_without
 from .results import DIRECTIONS, GROUPS, Results
-from .selection import NotMeasured
-from .speed import STACKED_LAYERS, Growth, Measurement
+from .selection import OF_TORCH, NotMeasured
+from .speed import STACKED_LAYERS, Measurement
 from .training_step import PLAIN, backend_of
 
 # Columns: "header = field format", or the field alone where it is the header.
@@ -33,56 +35,19 @@ SHORT_WORDS = {"forward": "fwd", "backward": "bwd", "both": "step"}
 PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
 BOUNDARY = "mhc_next is a boundary of a HyperStack: what 12 connections take beyond 4, by 8; so is its memory."
 FORMS = "A backend alone is a HyperStack, in Triton with the norms inside; others have them in front of their layers."
-LONGEST_BAR = 6  # times the floor; a bar that is longer is drawn with a gap
 
 
 def table(entries: Iterable[Any], columns: str) -> Table:
-    """entries: with the fields of the columns, or mappings of them."""
+    """A line for each entry, with the fields of the columns."""
     found = {}
     for column in columns.split(","):
         header, _, field = column.strip().partition(" = ")
-        name, _, form = (field or header).partition(" ")
-        found[header] = (name, form)
-    rows = [[figure(_field(entry, name), form) for name, form in found.values()] for entry in entries]
-    return Table(list(found), rows)
-
-
-def _field(entry: Any, name: str) -> Any:
-    return entry.get(name) if isinstance(entry, Mapping) else getattr(entry, name)
+        found[header] = (field or header).partition(" ")
+    return Table(list(found), [[figure(getattr(e, name), form) for name, _, form in found.values()] for e in entries])
 
 
 def figure(value: Any, form: str, missing: str = "") -> str:
     return missing if value is None else format(value, form)
-
-
-def speed_table(measurements: Sequence[Measurement], add_microseconds: float | None) -> Table:
-    """In the order of the cases, not of the time they were measured at; a direction's providers beside each other, and
-    how many times faster than the formula in torch each of them is."""
-    order = {case: nth for nth, case in enumerate(dict.fromkeys(m.case for m in measurements))}
-    times = {(m.case, m.direction, m.provider): m.microseconds for m in measurements}
-    rows = []
-    for m in sorted(measurements, key=lambda m: (GROUPS.index(m.group), order[m.case], DIRECTIONS.index(m.direction))):
-        others = {name: times.get((m.case, m.direction, name)) for name in ("eager", "torch.compile")}
-        faster = {name: time / m.microseconds for name, time in others.items() if time and name != m.provider}
-        host = m.host_microseconds
-        adds = host / add_microseconds if host and add_microseconds else None
-        rows.append({**vars(m), "of_copy": m.of_copy, **faster, "adds": adds})
-    return table(rows, SPEED)
-
-
-def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str, bool], list[str]]:
-    """Each provider, reason and whether it failed once, with where that was."""
-    found = _grouped(entries, lambda entry: (entry.provider, entry.reason, entry.failed))
-    return {key: [entry.where for entry in of] for key, of in found.items()}
-
-
-def left_out(entries: Iterable[NotMeasured]) -> str:
-    """Each reason once, with the cases that it has."""
-    lines = []
-    for (provider, reason, _), where in by_reason(entries).items():
-        one = NotMeasured(where[0] if len(where) == 1 else f"{len(where)} cases", provider, reason)
-        lines += [str(one), *(f"  {case}" for case in where if len(where) > 1)]
-    return "\n".join(lines)
 
 
 def of_bench(results: Results) -> Iterator[Table | str]:
@@ -90,7 +55,7 @@ def of_bench(results: Results) -> Iterator[Table | str]:
     if results.steps:
         yield table(results.steps, STEPS)
     if results.measurements or not results.steps:
-        yield speed_table(results.measurements, results.add_microseconds)
+        yield table(_timed(results), SPEED)
     if results.scaling:
         yield table(results.scaling, GROWTH)
     for name, megabytes in results.stack_megabytes.items():
@@ -102,6 +67,33 @@ def of_bench(results: Results) -> Iterator[Table | str]:
         yield table(failed, ACCURACY)
     if results.not_measured:
         yield left_out(results.not_measured)
+
+
+def _timed(results: Results) -> Iterator[SimpleNamespace]:
+    """In the order of the cases, not of the time they were measured at; a direction's providers beside each other, and
+    how many times faster than the formula in torch each of them is."""
+    for case in sorted(Shown(results).cases, key=lambda case: GROUPS.index(case.group)):
+        for m in sorted(case.every, key=lambda m: DIRECTIONS.index(m.direction)):
+            others = {name: case.bar(m.direction, name) if name != m.provider else None for name in OF_TORCH}
+            faster = {name: other and other.microseconds / m.microseconds for name, other in others.items()}
+            host, add = m.host_microseconds, results.add_microseconds
+            yield SimpleNamespace(**vars(m), of_copy=m.of_copy, **faster, adds=host / add if host and add else None)
+
+
+def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str, bool], list[str]]:
+    """Each provider, reason and whether it failed once, with where that was."""
+    found = _grouped(entries, attrgetter("provider", "reason", "failed"))
+    return {key: [entry.where for entry in of] for key, of in found.items()}
+
+
+def left_out(entries: Iterable[NotMeasured]) -> str:
+    """Each reason once, with the cases that it has."""
+    lines = []
+    for (provider, reason, _), where in by_reason(entries).items():
+        several = len(where) > 1
+        lines += [str(NotMeasured(f"{len(where)} cases" if several else where[0], provider, reason))]
+        lines += [f"  {case}" for case in where if several]
+    return "\n".join(lines)
 
 
 def significant(value: float) -> str:
@@ -140,57 +132,42 @@ def size_of(case: str, subject: str) -> str:
     return re.sub(r"(?<=\d)x(?=\d)", " × ", case.removeprefix(subject).strip())
 
 
-class Value(NamedTuple):
+@dataclass(frozen=True)
+class Value:
     """A number and its origin: paths into the JSON file, joined by " * " and " / " and evaluated from left to right."""
 
     value: float
     origin: str
 
-    def over(self, other: "Value") -> "Value":
+    def __mul__(self, other: "Value") -> "Value":
+        return Value(self.value * other.value, f"{self.origin} * {other.origin}")
+
+    def __truediv__(self, other: "Value") -> "Value":
         return Value(self.value / other.value, f"{self.origin} / {other.origin}")
 
 
-class Bar(NamedTuple):
-    """One measurement and its number in the file."""
-
-    number: int
-    entry: Measurement
-
-    def of(self, name: str) -> Value | None:
-        found = getattr(self.entry, name)
-        return None if found is None else Value(found, f"measurements.{self.number}.{name}")
-
-    @property
-    def copy_bandwidth(self) -> Value:
-        """GB/s of the copy."""
-        at, m = f"measurements.{self.number}", self.entry
-        origin = f"{at}.bandwidth * {at}.microseconds / {at}.copy_microseconds"
-        return Value(m.bandwidth * m.microseconds / m.copy_microseconds, origin)
-
-
 class CaseBars:
-    """All of one case: direction -> provider -> measurement, in the order of the providers."""
+    """All of one case; bars: direction -> provider -> measurement, in the order of the providers."""
 
-    def __init__(self, every: Sequence[Bar], providers: Sequence[str]) -> None:
-        first = every[0].entry
-        self.every, self.subject, self.case, self.group = every, first.subject, first.case, first.group
-        self.size = size_of(self.case, self.subject)
-        self.has_memory = any(bar.entry.peak_megabytes for bar in every)
-        ordered = sorted(every, key=lambda bar: providers.index(bar.entry.provider))
-        of_direction = {d: {b.entry.provider: b for b in ordered if b.entry.direction == d} for d in DIRECTIONS}
-        self.bars = {direction: bars for direction, bars in of_direction.items() if bars}
+    def __init__(self, every: Sequence[Measurement], providers: Sequence[str]) -> None:
+        self.every, self.subject, self.group = every, every[0].subject, every[0].group
+        self.size = size_of(every[0].case, self.subject)
+        self.has_memory = any(m.peak_megabytes for m in every)
+        self.bars: dict[str, dict[str, Measurement]] = {}
+        for m in sorted(every, key=lambda m: (DIRECTIONS.index(m.direction), providers.index(m.provider))):
+            self.bars.setdefault(m.direction, {})[m.provider] = m
 
-    def bar(self, direction: str, provider: str) -> Bar | None:
+    def bar(self, direction: str, provider: str) -> Measurement | None:
         return self.bars.get(direction, {}).get(provider)
 
-    def ours(self, direction: str) -> Bar | None:
+    def ours(self, direction: str) -> Measurement | None:
         """The fastest of our kernels."""
-        kernels = [bar for provider, bar in self.bars.get(direction, {}).items() if provider in BACKENDS]
-        return min(kernels, key=lambda bar: bar.entry.microseconds, default=None)
+        kernels = [m for provider, m in self.bars.get(direction, {}).items() if provider in BACKENDS]
+        return min(kernels, key=lambda m: m.microseconds, default=None)
 
     def over_ours(self, direction: str, provider: str) -> float | None:
         bar, ours = self.bar(direction, provider), self.ours(direction)
-        return bar.entry.microseconds / ours.entry.microseconds if bar and ours else None
+        return bar.microseconds / ours.microseconds if bar and ours else None
 
 
 class Shown:
@@ -199,23 +176,30 @@ class Shown:
     def __init__(self, results: Results) -> None:
         self.results = results
         self.device = results.versions.get("device", "unknown device")
-        names = list(dict.fromkeys(m.provider for m in results.measurements))
-        order = [*PROVIDER_ORDER, *(name for name in names if name not in PROVIDER_ORDER)]
-        self.providers = sorted(names, key=order.index)
-        found = _grouped([Bar(*pair) for pair in enumerate(results.measurements)], lambda bar: bar.entry.case)
-        self.cases = [CaseBars(bars, self.providers) for bars in found.values()]
+        names = dict.fromkeys(m.provider for m in results.measurements)
+        self.providers = [name for name in dict.fromkeys([*PROVIDER_ORDER, *names]) if name in names]
+        cases = _grouped(results.measurements, attrgetter("case"))
+        self.cases = [CaseBars(every, self.providers) for every in cases.values()]
         self.training, self.decode = ([c for c in self.cases if c.group == group] for group in ("training", "decode"))
         self.subjects = list(dict.fromkeys(case.subject for case in (*self.training, *self.decode)))
+        self.charts = _grouped(results.scaling, attrgetter("subject", "axis", "at", "direction"))
         self.reasons = by_reason(results.not_measured)
         self.boundary = BOUNDARY if any(subject.startswith("mhc_next") for subject in self.subjects) else ""
         self.forms = FORMS if any(backend_of(step.provider) != step.provider for step in results.steps) else ""
+        lists: dict[str, Sequence[Any]]
+        lists = {"measurements": results.measurements, "accuracy": results.accuracy, "scaling": results.scaling}
+        self._places = {id(e): f"{name}.{nth}" for name, entries in lists.items() for nth, e in enumerate(entries)}
+
+    def of(self, entry: Any, field: str) -> Value | None:
+        """What an entry says, with its origin."""
+        found = getattr(entry, field)
+        return None if found is None else Value(found, f"{self._places[id(entry)]}.{field}")
 
     def alike(self, cases: Sequence[CaseBars]) -> list[tuple[list[str], list[CaseBars]]]:
         """Ops that the same providers have share a table: the providers, and the cases."""
 
         def providers(case: CaseBars) -> tuple[str, ...]:
-            of_op = [c for c in cases if c.subject == case.subject and c.group == case.group]
-            there = {bar.entry.provider for c in of_op for bar in c.every}
+            there = {m.provider for c in cases if (c.subject, c.group) == (case.subject, case.group) for m in c.every}
             return case.group, *(provider for provider in self.providers if provider in there)
 
         return [(names, found) for (_, *names), found in _grouped(cases, providers).items()]
@@ -224,39 +208,34 @@ class Shown:
         """Over all training sizes: how near ours comes to a copy, and how long the others take."""
         others = [provider for provider in self.providers if provider not in BACKENDS]
         rows = []
-        for subject, direction in itertools.product(self.subjects, DIRECTIONS):
+        for subject, direction in product(self.subjects, DIRECTIONS):
             cases = [case for case in self.training if case.subject == subject]
-            ours = [bar.entry for case in cases if (bar := case.ours(direction))]
-            if ours:
+            if ours := [m for case in cases if (m := case.ours(direction))]:
                 share, bandwidth = extent((100 * m.of_copy for m in ours), ".0f", "%"), (m.bandwidth for m in ours)
                 ratios = [extent((case.over_ours(direction, p) for case in cases), ".1f", "×") for p in others]
                 rows.append([code(subject), WORDS[direction], share, extent(bandwidth, ".0f"), *ratios])
         return Table(["op", "", "of a copy", "GB/s", *others], rows)
 
-    def charts(self) -> dict[tuple[str, ...], list[tuple[int, Growth]]]:
-        """By subject, axis, what stays and direction; a training step only where there are few."""
-        every = list(enumerate(self.results.scaling))
-        found = _grouped(every, lambda pair: (pair[1].subject, pair[1].axis, pair[1].at, pair[1].direction))
-        return {key: growths for key, growths in found.items() if key[3] != "both" or len(found) < 5}
-
-    def accuracy(self) -> dict[str, dict[tuple[str, str], dict[str, tuple[int, Row]]]]:
+    def accuracy(self) -> dict[str, dict[tuple[str, str], dict[str, Row]]]:
         """Of every op, case, provider and output the row. Some libraries run other kernels where gradients are wanted:
         the larger error counts."""
-        found: dict[str, dict[tuple[str, str], dict[str, tuple[int, Row]]]] = {}
-        for index, row in enumerate(self.results.accuracy):
-            line = found.setdefault(_subject(row.case), {}).setdefault((row.case, row.backend), {})
-            output = row.output.removesuffix(WITH_GRADIENTS)
-            both = filter(None, [line.get(output), (index, row)])
-            line[output] = max(both, key=lambda pair: (not pair[1].passed, pair[1].relative_error))
+        found: dict[str, dict[tuple[str, str], dict[str, Row]]] = {}
+        for row in self.results.accuracy:
+            subject = re.split(r" (?=\d)", row.case)[0]
+            line, output = found.setdefault(subject, {}).setdefault((row.case, row.backend), {}), _output(row)
+            line[output] = max(line.get(output, row), row, key=lambda row: (not row.passed, row.relative_error))
         return found
 
     def errors(self) -> dict[str, dict[str, float]]:
         """The largest of each output and provider."""
-        outputs = _grouped(self.results.accuracy, lambda row: row.output.removesuffix(WITH_GRADIENTS))
         return {
-            output: {name: worst(of).relative_error for name, of in _grouped(rows, lambda row: row.backend).items()}
-            for output, rows in outputs.items()
+            output: {name: worst(of).relative_error for name, of in _grouped(rows, attrgetter("backend")).items()}
+            for output, rows in _grouped(self.results.accuracy, _output).items()
         }
+
+
+def _output(row: Row) -> str:
+    return row.output.removesuffix(WITH_GRADIENTS)
 
 
 def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -266,14 +245,9 @@ def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, lis
     return found
 
 
-def _subject(case: str) -> str:
-    """The words before the sizes."""
-    words = case.split()
-    return " ".join(words[: next((i for i, word in enumerate(words) if word[0].isdigit()), 1)])
-
-
 def draw(results: Results) -> str:
-    return render("page.html", shown=Shown(results), r=results, LONGEST_BAR=LONGEST_BAR)
+    shown = Shown(results)
+    return render("page.html", shown=shown, r=results, of=shown.of)
 
 
 def markdown(files: Sequence[Results]) -> str:
@@ -304,5 +278,6 @@ def render(template: str, **values: Any) -> str:
     )
     filters: list[Callable[..., Any]] = [significant, grid_step, slug, code, figure, backend_of]
     environment.filters |= {function.__name__: function for function in [*filters, math.isfinite, math.log10]}
-    values |= {"WORDS": WORDS, "SHORT": SHORT_WORDS, "Value": Value, "size_of": size_of, "tabulate": table}
-    return environment.get_template(template).render(**values, STEPS=STEPS, GROWTH=GROWTH, OURS=BACKENDS).strip() + "\n"
+    environment.globals |= {"WORDS": WORDS, "SHORT": SHORT_WORDS, "STEPS": STEPS, "GROWTH": GROWTH, "OURS": BACKENDS}
+    environment.globals |= {"Value": Value, "size_of": size_of, "tabulate": table}
+    return environment.get_template(template).render(**values).strip() + "\n"

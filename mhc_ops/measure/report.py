@@ -85,29 +85,29 @@ def show(*parts: Table | str) -> None:
 
 def _show_coloured(part: Table, columns: int) -> None:
     """The first column is wrapped where the terminal is narrow; the others, too, where that is not enough."""
-    from rich import box, console, text
-    from rich import table as rich_table
+    import rich.box
+    import rich.console
+    import rich.table
+    import rich.text
 
     _, *others = (3 + max(map(len, column)) for column in zip(part.header, *part.rows))
-    drawn = rich_table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column, name in enumerate(part.header):
         whole = column > 0 and sum(others) < columns
         drawn.add_column(name, justify="right" if column else "left", overflow="fold", no_wrap=whole)
     for row in part.rows:
-        drawn.add_row(*(text.Text(cell, COLOURS.get(cell, "")) for cell in row))
-    console.Console(file=sys.stdout, width=columns).print(drawn)
+        drawn.add_row(*(rich.text.Text(cell, COLOURS.get(cell, "")) for cell in row))
+    rich.console.Console(file=sys.stdout, width=columns).print(drawn)
 
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     """Yield the items and say on stderr how far it is: in one line of a terminal, written anew for each item."""
     columns = _columns(sys.stderr)
-    width = min(WIDEST_BAR, columns * 3 // 8) if columns >= NARROWEST_WITH_BAR else 0  # of the bar
+    width = min(WIDEST_BAR, columns * 3 // 8) if columns >= NARROWEST_WITH_BAR else 0
     for done, item in enumerate(items):
         words = " ".join(map(str, item)) if isinstance(item, tuple) else str(item)
-        if columns:
-            bar = ("━" * (width * done // len(items)) + "╸").ljust(width + 1) if width else ""
-            _write_line(f"{label} {done}/{len(items)} {bar} {words}")
-        else:
+        bar = ("━" * (width * done // len(items)) + "╸").ljust(width + 1) if width else ""
+        if not _write_line(f"{label} {done}/{len(items)} {bar} {words}"):
             print(f"{label} {done + 1}/{len(items)}: {words}", file=sys.stderr, flush=True)
         yield item
     clear()
@@ -115,23 +115,22 @@ def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
 
 def status(label: str) -> Callable[[object], None]:
     """For work of unknown length: call it with where it is. Without a terminal it speaks now and then."""
-    last = [time.monotonic()]
+    last = time.monotonic()
 
     def show(where: object) -> None:
-        if _columns(sys.stderr):
-            _write_line(f"{label} {where}")
-        elif time.monotonic() - last[0] >= BETWEEN_LINES:
-            last[0] = time.monotonic()
+        nonlocal last
+        if not _write_line(f"{label} {where}") and time.monotonic() - last >= BETWEEN_LINES:
+            last = time.monotonic()
             print(f"{label} {where}", file=sys.stderr, flush=True)
 
     return show
 
 
-def _write_line(text: str) -> None:
-    """In place of what stands there; where the cursor does not move, nothing."""
+def _write_line(text: str) -> bool:
+    """In place of what stands there; False, and nothing, where the cursor does not move."""
     if columns := _columns(sys.stderr):
-        sys.stderr.write(f"\r{text[:columns]}{ERASE}")
-        sys.stderr.flush()
+        print(f"\r{text[:columns]}{ERASE}", end="", file=sys.stderr, flush=True)
+    return columns > 0
 
 
 def clear() -> None:

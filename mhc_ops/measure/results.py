@@ -8,7 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,9 @@ def write(results: Results, path: Path) -> None:
     """An entry a line: easy to compare, and quick to write as often as a run does (json.dumps(indent=1) is not)."""
     fields = []
     for name, value in {"format": FORMAT, **vars(results)}.items():
-        entries = [_as_json(entry) for entry in value] if isinstance(value, list) else []
-        lines = ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in entries)
-        fields.append(f' "{name}": ' + (f"[\n  {lines}\n ]" if entries else json.dumps(value, allow_nan=False)))
+        entries = [json.dumps(_as_json(entry), allow_nan=False) for entry in value] if isinstance(value, list) else []
+        text = "[\n  " + ",\n  ".join(entries) + "\n ]" if entries else json.dumps(value, allow_nan=False)
+        fields.append(f' "{name}": {text}')
     files.write(path, "{\n" + ",\n".join(fields) + "\n}\n")
 
 
@@ -91,14 +91,14 @@ def _as_json(entry: Any) -> Any:
     return report.finite({**vars(entry), **derived})
 
 
-def save(results: Results, path: Path | None, last: bool = False) -> files.Unwritable | None:
+def save(results: Results, path: Path | None, last: bool = False) -> report.Refused | None:
     """As they come, or once where a file takes one text. A disk that fills up does not end a run, as what was measured
     is still to be printed: the error is returned."""
-    if path is not None and (last or files.is_replaced(path)):
-        try:
+    try:
+        if path is not None and (last or files.is_replaced(path)):
             write(results, path)
-        except files.Unwritable as error:
-            return error
+    except report.Refused as error:
+        return error
     return None
 
 
@@ -126,15 +126,16 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         return _checked(value in inner, value, where, listed(inner))
     if origin in (typing.Union, types.UnionType):  # only ever with None
         return None if value is None else typed(inner[0], value, where)
-    if dataclasses.is_dataclass(kind):
-        return _entry(kind, typed(dict, value, where), where)
     if kind is float and value is None:
         return math.nan
-    fits = isinstance(value, (int, float) if kind is float else origin) and isinstance(value, bool) == (kind is bool)
-    _checked(fits and not (kind in (float, int) and abs(value) > LARGEST), value, where, KINDS[origin])
-    if origin is list and inner:
+    stored = dict if dataclasses.is_dataclass(kind) else origin
+    fits = isinstance(value, (int, float) if kind is float else stored) and isinstance(value, bool) == (kind is bool)
+    _checked(fits and not (kind in (float, int) and abs(value) > LARGEST), value, where, KINDS[stored])
+    if dataclasses.is_dataclass(kind):
+        return _entry(kind, value, where)
+    if origin is list:
         return [typed(inner[0], entry, f"{where}.{nth}") for nth, entry in enumerate(value)]
-    if origin is dict and inner:
+    if origin is dict:
         return {name: typed(inner[1], entry, f"{where}.{name}") for name, entry in value.items()}
     return value
 
@@ -142,23 +143,18 @@ def typed(kind: Any, value: Any, where: str) -> Any:
 def _entry(kind: Any, content: dict[str, Any], where: str) -> Any:
     """What the class knows of it."""
     found = {}
-    for name, (of, required) in _fields(kind).items():
-        path = f"{where}.{name}".lstrip(".")
-        if name in content:
-            found[name] = typed(of, content[name], path)
-            holds, words = RULES.get(name, (lambda value: True, ""))
-            _checked(holds(found[name]), content[name], path, words)
-        elif required:
+    for known in dataclasses.fields(kind):
+        path = f"{where}.{known.name}".lstrip(".")
+        if known.name in content:
+            value = found[known.name] = typed(_hints(kind)[known.name], content[known.name], path)
+            holds, words = RULES.get(known.name, (lambda value: True, ""))
+            _checked(holds(value), content[known.name], path, words)
+        elif known.default is MISSING and known.default_factory is MISSING:
             raise Unreadable(f"{path} is missing")
     return kind(**found)
 
 
-@functools.cache
-def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Of each field its type, and whether it must be there."""
-    kinds, missing = typing.get_type_hints(kind), dataclasses.MISSING
-    fields = dataclasses.fields(kind)
-    return {f.name: (kinds[f.name], f.default is missing and f.default_factory is missing) for f in fields}
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _checked(holds: bool, value: Any, where: str, words: str) -> Any:

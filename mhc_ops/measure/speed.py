@@ -10,9 +10,8 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -39,7 +38,20 @@ RESOLUTION = 0.5 / 12**0.5  # µs: the standard deviation that an event's steps 
 
 Direction = Literal["forward", "backward", "both"]  # without gradients; the gradients alone; a training step
 Group = Literal["training", "decode", "sweep"]  # decode: small sizes; sweep: only there to see how time grows
+Function = Callable[..., Any]
 Sample = TypeVar("Sample")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is measured in one go."""
+
+    case: AnyCase
+    provider: str
+    group: Group
+
+    def __str__(self) -> str:
+        return f"{self.provider} {self.case}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,10 @@ class Measurement:
     def of_copy(self) -> float:
         """1 means: as fast as a copy of the same bytes."""
         return self.copy_microseconds / self.microseconds
+
+    @property
+    def copy_bandwidth(self) -> float:
+        return self.bandwidth * self.microseconds / self.copy_microseconds
 
 
 @dataclass(frozen=True)
@@ -112,6 +128,11 @@ def deviation(spread: float) -> float:
     return max(spread / QUARTILES_OF_NORMAL, RESOLUTION)
 
 
+def why_no_compiler() -> str | None:
+    """torch.compile needs a C++ compiler."""
+    return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler (g++ or clang++)"
+
+
 @cache
 def copy_time(size: int, device: torch.device) -> Timing:
     """Of a copy that reads and writes so many bytes in all, measured once in a run."""
@@ -120,48 +141,23 @@ def copy_time(size: int, device: torch.device) -> Timing:
     return device_time(lambda: target.copy_(source), device)
 
 
-def why_no_compiler() -> str | None:
-    """torch.compile needs a C++ compiler."""
-    return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler (g++ or clang++)"
-
-
 def measure(
-    case: AnyCase,
-    provider: str,
+    unit: Unit,
     tensors: Tensors,
     call: Call,
     device: torch.device,
-    group: Group = "training",
-    errors: Mapping[str, float] = MappingProxyType({}),
+    errors: Mapping[str, float],
     until: float = math.inf,
     *,
     parameters: Sequence[Tensor] = (),
 ) -> Iterator[Measurement]:
     """`call(**tensors)` forward, backward and both. errors: by direction; until: from then on few samples do;
     parameters: further leaves."""
+    case = unit.case
+    plain = {name: tensor.detach() for name, tensor in tensors.items()}
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     wanted = [*(tensor for tensor in leaves.values() if tensor.requires_grad), *parameters]
     differentiable = len(case.subject.differentiable)
-
-    def row(direction: Direction, timing: Timing, whole_call: Callable[[], Any] | None = None) -> Measurement:
-        """whole_call: where host time and memory are asked for, too."""
-        size = case.bytes_moved()[direction]
-        copy = copy_time(int(size), device)
-        return Measurement(
-            subject=case.subject.name,
-            case=str(case),
-            provider=provider,
-            direction=direction,
-            **vars(timing),
-            bandwidth=size / timing.microseconds / 1e3,
-            copy_microseconds=copy.microseconds,
-            host_microseconds=whole_call and host_time(whole_call, device, until),
-            peak_megabytes=whole_call and peak_memory(whole_call, device),
-            group=group,
-            bytes=size,
-            copy_spread=copy.spread,
-            error=errors.get(direction),
-        )
 
     def forward() -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -176,23 +172,38 @@ def measure(
     def both() -> tuple[Tensor, ...]:
         return backward(*graph())
 
-    plain = {name: tensor.detach() for name, tensor in tensors.items()}
-    yield row("forward", device_time(forward, device, until=until), forward)
+    def row(direction: Direction, timed: Function, prepare: Function = tuple) -> Measurement:
+        timing, size = device_time(timed, device, prepare, until), case.bytes_moved()[direction]
+        copy, whole_call = copy_time(int(size), device), direction != "backward"
+        return Measurement(
+            subject=case.subject.name,
+            case=str(case),
+            provider=unit.provider,
+            direction=direction,
+            **asdict(timing),
+            bandwidth=size / timing.microseconds / 1e3,
+            copy_microseconds=copy.microseconds,
+            host_microseconds=host_time(timed, device, until) if whole_call else None,
+            peak_megabytes=peak_memory(timed, device) if whole_call else None,
+            group=unit.group,
+            bytes=size,
+            copy_spread=copy.spread,
+            error=errors.get(direction),
+        )
+
+    yield row("forward", forward)
     if differentiable:
         cotangents = [torch.randn_like(output) for output in graph()]
-        yield row("backward", device_time(backward, device, graph, until))
-        yield row("both", device_time(both, device, until=until), both)
+        yield row("backward", backward, graph)
+        yield row("both", both)
 
 
-def measure_stack(
-    case: AnyCase, provider: str, tensors: Tensors, build: Callable[..., Any], *more: Any
-) -> Iterator[Measurement]:
+def measure_stack(unit: Unit, tensors: Tensors, build: Function, *more: Any) -> Iterator[Measurement]:
     """As `measure`, of one boundary: what a stack takes beyond a shorter one, by the boundaries that it has more."""
 
     def rows(depth: int) -> list[Measurement]:
         stack = build(depth)
-        call = lambda x: (stack(x),)  # noqa: E731
-        return list(measure(case, provider, tensors, call, *more, parameters=list(stack.parameters())))
+        return list(measure(unit, tensors, lambda x: (stack(x),), *more, parameters=list(stack.parameters())))
 
     count = DEPTHS[0] - DEPTHS[1]
     for many, few in zip(*map(rows, DEPTHS)):
@@ -205,9 +216,7 @@ def measure_stack(
         yield replace(many, **shares, spread=spread, bandwidth=bandwidth)
 
 
-def device_time(
-    call: Callable[..., Any], device: torch.device, prepare: Callable[[], Any] = tuple, until: float = math.inf
-) -> Timing:
+def device_time(call: Function, device: torch.device, prepare: Function = tuple, until: float = math.inf) -> Timing:
     """Of call(*prepare()) on the device, without what prepare takes; on a CPU, of the call itself."""
     enqueued = [_host_sample(call, device, prepare) / 1e6 for _ in range(3)][-1]
     if device.type != "cuda":
@@ -229,7 +238,7 @@ def device_time(
     return summary(samples(sample, until))
 
 
-def host_time(call: Callable[[], Any], device: torch.device, until: float = math.inf) -> float | None:
+def host_time(call: Function, device: torch.device, until: float = math.inf) -> float | None:
     """Median µs until the call returns, the device idle before it; None on a CPU, where call and work are one."""
     if device.type != "cuda":
         return None
@@ -238,7 +247,7 @@ def host_time(call: Callable[[], Any], device: torch.device, until: float = math
     return summary(samples(lambda: _host_sample(call, device), until)).microseconds
 
 
-def _host_sample(call: Callable[..., Any], device: torch.device, prepare: Callable[[], Any] = tuple) -> float:
+def _host_sample(call: Function, device: torch.device, prepare: Function = tuple) -> float:
     """The device is idle when it begins."""
     prepared = prepare()
     if device.type == "cuda":
@@ -246,12 +255,6 @@ def _host_sample(call: Callable[..., Any], device: torch.device, prepare: Callab
     begin = time.perf_counter()
     call(*prepared)
     return (time.perf_counter() - begin) * 1e6
-
-
-def add_time(device: torch.device) -> float | None:
-    """Host time of torch.add, the unit in which host times of slow and fast machines can be compared."""
-    one = torch.ones(1, device=device)
-    return host_time(lambda: torch.add(one, one), device)
 
 
 def samples(sample: Callable[[], Sample], until: float) -> list[Sample]:
@@ -267,7 +270,7 @@ def summary(samples: Sequence[float]) -> Timing:
     return Timing(median, upper - lower, len(samples))
 
 
-def peak_memory(call: Callable[[], Any], device: torch.device) -> float | None:
+def peak_memory(call: Function, device: torch.device) -> float | None:
     """Megabytes that a call takes at its peak above what was there before; None on a CPU."""
     if device.type != "cuda":
         return None
@@ -296,29 +299,29 @@ def stack_peaks(T: int, n: int, D: int, device: torch.device) -> dict[str, float
 
 def fit(sweeps: Sequence[Sweep], measurements: Sequence[Measurement]) -> list[Growth]:
     """Of what was measured of the sweeps: a line for each provider and direction that has enough points."""
-    found: dict[tuple[str, Direction], dict[str, Measurement]] = {}
+    measured: dict[tuple[str, Direction], dict[str, Measurement]] = {}
     for m in measurements:
-        found.setdefault((m.provider, m.direction), {})[m.case] = m
-    lines = [
-        (sweep, {size: there[str(case)] for size, case in sweep.cases.items() if str(case) in there})
-        for sweep in sweeps
-        for there in found.values()
-    ]
-    return [_growth(sweep, points) for sweep, points in lines if len(points) >= FEWEST_POINTS]
+        measured.setdefault((m.provider, m.direction), {})[m.case] = m
+    found = []
+    for sweep in sweeps:
+        for of in measured.values():
+            points = {size: of[str(case)] for size, case in sweep.cases.items() if str(case) in of}
+            found += [_growth(sweep, points)] if len(points) >= FEWEST_POINTS else []
+    return found
 
 
 def _growth(sweep: Sweep, found: dict[int, Measurement]) -> Growth:
-    points = list(found.values())
+    first, *_ = points = list(found.values())
     megabytes = [(point.bytes or 0) / 1e6 for point in points]
     times, copies = [p.microseconds for p in points], [p.copy_microseconds for p in points]
     overhead, slope, noise = fit_line(megabytes, times, [deviation(p.spread or 0) for p in points])
     _, copy_slope, copy_noise = fit_line(megabytes, copies, [deviation(p.copy_spread or 0) for p in points])
     return Growth(
-        subject=points[0].subject,
+        subject=first.subject,
         axis=sweep.axis,
         at=sweep.at,
-        provider=points[0].provider,
-        direction=points[0].direction,
+        provider=first.provider,
+        direction=first.direction,
         sizes=list(found),
         cases=[p.case for p in points],
         megabytes=megabytes,
@@ -332,11 +335,8 @@ def _growth(sweep: Sweep, found: dict[int, Measurement]) -> Growth:
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float], deviations: Sequence[float]) -> tuple[float, float, float]:
-    """time = overhead + slope · size, and the standard deviation of the slope.
-
-    Least squares of relative residuals, so that small sizes count as much as large ones. The fit is linear in the
-    times: what the deviation of each of them alone makes of the slope adds up in squares.
-    """
+    """time = overhead + slope · size by relative residuals, so that small sizes count as much as large ones; and the
+    standard deviation of the slope: what the deviation of each time alone makes of it, added up in squares."""
     x, t, d = (torch.tensor(values, dtype=torch.float64) for values in (sizes, times, deviations))
     weighted = torch.stack([torch.ones_like(x), x], 1) / t[:, None]
     right = torch.cat([torch.ones_like(t)[:, None], torch.diag(d / t)], 1)  # the times, then each deviation alone

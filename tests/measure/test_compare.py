@@ -59,10 +59,10 @@ def test_what_runs_scatter_by_is_noise():
 
     def slower(after):
         found, _ = compare.compare(Results("bench", measurements=before), Results("bench", measurements=after))
-        return [change.what for change in found if change.regression]
+        return [change.key for change in found if change.regression]
 
     assert slower(after) == []
-    assert slower(worse) == ["case 0 triton both"]
+    assert slower(worse) == [("case 0", "triton", "both")]
 
 
 def test_what_all_have_in_common_is_no_noise():
@@ -149,7 +149,7 @@ def test_training_steps_are_ratios_to_plain_residuals(after, expected):
     found, common = compare.compare(*files)
     assert common == 1
     assert [change.kind for change in found] == expected
-    assert [change.what for change in found] == ["training_step 8x4x8 triton step"] * len(expected)
+    assert [change.key for change in found] == [("training_step 8x4x8", "triton", "step")] * len(expected)
     assert all(change.regression for change in found if change.kind in ("slower", "more memory"))
 
 
