@@ -215,7 +215,7 @@ def first_stream(x: Tensor) -> Tensor:
     """One-hot on stream 0, [..., n], typed as maps are"""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     weights = x.new_zeros(x.shape[-2], dtype=dtype)  # of x: a DTensor where x is one
-    weights[0] = 1
+    weights[0].fill_(1)  # an assignment copies a number from the host, which then waits for the GPU
     return weights.expand(x.shape[:-1])
 
 

@@ -454,6 +454,22 @@ def test_cuda_graph():
     assert_equal(step(graphed, x), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings", [{}, {"recompute": 2}, {"shifted": True}, {"shifted": True, "recompute": 2}], ids=str
+)
+def test_the_host_does_not_wait(settings):
+    """A number copied to the GPU would be enough, and neither could such a step be captured."""
+    place = ("triton", "cuda")
+    stack, x = HyperStack(*connections(place), **settings), streams(place)
+    stack(x).square().sum().backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stack(x).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def sharded(backend):
     """On each process of test_fsdp2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
