@@ -276,6 +276,14 @@ def test_own_inputs_that_are_wrong(content, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_own_inputs_that_no_form_takes(tmp_path, capsys):
+    """Without a residual map there is no form with a norm."""
+    file, tensors = tmp_path / "inputs.pt", cases.Case(cases.MHC_NEXT_NORMED, (12,), 2, 24, torch.float32).inputs()
+    torch.save({name: tensor for name, tensor in tensors.items() if name not in ("h_res", "link")}, file)
+    assert cli.main(["diagnose", "mhc_next", "--device", "cpu", "--inputs", str(file)]) == 2
+    assert "no form of mhc_next takes x, h_out" in capsys.readouterr().err
+
+
 def test_the_norm_of_own_inputs_is_examined(monkeypatch, tmp_path, capsys):
     """A file with layer_norm_weight is a case of the op with a norm; its shape is the op's to judge."""
     right = reference.layer_norm

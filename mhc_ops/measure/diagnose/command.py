@@ -196,7 +196,9 @@ def _form(op: str, tensors: Tensors) -> cases.Subject:
     identity = "alpha" in tensors and tensors["alpha"].numel() == 2
     fitting = [form for form in FORMS[op] if set(form.inputs) - {"gamma"} == set(tensors) - {"gamma"}]
     named = [form for form in fitting if form.name.endswith("identity") == identity]
-    return (named or fitting or FORMS[op])[0]
+    if not fitting:
+        raise Refused(f"--inputs: no form of {op} takes {', '.join(tensors)}")
+    return (named or fitting)[0]
 
 
 def _sigma(form: cases.Subject, tensors: Tensors) -> float:
