@@ -157,7 +157,8 @@ def test_no_spills(n, D, dtype, target, monkeypatch):
 
 FORMS = [{"shifted": True}, {"mixed": False, "shifted": True}, {"transposed": True}]
 OTHER_FORMS = [(4, 4096, bf16, "sm_90"), (8, 4096, bf16, "sm_100"), (4, 4096, bf16, "gfx942")]
-THEIR_OWN = {"mhc_pre_finish_kernel", "mhc_pre_dmaps_kernel", "mhc_pre_dx_kernel", "mhc_post_bwd_kernel"}  # off Hopper
+IN_OTHER_FORMS = WITH_TILES | {"mhc_layer_pre", "mhc_next_fwd"}  # off Hopper, and of their kernels:
+THEIR_OWN = {"mhc_pre_finish_kernel", "mhc_pre_dmaps_kernel", "mhc_pre_dx_kernel", "mhc_post_bwd_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -168,9 +169,11 @@ THEIR_OWN = {"mhc_pre_finish_kernel", "mhc_pre_dmaps_kernel", "mhc_pre_dx_kernel
 def test_no_spills_in_other_forms(n, D, dtype, target, monkeypatch):
     """Shifted, without a residual map, transposed; with the layer's norm, with which all kernels run."""
     cross_compile.skip_if_too_old(target)
-    with cross_compile.compiling_for(target, monkeypatch, None if target == "sm_90" else THEIR_OWN) as kernels:
+    wanted, ops = (None, None) if target == "sm_90" else (THEIR_OWN, IN_OTHER_FORMS)
+    with cross_compile.compiling_for(target, monkeypatch, wanted) as kernels:
         for form in FORMS:
-            launch_all(8192, n, D, dtype, normed=True, **form)
+            launch_all(8192, n, D, dtype, normed=True, ops=ops, **form)
+    assert wanted is None or {kernel.name for kernel in kernels} == wanted
     cross_compile.check(target, kernels)
 
 
