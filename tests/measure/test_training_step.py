@@ -394,7 +394,7 @@ def test_the_picture():
     root = ElementTree.fromstring(text)
     space = {"svg": "http://www.w3.org/2000/svg"}
     words = [element.text for element in root.findall("svg:text", space)]
-    assert words[1] == "a GPU & more, 8192x4x4096 F=11008 6 sublayers, plain residuals: 55.6 ms"
+    assert words[1] == "a GPU & more, 8192x4x4096 F=11008 6 sublayers, plain residuals: 55.6 ms, quartiles 0.1 apart"
     assert words[2:] == ["mhc_ops (triton)", "+10.5 %", "eager PyTorch", "+130.0 %"]
     ours, eager = root.findall("svg:rect", space)
     assert float(ours.get("width")) / float(eager.get("width")) == pytest.approx(10.5 / 130, rel=1e-2)
