@@ -11,7 +11,7 @@ import mhc_ops
 
 PACKAGE = Path(mhc_ops.__file__).parent
 KERNEL_FOLDERS = {"triton", "tilelang", "hip"}
-MOST_POSITIONAL = 9  # arguments of a call
+MOST_POSITIONAL = 9  # of a call: what small helpers within kernels take, one line of code
 # layer -> layers it may import from
 ALLOWED = {
     "core": {"core"},
