@@ -262,9 +262,9 @@ def load(family: str, backend: str, name: str, device: torch.device) -> Callable
 
 @functools.cache
 def _repair_interpreter() -> None:
-    from .interpreter import make_bf16_exact
+    from .interpreter import repair
 
-    make_bf16_exact()
+    repair()
 
 
 def _check_name(function: str, name: str) -> None:

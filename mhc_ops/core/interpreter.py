@@ -1,11 +1,15 @@
-"""Make bf16 exact in Triton's interpreter, which truncates in casts and computes on raw bits elsewhere.
+"""Repair Triton's interpreter: bf16 becomes exact, and sums are made in one order on every CPU.
 
-Seen in triton 3.6 to 3.9. Without this, `TRITON_INTERPRET=1` gives plausible nonsense for bf16 tensors.
+The interpreter truncates bf16 in casts and computes on raw bits elsewhere (seen in triton 3.6 to 3.9): without this,
+`TRITON_INTERPRET=1` gives plausible nonsense for bf16 tensors.
+
+It multiplies matrices with numpy's BLAS, whose order of summation depends on the CPU, the shapes and the threads. A
+kernel that gives a token the same bits in every batch on a GPU would not do so there.
 """
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
 
 def is_bf16(handle):
@@ -38,8 +42,27 @@ def in_fp32(method):
     return wrapped
 
 
-def make_bf16_exact() -> None:
-    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+def added(terms, axis):
+    """The sum along one axis, by halves: its order depends on the number of terms alone, which is a power of two."""
+    while terms.shape[axis] > 1:
+        low, high = np.split(terms, 2, axis=axis)
+        terms = low + high
+    return terms
+
+
+def product(a, b, dtype):
+    """a @ b, each element as `added` adds it."""
+    terms = np.multiply(a[..., :, :, None], b[..., None, :, :], dtype=dtype)
+    return added(terms, axis=-2)[..., 0, :]
+
+
+def repair() -> None:
+    _make_bf16_exact()
+    _sum_in_one_order()
+
+
+def _make_bf16_exact() -> None:
+    cast = InterpreterBuilder.cast_impl
 
     def exact_cast(self, source, to):
         wide = widen(source)
@@ -47,11 +70,28 @@ def make_bf16_exact() -> None:
             return cast(self, wide, to)
         return TensorHandle(narrow(wide.data.astype(np.float32)), tl.bfloat16)
 
-    def exact_dot(self, a, b, d, *options):
-        return dot(self, widen(a), widen(b), d, *options)
-
     InterpreterBuilder.cast_impl = exact_cast
     InterpreterBuilder.create_fp_to_fp = lambda self, source, to, rounding: exact_cast(self, source, to)
-    InterpreterBuilder.create_dot = exact_dot
     for name in ("binary_op", "unary_op", "ternary_op", "create_fma"):
         setattr(InterpreterBuilder, name, in_fp32(getattr(InterpreterBuilder, name)))
+
+
+def _sum_in_one_order() -> None:
+    numpy_dot, numpy_sum = InterpreterBuilder.create_dot, ReduceOps.sum
+
+    def ordered_dot(self, a, b, d, *options):
+        if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):  # integers, or fp8, which numpy lacks
+            return numpy_dot(self, a, b, d, *options)
+        return TensorHandle(product(widen(a).data, widen(b).data, d.data.dtype) + d.data, d.dtype.scalar)
+
+    def ordered_sum(self, input):
+        data = input.handle.data
+        if not np.issubdtype(data.dtype, np.floating):
+            return numpy_sum(self, input)
+        axes = range(data.ndim) if self.axis is None else (self.axis,)
+        for axis in axes:
+            data = added(data, axis)
+        return self.to_tensor(data if self.keep_dims else data.squeeze(tuple(axes)), input.dtype)
+
+    InterpreterBuilder.create_dot = ordered_dot
+    ReduceOps.sum = ordered_sum
