@@ -3,6 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/venv.sh
-make_venv
+make_venv check
 mhc-ops info
 mhc-ops check "$@"

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
-make_venv
+make_venv test
 version=$1
 shift
 into=.venv/triton-$version

@@ -1,4 +1,6 @@
-# Sourced by run.sh and run_tests.sh: makes .venv beside them, installs the project and its test tools, activates it.
+# Sourced by run.sh and run_tests.sh: makes .venv beside them, installs the project, activates it.
+#   make_venv check      with what `mhc-ops check` needs
+#   make_venv test       with what tests, lint, types and the site need in addition
 #   PYTHON=python3.12    another interpreter; a ROCm build of PyTorch that it has is used as it is
 #   TORCH_INDEX=URL      takes PyTorch from this package index, e.g. from one of ROCm builds
 #   CPU=1                does not ask for the AMD GPU that is there
@@ -56,21 +58,25 @@ pip_install() {
 }
 
 install_project() {
-    local source=$1
-    echo "Installing mhc_ops and its test tools into .venv (PyTorch is a large download; minutes, once)"
+    local source=$1 purpose=$2 extras=triton,bench packages='^(numpy|rich)=='
+    if [ "$purpose" = test ]; then
+        extras=test packages=.
+    fi
+    echo "Installing mhc_ops[$extras] into .venv (PyTorch is a large download; minutes, once)"
     if [ "$source" = pypi ]; then
-        pip_install -c constraints.txt -e ".[test]"
+        pip_install -c constraints.txt -e ".[$extras]"
         return
     fi
     # The triton that fits came with torch; PyPI's torch, triton and tilelang are made for CUDA.
     [ "$source" = python ] || pip_install --index-url "$source" torch
     # A tool that $PYTHON has in the same version would else not get its command in .venv.
-    pip_install --ignore-installed -r <(grep -Ev '^(torch|triton|tilelang)==' constraints.txt) "setuptools>=77"
+    pip_install --ignore-installed "setuptools>=77" \
+        -r <(grep -Ev '^(torch|triton|tilelang)==' constraints.txt | grep -E "$packages")
     pip_install --no-deps -e .
 }
 
 make_venv() {
-    local python=${PYTHON:-python3} source made wanted
+    local purpose=$1 python=${PYTHON:-python3} source made wanted installed
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
         fail "mhc_ops needs Python 3.10 or newer; '$python' is $("$python" --version 2>&1). Set PYTHON=/path/to/python3."
     source=$(torch_source "$python")
@@ -80,9 +86,10 @@ make_venv() {
         echo "$made" >.venv/made
     fi
     wanted=$(cat pyproject.toml constraints.txt | cksum)
-    if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
-        install_project "$source"
-        echo "$wanted" >.venv/installed
+    installed=$(cat .venv/installed 2>/dev/null) || true
+    if [ "$installed" != "$wanted $purpose" ] && [ "$installed" != "$wanted test" ]; then
+        install_project "$source" "$purpose"
+        echo "$wanted $purpose" >.venv/installed
     fi
     if [ "${CPU:-}" != 1 ] && has_amd_gpu &&
         ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

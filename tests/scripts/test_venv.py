@@ -14,19 +14,22 @@ def script(request):
     return request.param
 
 
+EXTRAS = {"run.sh": "triton,bench", "run_tests.sh": "test"}
+
+
 def installs(done):
     return done.called("python -m pip install")
 
 
-def assert_takes_pypi(done):
+def assert_takes_pypi(done, extras):
     assert done.code == 0, done.said
-    assert len(installs(done)) == 1 and installs(done)[0].endswith("-c constraints.txt -e .[test]")
+    assert len(installs(done)) == 1 and installs(done)[0].endswith(f"-c constraints.txt -e .[{extras}]")
     assert done.called("python -m venv") == ["python -m venv --clear .venv"]
 
 
 def assert_leaves_torch_alone(done):
     assert done.code == 0, done.said
-    assert any("--ignore-installed -r" in call for call in installs(done))  # every tool has its command in .venv
+    assert any("--ignore-installed" in call for call in installs(done))  # every tool has its command in .venv
     assert any(call.endswith("--no-deps -e .") for call in installs(done))
     assert not any("[test]" in call or "-c constraints.txt" in call for call in installs(done))
 
@@ -35,7 +38,7 @@ def assert_leaves_torch_alone(done):
 def test_a_machine_without_an_amd_gpu_takes_pypi(sandbox, script, cuda_torch):
     if cuda_torch:
         sandbox.torch(hip=None)
-    assert_takes_pypi(sandbox.run(script))
+    assert_takes_pypi(sandbox.run(script), EXTRAS[script])
 
 
 def test_an_amd_gpu_without_its_torch_stops(sandbox, script):
@@ -71,7 +74,7 @@ def test_the_index_that_is_named_is_used(sandbox, script):
 
 def test_the_cpu_is_chosen_by_name_alone(sandbox, script):
     sandbox.kfd.touch()
-    assert_takes_pypi(sandbox.run(script, CPU="1"))
+    assert_takes_pypi(sandbox.run(script, CPU="1"), EXTRAS[script])
 
 
 def test_a_gpu_that_torch_does_not_see_stops(sandbox, script):
@@ -88,7 +91,7 @@ def test_an_nvidia_gpu_beside_an_amd_processor_takes_pypi(sandbox, script):
     """Graphics in an AMD processor have the device file too."""
     sandbox.kfd.touch()
     sandbox.stub("nvidia-smi", "#!/bin/sh\necho 'GPU 0: stub'\n")
-    assert_takes_pypi(sandbox.run(script))
+    assert_takes_pypi(sandbox.run(script), EXTRAS[script])
 
 
 def test_another_choice_makes_another_venv(sandbox):
@@ -96,7 +99,14 @@ def test_another_choice_makes_another_venv(sandbox):
     assert_leaves_torch_alone(sandbox.run("run.sh"))
     again = sandbox.run("run.sh")
     assert again.code == 0 and not installs(again) and not again.called("python -m venv")
-    assert_takes_pypi(sandbox.run("run.sh", CPU="1"))
+    assert_takes_pypi(sandbox.run("run.sh", CPU="1"), EXTRAS["run.sh"])
+
+
+def test_the_tests_install_what_the_check_did_not(sandbox):
+    assert len(installs(sandbox.run("run.sh"))) == 1
+    rest = sandbox.run("run_tests.sh")
+    assert installs(rest)[0].endswith("-e .[test]") and not rest.called("python -m venv")
+    assert not installs(sandbox.run("run.sh")) and not installs(sandbox.run("run_tests.sh"))
 
 
 def test_an_old_python_is_refused(sandbox):
