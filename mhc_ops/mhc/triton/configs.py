@@ -352,6 +352,7 @@ def post_bwd(n: int, D: int, wide: bool, mixed: bool, on: Device) -> Tile:
 
 FEW_TOKENS, FEW_STREAMS, FEW_DTYPE = 64, 4, torch.bfloat16
 FEW_TOGETHER = 4, 8, 16  # tokens of a program where all programs run at once: 32 spill
+FEW_APART = 32  # tokens of one launch, where its programs do not all run at once
 FEW_MAPS = 32  # rows of phi in a product: in two parts the 64 that Hopper's matrix units take, also if there are fewer
 
 
@@ -368,7 +369,8 @@ class Few(Tile):
 @lru_cache(maxsize=4096)
 def few(n: int, D: int, T: int, on: Device) -> Few | None:
     """How one launch takes T tokens; None where several take them: more tokens; n > 4, where another tile adds up the
-    sums of Sinkhorn in another order; more channels than the finishing kernel norms at once, as it then adds otherwise.
+    sums of Sinkhorn in another order; more channels than the finishing kernel norms at once, as it then adds otherwise;
+    more than FEW_APART tokens whose programs do not all run at once.
 
     A program reads 48 KB of phi at n = 4, about what a multiprocessor gets while memory takes to answer, and all of it
     is asked for at once (5 stages). Boundary with its norm on an H200, µs in a CUDA graph of launches, phi in the L2
@@ -380,6 +382,10 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
         64 tokens             -     -     11.2  24.6
         D = 7168 (56 slices)
         16 tokens             -     10.1  11.5  23.6
+        64 tokens             -     -     -     37.6
+
+    Several launches take 128 tokens of D = 7168 in 23.2 µs, so that 64 tokens are theirs where the programs of one launch
+    do not all run at once. FEW_APART lies between these two figures; no token count between 16 and 64 was timed.
 
     8 warps instead of 4: 11.3 to 11.7 for 4 and for 16 tokens. One token alone in a program 9.3, two 9.2.
 
@@ -392,6 +398,8 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
         return Few(128, min(256, next_power_of_2(D)), 8, 1, block_k=block_k, tokens=32, finished=32)
     fitting = [tokens for tokens in FEW_TOGETHER if cdiv(T, tokens) * pieces <= on.processors]
     together = bool(fitting) and pieces > 1
+    if not together and pieces > 1 and T > FEW_APART:
+        return None
     if together:
         tokens = fitting[0]
         finished = next_power_of_2(cdiv(2 * tokens, pieces))  # half of the programs make h_in, half make maps

@@ -59,7 +59,8 @@ def test_few_tokens_are_taken_by_programs_that_run_at_once():
             assert cdiv(T, tile.tokens) * pieces <= on.processors
             assert tile.tokens % tile.finished == 0 and 2 * tile.tokens // tile.finished <= pieces
     assert taken > 1000
-    assert configs.few(4, 7168, 16, HOPPER).together and not configs.few(4, 7168, 64, HOPPER).together
+    assert configs.few(4, 7168, 16, HOPPER).together
+    assert configs.few(4, 7168, 64, HOPPER) is None, "several launches are faster"
 
 
 def test_some_tokens_store_bundles():
