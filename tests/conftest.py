@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -30,7 +31,17 @@ def pytest_report_header():
     return f"base seed of all cases: {cases.SEED} (MHC_OPS_SEED)"
 
 
-def pytest_collection_modifyitems(items):
+# Each line names a file and, by a regular expression, the tests of it that only ./run_tests.sh --all runs.
+THOROUGH = [
+    line.split(maxsplit=1)
+    for line in (Path(__file__).parent / "thorough.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items, config):
+    mark_thorough(items, whole=not any("::" in argument for argument in config.args))
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     compiled = pytest.mark.skip(reason="needs TRITON_INTERPRET=1, as in the second run of ./run_tests.sh")
     for item in items:
@@ -38,6 +49,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(no_gpu)
         if "interpreted" in item.keywords and not _INTERPRETED:
             item.add_marker(compiled)
+
+
+def mark_thorough(items, whole):
+    """whole: files were collected with all of their tests, so that a line without any has gone stale."""
+    tests = {}
+    for item in items:
+        file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        tests.setdefault(file, []).append((name, item))
+    for file, pattern in THOROUGH:
+        found = [item for name, item in tests.get(file, ()) if re.search(pattern, name)]
+        for item in found:
+            item.add_marker(pytest.mark.thorough)
+        if whole and file in tests and not found:
+            raise pytest.UsageError(f"tests/thorough.txt: no test of {file} is named as {pattern}")
 
 
 @pytest.fixture(

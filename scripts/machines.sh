@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Run the tests that a CPU could decide as on other machines: scripts/machines.sh [options of pytest]
+# A row below is a machine: which kernels OpenBLAS (numpy), torch, MKL and oneDNN take, threads, the base seed of all
+# cases, locale and hash seed. Machines that this CPU cannot play are named and left out.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/venv.sh
+make_venv test
+
+avx512="AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"
+#        machine   needs    OpenBLAS  torch   MKL        oneDNN      threads seed locale hash
+machines=(
+        "prescott  sse3     Prescott  default COMPATIBLE SSE41       1       0    C      0"
+        "haswell   avx2     Haswell   avx2    AVX2       AVX2        2       7    C.utf8 1"
+        "zen       avx2     Zen       avx2    AUTO       DEFAULT     1       0    POSIX  2"
+        "skylakex  avx512bw SkylakeX  avx512  AVX512     AVX512_CORE 2       7    C      3"
+)
+
+has() { [ "$1" = sse3 ] || grep -qsw "$1" /proc/cpuinfo; }
+
+cores=$(nproc) table=() failed=0
+for row in "${machines[@]}"; do
+    read -r name needs blas aten mkl onednn threads seed locale hash <<<"$row"
+    if ! has "$needs"; then
+        table+=("$name: not run, this CPU has no $needs")
+        continue
+    fi
+    lacks=
+    [ "$needs" = avx512bw ] || lacks=$avx512
+    [ "$needs" != sse3 ] || lacks="$lacks AVX2 FMA3"
+    for interpreted in 0 1; do
+        marked="machine and not interpreted" begin=$SECONDS code=0
+        [ "$interpreted" = 0 ] || marked="machine and interpreted"
+        env OPENBLAS_CORETYPE="$blas" ATEN_CPU_CAPABILITY="$aten" MKL_CBWR="$mkl" ONEDNN_MAX_CPU_ISA="$onednn" \
+            NPY_DISABLE_CPU_FEATURES="$lacks" OMP_NUM_THREADS="$threads" MHC_OPS_SEED="$seed" LC_ALL="$locale" \
+            PYTHONHASHSEED="$hash" TRITON_INTERPRET="$interpreted" \
+            pytest -q -n "$(((cores + threads - 1) / threads))" --timeout 900 -m "$marked" "$@" || code=$?
+        [ "$code" -eq 0 ] || [ "$code" -eq 5 ] || failed=1
+        table+=("$name: $marked: exit $code in $((SECONDS - begin)) s")
+    done
+done
+printf '%s\n' "${table[@]}"
+exit "$failed"
