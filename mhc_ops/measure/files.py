@@ -49,31 +49,34 @@ def is_replaced(path: Path) -> bool:
     return not _exists(path) or (path.is_file() and _stream(path) is None)
 
 
+def refuse_what_is_not_replaced(path: Path) -> None:
+    if not is_replaced(path):
+        raise Refused(f"{path}: is a device, a pipe, a socket or what this command prints to; name a file")
+
+
 def write(path: Path, text: str) -> None:
     if stream := _stream(path):
         stream.write(text)
         return
-    with _refusing(path), replaced(path) if is_replaced(path) else contextlib.nullcontext(path) as part:
+    with refusing(path), replaced(path) if is_replaced(path) else contextlib.nullcontext(path) as part:
         part.write_text(text, encoding="utf-8", errors="replace")
 
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """What to write to instead of a file: one in a folder of its own beside it, which then replaces it."""
-    with _refusing(path):
-        if not is_replaced(path):
-            raise Refused(f"{path}: is a device, a pipe or what this command prints to; name a file")
-        final = Path(os.path.realpath(path))
-        with _unfinished(final.parent) as folder:
-            part = Path(folder, final.name)
-            part.touch()
-            kept = (final if final.exists() else part).stat()
-            yield part
-            for owner, group in ((kept.st_uid, -1), (-1, kept.st_gid)):
-                with contextlib.suppress(OSError):  # only root gives files to others, and not on all file systems
-                    os.chown(part, owner, group)
-            part.chmod(stat.S_IMODE(kept.st_mode))  # a new owner has taken bits away
-            os.replace(part, final)
+    refuse_what_is_not_replaced(path)
+    final = Path(os.path.realpath(path))
+    with _unfinished(final.parent) as folder:
+        part = Path(folder, final.name)
+        part.touch()
+        kept = (final if final.exists() else part).stat()
+        yield part
+        for owner, group in ((kept.st_uid, -1), (-1, kept.st_gid)):
+            with contextlib.suppress(OSError):  # only root gives files to others, and not on all file systems
+                os.chown(part, owner, group)
+        part.chmod(stat.S_IMODE(kept.st_mode))  # a new owner has taken bits away
+        os.replace(part, final)
 
 
 @contextlib.contextmanager
@@ -84,7 +87,7 @@ def filled(folder: Path, last: str = "") -> Iterator[Path]:
     final = Path(os.path.realpath(folder))
     made = [place for place in (final, *final.parents) if not os.path.lexists(place)]
     moved: list[Path] = []
-    with _refusing(folder):
+    with refusing(folder):
         try:
             final.mkdir(parents=True, exist_ok=True)
             with _unfinished(final) as part:
@@ -118,7 +121,8 @@ def _unfinished(folder: Path) -> "tempfile.TemporaryDirectory[str]":
 
 
 @contextlib.contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def refusing(path: Path) -> Iterator[None]:
+    """What the system has to say about it, as the one line that the user sees."""
     try:
         yield
     except OSError as error:
