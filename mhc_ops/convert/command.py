@@ -44,14 +44,13 @@ def run_convert(given: argparse.Namespace) -> int:
     try:
         own = _own(held, given.source)
         found = {begin: one for state in own.values() for begin, one in parameters(state, given.source).items()}
-        if found:
-            refuse_other_formats(held, given.source, given.target)
+        if not found:
+            raise Refused(f"{given.checkpoint}: there are no parameters of mHC in it as {given.source} has them")
+        refuse_other_formats(held, given.source, given.target)
         converted = {path: _converted(state, given) for path, state in own.items()}
         others = _others(held, own, converted)
     except ValueError as error:
         raise Refused(f"{given.checkpoint}: {str(error).removeprefix('convert: ')}") from error
-    if not found:
-        raise Refused(f"{given.checkpoint}: there are no parameters of mHC in it as {given.source} has them")
     checkpoint.write(given.output, index, others, converted)
     print(f"{len(found)} of mHC among {len(held)} tensors: {', '.join(map(report.printable, found))}")
     _say_what_they_compute(found, given.source, given.target)
@@ -64,8 +63,9 @@ def _output(text: str) -> Path:
 
 def _refuse_output(path: Path, sharded: bool) -> None:
     folder = path.is_dir()
-    if sharded and path.exists() and not (folder and not any(path.iterdir())):
-        raise Refused(f"{path}: shards are written to a new or empty folder")
+    with files.refusing(path):
+        if sharded and path.exists() and not (folder and not any(path.iterdir())):
+            raise Refused(f"{path}: shards are written to a new or empty folder")
     if not sharded and folder:
         raise Refused(f"{path}: is a folder")
     if not sharded:
