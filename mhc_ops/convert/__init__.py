@@ -5,7 +5,8 @@
     checkpoint = convert.from_ours(state, "deepseek")          # and back, bit for bit
 
 A group of keys with the same begin, such as `layers.0.hc_attn`, is one connection or one head; it keeps that begin, but
-for `hc_attn` of DeepSeek, which is `attn_hc` in transformers. All other keys go through as they are, in their places.
+for `hc_attn` of DeepSeek, which is `attn_hc` in transformers. All other keys go through as they are, in their places,
+but for parameters of a third format, which are a ValueError.
 Tensors keep their types, and nothing is changed in place: a result may share tensors with what was given.
 
 Parameters alone do not say what is computed with them: `options(format)` are those of a HyperConnection that computes
