@@ -107,12 +107,11 @@ def filled(folder: Path, last: str = "") -> Iterator[Path]:
 
 
 def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refused(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{path}: not JSON: {error}") from error
+    with refusing(path):
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"{path}: not JSON: {error}") from error
 
 
 def _unfinished(folder: Path) -> "tempfile.TemporaryDirectory[str]":
@@ -126,7 +125,7 @@ def refusing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Refused(f"{path}: {error.strerror}") from error
+        raise Refused(f"{path}: {error.strerror or error}") from error
 
 
 def _exists(path: Path) -> bool:
