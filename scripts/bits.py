@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from mhc_ops.core.backend import BACKENDS
-from mhc_ops.measure import accuracy, selection
+from mhc_ops.measure import accuracy, files, selection
 
 
 def hashes(case, backend: str, device: torch.device) -> dict[str, str]:
@@ -40,7 +40,7 @@ def record(options: argparse.Namespace) -> None:
             small = next(iter(case.inputs().values())).numel() <= options.largest
             if options.only in str(case) and small and selection.runs(case, backend, device):
                 found |= hashes(case, backend, device)
-                options.files[0].write_text(json.dumps(found, indent=1) + "\n")  # what is there if somebody ends it
+                files.write(options.files[0], json.dumps(found, indent=1) + "\n")  # what is there if somebody ends it
                 print(f"\r{len(found)}", end="", file=sys.stderr, flush=True)
     print(f"\r{len(found)} hashes")
 
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth case from the Ith, for N processes")
     options = parser.parse_args()
     if options.compare:
-        before, after = (json.loads(path.read_text()) for path in options.files)
+        before, after = map(files.read_json, options.files)
         return compare(before, after)
     record(options)
     return 0

@@ -20,6 +20,9 @@ OTHERS = [format.value for format in convert.Format if format is not convert.For
 WITH_HEAD = ["deepseek", "transformers", "megatron"]
 
 
+ALPHAS = ("a.alpha_pre", "a.alpha_post", "a.alpha_res")
+
+
 def drawn(shapes, dtype=torch.float32):
     torch.manual_seed(1)
     return {name: (torch.randn(shape) / (K**0.5 if K in shape else 1)).to(dtype) for name, shape in shapes.items()}
@@ -299,6 +302,33 @@ def test_fold_gamma():
         ({"a_fn": (M, K), "a_base": (9,), "a_scale": (3,)}, "deepseek", "mhc_ops", r"bias must be \[24\], got \[9\]"),
         ({"a_fn": (M, K), "a_base": (M,), "a_scale": (4,)}, "deepseek", "mhc_ops", r"1 to 3 scales, got \[4\]"),
         ({"a.phi": (M, K), "a.alpha": (3,), "a.beta": ()}, "transformer-engine", "mhc_ops", "do not fit one another"),
+        ({"a.phi": (M, K), "a.alpha": (3,), "a.beta": (M,)}, "transformer-engine", "mhc_ops", "do not fit one another"),
+        ({"a.phi": (M, K), "a.alpha": (3,), "a.beta": (2, M)}, "transformer-engine", "mhc_ops", r"bias must be \[24\]"),
+        (
+            {"a.phi": (8, K), "a.alpha": (2,), "a.beta": (1, 8)},
+            "transformer-engine",
+            "mhc_ops",
+            "has no connection that k",
+        ),
+        *(
+            (
+                {"a.mapping_proj.weight": (M, K), "a.bias": (M,)} | dict(zip(ALPHAS, alphas)),
+                "megatron",
+                "mhc_ops",
+                message,
+            )
+            for alphas, message in (
+                (((3,), (0,), (0,)), "do not fit one another"),
+                (((), (), ()), "do not fit one another"),
+                (((2,), (2,), (2,)), "1 to 3 scales, got"),
+            )
+        ),
+        *(
+            ({"a_fn": phi, "a_base": phi[:1], "a_scale": (scales,)}, "deepseek", "mhc_ops", r"must be \[n² \+ 2n, nD\]")
+            for scales in (1, 2, 3)
+            for phi in ((), (0,), (0, 0), (0, K), (M, 0), (M, K, 1))
+        ),
+        ({"a.phi": (), "a.b": ()} | dict.fromkeys(ALPHAS, ()), "liger", "mhc_ops", "do not fit one another"),
         (
             {"a_fn": (M, K), "a_base": (M,), "a_scale": (3,), "a.phi": ()},
             "deepseek",
@@ -310,6 +340,55 @@ def test_fold_gamma():
 def test_what_does_not_fit(state, source, target, message):
     with pytest.raises(ValueError, match=f"^convert: .*{message}"):
         convert.between(drawn(state), source, target)
+
+
+@pytest.mark.parametrize(
+    ("state", "source", "message"),
+    [
+        (
+            STATES["deepseek"],
+            "megatron",
+            "layers.0.hc_attn_fn, .* are a connection, and megatron has no connection of these",
+        ),
+        (
+            STATES["megatron"],
+            "deepseek",
+            "decoder.layers.0.hc.mapping_proj.weight, .* are as megatron has them, not deeps",
+        ),
+        (
+            STATES["megatron"],
+            "megatron-main",
+            "decoder.hc_head_fn, .* are as deepseek has them, not megatron-main, and wo",
+        ),
+        (
+            STATES["transformers"],
+            "deepseek",
+            "model.layers.0.attn_hc.fn, .* are as transformers has them, not deepseek",
+        ),
+        (
+            STATES["liger"],
+            "deepseek",
+            "0.phi, 0.b, .* are as liger has them, not deepseek, and would be left as they are",
+        ),
+        (
+            {"a.fn": (N, K), "a.base": (N,), "a.scale": (1,)},
+            "transformers",
+            "are a head, and transformers has no head of",
+        ),
+    ],
+)
+def test_parameters_of_another_format(state, source, message):
+    """Not even half of them is converted."""
+    with pytest.raises(ValueError, match=f"^convert: .*{message}"):
+        convert.to_ours(drawn(state), source)
+
+
+def test_what_the_target_has_already_may_be_there():
+    state = drawn(STATES["deepseek"])
+    ours = convert.to_ours(state, "deepseek")
+    half = {key: tensor for key, tensor in ours.items() if "head" not in key}
+    half |= {key: tensor for key, tensor in state.items() if "head" in key}
+    assert equal(convert.to_ours(half, "deepseek"), ours)
 
 
 def test_a_state_dict_without_any_goes_through():

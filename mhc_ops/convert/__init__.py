@@ -5,7 +5,8 @@
     checkpoint = convert.from_ours(state, "deepseek")          # and back, bit for bit
 
 A group of keys with the same begin, such as `layers.0.hc_attn`, is one connection or one head; it keeps that begin, but
-for `hc_attn` of DeepSeek, which is `attn_hc` in transformers. All other keys go through as they are, in their places.
+for `hc_attn` of DeepSeek, which is `attn_hc` in transformers. All other keys go through as they are, in their places,
+but for parameters of a third format, which are a ValueError.
 Tensors keep their types, and nothing is changed in place: a result may share tensors with what was given.
 
 Parameters alone do not say what is computed with them: `options(format)` are those of a HyperConnection that computes
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
+WHAT = {1: "head", 2: "connection that keeps its streams", 3: "connection"}  # by the number of sections
 
 
 class Format(str, Enum):
@@ -73,7 +75,7 @@ def from_ours(state: Mapping[str, Tensor], target: str) -> State:
 
 def between(state: Mapping[str, Tensor], source: str, target: str) -> State:
     """From one format to another. Where their `options` differ, the same parameters do not compute the same there."""
-    _format("target", target)
+    refuse_other_formats(state, source, target)
     taken = {key: begin for begin, keys in groups(state, source).items() for key in keys}
     found = parameters(state, source)
     converted: State = {}
@@ -89,8 +91,7 @@ def between(state: Mapping[str, Tensor], source: str, target: str) -> State:
 
 def parameters(state: Mapping[str, Tensor], source: str) -> dict[str, Parameters]:
     """Those of all connections and heads of this format, by their begins."""
-    found = groups(state, source)
-    return {begin: _read(state, begin, keys, _layouts("source", source)) for begin, keys in found.items()}
+    return {begin: _read(state, begin, keys, source) for begin, keys in groups(state, source).items()}
 
 
 def groups(state: Mapping[str, object], source: str) -> dict[str, list[str]]:
@@ -102,6 +103,21 @@ def groups(state: Mapping[str, object], source: str) -> dict[str, list[str]]:
             if begin is not None:
                 found[begin] = _keys(state, begin, layout)
     return found
+
+
+def refuse_other_formats(state: Mapping[str, object], source: str, target: str) -> None:
+    """ValueError where parameters would be left that neither format has: they are half of a model then, or the source
+    is not the one that was given."""
+    known = {*_layouts("source", source).values(), *_layouts("target", target).values()}
+    taken = {key for keys in groups(state, source).values() for key in keys}
+    left = {key: None for key in state if key not in taken}
+    others = {layout: other for other in reversed(Format) for layout in LAYOUTS[other].values() if layout not in known}
+    for layout, other in others.items():
+        for begin in (_begin(key, layout.ends[0]) for key in left):
+            needed = [] if begin is None else [_key(begin, end) for end in layout.ends if end != layout.optional]
+            if needed and left.keys() >= set(needed):
+                what = f"{', '.join(needed)} are as {other.value} has them"
+                raise ValueError(f"convert: {what}, not {Format(source).value}, and would be left as they are")
 
 
 def options(source: str, sections: int = 3) -> dict[str, Any]:
@@ -125,21 +141,24 @@ def fold_gamma(state: Mapping[str, Tensor]) -> State:
     return folded
 
 
-def _read(state: Mapping[str, Tensor], begin: str, keys: list[str], layouts: "dict[int, Layout]") -> Parameters:
+def _read(state: Mapping[str, Tensor], begin: str, keys: list[str], source: str) -> Parameters:
+    layouts = _layouts("source", source)
     layout = next(layout for layout in layouts.values() if _key(begin, layout.ends[0]) in keys)
     try:
         found = layout.read(*(state.get(_key(begin, end)) for end in layout.ends))
     except (RuntimeError, IndexError) as error:  # of torch, where a shape is none of the library's
         raise ValueError(f"convert: {', '.join(keys)} do not fit one another: {error}") from error
     _check(begin, found)
+    if layouts.get(sections := found.alpha.numel()) is not layout:
+        has = f"{Format(source).value} has no {WHAT[sections]} of these names"
+        raise ValueError(f"convert: {', '.join(keys)} are a {WHAT[sections]}, and {has}")
     return found
 
 
 def _written(begin: str, own: Parameters, target: str) -> State:
     where, layouts, sections = Format(target).value, _layouts("target", target), own.alpha.numel()
     if sections not in layouts:
-        what = {1: "head", 2: "connection that keeps its streams", 3: "connection"}[sections]
-        raise ValueError(f"convert: {begin or 'this state dict'} is a {what}, and {where} has none")
+        raise ValueError(f"convert: {begin or 'this state dict'} is a {WHAT[sections]}, and {where} has none")
     layout = layouts[sections]
     if own.gamma is not None and layout.optional is None:
         gamma, how = _key(begin, ".gamma"), "fold it into phi first: fold_gamma, --fold-gamma"
@@ -154,13 +173,21 @@ def _check(begin: str, parameters: Parameters) -> None:
     here = begin or "this state dict"
     if alpha.dim() != 1 or alpha.numel() not in (1, 2, 3):
         raise ValueError(f"convert: {here}: there must be 1 to 3 scales, got {list(alpha.shape)}")
-    maps = {1: parameters.n, 2: 2 * parameters.n, 3: parameters.n**2 + 2 * parameters.n}[alpha.numel()]
-    if phi.dim() != 2 or phi.shape[0] != maps or phi.shape[1] % parameters.n:
+    if not _is_phi(parameters):
         raise ValueError(f"convert: {here}: phi of n streams must be [n² + 2n, nD], got {list(phi.shape)}")
     if bias.shape != phi.shape[:1]:
         raise ValueError(f"convert: {here}: bias must be [{phi.shape[0]}], got {list(bias.shape)}")
     if gamma is not None and gamma.shape != (parameters.n, phi.shape[1] // parameters.n):
         raise ValueError(f"convert: {here}: gamma must be [n, D], got {list(gamma.shape)}")
+
+
+def _is_phi(parameters: Parameters) -> bool:
+    """Of a head [n, nD], of a connection that keeps its streams [2n, nD]."""
+    phi, sections = parameters.phi, parameters.alpha.numel()
+    if phi.dim() != 2 or phi.shape[0] < sections or phi.shape[1] == 0:
+        return False
+    n = parameters.n
+    return phi.shape[0] == {1: n, 2: 2 * n, 3: n**2 + 2 * n}[sections] and phi.shape[1] % n == 0
 
 
 def _keys(state: Mapping[str, object], begin: str, layout: Layout) -> list[str]:
@@ -221,8 +248,13 @@ def _streams_outermost(tensor: Tensor, n: int) -> Tensor:
     return tensor.unflatten(-1, (-1, n)).mT.flatten(-2)
 
 
+def _transposed(tensor: Tensor) -> Tensor:
+    """IndexError of anything below a matrix, for which mT has a warning."""
+    return tensor.transpose(-2, -1)
+
+
 def _read_liger(phi: Tensor, b: Tensor, *alphas: Tensor) -> Parameters:
-    return Parameters(phi.mT, torch.stack(alphas), b)
+    return Parameters(_transposed(phi), torch.stack(alphas), b)
 
 
 def _write_liger(own: Parameters) -> tuple[Tensor, ...]:
@@ -230,7 +262,7 @@ def _write_liger(own: Parameters) -> tuple[Tensor, ...]:
 
 
 def _read_megatron(weight: Tensor, bias: Tensor, *alphas: Tensor) -> Parameters:
-    return Parameters(weight, torch.cat(alphas), bias)
+    return Parameters(weight, _transposed(torch.stack(alphas)).squeeze(0), bias)  # each is [1]
 
 
 def _write_megatron(own: Parameters) -> tuple[Tensor, ...]:
@@ -240,7 +272,8 @@ def _write_megatron(own: Parameters) -> tuple[Tensor, ...]:
 def _read_transformer_engine(phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor | None) -> Parameters:
     n = isqrt(phi.shape[0] + 1) - 1
     gamma = None if norm_weight is None else norm_weight.unflatten(-1, (-1, n)).mT
-    return Parameters(_streams_outermost(phi, n), alpha, beta[0], gamma)
+    bias = _transposed(beta).squeeze(-1)  # of [1, n² + 2n]
+    return Parameters(_streams_outermost(phi, n), alpha, bias, gamma)
 
 
 def _write_transformer_engine(own: Parameters) -> tuple[Tensor | None, ...]:

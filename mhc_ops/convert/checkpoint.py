@@ -1,34 +1,43 @@
 """Checkpoints of safetensors: one file, or shards in a folder with an index that says which tensor is in which."""
 
 import contextlib
+import errno
 import importlib
 import json
 import os.path
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..measure import files
+from ..measure import files, report
 from ..measure.report import Refused
 from . import State
 
 INDEX = ".safetensors.index.json"
 
 
-def index_of(checkpoint: Path) -> Path | None:
+class Index(NamedTuple):
+    """Of shards: {tensor: name of the file beside it}, and whatever else its maker has noted."""
+
+    path: Path
+    weight_map: dict[str, str]
+    metadata: dict[str, Any]
+
+
+def index_of(checkpoint: Path) -> Index | None:
     """That of shards, given itself or by its folder; None of one file."""
     if not os.path.isdir(checkpoint):
-        return checkpoint if checkpoint.name.endswith(".index.json") else None
+        return _read_index(checkpoint) if checkpoint.name.endswith(".index.json") else None
     found = sorted(checkpoint.glob(f"*{INDEX}"))
     if len(found) != 1:
         raise Refused(f"{checkpoint}: there is {'more than one' if found else 'no'} *{INDEX} in it")
-    return found[0]
+    return _read_index(found[0])
 
 
-def held(checkpoint: Path, index: Path | None) -> dict[str, Path]:
+def held(checkpoint: Path, index: Index | None) -> dict[str, Path]:
     """The file that each tensor is in."""
     if index is not None:
-        return {key: index.with_name(name) for key, name in _read_index(index)["weight_map"].items()}
+        return {key: index.path.with_name(name) for key, name in index.weight_map.items()}
     with _opened(checkpoint) as file:
         return dict.fromkeys(file.keys(), checkpoint)
 
@@ -39,46 +48,53 @@ def read(path: Path, keys: Iterable[str]) -> tuple[State, dict[str, str]]:
         return {key: file.get_tensor(key) for key in keys}, file.metadata() or {}
 
 
-def write(output: Path, index: Path | None, kept: Mapping[Path, list[str]], new: Mapping[Path, State]) -> None:
-    """Each file with the tensors that it keeps and the new ones. One shard at a time is in memory, and the index comes
-    last: a folder without it is not whole."""
+def write(output: Path, index: Index | None, kept: Mapping[Path, list[str]], new: Mapping[Path, State]) -> None:
+    """Each file with the tensors that it keeps and the new ones, all files or none. One shard at a time is in memory,
+    and the index comes last."""
+    if index is None:
+        with files.refusing(output):
+            for path in kept:
+                _save(output, path, kept, new)
+        return
     weight_map: dict[str, str] = {}
     size = 0
-    if index is not None:
-        output.mkdir(exist_ok=True)
-    for path, keys in kept.items():
-        state, metadata = read(path, keys)
-        state |= new.get(path, {})
-        if state:
-            _save(output if index is None else output / path.name, state, metadata)
-        weight_map |= dict.fromkeys(state, path.name)
-        size += sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    if index is not None:
-        whole = {"metadata": {**_read_index(index).get("metadata", {}), "total_size": size}, "weight_map": weight_map}
-        files.write(output / index.name, json.dumps(whole, indent=2) + "\n")
+    with files.filled(output, last=index.path.name) as folder:
+        for path in kept:
+            state = _save(folder / path.name, path, kept, new)
+            weight_map |= dict.fromkeys(state, path.name)
+            size += sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        whole = {"metadata": {**index.metadata, "total_size": size}, "weight_map": weight_map}
+        (folder / index.path.name).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_index(path: Path) -> dict[str, Any]:
-    """Refused unless every tensor has a file, and all are there."""
-    try:
-        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        names = set(index["weight_map"].values())
-    except OSError as error:
-        raise Refused(f"{path}: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise Refused(f"{path}: it is not an index of safetensors: {error}") from error
-    for name in names:
-        if not isinstance(name, str) or name != Path(name).name:
-            raise Refused(f"{path}: {name!r} is not the name of a file beside it")
-        if not path.with_name(name).is_file():
-            raise Refused(f"{path.with_name(name)}: No such file or directory")
-    return index
-
-
-def _save(path: Path, state: State, metadata: dict[str, str]) -> None:
+def _save(target: Path, path: Path, kept: Mapping[Path, list[str]], new: Mapping[Path, State]) -> State:
+    """What becomes of one file; nothing, where it has no tensor any more."""
+    state, metadata = read(path, kept[path])
+    state |= new.get(path, {})
     save: Any = importlib.import_module("safetensors.torch").save_file
-    with files.replaced(path) as part:
-        save(state, part, metadata or {"format": "pt"})
+    if state:
+        with files.replaced(target) as part:  # which has the mode that safetensors' own files lack
+            try:
+                save(state, part, metadata or {"format": "pt"})
+            except Exception as error:  # SafetensorError, which is none of Python's
+                raise OSError(errno.EIO, str(error)) from error
+    return state
+
+
+def _read_index(path: Path) -> Index:
+    """Refused unless every tensor has a file, and all are there."""
+    content = files.read_json(path)
+    content = content if isinstance(content, dict) else {}
+    weight_map, metadata = content.get("weight_map"), content.get("metadata", {})
+    if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
+        raise Refused(f"{path}: it is not an index of safetensors: weight_map and metadata must be objects")
+    for name in weight_map.values():
+        if not isinstance(name, str) or name in ("", "..") or name != Path(name).name:
+            raise Refused(f"{path}: {report.shortened(repr(name))} is not the name of a file beside it")
+    for name in dict.fromkeys(weight_map.values()):
+        if not os.path.isfile(path.with_name(name)):
+            raise Refused(f"{path.with_name(report.shortened(name))}: No such file or directory")
+    return Index(path, weight_map, metadata)
 
 
 @contextlib.contextmanager

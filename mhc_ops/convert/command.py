@@ -3,11 +3,24 @@
 import argparse
 import importlib.util
 import os.path
+from collections import Counter
 from pathlib import Path
 
-from ..measure import arguments, report
+from ..measure import arguments, files, report
 from ..measure.report import Refused
-from . import Format, Parameters, State, between, checkpoint, fold_gamma, groups, options, parameters, to_ours
+from . import (
+    Format,
+    Parameters,
+    State,
+    between,
+    checkpoint,
+    fold_gamma,
+    groups,
+    options,
+    parameters,
+    refuse_other_formats,
+    to_ours,
+)
 
 FORMATS = [format.value for format in Format]
 OF_MODELS = (Format.DEEPSEEK, Format.TRANSFORMERS)  # which have a config
@@ -31,14 +44,15 @@ def run_convert(given: argparse.Namespace) -> int:
     try:
         own = _own(held, given.source)
         found = {begin: one for state in own.values() for begin, one in parameters(state, given.source).items()}
+        if not found:
+            raise Refused(f"{given.checkpoint}: there are no parameters of mHC in it as {given.source} has them")
+        refuse_other_formats(held, given.source, given.target)
         converted = {path: _converted(state, given) for path, state in own.items()}
         others = _others(held, own, converted)
     except ValueError as error:
         raise Refused(f"{given.checkpoint}: {str(error).removeprefix('convert: ')}") from error
-    if not found:
-        raise Refused(f"{given.checkpoint}: there are no parameters of mHC in it as {given.source} has them")
     checkpoint.write(given.output, index, others, converted)
-    print(f"{len(found)} of mHC among {len(held)} tensors: {', '.join(found)}")
+    print(f"{len(found)} of mHC among {len(held)} tensors: {', '.join(map(report.printable, found))}")
     _say_what_they_compute(found, given.source, given.target)
     return 0
 
@@ -49,10 +63,13 @@ def _output(text: str) -> Path:
 
 def _refuse_output(path: Path, sharded: bool) -> None:
     folder = path.is_dir()
-    if sharded and path.exists() and not (folder and not any(path.iterdir())):
-        raise Refused(f"{path}: shards are written to a new or empty folder")
+    with files.refusing(path):
+        if sharded and path.exists() and not (folder and not any(path.iterdir())):
+            raise Refused(f"{path}: shards are written to a new or empty folder")
     if not sharded and folder:
         raise Refused(f"{path}: is a folder")
+    if not sharded:
+        files.refuse_what_is_not_replaced(path)
 
 
 def _own(held: dict[str, Path], source: str) -> dict[Path, State]:
@@ -68,14 +85,13 @@ def _own(held: dict[str, Path], source: str) -> dict[Path, State]:
 def _others(held: dict[str, Path], own: dict[Path, State], converted: dict[Path, State]) -> dict[Path, list[str]]:
     """The keys that stay as they are, of every file."""
     taken = {key for state in own.values() for key in state}
-    new = {key for state in converted.values() for key in state}
     others: dict[Path, list[str]] = {path: [] for path in held.values()}
     for key, path in held.items():
-        if key in taken:
-            continue
-        if key in new:
-            raise ValueError(f"convert: two tensors would be {key}")
-        others[path].append(key)
+        if key not in taken:
+            others[path].append(key)
+    there = Counter(key for keys in (*converted.values(), *others.values()) for key in keys)
+    if twice := [key for key, count in there.items() if count > 1]:
+        raise ValueError(f"convert: two tensors would be {twice[0]}")
     return others
 
 
@@ -86,8 +102,11 @@ def _converted(state: State, given: argparse.Namespace) -> State:
 
 
 def _say_what_they_compute(found: dict[str, Parameters], source: str, target: str) -> None:
-    """Parameters are half of a function: with which options they were, and are, computed with."""
-    sections = 2 if any(own.alpha.numel() == 2 for own in found.values()) else 3
+    """Parameters are half of a function: with which options connections were, and are, computed with."""
+    of_connections = {own.alpha.numel() for own in found.values()} - {1}
+    if not of_connections:
+        return
+    sections = min(of_connections)
     if Format.MHC_OPS in (source, target):
         other = source if target == Format.MHC_OPS else target
         config = ", with norm_eps and hc_eps of the model's config" if other in OF_MODELS else ""

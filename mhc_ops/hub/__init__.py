@@ -23,19 +23,10 @@ LEFT_OUT = ("__pycache__", "tilelang")
 KINDS = (".py", ".h", ".hip", ".sh")
 
 
-def write(folder: Path) -> list[Path]:
-    """The folders of all variants, written. FileExistsError where one is there already."""
-    written = [folder / "build" / f"torch-{backend}" for backend in VARIANTS]
-    for variant in written:
-        if variant.exists():
-            raise FileExistsError(f"{variant} is there already")
+def variants() -> dict[str, dict[str, str]]:
+    """What is in `build`: {folder of a variant: {path in it: text}}."""
     content = files()
-    for backend, variant in zip(VARIANTS, written):
-        for path, text in {**content, "metadata.json": metadata(backend, content)}.items():
-            place = variant / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text, encoding="utf-8")
-    return written
+    return {f"torch-{backend}": {**content, "metadata.json": metadata(backend, content)} for backend in VARIANTS}
 
 
 def files() -> dict[str, str]:

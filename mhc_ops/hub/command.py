@@ -4,8 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
-from ..measure.report import Refused
-from . import write
+from ..measure import files
+from . import variants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,12 +13,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_hub(given: argparse.Namespace) -> int:
-    try:
-        written = write(given.folder)
-    except FileExistsError as error:
-        raise Refused((error.strerror and f"{error.filename}: {error.strerror}") or str(error)) from error
-    except OSError as error:
-        raise Refused(f"{given.folder}: {error.strerror}") from error
-    for variant in written:
-        print(f"{variant}: {json.loads((variant / 'metadata.json').read_text())['id']}")
+    """All variants, or none where one is there already or the disk is full."""
+    written, build = variants(), given.folder / "build"
+    with files.filled(build) as part:
+        for variant, content in written.items():
+            for path, text in content.items():
+                place = part / variant / path
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(text, encoding="utf-8")
+    for variant, content in written.items():
+        print(f"{build / variant}: {json.loads(content['metadata.json'])['id']}")
     return 0

@@ -112,9 +112,14 @@ def _noise(*times: tuple[float, float | None], unit: float = 1.0) -> float | Non
 def _scatter(pairs: Pairs) -> float:
     """Relative standard deviation of the change of a ratio, over all of them. From medians: what many entries have in
     common, and a few that changed a lot, do not count as scatter."""
-    changes = [math.log(new.ratio / old.ratio) for old, new in pairs.values()] or [0.0]
+    changes = [math.log(new.ratio / old.ratio) for old, new in pairs.values() if _grows(old, new)] or [0.0]
     middle = statistics.median(changes)
     return DEVIATION_OF_MEDIAN * statistics.median(abs(change - middle) for change in changes)
+
+
+def _grows(*times: Timed) -> bool:
+    """The cost of a byte may be measured as less than nothing, where it is less than the noise."""
+    return all(time.ratio > 0 for time in times)
 
 
 def _slower(pairs: Pairs) -> Iterator[Change]:
@@ -122,6 +127,8 @@ def _slower(pairs: Pairs) -> Iterator[Change]:
     for key, (a, b) in pairs.items():
         if a.noise is None or b.noise is None:
             yield Change("not compared", key, "there is no spread of the samples in one of the files")
+        elif not _grows(a, b):
+            yield Change("not compared", key, "a time that does not grow with the bytes has no ratio to the other")
         else:
             allowed = SURE * math.hypot(a.noise, b.noise, scatter)
             words = f"{a.ratio:.3g} × {a.unit}, now {b.ratio:.3g} ({b.ratio / a.ratio - 1:+.1%}, noise {allowed:.1%})"

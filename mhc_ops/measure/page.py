@@ -1,6 +1,7 @@
 """What is shown of results: tables that commands print, one HTML page that needs nothing beside itself, Markdown and a
 picture; all drawn from what is in the file. The templates say how pages look; here is what they show."""
 
+import html
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,8 +117,28 @@ def slug(name: str) -> str:
 
 
 def code(subject: str) -> str:
+    """`mhc_pre`, no gamma"""
     name, *options = subject.split()
-    return ", ".join([f"`{name}`", *options])
+    return _markdown(", ".join([quoted(name), *map(literal, options)]))
+
+
+def quoted(name: str) -> str:
+    """As code of Markdown, within which only its own end and that of a cell mean anything."""
+    return _markdown("`" + name.replace("`", "'").replace("|", r"\|") + "`")
+
+
+def literal(value: Any) -> Any:
+    """As words of Markdown: no tags, no links, no end of a cell. What is Markdown already stays as it is."""
+    if hasattr(value, "__html__"):
+        return value
+    return _markdown(re.sub(r"[\\`*\[\]|~#]", r"\\\g<0>", html.escape(str(value), quote=False)))
+
+
+def _markdown(text: str) -> str:
+    """Of a class that templates do not escape."""
+    import markupsafe
+
+    return markupsafe.Markup(text)
 
 
 def extent(values: Iterable[float | None], form: str, unit: str = "") -> str:
@@ -258,9 +279,9 @@ def picture(results: Results) -> str:
     """An SVG of what each provider adds to a training step."""
     eager = [step for step in results.steps if not step.compiled]
     plain = max((step for step in eager if step.provider == PLAIN), key=lambda step: step.milliseconds, default=None)
-    if plain is None:
+    bars = [step for step in eager if plain and step.size == plain.size and step.overhead_percent is not None]
+    if not bars:
         raise Refused("--svg draws training steps, and there are none: mhc-ops bench --case training_step --json FILE")
-    bars = [step for step in eager if step.size == plain.size and step.overhead_percent is not None]
     bars.sort(key=lambda step: step.overhead_percent or 0.0)
     return render("training_step.svg", bars=bars, plain=plain, device=Shown(results).device)
 
@@ -271,12 +292,13 @@ def render(template: str, **values: Any) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("mhc_ops.measure"),
-        autoescape=template.endswith(("html", "svg")),
+        autoescape=template.endswith(("html", "svg", "md")),
+        finalize=literal if template.endswith("md") else None,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters: list[Callable[..., Any]] = [significant, grid_step, slug, code, figure, backend_of]
+    filters: list[Callable[..., Any]] = [significant, grid_step, slug, code, quoted, figure, backend_of]
     environment.filters |= {function.__name__: function for function in [*filters, math.isfinite, math.log10]}
     environment.globals |= {"WORDS": WORDS, "SHORT": SHORT_WORDS, "STEPS": STEPS, "GROWTH": GROWTH, "OURS": BACKENDS}
     environment.globals |= {"Value": Value, "size_of": size_of, "tabulate": table}

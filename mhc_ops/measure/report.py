@@ -139,10 +139,20 @@ def clear() -> None:
 
 
 def say(text: object) -> None:
-    """On stderr, after all that was printed."""
+    """A line on stderr, after all that was printed."""
     sys.stdout.flush()
     clear()
-    print(text, file=sys.stderr)
+    print(printable(str(text)), file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """A text of a file that anybody may have written, in one line that no terminal obeys: \\x1b in place of ESC."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str, longest: int = 80) -> str:
+    """A value of such a file, in a message."""
+    return text if len(text) <= longest else text[:longest] + "…"
 
 
 def _columns(stream: Any) -> int:

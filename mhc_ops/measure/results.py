@@ -24,7 +24,7 @@ from .training_step import Step
 FORMAT = 2  # 1 had neither accuracy, spread nor scaling
 DIRECTIONS: tuple[str, ...] = typing.get_args(Direction)
 GROUPS: tuple[str, ...] = typing.get_args(Group)
-LONGEST_VALUE = 40  # characters of a wrong value in a message
+LONGEST_VALUE = 40  # characters, of a wrong value in a message
 LARGEST = 1e100  # of a number: far above anything measured, and its square is still one
 KINDS: dict[Any, str] = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
 KINDS |= {list: "a list", dict: "an object"}
@@ -104,23 +104,20 @@ def save(results: Results, path: Path | None, last: bool = False) -> report.Refu
 
 def read(path: Path) -> Results:
     """Also of older files, which have less in them."""
+    content = files.read_json(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or not {"measurements", "accuracy"} & set(content):
             raise Unreadable("not written by mhc-ops check or bench")
         if typed(int, content.get("format", 1), "format") > FORMAT:
             raise Unreadable(f"written by a newer mhc-ops (format {content['format']}, this reads up to {FORMAT})")
         return typed(Results, {"command": "bench", **content}, "")
-    except OSError as error:
-        raise Unreadable(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise Unreadable(f"{path}: not JSON: {error}") from error
     except Unreadable as error:
         raise Unreadable(f"{path}: {error}") from error
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
-    """The value as the type that a field has. JSON has no NaN: null stands for it where a number must be."""
+    """The value as the type that a field has, its texts printable. JSON has no NaN: null stands for it where a number
+    must be."""
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is typing.Literal:
         return _checked(value in inner, value, where, listed(inner))
@@ -136,8 +133,8 @@ def typed(kind: Any, value: Any, where: str) -> Any:
     if origin is list:
         return [typed(inner[0], entry, f"{where}.{nth}") for nth, entry in enumerate(value)]
     if origin is dict:
-        return {name: typed(inner[1], entry, f"{where}.{name}") for name, entry in value.items()}
-    return value
+        return {report.printable(name): typed(inner[1], entry, f"{where}.{name}") for name, entry in value.items()}
+    return report.printable(value) if kind is str else value
 
 
 def _entry(kind: Any, content: dict[str, Any], where: str) -> Any:
@@ -148,9 +145,13 @@ def _entry(kind: Any, content: dict[str, Any], where: str) -> Any:
         if known.name in content:
             value = found[known.name] = typed(_hints(kind)[known.name], content[known.name], path)
             holds, words = RULES.get(known.name, (lambda value: True, ""))
-            _checked(holds(value), content[known.name], path, words)
+            _checked(bool(holds(value)), content[known.name], path, words)
         elif known.default is MISSING and known.default_factory is MISSING:
             raise Unreadable(f"{path} is missing")
+    if kind is Growth:
+        for name in ("cases", "megabytes", "microseconds", "copy_microseconds"):
+            points = len(found["sizes"])
+            _checked(len(found[name]) == points, found[name], f"{where}.{name}", f"a list of {points}, as sizes is")
     return kind(**found)
 
 
@@ -159,9 +160,8 @@ _hints = functools.cache(typing.get_type_hints)
 
 def _checked(holds: bool, value: Any, where: str, words: str) -> Any:
     if not holds:
-        text = json.dumps(value)
-        text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
-        raise Unreadable(f"{where} must be {words}, not {text}")
+        text = report.shortened(json.dumps(value), LONGEST_VALUE)
+        raise Unreadable(f"{report.shortened(where)} must be {words}, not {text}")
     return value
 
 
@@ -177,8 +177,9 @@ def _is_floating_type(name: str) -> bool:
 
 
 # Beyond their types, for tables, pages and comparisons to be made of them.
-RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+RULES: dict[str, tuple[Callable[[Any], object], str]] = {
     **dict.fromkeys(("sizes", "microseconds", "copy_microseconds", "milliseconds"), (_above_0, "above 0")),
     **dict.fromkeys(("per_megabyte", "copy_per_megabyte"), (bool, "other than 0")),
+    **dict.fromkeys(("subject", "case", "provider", "backend", "output", "size"), (str.split, "a name")),
     "dtype": (_is_floating_type, "a floating type of torch"),
 }

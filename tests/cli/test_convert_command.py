@@ -5,49 +5,9 @@ import sys
 
 import pytest
 import torch
+from convert_files import INDEX, D, K, M, N, refused
 
 from mhc_ops import cli
-
-N, D = 4, 8
-M, K = N * N + 2 * N, N * D
-INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture
-def safetensors():
-    return pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install safetensors")
-
-
-@pytest.fixture
-def checkpoint(safetensors, tmp_path):
-    """Of two tensors that are none of mHC, and one connection."""
-    torch.manual_seed(1)
-    state = {
-        "embed.weight": torch.randn(5, D).bfloat16(),
-        "layers.0.hc_attn_fn": torch.randn(M, K),
-        "layers.0.hc_attn_base": torch.randn(M),
-        "layers.0.hc_attn_scale": torch.randn(3),
-        "layers.0.norm.weight": torch.randn(D),
-    }
-    path = tmp_path / "in.safetensors"
-    safetensors.save_file(state, path, {"format": "pt", "note": "kept"})
-    return path
-
-
-@pytest.fixture
-def shards(checkpoint, tmp_path, safetensors):
-    """The same in a folder of three files, the connection over all of them and alone in the last."""
-    folder, state = tmp_path / "shards", safetensors.load_file(checkpoint)
-    folder.mkdir()
-    names = ["embed.weight hc_attn_fn", "hc_attn_base norm.weight", "hc_attn_scale"]
-    weight_map = {}
-    for i, ends in enumerate(names, 1):
-        part = {key: tensor for key, tensor in state.items() if key.endswith(tuple(ends.split()))}
-        safetensors.save_file(part, folder / f"model-{i}.safetensors", {"format": "pt", "note": str(i)})
-        weight_map |= dict.fromkeys(part, f"model-{i}.safetensors")
-    index = {"metadata": {"total_size": 1, "note": "kept"}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index))
-    return folder
 
 
 def loaded(folder, safetensors):
@@ -61,18 +21,6 @@ def loaded(folder, safetensors):
 
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
-
-
-def refused(command, capsys):
-    """The one line that says so."""
-    try:
-        code = cli.main(["convert", *map(str, command)])
-    except SystemExit as exit:
-        code = exit.code
-    printed = capsys.readouterr()
-    assert (code, printed.out) == (2, "")
-    (line,) = printed.err.splitlines()
-    return line.removeprefix("mhc-ops convert: ")
 
 
 def test_there_and_back(checkpoint, tmp_path, capsys, safetensors):
@@ -181,42 +129,6 @@ def test_what_is_refused_of_shards(checkpoint, shards, tmp_path, capsys):
     for command, line in said.items():
         assert refused(command, capsys).startswith(line)
     assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "line"),
-    [
-        ({"a_fn": "model-1.safetensors", "a_base": "model-1.safetensors"}, "a_scale is missing beside a_fn"),
-        ({"a": "../in.safetensors"}, "'../in.safetensors' is not the name of a file beside it"),
-        ({"a": 1}, "1 is not the name of a file beside it"),
-        ([], "it is not an index of safetensors"),
-    ],
-)
-def test_indexes_that_are_refused(weight_map, line, shards, tmp_path, capsys):
-    index = shards / INDEX
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    assert refused([index, tmp_path / "out", "--from", "deepseek"], capsys).startswith(f"{index}: {line}")
-    index.write_text("{")
-    line = refused([shards, tmp_path / "out", "--from", "deepseek"], capsys)
-    assert line.startswith(f"{index}: it is not an index of safetensors")
-    assert not (tmp_path / "out").exists()
-
-
-def test_two_tensors_of_one_name_in_different_shards(shards, tmp_path, capsys, safetensors):
-    safetensors.save_file({"layers.0.hc_attn.phi": torch.zeros(1)}, shards / "model-4.safetensors")
-    index = json.loads((shards / INDEX).read_text())
-    index["weight_map"]["layers.0.hc_attn.phi"] = "model-4.safetensors"
-    (shards / INDEX).write_text(json.dumps(index))
-    line = refused([shards, tmp_path / "out", "--from", "deepseek"], capsys)
-    assert line == f"{shards}: two tensors would be layers.0.hc_attn.phi"
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_shard_that_is_missing(shards, tmp_path, capsys):
-    (shards / "model-2.safetensors").unlink()
-    line = refused([shards, tmp_path / "out", "--from", "deepseek"], capsys)
-    assert line.startswith(f"{shards / 'model-2.safetensors'}: No such file or directory")
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_refused(checkpoint, tmp_path, capsys, safetensors):

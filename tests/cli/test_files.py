@@ -206,6 +206,9 @@ def test_a_page_is_of_one_file_and_tables_of_several(tmp_path, capsys, monkeypat
 
 TIMED = {"subject": "op", "case": "op 8x8", "provider": "triton", "direction": "both"}
 TIMED |= {"microseconds": 2.0, "bandwidth": 3.0, "copy_microseconds": 1.0}
+GROWTH = {"subject": "op", "axis": "T", "at": "D = 8", "provider": "triton", "direction": "both", "overhead": 1.0}
+GROWTH |= {"sizes": [8, 16], "cases": ["a", "b"], "megabytes": [1, 2], "microseconds": [1, 2]}
+GROWTH |= {"copy_microseconds": [1, 2], "per_megabyte": 1.0, "copy_per_megabyte": 1.0, "noise": 0.1}
 ROW = {"case": "op 8x8", "backend": "triton", "output": "y", "passed": True}
 ROW |= {"max_error": 1.0, "relative_error": 0.1, "tolerance": 1.0}
 
@@ -237,6 +240,17 @@ ROW |= {"max_error": 1.0, "relative_error": 0.1, "tolerance": 1.0}
         ),
         ({"measurements": [{**TIMED, "group": "x"}]}, "measurements.0.group must be training, decode or sweep"),
         ({"accuracy": [{**ROW, "dtype": "int2"}]}, "accuracy.0.dtype"),
+        ({"measurements": [{**TIMED, "provider": " "}]}, 'measurements.0.provider must be a name, not " "'),
+        (
+            {"measurements": [], "scaling": [{**GROWTH, "sizes": [8]}]},
+            "scaling.0.cases must be a list of 1, as sizes is",
+        ),
+        (
+            {"measurements": [], "scaling": [{**GROWTH, "microseconds": [1]}]},
+            "scaling.0.microseconds must be a list of 2, as",
+        ),
+        ({"accuracy": [], "versions": {"\x1b[2J\n": 2}}, r"versions.\x1b[2J must be a text, not 2"),
+        ({"accuracy": [], "versions": {"a" * 5000: 2}}, f"versions.{'a' * 71}… must be a text, not 2"),
     ],
 )
 @pytest.mark.parametrize("command", [["compare", "FILE", "FILE"], ["page", "FILE", "--html", "page.html"]])
@@ -256,6 +270,14 @@ def test_a_file_that_is_not_there(place, tmp_path, capsys, monkeypatch):
         ["diagnose", "mhc_post", "--device", "cpu", "--inputs", place, "--json", "a"], capsys
     )
     assert refused(["compare", place, place], capsys).startswith(f"mhc-ops compare: {place}: ")
+
+
+def test_a_hostile_name_is_printed_as_it_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").write_text(json.dumps({"measurements": [TIMED]}))
+    (tmp_path / "b").write_text(json.dumps({"measurements": [TIMED, {**TIMED, "case": "\x1b[2J\n"}]}))
+    assert cli.main(["compare", "a", "b"]) == 0
+    assert "missing: \\x1b[2J\\n triton: only in the second file: both\n" in capsys.readouterr().out
 
 
 def test_a_check_and_a_bench_have_nothing_in_common(tmp_path, capsys, monkeypatch):
@@ -283,3 +305,10 @@ def test_inputs_without_a_tensor(tmp_path, capsys):
     torch.save({}, file)
     command = ["diagnose", "mhc_post", "--device", "cpu", "--inputs", str(file)]
     assert "x, h_out, h_post missing" in refused(command, capsys)
+
+
+def test_inputs_with_a_hostile_name(tmp_path, capsys):
+    file = tmp_path / "inputs.pt"
+    torch.save({"\x1b[2J\n": torch.zeros(1)}, file)
+    command = ["diagnose", "mhc_post", "--device", "cpu", "--inputs", str(file)]
+    assert r"; \x1b[2J unknown" in refused(command, capsys)

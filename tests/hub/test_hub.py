@@ -258,8 +258,39 @@ def test_nothing_is_written_over(folder, capsys):
     assert (folder / "build" / "torch-cpu" / "metadata.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99], ids=["none", "half", "nearly all"])
+def test_a_full_disk_leaves_nothing_behind(share, tmp_path, monkeypatch, capsys):
+    """And does not hinder a second try."""
+    most, written = share * sum(map(len, hub.variants().values())), []
+
+    def write_text(path, text, **options):
+        written.append(path)
+        path.write_bytes(text.encode())
+        if len(written) > most:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        assert cli.main(["hub", str(tmp_path / "hub")]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"mhc-ops hub: {tmp_path}/hub/build: No space left on device\n")
+    assert list(tmp_path.iterdir()) == []
+    assert cli.main(["hub", str(tmp_path / "hub")]) == 0
+    names = sorted(f"torch-{backend}" for backend in hub.VARIANTS)
+    assert sorted(path.name for path in (tmp_path / "hub" / "build").iterdir()) == names
+
+
+def test_the_other_variants_are_not_written_either(tmp_path, capsys):
+    """Beside what is in the folder."""
+    (tmp_path / "build" / "torch-rocm").mkdir(parents=True)
+    (tmp_path / "build" / "mine").touch()
+    assert cli.main(["hub", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"mhc-ops hub: {tmp_path}/build/torch-rocm is there already\n"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["build", "mine", "torch-rocm"]
+
+
 def test_a_folder_that_cannot_be(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert cli.main(["hub", str(tmp_path / "file")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"mhc-ops hub: {tmp_path}/file: Not a directory"
+    assert line == f"mhc-ops hub: {tmp_path}/file/build: Not a directory"

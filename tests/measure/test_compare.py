@@ -92,6 +92,12 @@ def test_growth():
     assert changes(replace(GROWTH, per_megabyte=2.2), GROWTH) == [("slower", True)]
 
 
+def test_a_time_that_does_not_grow_is_not_compared():
+    """As noise makes it, where a byte more costs next to nothing."""
+    for before, after in ((GROWTH, replace(GROWTH, per_megabyte=-0.1)), (replace(GROWTH, per_megabyte=-0.1), GROWTH)):
+        assert changes(after, before) == [("not compared", False)]
+
+
 @pytest.mark.parametrize(
     ("after", "expected"),
     [

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -186,6 +187,62 @@ def test_a_page_of_a_check_and_of_nothing():
     found.accuracy = [Row("mhc_post 1x2x8 bfloat16", "triton", "x_next", 1.0, 0.5, 2e-3, False)]
     assert "1 of 1 fail" in "".join(parsed(page.draw(found)).words)
     assert "Environment" in page.draw(results.begin("bench"))
+
+
+HOSTILE = "<img src=x onerror=alert(1)>|[a](javascript:b)`*c*`~~d~~\x1b[2J\n# e\ud800"
+
+
+def with_every_text(content, word):
+    """A file in which whoever wrote it has put this into every text that may be any."""
+    content = json.loads(json.dumps(content))
+    step = {"size": "a", "provider": "plain", "compiled": False, "milliseconds": 2.0}
+    content["steps"] = [step, {**step, "provider": "b", "overhead_percent": 3.0}]
+    content["precision"] = {"a": "b"}
+    content["stack_megabytes"] = {"c": 1.0}
+    content["not_measured"] = [{"where": "d", "provider": "e", "reason": "f"}]
+
+    def put(value, name=""):
+        if isinstance(value, dict):
+            free = name in ("versions", "precision", "stack_megabytes")
+            return {key + word * (free and key != "device"): put(entry, key) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [put(entry, name) for entry in value]
+        chosen = name in ("direction", "group", "dtype", "command") or value == "plain"
+        return value + word if isinstance(value, str) and not chosen else value
+
+    return json.dumps(put(content))
+
+
+def drawn(bench, word, option, folder):
+    (folder / "file.json").write_text(with_every_text(bench[1], word))
+    assert cli.main(["page", f"{folder}/file.json", f"--{option}", f"{folder}/page"]) == 0
+    text = (folder / "page").read_text(encoding="utf-8")
+    assert text.replace("\n", "").isprintable()
+    return text
+
+
+def test_a_hostile_file_as_markdown(bench, tmp_path):
+    """Its texts are words wherever they stand: what is made of the page is what would be made of harmless ones."""
+    markdown_it = pytest.importorskip(
+        "markdown_it", reason="markdown-it-py is not installed: pip install 'mhc-ops[bench]'"
+    )
+    parser = markdown_it.MarkdownIt("commonmark").enable(["table", "strikethrough"])
+
+    def structure(text):
+        for token in parser.parse(text):
+            yield token.type, token.tag
+            yield from (child.type for child in token.children or () if child.type not in ("text", "text_special"))
+
+    hostile, harmless = (drawn(bench, word, "markdown", tmp_path) for word in (HOSTILE, "word"))
+    assert list(structure(hostile)) == list(structure(harmless))
+    assert "&lt;img src=x onerror=alert(1)&gt;" in parser.render(hostile) and "<img" not in parser.render(hostile)
+
+
+def test_a_hostile_file_as_a_page_and_as_a_picture(bench, tmp_path):
+    page_of = parsed(drawn(bench, HOSTILE, "html", tmp_path))
+    assert HOSTILE[:28] in "".join(page_of.words) and "img" not in page_of.tags
+    picture = ElementTree.fromstring(drawn(bench, HOSTILE, "svg", tmp_path))
+    assert HOSTILE[:28] in "".join(picture.itertext()) and not list(picture.iter("img"))
 
 
 PROBE = """

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import re
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ SOURCE = Path(__file__).parent
 _FLAGS = dict(re.findall(r'^(\w+)="(.*)"$', (SOURCE / "flags.sh").read_text(), re.MULTILINE))
 CPU_FLAGS, CUDA_FLAGS, HIP_FLAGS = (tuple(_FLAGS[f"{target}_FLAGS"].split()) for target in ("CPU", "CUDA", "HIP"))
 LIBRARY_FLAGS = ("-shared", "-fPIC")
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
@@ -70,9 +72,10 @@ def compiled(command: tuple[str, ...]) -> Path:
     """The shared library that `command` makes of conv.hip. Takes 20 s or more the first time."""
     library = cache_folder() / f"conv_{_key(command)}.so"
     try:
+        library.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _refuse_what_others_write(library.parent)
         if _is_whole(library):
             return library
-        library.parent.mkdir(parents=True, exist_ok=True)
         with _locked(library.with_suffix(".lock")):
             if not _is_whole(library):
                 _compile(command, library)
@@ -82,6 +85,22 @@ def compiled(command: tuple[str, ...]) -> Path:
             "set MHC_OPS_CACHE to a folder that can be written"
         ) from None
     return library
+
+
+def _refuse_what_others_write(path: Path) -> None:
+    """Code that is loaded runs as whoever loads it: nobody else may be able to put it there."""
+    found, me = path.stat(), os.geteuid()
+    if found.st_uid not in (me, 0):
+        problem = f"belongs to user {found.st_uid}, not to you (user {me}) or root"
+    elif found.st_mode & WRITABLE_BY_OTHERS:
+        problem = "can be written by other users"
+    else:
+        return
+    remedy = f"delete {path}" if path.is_file() else f"chmod go-w {path} where it is yours"
+    raise RuntimeError(
+        f"causal_conv1d: {path} {problem}, so compiled kernels there may be anybody's code; "
+        f"{remedy}, or set MHC_OPS_CACHE to a folder of your own"
+    )
 
 
 def _key(command: tuple[str, ...]) -> str:
@@ -123,6 +142,7 @@ def _compile(command: tuple[str, ...], library: Path) -> None:
         if done.returncode != 0:
             raise RuntimeError(f"causal_conv1d: {' '.join(call)} failed:\n{done.stderr[-4000:]}")
         made.write_bytes(_with_hash(made.read_bytes()))
+        made.chmod(made.stat().st_mode & ~WRITABLE_BY_OTHERS)  # whatever umask allowed
         made.replace(library)
 
 
@@ -135,6 +155,7 @@ def _is_whole(library: Path) -> bool:
     """False where it is missing or damaged: to load one that was cut off would end the process with a bus error."""
     if not library.exists():
         return False
+    _refuse_what_others_write(library)
     content = library.read_bytes()
     return content == _with_hash(content[: -hashlib.sha256().digest_size])
 

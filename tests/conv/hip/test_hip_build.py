@@ -1,6 +1,7 @@
 """build.py: what is compiled again, by whom, and what is said where that does not work."""
 
 import ctypes
+import os
 import re
 import subprocess
 import sys
@@ -117,6 +118,82 @@ def test_a_folder_that_cannot_be_written_is_said(cache, stub, monkeypatch):
     with pytest.raises(RuntimeError, match=rf"in {cache} \(.*\); set MHC_OPS_CACHE to a folder that") as error:
         conv()
     assert one_sentence(error)
+
+
+def planted(cache, command):
+    """A library with its hash, where the one of this command would be."""
+    cache.mkdir(exist_ok=True)
+    library = cache / f"conv_{build._key(command)}.so"
+    library.write_bytes(build._with_hash(b"not ours"))
+    return library
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777, 0o757], ids=oct)
+def test_a_folder_that_others_write_is_refused(cache, stub, tmp_path, mode):
+    command = (stub(), "-x")
+    planted(cache, command)
+    cache.chmod(mode)
+    said = f"{cache} can be written by other users, .*; chmod go-w {cache} where it is yours, or set MHC_OPS_CACHE to a"
+    with pytest.raises(RuntimeError, match=said) as error:
+        build.compiled(command)
+    assert one_sentence(error)
+    assert not (tmp_path / "calls").exists()
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o646], ids=oct)
+def test_a_library_that_others_write_is_refused(cache, stub, mode):
+    command = (stub(), "-x")
+    library = planted(cache, command)
+    cache.chmod(0o755)
+    library.chmod(mode)
+    with pytest.raises(
+        RuntimeError, match=f"{library} can be written by other users, .*; delete {library}, or"
+    ) as error:
+        build.compiled(command)
+    assert one_sentence(error)
+
+
+@pytest.mark.parametrize("what", ["folder", "library"])
+def test_what_belongs_to_another_user_is_refused(cache, stub, monkeypatch, what):
+    """Root may give it to one; anybody else can be another one in the eyes of this module."""
+    command = (stub(), "-x")
+    library = planted(cache, command)
+    cache.chmod(0o755)
+    library.chmod(0o644)
+    if os.geteuid() == 0:
+        os.chown(cache if what == "folder" else library, 1234, -1)
+    elif what == "folder":
+        monkeypatch.setattr(build.os, "geteuid", lambda: os.getuid() + 1)
+    else:
+        pytest.skip("only root gives a file to another user")
+    path = cache if what == "folder" else library
+    said = rf"{path} belongs to user \d+, not to you \(user \d+\) or root, .*, or set MHC_OPS_CACHE to a"
+    with pytest.raises(RuntimeError, match=said) as error:
+        build.compiled(command)
+    assert one_sentence(error)
+
+
+def test_what_is_root_s_is_taken(cache, stub, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root has files of root")
+    command = (stub(), "-x")
+    library = planted(cache, command)
+    cache.chmod(0o755)
+    library.chmod(0o644)
+    monkeypatch.setattr(build.os, "geteuid", lambda: 1234)
+    assert build.compiled(command) == library
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o000, 0o077], ids=oct)
+def test_what_is_made_is_taken_again(cache, stub, tmp_path, umask):
+    command, before = (stub(), "-x"), os.umask(umask)
+    try:
+        assert build.compiled(command) == build.compiled(command)
+    finally:
+        os.umask(before)
+    assert calls(tmp_path) == 1
+    assert cache.stat().st_mode & 0o777 == 0o755 & ~umask
 
 
 def test_a_library_that_cannot_be_loaded_is_said(cache, stub, monkeypatch):

@@ -1,0 +1,107 @@
+"""measure/files.py: a file or a folder is written whole or not at all, and nothing else is touched."""
+
+import os
+import stat
+
+import pytest
+
+from mhc_ops.measure import files, report
+
+
+def test_what_has_the_name_of_a_temporary_file_stays(tmp_path):
+    """A file of the user's, or a link to one."""
+    (tmp_path / "r.json.part").write_text("mine")
+    (tmp_path / "s.json.part").symlink_to("r.json.part")
+    files.write(tmp_path / "r.json", "x")
+    files.write(tmp_path / "s.json", "y")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"r.json": "x", "s.json": "y", "r.json.part": "mine", "s.json.part": "mine"}
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o444])
+def test_a_file_keeps_its_mode(mode, tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("old")
+    file.chmod(mode)
+    link.symlink_to(file)
+    files.write(link, "new")
+    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == ("new", mode)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_new_file_has_the_mode_that_umask_says(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        files.write(tmp_path / "file", "new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~umask
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has files of others")
+def test_a_file_keeps_its_owner(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("old")
+    os.chown(file, 1234, 2345)
+    files.write(file, "new")
+    assert (file.stat().st_uid, file.stat().st_gid) == (1234, 2345)
+
+
+def test_of_two_writers_the_last_one_counts(tmp_path):
+    """Also where it begins while the other is not done, and ends before it."""
+    file = tmp_path / "file"
+    with files.replaced(file) as slow:
+        slow.write_text("slow, and half")
+        files.write(file, "quick")
+        assert slow.read_text() == "slow, and half" and file.read_text() == "quick"
+    assert file.read_text() == "slow, and half"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def entries(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("where", ["new", "below/new", "empty", "link to empty", "link to new"])
+def test_a_folder_is_filled_whole_or_not_at_all(where, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link to empty").symlink_to("empty")
+    (tmp_path / "link to new").symlink_to("fresh")
+    before = entries(tmp_path)
+    with pytest.raises(report.Refused, match=f"{where}: No space left"), files.filled(tmp_path / where) as part:
+        (part / "a").write_text("a")
+        raise OSError(28, "No space left on device")
+    assert entries(tmp_path) == before
+    with files.filled(tmp_path / where, last="a") as part:
+        (part / "a").write_text("a")
+        (part / "b").mkdir()
+        assert entries(tmp_path / where) == sorted([part.name, f"{part.name}/a", f"{part.name}/b"])
+    assert entries(tmp_path / where) == ["a", "b"]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_folder_that_cannot_be_filled_to_the_end(nth, tmp_path, monkeypatch):
+    rename, calls = os.rename, []
+
+    def failing(source, target):
+        calls.append(os.path.basename(target))
+        if len(calls) == nth:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(report.Refused, match="Input/output error"), files.filled(tmp_path / "new", last="a") as part:
+        for name in "ab":
+            (part / name).mkdir()
+            (part / name / "file").write_text("")
+        (part / "c").write_text("")
+    assert calls == ["b", "c", "a"][:nth]
+    assert entries(tmp_path) == []
+
+
+def test_what_a_folder_has_already_is_not_replaced(tmp_path):
+    (tmp_path / "b").write_text("mine")
+    with pytest.raises(report.Refused, match="b is there already"), files.filled(tmp_path) as part:
+        (part / "a").write_text("")
+        (part / "b").write_text("")
+    assert entries(tmp_path) == ["b"] and (tmp_path / "b").read_text() == "mine"
