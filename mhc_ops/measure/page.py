@@ -15,7 +15,7 @@ from .accuracy import Row, worst
 from .peers import WITH_GRADIENTS
 from .report import Refused, Table, refuse_without
 from .results import DIRECTIONS, GROUPS, Results
-from .selection import OF_TORCH, NotMeasured
+from .selection import OF_TORCH, NotMeasured, op_of
 from .speed import STACKED_LAYERS, Measurement
 from .training_step import PLAIN, backend_of
 
@@ -221,8 +221,7 @@ class Shown:
         the larger error counts."""
         found: dict[str, dict[tuple[str, str], dict[str, Row]]] = {}
         for row in self.results.accuracy:
-            subject = re.split(r" (?=\d)", row.case)[0]
-            line, output = found.setdefault(subject, {}).setdefault((row.case, row.backend), {}), _output(row)
+            line, output = found.setdefault(op_of(row.case), {}).setdefault((row.case, row.backend), {}), _output(row)
             line[output] = max(line.get(output, row), row, key=lambda row: (not row.passed, row.relative_error))
         return found
 
