@@ -14,12 +14,14 @@ import termios
 import types
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from mhc_ops import cli, measure
 from mhc_ops.measure import accuracy, arguments, compare, page, report, results
 
+ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "mhc_ops"]
 DIAGNOSE = ["diagnose", "mhc_post", "--device", "cpu", "--shape", "3x2x8"]
 
@@ -68,6 +70,33 @@ def test_ctrl_c():
     assert running.returncode == 130
     assert said.splitlines()[-1] == "interrupted"
     assert "Traceback" not in said
+
+
+SLOW = """
+import time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except BaseException as error:  # as C code may have it
+    raise ImportError("half of it is missing") from error
+"""
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    """Which takes seconds: nothing is said, whatever is made of the interruption on its way."""
+    (tmp_path / "torch.py").write_text(SLOW)
+    module, function = re.search(
+        r'^mhc-ops = "(.+):(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    ).groups()
+    script = f"import sys; from {module} import {function}; sys.exit({function}())"  # as pip writes it
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", script, "--help"]
+    running = subprocess.Popen(command, env=environment, preexec_fn=takes_signals, **streams)
+    assert running.stdout.readline() == "importing\n"
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert (running.returncode, said) == (130, "")
 
 
 def test_a_reader_that_has_gone():
