@@ -478,13 +478,6 @@ def test_nothing_is_patched_by_importing():
 
 
 @needed
-def test_the_page_runs(mapping):
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adopt_transformers.md").read_text(), re.DOTALL)
-    torch.manual_seed(0)
-    exec(compile(block, "adopt_transformers.md", "exec"), {})
-
-
-@needed
 def test_the_benchmark_runs(tmp_path, capsys):
     spec = importlib.util.spec_from_file_location("transformers_step", ROOT / "benchmarks" / "transformers_step.py")
     script = importlib.util.module_from_spec(spec)
