@@ -1,11 +1,14 @@
 """The documentation as a site that needs no network: python -m sphinx docs build/docs; open build/docs/index.html."""
 
-import re
+import inspect
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+from docstrings import to_restructured_text  # noqa: E402
+from docutils import nodes  # noqa: E402
+
 import mhc_ops  # noqa: E402
 
 project = "mhc_ops"
@@ -26,29 +29,15 @@ autodoc_typehints = "none"  # docstrings give types and shapes
 autodoc_class_signature = "mixed"
 
 
-def to_restructured_text(lines):
-    """A docstring is plain text: paragraphs, and blocks that are shown as they are, whose lines are aligned (two spaces
-    in a row), name an argument ("layer: ...") or start with >>>."""
-    found = []
-    for paragraph in "\n".join(lines).strip().split("\n\n"):
-        as_it_is = re.search(r"\S  |^\w+(, \w+)*: |^>>>", paragraph, re.MULTILINE)
-        if as_it_is:
-            found += ["::", "", *(f"    {line}" for line in paragraph.splitlines()), ""]
-        else:
-            found += [*_escaped(paragraph).splitlines(), ""]
-    return found
-
-
-def _escaped(text):
-    """`name` is code, all else is what it says."""
-    return "".join(
-        re.sub(r"`([^`]+)`", r"``\1``", part) if part.startswith("`") else re.sub(r"([*|_\\])", r"\\\1", part)
-        for part in re.split(r"(`[^`]+`)", text)
-    )
-
-
 def setup(app):
     def replace(app, what, name, obj, options, lines):
-        lines[:] = to_restructured_text(lines)
+        arguments = inspect.signature(obj).parameters if what in ("class", "function", "method") else ()
+        lines[:] = to_restructured_text(lines, arguments)
+
+    def draw_dashes(app, doctree):
+        """Between a parameter and its description."""
+        for text in list(doctree.findall(lambda node: isinstance(node, nodes.Text) and node == " -- ")):
+            text.parent.replace(text, nodes.Text(" – "))
 
     app.connect("autodoc-process-docstring", replace)
+    app.connect("doctree-read", draw_dashes)

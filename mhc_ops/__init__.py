@@ -1,6 +1,9 @@
 """Fused operators for mHC (manifold-constrained hyper-connections) and channel-last causal conv1d."""
 
-from . import compat, convert
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from .conv.modules import ShortConv
 from .conv.ops import causal_conv1d, causal_conv1d_update, short_conv
 from .core.backend import read_environment, use_backend
@@ -39,6 +42,24 @@ from .mhc.warmup import warmup
 
 __version__ = "0.1.0"
 read_environment()
+
+# Imported when they are first asked for: `import mhc_ops` is to load no more of torch than the operators need.
+MODULES = ("compat", "convert", "distributed", "hub")
+if TYPE_CHECKING:
+    from . import compat, convert
+    from . import distributed as distributed
+    from . import hub as hub
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        if name not in MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULES})
+
 
 __all__ = [
     "Carry",

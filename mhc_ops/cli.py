@@ -137,6 +137,7 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)")
     _common_arguments(parser)
+    add("--rows", action="store_true", help="show every result, not only those that failed")
     instead = "for so long, random cases instead of the usual ones"
     add("--fuzz", metavar="SECONDS", type=arguments.seconds, help=instead)
     add("--seed", metavar="N", type=arguments.seed, help="of --fuzz (default: another one each time)")
@@ -162,18 +163,17 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_info(options: argparse.Namespace) -> int:
-    for name, value in report.versions().items():
-        print(f"{name:9} {value}")
+    lines = [f"{name:9} {value}" for name, value in report.versions().items()]
     here = arguments.default_device()
     if here.type == "cuda":
         for index in range(torch.cuda.device_count()):
-            print(f"{f'cuda:{index}':9} {_described(torch.device('cuda', index))}")
-    print()
+            lines.append(f"{f'cuda:{index}':9} {_described(torch.device('cuda', index))}")
+    lines.append("")
     for family in backends.families():
         for backend in backends.BACKENDS:
             reason = backends.why_not(family, backend, here)
-            print(f"{family:5} {backend:10} {'runs on ' + here.type if reason is None else 'no: ' + reason}")
-    print()
+            lines.append(f"{family:5} {backend:10} {'runs on ' + here.type if reason is None else 'no: ' + reason}")
+    report.show("\n".join([*lines, ""]))
     return 0
 
 
@@ -204,17 +204,13 @@ def run_check(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         report.say("interrupted")
     lost = results.save(found, options.json, last=True)
-    report.show(page.table(found.accuracy, page.ACCURACY))
-    if found.not_measured:
-        print(page.left_out(found.not_measured))
-    failed = sum(not row.passed for row in found.accuracy)
-    crashed = sum(entry.failed for entry in found.not_measured)
-    print(f"{len(found.accuracy) - failed} passed, {failed} failed" + f", {crashed} cases crashed" * bool(crashed))
+    report.show(*page.of_check(found, options.rows))
     if lost is not None:
         raise lost
     if not found.complete:
         return INTERRUPTED
-    return (1 if failed or crashed else 0) if runs else 2
+    failed = any(not row.passed for row in found.accuracy) or any(entry.failed for entry in found.not_measured)
+    return (1 if failed else 0) if runs else 2
 
 
 def run_fuzz(options: argparse.Namespace) -> int:

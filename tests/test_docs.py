@@ -1,6 +1,9 @@
 """The site of docs/ builds without a warning, has every page and every public name, and needs no network."""
 
+import ast
+import contextlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -14,6 +17,7 @@ import mhc_ops
 
 ROOT = Path(__file__).parents[1]
 NEEDED = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
+VOID = {"br", "hr", "img", "input", "link", "meta", "path", "source", "wbr"}
 REMOTE = re.compile(r"^\s*(https?:)?//")
 
 
@@ -73,6 +77,102 @@ def loaded_from_elsewhere(text):
 
 def remote_in_css(text):
     return re.findall(r"""url\(\s*["']?(?:https?:)?//[^)]*|@import[^;]*//[^;]*""", text)
+
+
+class Text(HTMLParser):
+    """The text of a page, without its scripts; boxes: of each box of code in a docstring; parameters: of each described
+    name, those that are listed with words of their own."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.text, self.boxes, self.parameters, self.inside, self.name = "", [], {}, [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if tag not in VOID:
+            self.inside.append(tag)
+        if tag == "pre" and "dd" in self.inside:
+            self.boxes.append("")
+        if tag == "dt" and "sig" in (attributes.get("class") or ""):
+            self.name = attributes.get("id", "")
+        if self.inside[-3:] in (["li", "p", "strong"], ["dd", "p", "strong"]):
+            self.parameters.setdefault(self.name, []).append("")
+
+    def handle_endtag(self, tag):
+        while tag in self.inside and self.inside.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if {"script", "style"} & set(self.inside):
+            return
+        self.text += data
+        if {"dd", "pre"} <= set(self.inside):
+            self.boxes[-1] += data
+        if self.inside[-1:] == ["strong"] and self.name in self.parameters:
+            self.parameters[self.name][-1] += data
+
+
+def is_code(box):
+    """Python, a session of it, a command of ours; or equations, which no sentence stands between."""
+    lines = [line for line in box.strip().splitlines() if line.strip()]
+    if lines[0].startswith(">>> "):
+        return all(not part.lower().startswith("returns") for part in lines)
+    if lines[0].startswith("mhc-ops "):
+        lines = lines[1:]
+    with contextlib.suppress(SyntaxError):
+        return bool(ast.parse("\n".join(lines)))
+    return all("=" in line for line in lines) and not re.search(r"`|[a-z)]\. [A-Z]|\w\w+ \w\w+ \w\w+", box)
+
+
+@pytest.mark.parametrize(
+    ("box", "code"),
+    [
+        (">>> HyperHead(4, 64)(x).shape\ntorch.Size([2, 10, 64])", True),
+        ("mhc-ops hub DIR\nkernels.get_local_kernel(Path(DIR))  # or LOCAL_KERNELS", True),
+        ("z = (α0, α1) · phi @ v    v = x as [nD]\nh_in = Σ_i h_pre[i]·x[i]", True),
+        ("x: [..., n, D]   phi: [n² + 2n, nD]", False),
+        ("layer: any module or function from [..., D] to [..., D]. Where it returns a tuple, so does this.", False),
+        ("c = softmax(z);  c /= sum(c). Rows sum over j, columns over i.\nReturns fp32, as maps are.", False),
+    ],
+)
+def test_what_is_code(box, code):
+    assert is_code(box) == code
+
+
+@pytest.mark.parametrize("name", ["api", "distributed", "adopt_transformers"])
+def test_what_docstrings_show_as_code_is_code(site, name):
+    page = Text((site / f"{name}.html").read_text(encoding="utf-8"))
+    assert [box for box in page.boxes if not is_code(box)] == []
+    assert len(page.boxes) > 5 or name == "adopt_transformers"
+    assert "`" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mhc_ops.mhc_post", "x h_out h_post h_res transposed"),
+        ("mhc_ops.mhc_read", "x h_pre"),
+        ("mhc_ops.Carry", "x h_post h_res read transposed link"),
+        ("mhc_ops.causal_conv1d", "x weight bias residual seq_idx cu_seqlens initial_state"),
+        ("mhc_ops.HyperConnection", "layer gamma layer_norm checkpoint"),
+    ],
+)
+def test_arguments_are_listed(site, name, expected):
+    page = Text((site / "api.html").read_text(encoding="utf-8"))
+    assert page.parameters[name] == expected.split()
+    assert " -- " not in page.text
+
+
+def test_no_argument_is_described_in_the_middle_of_prose(site):
+    """Wherever a docstring has "name: what it is", the name is listed."""
+    page = Text((site / "api.html").read_text(encoding="utf-8"))
+    for name in mhc_ops.__all__:
+        found = getattr(mhc_ops, name)
+        if callable(found):
+            described = re.findall(r"(?:^|\. |  )(\w+): ", inspect.getdoc(found), re.MULTILINE)
+            wanted = [each for each in described if each in inspect.signature(found).parameters]
+            assert set(wanted) <= set(page.parameters.get(f"mhc_ops.{name}", [])), name
 
 
 def test_nothing_is_loaded_from_a_network(site):

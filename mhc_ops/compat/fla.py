@@ -49,7 +49,7 @@ def causal_conv1d(
 
     x: [B, T, D], or [B, T, ...] with D channels in all   weight: [D, W]   bias: [D]   residual: as x
     initial_state: [N, D, W], the W inputs before the first token; zeros where it is None
-    cu_seqlens: [N + 1], where packed sequences begin and end, with B = 1   seq_idx (by its name): [B, T] int32
+    cu_seqlens: [N + 1], where packed sequences begin and end, with B = 1   seq_idx: [B, T] int32, by its name alone
     Returns (y, final_state): y shaped and typed as x, final_state [N, D, W] or None where it is not asked for.
     Differentiable in x, weight, bias, residual and initial_state.
     """

@@ -76,8 +76,11 @@ def causal_conv1d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A short depthwise convolution over time, each channel with its own filter, channels fastest.
 
-    z[t] = bias + Σ_k weight[:, k] · x[t − (W−1−k)·dilation]    y = z, or silu(z) with activation "silu" or "swish";
-    then + residual. Without options this is F.conv1d(F.pad(x.mT, (W − 1, 0)), weight[:, None], bias, groups=D).mT.
+    z[t] = bias + Σ_k weight[:, k] · x[t − (W−1−k)·dilation]
+    y[t] = activation(z[t]) + residual[t]
+
+    The activation is SiLU, "silu" or "swish", or none. Without options this is
+    F.conv1d(F.pad(x.mT, (W − 1, 0)), weight[:, None], bias, groups=D).mT.
 
     x: [B, L, D]   weight: [D, W]   bias: [D]   residual: [B, L, D]
     seq_idx: [B, L] int32, which sequence a token belongs to; taps on another one count as zero. Negative is padding:

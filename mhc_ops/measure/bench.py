@@ -62,8 +62,8 @@ class Request:
 def run(request: Request, results: Results, save: Callable[[], object]) -> None:
     """Fill the results with what they lack and save after every unit. KeyboardInterrupt passes, with all that was
     measured kept; Refused where no case has the name that was asked for."""
-    if not training_step.named(request.case, request.device):
-        selection.named(request.case, [case for group in request.groups.values() for case in group])
+    kernels = [case for group in request.groups.values() for case in group]
+    selection.named(request.case, [*training_step.named("", request.device), *kernels])
     deadline = time.perf_counter() + request.budget
     results.budget_seconds = request.budget if math.isfinite(request.budget) else None
     asked = {"providers": request.providers, "case": [request.case] if request.case else [], "skip": request.skip}

@@ -5,24 +5,27 @@ import html
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from ..core.backend import BACKENDS
-from .accuracy import Row, worst
+from .accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row, worst
 from .peers import WITH_GRADIENTS
 from .report import Refused, Table, refuse_without
 from .results import DIRECTIONS, GROUPS, Results
-from .selection import OF_TORCH, NotMeasured
+from .selection import OF_TORCH, NotMeasured, op_of
 from .speed import STACKED_LAYERS, Measurement
 from .training_step import PLAIN, backend_of
 
 # Columns: "header = field format", or the field alone where it is the header.
 ACCURACY = """op and case = case, backend, output, max error = max_error .2e, relative = relative_error .2e,
     tolerance = tolerance .0e, verdict"""
+SUMMARY = "op, backend, cases, results, failed, worst = worst .2f, verdict"
 SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± = spread .1f, GB/s = bandwidth .0f,
     of copy = of_copy .0%, × eager = eager .2f, × compile = torch.compile .2f, host µs = host_microseconds .0f,
     host adds = adds .1f, peak MB = peak_megabytes .0f, error = error .1e"""
@@ -34,6 +37,7 @@ GROWTH = """op = subject, grows with = along, provider, direction, overhead µs 
 WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
 SHORT_WORDS = {"forward": "fwd", "backward": "bwd", "both": "step"}
 PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
+WORST = "worst: the largest error of a result, in norm, as a share of what is allowed."
 BOUNDARY = "mhc_next is a boundary of a HyperStack: what 12 connections take beyond 4, by 8; so is its memory."
 FORMS = "A backend alone is a HyperStack, in Triton with the norms inside; others have them in front of their layers."
 
@@ -49,6 +53,44 @@ def table(entries: Iterable[Any], columns: str) -> Table:
 
 def figure(value: Any, form: str, missing: str = "") -> str:
     return missing if value is None else format(value, form)
+
+
+def of_check(results: Results, rows: bool) -> Iterator[Table | str]:
+    """rows: all of them, not only those that failed."""
+    failed = [row for row in results.accuracy if not row.passed]
+    if shown := results.accuracy if rows else failed:
+        yield table(shown, ACCURACY)
+    if results.accuracy:
+        yield table(_summary(results.accuracy), SUMMARY)
+        yield WORST + " --rows shows every result." * (not rows)
+    if results.not_measured:
+        yield left_out(results.not_measured)
+    crashed = sum(entry.failed for entry in results.not_measured)
+    counted = f"{len(results.accuracy) - len(failed)} passed, {len(failed)} failed"
+    yield counted + f", {crashed} cases crashed" * bool(crashed)
+
+
+def _summary(rows: Iterable[Row]) -> Iterator[SimpleNamespace]:
+    """A line for each op and backend."""
+    for (op, backend), of in _grouped(rows, lambda row: (op_of(row.case), row.backend)).items():
+        failed = [row for row in of if not row.passed]
+        in_norm = [
+            replace(row, relative_error=row.relative_error / row.tolerance) for row in of if _is_judged_in_norm(row)
+        ]
+        yield SimpleNamespace(
+            op=op,
+            backend=backend,
+            cases=len({row.case for row in of}),
+            results=len(of),
+            failed=len(failed),
+            worst=worst(in_norm).relative_error if in_norm else None,
+            verdict=worst(failed or of).verdict,
+        )
+
+
+def _is_judged_in_norm(row: Row) -> bool:
+    """Few elements of 16 bits are judged each by itself."""
+    return getattr(torch, row.dtype, None) not in ROUNDING or row.elements >= ENOUGH_TO_AVERAGE
 
 
 def of_bench(results: Results) -> Iterator[Table | str]:
@@ -242,8 +284,7 @@ class Shown:
         the larger error counts."""
         found: dict[str, dict[tuple[str, str], dict[str, Row]]] = {}
         for row in self.results.accuracy:
-            subject = re.split(r" (?=\d)", row.case)[0]
-            line, output = found.setdefault(subject, {}).setdefault((row.case, row.backend), {}), _output(row)
+            line, output = found.setdefault(op_of(row.case), {}).setdefault((row.case, row.backend), {}), _output(row)
             line[output] = max(line.get(output, row), row, key=lambda row: (not row.passed, row.relative_error))
         return found
 

@@ -8,8 +8,10 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,6 +24,7 @@ VERSION = mhc_ops.__version__
 WIDEST_BAR = 30
 NARROWEST_WITH_BAR = 39  # columns
 BETWEEN_LINES = 10.0  # seconds, of a status where there is no terminal
+BETWEEN_COLUMNS = 2  # spaces, of a table
 COLOURS = {"PASS": "green", "FAIL": "bold red"}
 ERASE = "\x1b[K"  # a terminal, from the cursor to the end of the line
 
@@ -63,41 +66,77 @@ def discard() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their widest entry; the first column left, the others right."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], columns: int = 0) -> str:
+    """Each column as wide as its widest entry; the first one left, the others right.
+
+    columns: of the terminal, if there is one. The first column is wrapped between words to fit it; where a word would
+    not fit, each row is a paragraph."""
     lines = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    lines.insert(1, ["-" * width for width in widths])
-    aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+    first, *others = (max(map(len, column)) for column in zip(*lines))
+    if columns:
+        left = columns - sum(BETWEEN_COLUMNS + width for width in others)
+        if left < min(first, _longest_word(line[0] for line in lines)):
+            return "\n".join(_paragraph(header, row, columns) for row in lines[1:])
+        first = min(first, left)
+    lines.insert(1, ["-" * width for width in (first, *others)])
+    return "\n".join(_line(line, first, others) for line in lines)
+
+
+def _line(cells: Sequence[str], first: int, others: Sequence[int]) -> str:
+    begin, *more = _wrapped(cells[0], first) or [""]
+    aligned = [begin.ljust(first), *map(str.rjust, cells[1:], others)]
+    return "\n".join([(" " * BETWEEN_COLUMNS).join(aligned).rstrip(), *more])
+
+
+def _paragraph(header: Sequence[str], cells: Sequence[str], columns: int) -> str:
+    """The first cell, then the others with their names, as many in a line as fit."""
+    lines = _wrapped(cells[0], columns)
+    line = ""
+    for named in (f"{name} {cell}" for name, cell in zip(header[1:], cells[1:]) if cell):
+        if line and len(line) + BETWEEN_COLUMNS + len(named) > columns:
+            lines.append(line)
+            line = ""
+        line += " " * BETWEEN_COLUMNS + named
+    return "\n".join([*lines, line])
+
+
+def _wrapped(text: str, columns: int, indent: str = "") -> list[str]:
+    """Between words; indent: of all lines but the first."""
+    return textwrap.wrap(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return max((len(word) for text in texts for word in text.split()), default=0)
 
 
 def show(*parts: Table | str) -> None:
-    """On stdout, with an empty line in between; tables in colour, and wrapped, by rich where there is a terminal."""
-    columns = _columns(sys.stdout) if _installed("rich") else 0
+    """On stdout, with an empty line in between. On a terminal nothing is wider than it, and rich colours verdicts."""
+    columns = _columns(sys.stdout)
     for nth, part in enumerate(parts):
         print(end="\n" * (nth > 0))
-        if isinstance(part, Table) and columns:
-            _show_coloured(part, columns)
+        text = _wrapped_lines(part, columns) if isinstance(part, str) else table(*part, columns)
+        if columns and _installed("rich"):
+            _print_coloured(text, columns)
         else:
-            print(part if isinstance(part, str) else table(*part))
+            print(text)
 
 
-def _show_coloured(part: Table, columns: int) -> None:
-    """The first column is wrapped where the terminal is narrow; the others, too, where that is not enough."""
-    import rich.box
+def _wrapped_lines(text: str, columns: int) -> str:
+    """What goes on in another line is indented."""
+    if not columns:
+        return text
+    indents = [" " * (len(line) - len(line.lstrip()) + 2) for line in text.splitlines()]
+    return "\n".join("\n".join(_wrapped(*line)) for line in zip(text.splitlines(), repeat(columns), indents))
+
+
+def _print_coloured(text: str, columns: int) -> None:
     import rich.console
-    import rich.table
     import rich.text
 
-    _, *others = (3 + max(map(len, column)) for column in zip(part.header, *part.rows))
-    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column, name in enumerate(part.header):
-        whole = column > 0 and sum(others) < columns
-        drawn.add_column(name, justify="right" if column else "left", overflow="fold", no_wrap=whole)
-    for row in part.rows:
-        drawn.add_row(*(rich.text.Text(cell, COLOURS.get(cell, "")) for cell in row))
-    rich.console.Console(file=sys.stdout, width=columns).print(drawn)
+    coloured = rich.text.Text(text)
+    for verdict, colour in COLOURS.items():
+        coloured.highlight_regex(rf"\b{verdict}\b", colour)
+    rich.console.Console(file=sys.stdout, width=columns).print(coloured, soft_wrap=True)
 
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:

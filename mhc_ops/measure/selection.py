@@ -2,8 +2,10 @@
 kernels, "eager" or "torch.compile" (the reference, as it is and compiled), or a peer."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +14,8 @@ from . import accuracy, cases, conv_cases, peers
 from .cases import Stack, Subject, Sweep
 from .conv_cases import AnyCase
 from .report import Refused
+
+Named = TypeVar("Named")  # a case, or a training step
 
 CHECK: tuple[AnyCase, ...] = (*cases.CHECK, *conv_cases.CHECK)
 BENCH: tuple[AnyCase, ...] = (*cases.BENCH, *conv_cases.BENCH)
@@ -46,11 +50,16 @@ def refuse_wrong_environment() -> None:
         raise Refused(wrong)
 
 
-def named(text: str, cases: Sequence[AnyCase]) -> list[AnyCase]:
+def op_of(case: object) -> str:
+    """What a name has before its sizes: mhc_pre normed 173x1x257 bfloat16 -> mhc_pre normed"""
+    return re.split(r" (?=\d)", str(case))[0]
+
+
+def named(text: str, cases: Sequence[Named]) -> list[Named]:
     """Those with the text in their name; Refused where there is none, with the ops, names and words nearest to it."""
     if found := [case for case in cases if text in str(case)]:
         return found
-    ops, names = list(dict.fromkeys(case.subject.name for case in cases)), [str(case) for case in cases]
+    ops, names = list(dict.fromkeys(map(op_of, cases))), [str(case) for case in cases]
     words = [word for name in names for word in name.split()]
     nearest = difflib.get_close_matches(text, dict.fromkeys([*ops, *names, *words]))
     meant = f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"there are cases of {', '.join(ops)}"

@@ -145,9 +145,11 @@ class HyperConnection(_Maps):
 
     gamma: learn a norm weight [n, D]. layer_norm: h_in comes normed, as by an nn.RMSNorm in front of the layer, whose
     weight is `layer_norm_weight` [D], ones; that takes no pass of its own. checkpoint: keep only x for the backward and
-    run everything, the layer included, again there. Other options as in `mhc_pre`: with residual="identity" every
-    stream is kept as it is, and phi is [2n, nD], alpha [2], bias [2n]. Parameters are typed as torch's default (fp32)
-    unless dtype says otherwise. `HyperStack` runs several of these in a row faster.
+    run everything, the layer included, again there.
+
+    Other options as in `mhc_pre`: with residual="identity" every stream is kept as it is, and phi is [2n, nD],
+    alpha [2], bias [2n]. Parameters are typed as torch's default (fp32) unless dtype says otherwise. `HyperStack` runs
+    several of these in a row faster.
     """
 
     @spelled_out

@@ -122,7 +122,8 @@ def mhc_pre(
     layer_norm_weight ⊙ h_in · rsqrt(mean(h_in²) + layer_norm_eps), rounded once
     residual: "identity" leaves every stream as it is: phi [2n, nD], alpha [2], bias [2n], and h_res is None; "logits"
     returns z_res as h_res. transposed: h_res is [new, old] for `mhc_post`, which is to be told so too; the values of
-    this function are the same. sinkhorn_eps may be 0.
+    this function are the same
+    sinkhorn_eps: may be 0
     Returns h_in [..., D] typed as x, h_post [..., n] and h_res [..., n, n], doubly stochastic. Differentiable in x,
     phi, alpha, bias, gamma and layer_norm_weight.
     """
@@ -204,7 +205,8 @@ def mhc_post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     """The boundary between two layers in one call: `mhc_post` of one, then `mhc_pre` of the next.
 
-    x, h_out, h_post, h_res: as in mhc_post; all others: the next layer's, as in mhc_pre; transposed is of both
+    x, h_out, h_post, h_res: as in mhc_post
+    All others are the next layer's, as in mhc_pre; transposed is of both.
     Returns x_next, and h_in, h_post, h_res of the next layer. All have the bits of mhc_post and mhc_pre.
     Differentiable in everything.
     """
@@ -338,7 +340,8 @@ def mhc_next(
 ) -> tuple[Tensor, Carry]:
     """The boundary between two sublayers: `mhc_post` of the one that returned h_out, `mhc_pre` of the next.
 
-    carry: of the sublayer that ended; h_out: [..., D], what it returned; all others: the next one's, as in mhc_pre
+    carry: of the sublayer that ended   h_out: [..., D], what it returned
+    All others are the next one's, as in mhc_pre.
     Returns h_in and the carry of the next sublayer, as mhc_enter does; `carry.x` is x between the two. The gradient
     that x gets past the sublayer is not mixed by a pass of its own. With the carry of a shifted stack, h_in is read
     with `carry.read`, whose gradient goes to the maps of the sublayer that ended.
@@ -470,8 +473,10 @@ def sinkhorn(
 ) -> Tensor:
     """Doubly stochastic matrices from logits [..., n, n], by Sinkhorn-Knopp with the gradient of exactly its steps.
 
-    c = softmax(logits, over j) + eps;  c /= colsum(c) + eps;  then iters − 1 times:  c /= rowsum(c) + eps,
-    c /= colsum(c) + eps. Rows sum over j (dim −1), columns over i (dim −2).
+    c = softmax(logits, over j) + eps    c /= colsum(c) + eps
+
+    Then, iters − 1 times, c /= rowsum(c) + eps and c /= colsum(c) + eps. Rows sum over j (dim −1), columns over i
+    (dim −2).
     Returns fp32, as maps are (fp64 for fp64 logits).
     """
     return run(prepare.sinkhorn, logits=logits, iters=iters, eps=eps, backend=backend)
@@ -497,9 +502,10 @@ def mhc_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of mhc_forward_pre from its intermediates and cotangents. autograd does this for you.
 
-    inv_rms, h_mix: as `mhc_forward_pre(..., outflag=True)` returned them on the same backend. h_pre and h_post, which
-    follow from h_mix and are recomputed, may be None; norm_eps is in inv_rms already. All three are in the signature
-    because the guide's callers pass them.
+    h_pre and h_post, which follow from h_mix and are recomputed, may be None; norm_eps is in inv_rms already. All three
+    are in the signature because the guide's callers pass them.
+
+    inv_rms, h_mix: as `mhc_forward_pre(..., outflag=True)` returned them on the same backend
     dh_in: [..., D]   dh_post: [..., n]   dh_res: [..., n, n], each may be None for zeros.
     Returns dx, dphi, dalpha, dbias, dgamma, typed as their tensors; dgamma is None without gamma.
     """

@@ -28,25 +28,35 @@ def warmup(
     layer_norm: bool = False,
     shifted: bool = False,
     parameter_dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     backend: str | None = None,
     **options: Unpack[PreKeywords],
 ) -> int:
     """Compile what a `HyperConnection` or `HyperStack` of these sizes needs, with and without gradients, on all cores.
 
-    shifted: as HyperStack has it. tokens: about how many a step has; the kernels of few (below a thousand) and of many
-    differ.
-    Returns how many kernels were asked for; those that a cache on disk has take no time. With a backend whose kernels
-    are not Triton's, one step is run instead.
+    tokens: about how many a step has; the kernels of few (below a thousand) and of many differ
+    shifted: as HyperStack has it
+    device: None is the GPU where there is one, else the CPU
+
+    Returns how many kernels were asked for; those that a cache on disk has take no time. The reference has none. With a
+    backend whose kernels are not Triton's, one step is run instead.
     """
     function = "warmup"
     for name, count in (("n", n), ("D", D), ("tokens", tokens)):
         check_count(function, name, count)
+    for name, value in (("dtype", dtype), ("parameter_dtype", parameter_dtype)):
+        if not isinstance(value, torch.dtype):
+            raise TypeError(f"{function}: {name} must be a torch.dtype, got {type(value).__name__}")
     run: dict[str, Any] = {"options": checked_to_mix(function, dict(options))}
-    x = torch.zeros(tokens, n, D, dtype=dtype, device=device)
-    name = run["backend"] = choose(function, "mhc", backend, x.device)
+    gpu = torch.cuda.is_available()
+    where = torch.device(("cuda" if gpu else "cpu") if device is None else device)
+    name = run["backend"] = choose(function, "mhc", backend, where)
     if name == "reference":
         return 0
+    if where.type == "cuda" and not gpu:
+        without = "without the argument it is the CPU here, where there is nothing to compile"
+        raise ValueError(f"{function}: device must be there, got {where} and torch sees no GPU; {without}")
+    x = torch.zeros(tokens, n, D, dtype=dtype, device=where)
     check_kernel_limits(function, x, name)
     check_kernel_options(function, run["options"], name)
     for wanted, word in ((layer_norm, "layer_norm"), (shifted, "shifted")):

@@ -48,15 +48,35 @@ def test_info_describes_every_gpu(capsys, monkeypatch):
 def test_check_passes(small, capsys):
     assert cli.main(["check", "--device", "cpu", "--backend", "reference"]) == 0
     printed = capsys.readouterr()
-    lines = printed.out.splitlines()
-    assert " ".join(lines[0].split()) == "op and case backend output max error relative tolerance verdict"
-    assert len([line for line in lines if line.endswith("PASS")]) == 11
-    assert lines[-1] == "11 passed, 0 failed"
+    lines = [line.split() for line in printed.out.splitlines()]
+    assert lines[0] == ["op", "backend", "cases", "results", "failed", "worst", "verdict"]
+    *counted, worst, verdict = lines[2]
+    assert (counted, verdict) == (["mhc_forward_pre", "reference", "1", "11", "0"], "PASS")
+    assert 0 < float(worst) <= 1
+    assert printed.out.splitlines()[-1] == "11 passed, 0 failed"
+    assert len(lines) < 10
     assert "check 1/1: mhc_forward_pre 9x2x8 bfloat16 reference" in printed.err
 
 
+def test_the_page_shows_what_check_prints(capsys):
+    """But for the error itself, which is the machine's."""
+    text = (Path(__file__).parents[2] / "docs" / "measure.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```\n(op .*?)```", text, re.DOTALL)
+    assert cli.main(["check", "--device", "cpu", "--backend", "reference", "--case", "sinkhorn"]) == 0
+    without = [re.sub(r"\d\.\d\d", "", printed).replace("\n\n", "\n") for printed in (shown, capsys.readouterr().out)]
+    assert without[0] == without[1]
+
+
+def test_check_shows_its_rows(small, capsys):
+    assert cli.main(["check", "--device", "cpu", "--backend", "reference", "--rows"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "op and case backend output max error relative tolerance verdict"
+    assert len([line for line in lines if line.startswith("mhc_forward_pre 9x2x8") and line.endswith("PASS")]) == 11
+    assert lines[-1] == "11 passed, 0 failed"
+
+
 def test_check_fails(small, capsys, monkeypatch):
-    """A wrong h_post: exit 1, FAIL in its row."""
+    """A wrong h_post: exit 1, its row is shown, and none of those that pass."""
     from mhc_ops.mhc import reference
 
     right = reference.mhc_pre
@@ -67,9 +87,13 @@ def test_check_fails(small, capsys, monkeypatch):
 
     monkeypatch.setattr(reference, "mhc_pre", wrong)
     assert cli.main(["check", "--device", "cpu", "--backend", "reference"]) == 1
-    failed = [line.split()[-5] for line in capsys.readouterr().out.splitlines() if line.endswith("FAIL")]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    failed = [words[-5] for words in lines if words[:2] == ["mhc_forward_pre", "9x2x8"]]
     assert "h_post" in failed
     assert "h_in" not in failed
+    (summary,) = [words for words in lines if words[:2] == ["mhc_forward_pre", "reference"]]
+    assert (summary[4], summary[-1]) == (str(len(failed)), "FAIL")
+    assert float(summary[5]) > 100  # of what is allowed
 
 
 def test_check_goes_on_after_a_crash(small, monkeypatch, tmp_path, capsys):

@@ -14,12 +14,14 @@ import termios
 import types
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from mhc_ops import cli, measure
-from mhc_ops.measure import accuracy, arguments, compare, page, report, results
+from mhc_ops.measure import accuracy, arguments, compare, page, report, results, selection
 
+ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "mhc_ops"]
 DIAGNOSE = ["diagnose", "mhc_post", "--device", "cpu", "--shape", "3x2x8"]
 
@@ -68,6 +70,33 @@ def test_ctrl_c():
     assert running.returncode == 130
     assert said.splitlines()[-1] == "interrupted"
     assert "Traceback" not in said
+
+
+SLOW = """
+import time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except BaseException as error:  # as C code may have it
+    raise ImportError("half of it is missing") from error
+"""
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    """Which takes seconds: nothing is said, whatever is made of the interruption on its way."""
+    (tmp_path / "torch.py").write_text(SLOW)
+    module, function = re.search(
+        r'^mhc-ops = "(.+):(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    ).groups()
+    script = f"import sys; from {module} import {function}; sys.exit({function}())"  # as pip writes it
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", script, "--help"]
+    running = subprocess.Popen(command, env=environment, preexec_fn=takes_signals, **streams)
+    assert running.stdout.readline() == "importing\n"
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert (running.returncode, said) == (130, "")
 
 
 def test_a_reader_that_has_gone():
@@ -156,19 +185,26 @@ def test_progress_fits_the_terminal(columns, label, terminal):
         assert shown[99].rstrip().endswith("no gamma 99")
 
 
+@pytest.mark.parametrize("rich", [True, False])
 @pytest.mark.parametrize("columns", [40, 80, 200])
-def test_a_table_fits_the_terminal(columns, terminal):
-    """Wrapped where it is narrow, and no letter is lost."""
-    pytest.importorskip("rich")
+@pytest.mark.parametrize("shown_rows", [False, True], ids=["summary", "rows"])
+def test_what_check_shows_fits_the_terminal(columns, shown_rows, rich, terminal, monkeypatch):
+    """Wrapped between words where it is narrow: none is cut, and none is lost."""
+    if rich:
+        pytest.importorskip("rich")
+    monkeypatch.setattr(report, "_installed", lambda package: rich)
     lines = terminal("stdout", columns)
-    row = accuracy.Row("mhc_forward_pre 2x128x4x256 bfloat16 no gamma", "reference", "inv_rms", 1e-3, 2e-3, 1e-3, False)
-    table = page.table([row], page.ACCURACY)
-    report.show(table, "and words")
+    found = results.begin("check")
+    case = "mhc_next shifted normed 2x128x4x256 bfloat16 parameters bfloat16 no gamma"
+    found.accuracy = [accuracy.Row(case, "reference", "dlayer_norm_weight", 1e-3, 2e-3, 1e-3, False, "float32", 7)]
+    found.not_measured = [selection.NotMeasured("conv", "hip", "there is no C++ compiler (c++, g++ or $CXX)", True)]
+    parts = list(page.of_check(found, rows=shown_rows))
+    report.show(*parts)
     shown = lines()
     assert max(map(len, shown)) < columns
-    assert shown[-2:] == ["and words", ""]
-    letters = Counter("".join("".join(shown[:-2]).split()).replace("─", ""))
-    assert letters == Counter("".join(cell for cells in (table.header, *table.rows) for cell in cells).replace(" ", ""))
+    cells = [cell for part in parts if isinstance(part, report.Table) for row in part.rows for cell in row]
+    words = " ".join([*cells, *(part for part in parts if isinstance(part, str))]).split()
+    assert not Counter(words) - Counter(" ".join(shown).split())
 
 
 def test_no_letters_for_a_terminal_that_cannot_move_its_cursor(terminal, monkeypatch):

@@ -1,9 +1,7 @@
 """Models of transformers with `causal_conv1d` installed by name, against their own torch code, in fp32."""
 
 import importlib
-import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 import mhc_ops
 from mhc_ops.compat import causal_conv1d as compat
 
-PAGE = Path(__file__).parents[2] / "docs" / "adopt_causal_conv1d.md"
 TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2}
 ATTENTION = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -144,13 +141,3 @@ def test_transformers_finds_the_package(library, monkeypatch):
         assert found == (installed, "1.7.0" if installed else "N/A")
     compat.uninstall()
     available.cache_clear()
-
-
-def test_the_page_runs(library):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    sys.modules.pop("transformers.models.lfm2.modeling_lfm2", None)
-    for block in blocks:
-        exec(compile(block, PAGE.name, "exec"), {})
-    compat.uninstall()
-    sys.modules.pop("transformers.models.lfm2.modeling_lfm2")

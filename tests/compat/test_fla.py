@@ -3,7 +3,6 @@
 import inspect
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import mhc_ops
 from mhc_ops.compat.fla import ShortConvolution, causal_conv1d, causal_conv1d_update
 from mhc_ops.measure import accuracy
 
-PAGE = Path(__file__).parents[2] / "docs" / "adopt_fla.md"
 B, T, D, W = 2, 9, 5, 4
 PACKED = (0, 6, 6, 8, 9)  # longer than W, empty, shorter than W, one token
 
@@ -293,10 +291,3 @@ def test_seq_idx():
     expected, _ = causal_conv1d(**tensors, cu_seqlens=torch.tensor([0, 4, 9]))
     assert torch.equal(causal_conv1d(**tensors, backend="mix", seq_idx=ids)[0], expected)
     assert torch.equal(causal_conv1d(**tensors, cu_seqlens=torch.tensor([0, 4, 9]), seq_idx=ids)[0], expected)
-
-
-def test_the_page_runs():
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, PAGE.name, "exec"), {})

@@ -1,6 +1,7 @@
 """What the syntax trees say: who imports whom, what is called by name; and what importing the package costs."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import mhc_ops
 
 PACKAGE = Path(mhc_ops.__file__).parent
+ROOT = Path(__file__).parents[2]
 KERNEL_FOLDERS = {"triton", "tilelang", "hip"}
 MOST_POSITIONAL = 9  # of a call: what small helpers within kernels take, one line of code
 # layer -> layers it may import from
@@ -37,7 +39,20 @@ ALLOWED = {
     "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
     "cli": {"core", "measure", "command"},
     "__main__": {"cli"},
-    "public": {"core", "ops", "warmup", "modules", "stack", "metrics", "guide", "compat", "convert"},
+    # The last four for type checkers: test_import_loads_nothing_slow.
+    "public": {
+        "core",
+        "ops",
+        "warmup",
+        "modules",
+        "stack",
+        "metrics",
+        "guide",
+        "compat",
+        "convert",
+        "distributed",
+        "hub",
+    },
     "family": set(),
 }
 
@@ -105,7 +120,13 @@ def test_long_lists_of_arguments_are_named(path):
 
 
 def test_import_loads_nothing_slow():
-    slow = ("triton", "tilelang", "torch._dynamo", "torch.distributed.tensor")
+    slow = (
+        "triton",
+        "tilelang",
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        *(f"mhc_ops.{name}" for name in mhc_ops.MODULES),
+    )
     code = f"import sys, mhc_ops; print([m for m in {slow} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
@@ -115,7 +136,25 @@ def test_public_names_exist():
     assert all(hasattr(mhc_ops, name) for name in mhc_ops.__all__)
 
 
-def test_compat_is_there_without_an_import_of_its_own():
-    code = "import mhc_ops; print(mhc_ops.compat.causal_conv1d.causal_conv1d_fn.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "causal_conv1d_fn\n", done.stderr
+WITH_ONE_IMPORT = """
+import operator, sys
+import mhc_ops
+assert set(sys.argv[1].split()) <= set(dir(mhc_ops))
+print([name for name in sys.argv[2].split() if not operator.attrgetter(name)(mhc_ops)])
+"""
+
+
+def test_what_pages_write_is_there_with_one_import():
+    """mhc_ops.compat.fla, mhc_ops.distributed.fully_shard and all others; an editor offers the modules."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    text = " ".join(page.read_text(encoding="utf-8") for page in pages)
+    names = sorted({*re.findall(r"(?<!\w)mhc_ops\.(\w+(?:\.[a-z]\w*)*)", text), *mhc_ops.MODULES})
+    assert len(names) > 10
+    command = [sys.executable, "-c", WITH_ONE_IMPORT, " ".join(mhc_ops.MODULES), " ".join(names)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match=r"^module 'mhc_ops' has no attribute 'distribute'$"):
+        mhc_ops.distribute  # noqa: B018

@@ -1,4 +1,6 @@
-"""Run a function in several processes that are one gloo group, without GPUs: results = run(2, function, argument)."""
+"""Run a function in several processes that are one gloo group, without GPUs: results = run(2, function, argument).
+
+Or in processes as a user starts them: of torchrun, or in one."""
 
 import multiprocessing
 import os
@@ -26,22 +28,43 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: floa
 
     An error of one rank is raised here with that rank's traceback; all processes have ended when this returns."""
     with TemporaryDirectory() as folder:
-        ends, processes = [], []
-        for rank in range(world):
-            here, there = PROCESSES.Pipe(duplex=False)
-            process = PROCESSES.Process(
-                target=_rank, args=(rank, world, str(Path(folder) / "store"), there, function, arguments), daemon=True
-            )
-            process.start()
-            there.close()
-            ends.append(here)
-            processes.append(process)
-        try:
-            return _results(ends, monotonic() + seconds)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        store = str(Path(folder) / "store")
+        return _run(world, WITHOUT_GPUS, _in_group, (world, store, function, arguments), seconds)
+
+
+def run_as_torchrun(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300) -> list[Any]:
+    """With the variables that torchrun sets, and its store; the function makes the group."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+    of_torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return _run(world, WITHOUT_GPUS | address | of_torchrun, _in_no_group, (function, arguments), seconds)
+
+
+def run_alone(function: Callable[..., Any], *arguments: Any, seconds: float = 300) -> Any:
+    """In one process that nothing has happened in."""
+    return _run(1, {}, function, arguments, seconds)[0]
+
+
+def _run(
+    world: int, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float
+) -> list[Any]:
+    ends, processes = [], []
+    for rank in range(world):
+        here, there = PROCESSES.Pipe(duplex=False)
+        of_rank = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)} if environment else {}
+        process = PROCESSES.Process(
+            target=_process, args=(there, environment | of_rank, function, arguments), daemon=True
+        )
+        process.start()
+        there.close()
+        ends.append(here)
+        processes.append(process)
+    try:
+        return _results(ends, monotonic() + seconds)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _results(ends: list[Connection], until: float) -> list[Any]:
@@ -69,21 +92,31 @@ def _results(ends: list[Connection], until: float) -> list[Any]:
     return [results[rank] for rank in range(len(ends))]
 
 
-def _rank(
-    rank: int, world: int, store: str, end: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+def _process(
+    end: Connection, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    os.environ.update(WITHOUT_GPUS)
+    os.environ.update(environment)
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timedelta(seconds=60)
-        )
         result = (False, function(*arguments))
-        dist.barrier()  # none leaves while another still waits for it
     except BaseException:
         result = (True, traceback.format_exc())
     # By numpy's way, not torch's: shared memory of tensors would have to outlive this process.
     multiprocessing.reduction.ForkingPickler._extra_reducers.clear()  # type: ignore[attr-defined]
     end.send(result)
     end.close()
+
+
+def _in_group(world: int, store: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    rank, limit = int(os.environ["RANK"]), timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=limit)
+    result = function(*arguments)
+    dist.barrier()  # none leaves while another still waits for it
+    return result
+
+
+def _in_no_group(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    result = function(*arguments)
+    if dist.is_initialized():
+        dist.barrier()
+    return result

@@ -1,7 +1,6 @@
 """What is said to be sent in a step is what is sent, in every mesh."""
 
 import doctest
-import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -221,16 +220,6 @@ def test_the_tables_of_the_page():
     page = PAGE.read_text(encoding="utf-8")
     for expected in (of_dimensions(), *(of_plan(*plan) for plan in PLANS)):
         assert expected in page, f"docs/distributed.md should have\n{expected}"
-
-
-def _run_page():
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
-        exec(compile(block, PAGE.name, "exec"), {})
-
-
-@older_torch.MATRIX_PRODUCT
-def test_the_code_of_the_page_runs():
-    run(2, _run_page)
 
 
 def test_the_examples_in_docstrings():

@@ -38,6 +38,15 @@ def run(**options):
     return found, saved
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("nosuch", "there are cases of training_step, mhc_"), ("trainingstep", "did you mean 'training_step'?")],
+)
+def test_it_is_among_the_cases_that_a_wrong_name_is_answered_with(text, answer, capsys):
+    assert cli.main(["bench", "--device", "cpu", "--case", text]) == 2
+    assert f"mhc-ops bench: no case matches {text!r}: {answer}" in capsys.readouterr().err
+
+
 def difference(provider, compiled=False, device=CPU):
     training = Training(SMALL, compiled, device)
     return training.difference(provider, training.step(provider, compiled)())

@@ -77,6 +77,8 @@ assert_type(tile_kernels.mhc_pre(t, t, t, t, sinkhorn_repeat=20), tuple[Tensor, 
 assert_type(liger.liger_mhc_coeffs(t, t, t, t, t, t, tmax=20), tuple[Tensor, Tensor, Tensor])
 assert_type(megatron.fused_h_post_bda(t, t, t, t, None), Tensor)
 assert_type(mhc_ops.convert.to_ours({"hc_attn_fn": t}, "deepseek"), dict[str, Tensor])
+assert_type(mhc_ops.distributed.boundary_bytes(4, 256, 2, send="carry"), int)
+assert_type(mhc_ops.hub.files(), dict[str, str])
 
 assert_type(mhc_ops.MHCBlock(n=4, D=8, dtype=torch.bfloat16).forward(t), tuple[Tensor, Tensor, Tensor])
 assert_type(mhc_ops.HyperHead(4, 8, gamma=True).forward(t), Tensor)
@@ -101,3 +103,4 @@ mhc_ops.causal_conv1d(t, t, dilatation=2)  # type: ignore[call-overload]
 mhc_ops.causal_conv1d_update(t, t)  # type: ignore[call-arg]
 mhc_ops.short_conv(t, t)  # type: ignore[call-arg]
 mhc_ops.use_backend(conv=1)  # type: ignore[arg-type]
+mhc_ops.distribute()  # type: ignore[attr-defined]

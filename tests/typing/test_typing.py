@@ -29,7 +29,7 @@ def test_strict_program_against_the_wheel(tmp_path):
     pytest.importorskip("mypy")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "mhc_ops_command.py"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "mhc_ops", source / "mhc_ops", ignore=shutil.ignore_patterns("__pycache__"))
     run("-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--wheel-dir", ".", source, cwd=tmp_path)

@@ -1,0 +1,189 @@
+"""Every block of code of every page runs as it is written. What is not run is named here, with the reason.
+
+The kinds of blocks, by the word behind the fence:
+  python   runs in a process of its own; on docs/distributed.md in two, as torchrun starts them. One that begins with a
+           comment that names a file quotes it: its lines stand there, in this order
+  sh       command by command, in a folder that has the files which the commands read. NOT_RUN names the exceptions
+  {name}   a directive of Sphinx, which tests/test_docs.py builds
+  (none)   no code: equations, drawings, what a command printed
+"""
+
+import ast
+import glob
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import older_torch
+import pytest
+import torch
+from processes import run_alone, run_as_torchrun
+
+from mhc_ops import cli
+from mhc_ops.measure import cases
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+UNDER_TORCHRUN = "docs/distributed.md"
+OF_THE_EXTRA = ("kernels", "transformers")  # pip install 'mhc-ops[adopt]'
+OUR_COMMAND = r"(mhc-ops|python -m mhc_ops) "
+# Patterns of commands, and why they are not run.
+NOT_RUN = {
+    r"pip install|\./run\.sh|\./run_tests\.sh": "installs from a network",
+    r"pytest -m gpu|--backend triton|rocprofv3": "needs a GPU",
+    r"torchrun": "takes eight processes, or eight machines",
+    OUR_COMMAND + r"(check|bench)": "measures for minutes: only its command line is read",
+    r"run_channellast_test\.sh": "compiles for a minute: tests/conv/hip/test_hip_program.py runs it for fewer types",
+    r"scripts/bits\.py": "computes every case: for half a minute",
+}
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self):
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for found in re.finditer(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", text, re.MULTILINE):
+        yield Block(page, text[: found.start()].count("\n") + 1, found[2].strip(), textwrap.dedent(found[3]))
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def commands_of(block):
+    """Each as it stands, without its comment and with the lines that it goes over as one."""
+    lines = re.sub(r"\\\n *", "", block.text).replace("<gpu>", "h200").splitlines()
+    return [command for line in lines if (command := re.sub(r"(^|\s)#.*", "", line).strip())]
+
+
+def is_quote(block):
+    first = block.text.partition("\n")[0]
+    return first.startswith("# ") and (ROOT / first[2:]).is_file()
+
+
+def of_kind(kind):
+    return [block for block in BLOCKS if block.kind == kind]
+
+
+def test_every_fence_is_of_a_block():
+    for page in PAGES:
+        fences = re.findall(r"^ *(?:```|~~~)", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(fences) == 2 * sum(block.page == page for block in BLOCKS), page
+    assert {block.kind for block in BLOCKS if not block.kind.startswith("{")} == {"python", "sh", ""}
+
+
+@pytest.mark.parametrize("block", of_kind(""), ids=str)
+def test_what_names_no_language_is_no_code(block):
+    assert not re.search(r"^ *(mhc-ops|pip|python|pytest|torchrun|\./\S+|scripts/\S+) ", block.text, re.MULTILINE)
+    with pytest.raises(SyntaxError):
+        ast.parse(block.text)
+
+
+@pytest.mark.parametrize("block", filter(is_quote, of_kind("python")), ids=str)
+def test_a_quote_stands_in_its_file(block):
+    file, *quoted = filter(None, map(str.strip, block.text.splitlines()))
+    lines = iter(map(str.strip, (ROOT / file.removeprefix("# ")).read_text(encoding="utf-8").splitlines()))
+    assert [line for line in quoted if line not in lines] == []
+
+
+def runnable():
+    for block in of_kind("python"):
+        if not is_quote(block):
+            marks = [older_torch.MATRIX_PRODUCT] if "HyperParallel" in block.text else []
+            yield pytest.param(block, marks=marks, id=str(block))
+
+
+@pytest.mark.parametrize("block", runnable())
+def test_python(block, tmp_path):
+    for package in OF_THE_EXTRA:
+        if re.search(rf"(import|from) {package}\b", block.text) and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install 'mhc-ops[adopt]'")
+    slot = tmp_path / "megatron" / "core" / "fusions" / "fused_mhc_kernels.py"  # of a branch that no package index has
+    slot.parent.mkdir(parents=True)
+    slot.touch()
+    if block.page == UNDER_TORCHRUN:
+        run_as_torchrun(2, execute, block, str(tmp_path))
+    else:
+        run_alone(execute, block, str(tmp_path))
+
+
+def execute(block, folder):
+    """As a script in this folder, whose lines a traceback gives as those of the page."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    exec(compile("\n" * block.line + block.text, ROOT / block.page, "exec"), {"__name__": "__main__"})
+
+
+def execute_module(words, folder):
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+@pytest.mark.parametrize("block", of_kind("sh"), ids=str)
+def test_shell(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_what_commands_read()
+    for command in commands_of(block):
+        excluded = any(re.search(pattern, command) for pattern in NOT_RUN)
+        ours = re.search(f"{OUR_COMMAND}(.*)", command)
+        if ours:
+            words = [word for text in shlex.split(ours[2]) for word in sorted(glob.glob(text)) or [text]]
+            if excluded:
+                cli._parser().parse_args(words)
+            else:
+                assert cli.main(words) == 0, command
+        elif not excluded:
+            python, option, *words = shlex.split(command)
+            assert (python, option) == ("python", "-m")
+            run_alone(execute_module, words, str(tmp_path))
+
+
+def write_what_commands_read():
+    """Into the current folder."""
+    Path("docs/images").mkdir(parents=True)
+    shutil.copytree(ROOT / "benchmarks" / "results", "benchmarks/results")
+    shutil.copy("benchmarks/results/h200_training_step.json", "bench.json")
+    for name in ("before.json", "after.json"):
+        shutil.copy("benchmarks/results/h200.json", name)
+    Path("train.py").write_text("import sys, causal_conv1d; assert sys.argv[1:] == ['--its', 'arguments']")
+    Path("its").mkdir()
+    shutil.copy("train.py", "its/module.py")
+    torch.save(cases.Case(cases.MHC_LAYER, (12,), 4, 24, torch.float32).inputs(), "mine.pt")
+    if importlib.util.find_spec("safetensors"):
+        from safetensors.torch import save_file
+
+        n, D = 4, 8
+        M = n * n + 2 * n
+        shapes = {"hc_attn_fn": (M, n * D), "hc_attn_scale": (3,), "hc_attn_base": (M,), "attn_norm.weight": (D,)}
+        state = {f"layers.0.{name}": torch.randn(shape) for name, shape in shapes.items()}
+        Path("DeepSeek-V4").mkdir()
+        for file in ("model.safetensors", "DeepSeek-V4/model.safetensors"):
+            save_file(state, file)
+        index = {"weight_map": dict.fromkeys(state, "model.safetensors")}
+        Path("DeepSeek-V4/model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_every_exception_is_of_a_command():
+    commands = "\n".join(command for block in of_kind("sh") for command in commands_of(block))
+    assert [pattern for pattern in NOT_RUN if not re.search(pattern, commands)] == []
+
+
+def test_the_front_page_stays_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
