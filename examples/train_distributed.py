@@ -80,7 +80,19 @@ def drill(options: argparse.Namespace) -> Drill:
 # Training.
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """On many machines they are typed as often."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(options))
+    for rank, others in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if others[name] != value:
+                told = f"{value} on process 0 and {others[name]} on process {rank}"
+                raise Refused(f"--{name.replace('_', '-')} must be the same on all processes, got {told}")
+
+
 def mesh_of(options: argparse.Namespace) -> DeviceMesh:
+    check_options(options)
     world, cp, pp = dist.get_world_size(), options.cp, options.pp
     dp = options.dp or max(1, world // (cp * pp))
     if dp * cp * pp != world:

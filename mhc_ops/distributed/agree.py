@@ -20,10 +20,11 @@ from torch import Tensor
 from ..core.check import FLOATS, name_of
 
 LAYOUTS = ("contiguous", "zigzag")
-FUNCTIONS = ("causal_conv1d", "short_conv")
+FUNCTIONS = ("causal_conv1d", "short_conv", "HyperParallel")
 STEPS = ("the forward", "the backward", "the backward of final_state")
 # What a call is, a number each; those of a word count it.
-WORDS = {"step": STEPS, "function": FUNCTIONS, "type": [name_of(dtype) for dtype in FLOATS], "layout": LAYOUTS}
+TYPES = [*(name_of(dtype) for dtype in FLOATS), "no float"]
+WORDS = {"step": STEPS, "function": FUNCTIONS, "type": TYPES, "layout": LAYOUTS}
 CHOICES = ("activation", "bias", "residual", "seq_idx", "cu_seqlens", "initial_state", "output_final_state")
 FIELDS = ("number", "function", "step", "type", "is_cuda", "B", "L", "n", "D", "W", "dilation", "layout", *CHOICES)
 
@@ -45,34 +46,21 @@ class Call(NamedTuple):
         return self._replace(values=(*self.values[:2], STEPS.index(step), *self.values[3:]))
 
 
-def call(
-    function: str,
-    group: dist.ProcessGroup,
-    number: int,
-    x: Tensor,
-    weight: Tensor,
-    *,
-    layout: str,
-    dilation: int,
-    **others: Any,
-) -> Call:
-    """others: CHOICES, whether each is there or how long it is"""
-    B, L, *streams, D = x.shape
-    values = {
-        "number": number,
+def call(function: str, group: dist.ProcessGroup, x: Tensor, **fields: int) -> Call:
+    """fields: what else the function has of FIELDS"""
+    known = {
         "function": FUNCTIONS.index(function),
-        "type": FLOATS.index(x.dtype),
+        "type": FLOATS.index(x.dtype) if x.dtype in FLOATS else len(FLOATS),
         "is_cuda": int(x.is_cuda),
-        "B": B,
-        "L": L,
-        "n": streams[0] if streams else 0,
-        "D": D,
-        "W": weight.shape[1],
-        "dilation": dilation,
-        "layout": LAYOUTS.index(layout),
-        **others,
+        **fields,
     }
-    return Call(group, tuple([values.get(name, 0) for name in FIELDS]))
+    return Call(group, tuple([known.get(name, 0) for name in FIELDS]))
+
+
+def sizes(x: Tensor, weight: Tensor) -> dict[str, int]:
+    """Of a convolution. x: [B, L, D] or [B, L, n, D]"""
+    B, L, *streams, D = x.shape
+    return {"B": B, "L": L, "n": streams[0] if streams else 0, "D": D, "W": weight.shape[1]}
 
 
 def agreed(call: Call, like: Tensor) -> Tensor:

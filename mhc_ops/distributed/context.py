@@ -138,10 +138,10 @@ def causal_conv1d(
     call = agree.call(
         function,
         here.group,
-        number,
         x,
-        weight,
-        layout=layout,
+        number=number,
+        **agree.sizes(x, weight),
+        layout=agree.LAYOUTS.index(layout),
         dilation=dilation,
         activation=int(activation is not None),
         bias=int(bias is not None),
@@ -195,7 +195,14 @@ def short_conv(
     _check_plain(function, x)
     prepare.check_short_conv(x, gamma, weight, dilation, norm_eps)
     call = agree.call(
-        function, here.group, number, x, weight, layout=layout, dilation=dilation, residual=int(bool(residual))
+        function,
+        here.group,
+        x,
+        number=number,
+        **agree.sizes(x, weight),
+        layout=agree.LAYOUTS.index(layout),
+        dilation=dilation,
+        residual=int(bool(residual)),
     )
     none = agree.agreed(call, x)
     S = (weight.shape[1] - 1) * dilation

@@ -7,8 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from mhc_ops import distributed
+from mhc_ops import HyperConnection, HyperStack, distributed
+from mhc_ops.distributed import HyperParallel, PipelineStage, pipeline_stages
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -180,4 +186,61 @@ def test_a_rank_that_does_not_come_is_told_when_the_group_times_out():
     assert run(2, waiting)[0] == (
         "causal_conv1d: a rank of the group has ended, or has not come to the forward of this call in time: "
         "all ranks must make the same calls in the same order"
+    )
+
+
+def stack_of(depth=4):
+    torch.manual_seed(0)
+    return HyperStack(*(HyperConnection(nn.Linear(8, 8), 2, 8) for _ in range(depth)))
+
+
+def in_unequal_pieces():
+    """Each process has its piece of the tokens as a plain tensor, and layers gather them."""
+    rank, stack, mesh = dist.get_rank(), stack_of(1), init_device_mesh("cpu", (2,))
+    layers = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(1))
+    parallelize_module(stack, mesh, {"": HyperParallel(), "*.layer": layers})
+    pieces = torch.randn(1, 4 + rank, 2, 8), torch.randn(1, 4, 2, 8).to((FP32, BF16)[rank]), torch.randn(1, 4, 2, 8)
+    return [said(partial(stack, piece)) for piece in pieces]
+
+
+def test_pieces_of_a_parallel_stack_are_asked_about():
+    words = "HyperParallel: all ranks of the group must make the same call, got {} on rank 0 and {} on rank 1{}"
+    lengths = words.format("L 4", "L 5", ": pad the sequence")
+    types = words.format("type float32", "type bfloat16", ", in the same order")
+    assert run(2, in_unequal_pieces) == [[lengths, types, "nothing"]] * 2
+
+
+# The cuts of rank 0 and of rank 1, and the stage that each makes of them
+CUTS = [([2], [1], (0, 1)), ([1], [2], (0, 1)), ([2], [2], (0, 0)), ([2], [2, 3], (0, 1))]
+
+
+def in_other_stages():
+    """What each pair of stages says that are none of one pipeline. Each in a group of its own, as a program would."""
+    rank, told = dist.get_rank(), []
+    for *cuts, places in CUTS:
+        stages, group = pipeline_stages(stack_of(), cuts[rank], send="carry"), dist.new_group()
+        told.append(said(partial(one_step, stages, places[rank], group)))
+    return told
+
+
+def one_step(stages, place, group):
+    stage = PipelineStage(stages[place], place, len(stages), torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(stage, n_microbatches=1, loss_fn=lambda out, target: (out - target).square().mean())
+    x = torch.randn(1, 4, 2, 8)
+    schedule.step(x) if place == 0 else schedule.step(target=x)
+
+
+def test_stages_of_different_cuts_are_told():
+    words = "PipelineStage: the stages must have each connection once, got {}"
+    assert (
+        run(2, in_other_stages)
+        == [
+            [
+                words.format("0 to 2 of 4 in stage 0, 1 to 4 of 4 in stage 1"),
+                words.format("0 to 1 of 4 in stage 0, 2 to 4 of 4 in stage 1"),
+                words.format("0 to 2 of 4 in stage 0"),
+                "PipelineStage: num_stages must be the same on all processes of the group, got [2, 3]",
+            ]
+        ]
+        * 2
     )

@@ -181,6 +181,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     assert names(tmp_path / "checkpoints") == ["step-000000002"]
 
 
+def with_own_options(folder):
+    rank = dist.get_rank()
+    return [
+        refusal(partial(example.mesh_of, options(folder, *own))) for own in (("--seed", rank), ("--length", 16 + rank))
+    ]
+
+
+def test_processes_with_other_options_are_told(tmp_path):
+    words = "must be the same on all processes, got {} on process 0 and {} on process 1"
+    expected = [f"--seed {words.format(0, 1)}", f"--length {words.format(16, 17)}"]
+    assert run(2, with_own_options, tmp_path) == [expected] * 2
+
+
 @contextlib.contextmanager
 def no_room(rank):
     """Files of this process, if it is that one, cannot grow beyond 5,000 bytes."""
