@@ -1,22 +1,39 @@
-"""The texts and the model of train_distributed.py, in pieces among processes."""
+"""The texts, the model and the checkpoints of train_distributed.py, in pieces among processes."""
 
 import argparse
+import fcntl
+import json
+import os
 import random
+import re
+import shutil
+import socket
+import time
+import zlib
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
+from pathlib import Path
+from typing import IO, Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from train_tiny_lm import HEAD_DIM, MLP, connect
 
 from mhc_ops import HyperHead, causal_conv1d, distributed, mhc_expand
 from mhc_ops.distributed import shard_sequence
-from mhc_ops.measure.report import Refused
+from mhc_ops.measure.report import Refused, say
 
 WIDTH = 4  # taps of the convolution
+PATIENCE = 60  # seconds until processes of an earlier run must have left its folder
+SUMS = "sums.json"  # of the files of a checkpoint
 
 
 # The data: windows of the text, each once in every pass, in an order that does not depend on how many processes take
@@ -111,9 +128,215 @@ class Start(nn.Module):
 
 
 def model_of(vocabulary: int, options: argparse.Namespace, pieces: Pieces) -> nn.Sequential:
-    n, D = options.n, options.D
+    n, D = options.streams, options.D
     mlps = (nn.Sequential(MLP(D), nn.Dropout(options.dropout)) for _ in range(options.depth))
     layers = [layer for mlp in mlps for layer in (Convolution(D, pieces), Attention(D, pieces), mlp)]
     parts = {"start": Start(vocabulary, options.length, D, n, pieces), "layers": connect(layers, n, D)}
     ends = {"head": HyperHead(n, D), "norm": nn.RMSNorm(D, eps=1e-6), "logits": nn.Linear(D, vocabulary)}
     return nn.Sequential(OrderedDict(**parts, **ends))
+
+
+# A folder that many processes write into: one run at a time, and an error of one process is an error of all.
+
+
+def by_first(action: Callable[[], Any], path: Path) -> Any:
+    """What the first process got of it, on every process; what kept it from that is refused by all. path: what it is
+    about"""
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = action()
+        except OSError as error:
+            told[1] = f"{error.filename or path}: {error.strerror}"
+        except Refused as error:
+            told[1] = str(error)
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise Refused(told[1])
+    return told[0]
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """While the processes of one run are in a folder, no other run is. The first process has `lock` for itself; all of
+    them share `writers`, which the next run waits for: some may outlive the first, and still write. The system takes
+    the locks from a process that ends, however it ends."""
+    files: list[IO[str]] = []
+
+    def alone() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.append(_locked(folder / "lock", fcntl.LOCK_EX))
+        files[0].truncate(0)
+        files[0].write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        files[0].flush()
+        _locked(folder / "writers", fcntl.LOCK_EX).close()
+
+    by_first(alone, folder)
+    try:
+        files.append(_locked(folder / "writers", fcntl.LOCK_SH))
+        yield
+    finally:
+        for file in files:
+            file.close()
+
+
+def _locked(path: Path, kind: int) -> IO[str]:
+    file, until, told = path.open("a+"), time.monotonic() + PATIENCE, False
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            holder = path.read_text() or "processes of an earlier run"
+            if time.monotonic() > until:
+                file.close()
+                raise Refused(f"{path.parent} is in use by {holder}: end it, or choose another --out") from None
+            if not told:
+                say(f"{path.parent} is in use by {holder}: waits until it has ended, {PATIENCE} s at most")
+            told = True
+            time.sleep(0.1)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Whoever is killed in it leaves the old one or the new one."""
+    unfinished = path.with_suffix(".partial")
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+# Checkpoints: a folder each, which has its name only when all of it is written.
+
+
+class Writer(dcp.FileSystemWriter):
+    def write_data(self, *arguments: Any) -> Any:
+        """An error of the disk reaches the other processes as such, not as what torch's zip file says when it ends."""
+        try:
+            return super().write_data(*arguments)
+        except RuntimeError as error:
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+class Checkpoints:
+    def __init__(self, folder: Path, keep: int = 2):
+        self.folder, self.keep = folder, keep
+        by_first(self._begin, folder)
+
+    def _begin(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for broken in self.folder.glob("*.partial"):
+            shutil.rmtree(broken) if broken.is_dir() else broken.unlink()
+
+    def there(self) -> list[Path]:
+        """From the oldest to the last, as the first process sees them."""
+        return by_first(
+            lambda: sorted(path for path in self.folder.iterdir() if re.fullmatch(r"step-\d{9}", path.name)),
+            self.folder,
+        )
+
+    def save(self, state: dict[str, Any], step: int, writer: type[Writer] = Writer) -> None:
+        path = self.folder / f"step-{step:09d}"
+        unfinished = path.with_suffix(".partial")
+        try:
+            dcp.save(state, storage_writer=writer(unfinished))  # ends when all processes have written and said so
+        except dcp.CheckpointException as error:
+            by_first(partial(shutil.rmtree, unfinished, ignore_errors=True), unfinished)  # makes room on a full disk
+            raise Refused(f"{path} could not be written: {_cause(error)}") from None
+        names = by_first(lambda: sorted(file.name for file in unfinished.iterdir()), unfinished)
+        sums = _sums(unfinished, names)
+
+        def finish() -> None:
+            replace_text(unfinished / SUMS, json.dumps(sums, indent=1))
+            unfinished.rename(path)
+
+        by_first(finish, path)
+        for old in self.there()[: -self.keep]:
+            by_first(lambda old=old: shutil.rmtree(old.rename(old.with_suffix(".partial"))), old)
+
+    def load(self, into: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """What is in the newest that is whole, None where there has been none. Damaged ones are set aside. into: makes
+        a state like it; only then, since torch makes the state of a fresh optimizer by a step of it"""
+        for path in reversed(self.there()):
+            damage = self._damage(path)
+            if damage is None:
+                state = into()
+                _check_same_model(path, state)
+                try:
+                    dcp.load(state, checkpoint_id=path)
+                except dcp.CheckpointException as error:
+                    raise Refused(f"{path} could not be read: {_cause(error)}") from None
+                return state
+            aside = by_first(partial(_set_aside, path), path)
+            if dist.get_rank() == 0:
+                say(f"{path} is damaged, {damage}: it is kept as {aside.name}")
+        if by_first(lambda: any(".damaged" in path.name for path in self.folder.iterdir()), self.folder):
+            raise Refused(f"{self.folder} has damaged checkpoints and no whole one: choose another --out to begin anew")
+        return None
+
+    def _damage(self, path: Path) -> str | None:
+        """In words; None where a checkpoint is as it was written."""
+
+        def recorded() -> tuple[dict[str, str], str | None]:
+            try:
+                return dict(json.loads((path / SUMS).read_text())), None
+            except (OSError, ValueError, TypeError) as error:
+                return {}, f"{SUMS}: {error.strerror if isinstance(error, OSError) else 'is garbled'}"
+
+        expected, damage = by_first(recorded, path)
+        found = _sums(path, sorted(expected))
+        for name, value in found.items():
+            if value != expected[name]:
+                return f"{name}: {value} instead of {expected[name]}"
+        return damage
+
+
+def _sums(folder: Path, names: list[str]) -> dict[str, str]:
+    """Of these files, each read by one of the processes."""
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, {name: _sum(folder / name) for name in names[dist.get_rank() :: len(shares)]})
+    return {name: value for share in shares for name, value in share.items()}
+
+
+def _sum(path: Path) -> str:
+    """zip files, as which torch stores tensors, have sums too, but torch does not compare them."""
+    size = crc = 0
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(2**20):
+                size, crc = size + len(piece), zlib.crc32(piece, crc)
+    except OSError as error:
+        return str(error.strerror)
+    return f"{size} bytes, crc32 {crc:08x}"
+
+
+def _set_aside(path: Path) -> Path:
+    aside = (path.with_suffix(f".damaged{nth or ''}") for nth in range(10**6))
+    return path.rename(next(free for free in aside if not free.exists()))
+
+
+def _check_same_model(path: Path, state: dict[str, Any]) -> None:
+    """torch would leave out what the model has no place for."""
+
+    def stored() -> dict[str, Any]:
+        values = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        return {name: list(getattr(value, "size", ())) for name, value in values.items()}
+
+    flat, _ = flatten_state_dict(state)
+    shapes = {name: list(value.shape) if isinstance(value, Tensor) else [] for name, value in flat.items()}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, shapes)  # stages have different ones
+    there, here = by_first(stored, path), {name: shape for rank in of_ranks for name, shape in rank.items()}
+    for name in sorted({*there, *here}, key=lambda name: (not name.startswith("model."), name)):
+        if there.get(name) != here.get(name):
+            raise Refused(
+                f"{path} is of another model, {name} is {there.get(name, 'missing')} there and "
+                f"{here.get(name, 'missing')} here: --D, --depth, --streams and --length must be those of that run"
+            )
+
+
+def _cause(error: dcp.CheckpointException) -> str:
+    """What the first process that failed has said."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return f"{getattr(cause, 'strerror', None) or cause} (process {rank})"

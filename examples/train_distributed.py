@@ -21,20 +21,20 @@ import argparse
 import csv
 import os
 import re
-import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from distributed_lm import Pieces, Windows, mixed, model_of
+from distributed_lm import Checkpoints, Pieces, Windows, Writer, by_first, held, mixed, model_of, replace_text
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -47,35 +47,6 @@ from mhc_ops.measure.report import Refused, progress, say
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameters, which stages have different ones of
 COLUMNS = ("step", "loss", "tokens_per_second")
-
-
-# Checkpoints: a folder each, which has its name only when all of it is written.
-
-
-class Checkpoints:
-    def __init__(self, folder: Path, keep: int = 2):
-        self.folder, self.keep = folder, keep
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for broken in folder.glob("*.partial"):
-                shutil.rmtree(broken)
-        dist.barrier()
-
-    def whole(self) -> list[Path]:
-        """From the oldest to the last, as the first process sees them."""
-        found = [sorted(path for path in self.folder.glob("step-*") if path.suffix != ".partial")]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
-
-    def save(self, state: dict[str, Any], step: int, writer: type[dcp.FileSystemWriter]) -> None:
-        path = self.folder / f"step-{step:09d}"
-        unfinished = path.with_suffix(".partial")
-        dcp.save(state, storage_writer=writer(unfinished))  # ends when all processes have written and said so
-        if dist.get_rank() == 0:
-            unfinished.rename(path)
-        for old in self.whole()[: -self.keep]:
-            if dist.get_rank() == 0:
-                shutil.rmtree(old.rename(old.with_suffix(".partial")))
 
 
 # Drills.
@@ -98,6 +69,7 @@ class Drill(NamedTuple):
 
     def __call__(self, where: str, step: int) -> None:
         if (where, step, dist.get_rank()) == (self.where, self.step, self.rank % dist.get_world_size()):
+            say(f"drill: process {self.rank % dist.get_world_size()} kills itself in {where} {step}")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -109,7 +81,19 @@ def drill(options: argparse.Namespace) -> Drill:
 # Training.
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """On many machines they are typed as often."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(options))
+    for rank, others in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if others[name] != value:
+                told = f"{value} on process 0 and {others[name]} on process {rank}"
+                raise Refused(f"--{name.replace('_', '-')} must be the same on all processes, got {told}")
+
+
 def mesh_of(options: argparse.Namespace) -> DeviceMesh:
+    check_options(options)
     world, cp, pp = dist.get_world_size(), options.cp, options.pp
     dp = options.dp or max(1, world // (cp * pp))
     if dp * cp * pp != world:
@@ -167,21 +151,19 @@ class Run:
     def save(self, step: int) -> None:
         run = self
 
-        class Writer(dcp.FileSystemWriter):
+        class Drilled(Writer):
             def write_data(self, *arguments: Any) -> Any:
                 written = super().write_data(*arguments)
                 run.drill("checkpoint", step)
                 return written
 
-        self.checkpoints.save({**self.state(), "step": step}, step, Writer)
+        self.checkpoints.save({**self.state(), "step": step}, step, Drilled)
 
     def load(self) -> int:
         """How many steps are made already."""
-        whole = self.checkpoints.whole()
-        if not whole:
+        state = self.checkpoints.load(lambda: {**self.state(), "step": 0})
+        if state is None:
             return 0
-        state = {**self.state(), "step": 0}
-        dcp.load(state, checkpoint_id=whole[-1])
         loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **loaded, options=FLAT)
         self.windows.load_state_dict(state["windows"])
@@ -233,8 +215,10 @@ class Curve:
 
     def __init__(self, path: Path, first: int):
         self.path, self.last = path, f"step {first}"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        path.write_text("".join(lines[: first + 1]) if first else ",".join(COLUMNS) + "\n")
+        rows = [line.split(",") for line in path.read_text().splitlines()[1:]] if path.exists() else []
+        whole = (row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit())  # the last may be half a line
+        kept = [row for row in whole if int(row[0]) < first]
+        replace_text(path, "".join(",".join(row) + "\n" for row in (COLUMNS, *kept)))
 
     def add(self, steps: range, losses: list[float], speed: float) -> None:
         with self.path.open("a", newline="") as file:
@@ -247,7 +231,8 @@ class Curve:
 
 def train(run: Run) -> None:
     options, first, leads = run.options, run.load(), dist.get_rank() == 0
-    curve = Curve(options.out / "losses.csv", first) if leads else None
+    path = options.out / "losses.csv"
+    curve = by_first(lambda: Curve(path, first), path)
     if leads and first:
         say(f"goes on from the checkpoint of step {first}")
     cuts = {*range(0, options.steps, options.report), *range(0, options.steps, options.every), options.steps}
@@ -257,23 +242,24 @@ def train(run: Run) -> None:
         losses = torch.stack([run.step(step) for step in span])
         dist.all_reduce(losses)
         means = (losses * options.pp / dist.get_world_size()).tolist()  # of pieces of one size; waits for the device
-        if curve:
-            tokens = len(span) * options.batch * options.length
-            curve.add(span, means, tokens / (time.perf_counter() - clock))
+        tokens = len(span) * options.batch * options.length
+        by_first(partial(curve.add, span, means, tokens / (time.perf_counter() - clock)), path)
         if span.stop % options.every == 0 or span.stop == options.steps:
             run.save(span.stop)
     if leads:
-        print(f"{curve}: {options.out / 'losses.csv'}, {run.checkpoints.folder}")
+        print(f"{curve}: {path}, {run.checkpoints.folder}")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    # No option is shortened: torchrun, which sees them first, might know it by the same letters.
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--dp", type=int, default=0, help="data parallel: processes that share the texts (all left)")
     parser.add_argument("--cp", type=int, default=1, help="context parallel: processes that share a text (%(default)s)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel: stages of the layers (%(default)s)")
     parser.add_argument("--microbatches", type=int, default=0, help="of a pipeline (as many as --pp)")
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="zigzag", help="of a text (%(default)s)")
-    parser.add_argument("--n", type=int, default=4, help="residual streams (%(default)s)")
+    parser.add_argument("--streams", type=int, default=4, help="residual streams (%(default)s)")
     parser.add_argument("--D", type=int, default=128, help=f"channels, a multiple of {HEAD_DIM} (%(default)s)")
     parser.add_argument("--depth", type=int, default=2, help="convolutions, attentions and MLPs (%(default)s)")
     parser.add_argument("--length", type=int, default=128, help="characters of a text (%(default)s)")
@@ -294,7 +280,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.D % HEAD_DIM:
         parser.error(f"--D must be a multiple of {HEAD_DIM}, got {options.D}")
-    for name in ("cp", "pp", "n", "D", "depth", "length", "batch", "steps", "every", "report"):
+    for name in ("cp", "pp", "streams", "D", "depth", "length", "batch", "steps", "every", "report"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.pp > 3 * options.depth:
@@ -302,6 +288,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.microbatches = options.microbatches or options.pp
     options.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return options
+
+
+def end_with(agent: int) -> None:
+    """End when torchrun's process has: killed, it cannot end its workers, and who starts it again has two of each."""
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def main(arguments: list[str]) -> int:
@@ -317,6 +314,7 @@ def main(arguments: list[str]) -> int:
             say(f"{here} processes of this machine cannot share its GPUs, of which there are {gpus}: try --device cpu")
             return 2
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    end_with(os.getppid())  # who has no torchrun by now does not pass the rendezvous, for which it keeps the store
     store, rank, world = next(dist.rendezvous("env://"))
     # With torchrun's default rendezvous the store of the attempt before is used again, and has lost workers' addresses.
     store = dist.PrefixStore(f"attempt {options.attempt}", store)
@@ -324,7 +322,8 @@ def main(arguments: list[str]) -> int:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     refused = None
     try:
-        train(Run(options))
+        with held(options.out):
+            train(Run(options))
     except Refused as error:
         refused = error
         if dist.get_rank() == 0:

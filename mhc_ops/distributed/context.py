@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..conv import prepare
 from ..core.backend import choose
 from ..core.call import run
-from . import in_pieces, pieces
+from . import agree, in_pieces, pieces
 from .in_pieces import InPieces, Tensors
 
 
@@ -101,8 +101,10 @@ def causal_conv1d(
     Gradients of weight, bias and initial_state are this rank's share: their sum over the group is the gradient. So is
     the gradient of final_state the sum of what it is on each rank. Those of x and residual are whole.
 
-    All ranks make the same calls in the same order, forward and backward: where one rank takes no part in a backward,
-    the others wait for it. In a group of one this is mhc_ops.causal_conv1d, and a warning says so.
+    All ranks make the same calls in the same order, forward and backward. They ask one another in each, by a message
+    between the hosts, and where two differ in what they call or give, in types or in sizes, there is an error on every
+    rank; where one comes to none, after the timeout of the group. Values are not compared. In a group of one this is
+    mhc_ops.causal_conv1d, and a warning says so.
     """
     function = "causal_conv1d"
     here = pieces.ranks(function, group, layout)
@@ -119,6 +121,8 @@ def causal_conv1d(
     if here.world == 1:
         _warn_of_one(function)
         return run(prepare.causal_conv1d, **tensors, **options, output_final_state=bool(output_final_state))
+    number = agree.next_number(here.group)
+    _check_plain(function, x)
     prepare.check_causal_conv1d(
         x=x,
         weight=weight,
@@ -131,15 +135,32 @@ def causal_conv1d(
         initial_state=initial_state,
         output_final_state=output_final_state,
     )
+    call = agree.call(
+        function,
+        here.group,
+        x,
+        number=number,
+        **agree.sizes(x, weight),
+        layout=agree.LAYOUTS.index(layout),
+        dilation=dilation,
+        activation=int(activation is not None),
+        bias=int(bias is not None),
+        residual=int(residual is not None),
+        seq_idx=int(seq_idx is not None),
+        cu_seqlens=0 if cu_seqlens is None else cu_seqlens.shape[0],
+        initial_state=int(initial_state is not None),
+        output_final_state=int(output_final_state),
+    )
+    none = agree.agreed(call, x)
     S = (weight.shape[1] - 1) * dilation
-    plan = pieces.plan(here.rank, here.world, layout, pieces.check_lengths(function, x, here), S)
+    plan = pieces.plan(here.rank, here.world, layout, pieces.check_length(call, here), S)
     if S == 0:
         tensors["cu_seqlens"] = None if cu_seqlens is None else plan.local(cu_seqlens)
         return run(prepare.causal_conv1d, **tensors, **options, output_final_state=bool(output_final_state))
     options["backend"] = choose(function, "conv", backend, x.device)  # the backward's too
     conv = in_pieces.causal_conv1d(options)
-    y = InPieces.apply(conv, plan, here.group, tuple(tensors), *tensors.values())
-    return (y, in_pieces.final_state(x, S, cu_seqlens, initial_state, plan, here)) if output_final_state else y
+    y = InPieces.apply(conv, plan, call, none, tuple(tensors), *tensors.values())
+    return (y, in_pieces.final_state(x, S, cu_seqlens, initial_state, plan, here, call)) if output_final_state else y
 
 
 def short_conv(
@@ -170,14 +191,32 @@ def short_conv(
     if here.world == 1:
         _warn_of_one(function)
         return run(prepare.short_conv, **tensors, **options)
+    number = agree.next_number(here.group)
+    _check_plain(function, x)
     prepare.check_short_conv(x, gamma, weight, dilation, norm_eps)
+    call = agree.call(
+        function,
+        here.group,
+        x,
+        number=number,
+        **agree.sizes(x, weight),
+        layout=agree.LAYOUTS.index(layout),
+        dilation=dilation,
+        residual=int(bool(residual)),
+    )
+    none = agree.agreed(call, x)
     S = (weight.shape[1] - 1) * dilation
-    plan = pieces.plan(here.rank, here.world, layout, pieces.check_lengths(function, x, here), S)
+    plan = pieces.plan(here.rank, here.world, layout, pieces.check_length(call, here), S)
     if S == 0:
         return run(prepare.short_conv, **tensors, **options)
     options["backend"] = choose(function, "conv", backend, x.device)
     conv = in_pieces.short_conv(options)
-    return InPieces.apply(conv, plan, here.group, tuple(tensors), *tensors.values())
+    return InPieces.apply(conv, plan, call, none, tuple(tensors), *tensors.values())
+
+
+def _check_plain(function: str, x: object) -> None:
+    if hasattr(x, "to_local"):
+        raise TypeError(f"{function}: x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor")
 
 
 def _warn_of_one(function: str) -> None:

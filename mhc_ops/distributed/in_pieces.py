@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..conv import contracts, prepare
@@ -28,6 +27,7 @@ from ..core.call import Request, run
 from ..core.op import Op
 from ..core.precision import accumulate
 from . import pieces
+from .agree import STEPS, Call, agreed
 from .pieces import Plan
 
 Tensors = dict[str, Tensor | None]
@@ -180,17 +180,18 @@ def _incomplete(given: Tensors, plan: Plan) -> list[int]:
 
 
 class InPieces(torch.autograd.Function):
-    """y of this rank's rows. names: of the tensors; x, residual and seq_idx are its rows, all else is of everyone."""
+    """y of this rank's rows. names: of the tensors; x, residual and seq_idx are its rows, all else is of everyone.
+    call: on which the ranks have agreed; none: no rows of x, as `agreed` returns them"""
 
     @staticmethod
     def forward(
-        ctx: Any, conv: Conv, plan: Plan, group: dist.ProcessGroup, names: tuple[str, ...], *tensors: Tensor | None
+        ctx: Any, conv: Conv, plan: Plan, call: Call, none: Tensor, names: tuple[str, ...], *tensors: Tensor | None
     ) -> Tensor:
         given: Tensors = dict(zip(names, tensors))
         x, seq_idx = given["x"], given.get("seq_idx")
         assert x is not None
-        under_way = pieces.send_tails(x, plan, group)
-        ids_under_way = None if seq_idx is None else pieces.send_tails(seq_idx, plan, group)
+        under_way = pieces.send_tails(x, plan, call.group, none)
+        ids_under_way = None if seq_idx is None else pieces.send_tails(seq_idx, plan, call.group, seq_idx[:, :0])
         results = [] if plan.short else [conv.forward(whole) for whole in _wholes(given, plan)]
         before = pieces.histories(under_way, plan)
         ids = [None] * len(before) if ids_under_way is None else pieces.histories(ids_under_way, plan)
@@ -202,7 +203,7 @@ class InPieces(torch.autograd.Function):
             for i in _incomplete(given, plan):
                 window = _window(given, plan, i, plan.reach, before[i], ids[i])
                 _slice(y, plan, i, plan.reach).copy_(conv.forward(window)[0][:, plan.histories[i] :])
-        ctx.conv, ctx.plan, ctx.group, ctx.names = conv, plan, group, names
+        ctx.conv, ctx.plan, ctx.call, ctx.names = conv, plan, call, names
         ctx.save_for_backward(*tensors, *before, *ids, *[left for _, left in results])
         return y
 
@@ -223,7 +224,7 @@ class InPieces(torch.autograd.Function):
             firsts[i] = conv.backward(window, torch.cat([silent, _slice(dy, plan, i, plan.window)], 1))
         # Nothing is a part of dy too: what does not depend on dy a compiler would send in its forward.
         dhistories = [_dx(firsts[i])[:, :n] if i in firsts else dy[:, :n] for i, n in enumerate(plan.histories)]
-        under_way = pieces.send_back(dhistories, plan, ctx.group)
+        under_way = pieces.send_back(dhistories, plan, ctx.call.backward())
 
         wholes = _wholes(given, plan)
         if plan.short:
@@ -250,7 +251,7 @@ class InPieces(torch.autograd.Function):
             ]
             found["residual"] = _joined(real, dy)
         pieces.add_tails(dx, under_way, plan)
-        return None, None, None, None, *[found.get(name) for name in ctx.names]
+        return None, None, None, None, None, *[found.get(name) for name in ctx.names]
 
 
 def _dx(gradients: Tensors) -> Tensor:
@@ -292,20 +293,27 @@ def _dinitial_state(
 
 
 class SumOfRanks(torch.autograd.Function):
-    """Of a tensor that every rank has a share of; of its cotangent too every rank has a share."""
+    """Of a tensor that every rank has a share of; of its cotangent too every rank has a share. call: of the backward"""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return pieces.all_sum(share, group)
+    def forward(ctx: Any, share: Tensor, call: Call) -> Tensor:
+        ctx.call = call
+        return pieces.all_sum(share, call.group)
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
-        return SumOfRanks.apply(dtotal, ctx.group), None
+        none = agreed(ctx.call, dtotal)
+        return SumOfRanks.apply(torch.cat([none, dtotal], 1), ctx.call), None
 
 
 def final_state(
-    x: Tensor, S: int, cu_seqlens: Tensor | None, initial_state: Tensor | None, plan: Plan, ranks: pieces.Ranks
+    x: Tensor,
+    S: int,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    plan: Plan,
+    ranks: pieces.Ranks,
+    call: Call,
 ) -> Tensor:
     """[N, D, S] on all ranks: of every sequence the last inputs, from whoever has them, before its begin the state."""
     everything = ranks.world * x.shape[1]
@@ -321,7 +329,7 @@ def final_state(
         row = torch.where((time >= start) & (time < start + plan.length), time - start + i * plan.length, row)
     sequence = torch.arange(len(time), device=x.device)[:, None] if cu_seqlens is None else 0
     mine = (row >= 0) & (time >= begin)
-    state = SumOfRanks.apply(torch.where(mine[..., None], x[sequence, row.clamp(min=0)], 0), ranks.group)
+    state = SumOfRanks.apply(torch.where(mine[..., None], x[sequence, row.clamp(min=0)], 0), call.backward(STEPS[2]))
     if initial_state is not None:
         older = (S + time - begin).clamp(0, S - 1)[..., None].expand_as(state)
         state = torch.where((time < begin)[..., None], initial_state.transpose(1, 2).gather(1, older), state)

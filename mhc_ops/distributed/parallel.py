@@ -13,6 +13,7 @@ from ..mhc import recompute as between
 from ..mhc.modules import HyperConnection, HyperHead
 from ..mhc.recompute import StackCarry
 from ..mhc.stack import HyperStack
+from . import agree
 
 MODULES = (HyperConnection, HyperStack, HyperHead, ShortConv)
 
@@ -33,11 +34,11 @@ class HyperParallel(ParallelStyle):
     that; it returns h_out as a DTensor of any layout, or as the rank's own piece, as RowwiseParallel(output_layouts=
     Shard(1)) does. A ShortConv sees whole sequences: x is redistributed to it, and its output back.
 
-    x may be a DTensor, else it is the rank's piece, all of one length. As a DTensor, its sequence need not be divided
-    by the mesh evenly; a rank without tokens is refused. What comes out is a DTensor, or with use_local_output the
-    rank's piece. Parameters are replicated from rank 0; their gradients are summed over the ranks when a backward has
-    made them. FSDP2 comes behind it, on another dimension of the mesh; of a stack it takes the layers and the whole,
-    not the connections.
+    x may be a DTensor, else it is the rank's piece, all of one length, about which the ranks ask one another. As a
+    DTensor, its sequence need not be divided by the mesh evenly; a rank without tokens is refused. What comes out is a
+    DTensor, or with use_local_output the rank's piece. Parameters are replicated from rank 0; their gradients are
+    summed over the ranks when a backward has made them. FSDP2 comes behind it, on another dimension of the mesh; of a
+    stack it takes the layers and the whole, not the connections.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
@@ -102,8 +103,17 @@ class HyperParallel(ParallelStyle):
             of_ranks = f" on {ranks} ranks" if ranks > 1 else ""
             raise ValueError(f"HyperParallel: every rank must have a token, got {length}{of_ranks}")
         if not isinstance(x, DTensor):
+            if behind == 2:  # p of a shifted stack comes with its x
+                self._agree(x, mesh)
             return DTensor.from_local(x, mesh, [Shard(along)], run_check=False)
         return self._redistributed(x, mesh)
+
+    def _agree(self, x: Tensor, mesh: DeviceMesh) -> None:
+        """A DTensor says of the whole what each rank makes of its own piece."""
+        if mesh.size() > 1:
+            length, (n, D) = x.shape[self.sequence_dim], x.shape[-2:]
+            others = x.numel() // max(1, length * n * D)
+            agree.agreed(agree.call("HyperParallel", mesh.get_group(), x, B=others, L=length, n=n, D=D), x)
 
     def _returned(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         assert isinstance(x, DTensor)

@@ -9,7 +9,6 @@ piece before, or of several where pieces are shorter than S, and fewer than S ne
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,7 @@ from torch.distributed import _functional_collectives as functional  # it tells 
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.check import check_word
-
-LAYOUTS = ("contiguous", "zigzag")
+from .agree import LAYOUTS, Call, agreed
 
 
 class Plan(NamedTuple):
@@ -126,9 +124,9 @@ def all_sum(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     return functional.wait_tensor(pending)
 
 
-def send_tails(x: Tensor, plan: Plan, group: dist.ProcessGroup) -> Exchange:
-    """x: [B, rows, ...]"""
-    rows = torch.cat([x[:, :0], *[x[:, first:last] for first, last in plan.given]], 1)
+def send_tails(x: Tensor, plan: Plan, group: dist.ProcessGroup, none: Tensor) -> Exchange:
+    """x: [B, rows, ...]   none: no rows of it, as `agreed` returns them"""
+    rows = torch.cat([none, *[x[:, first:last] for first, last in plan.given]], 1)
     return Exchange(rows.transpose(0, 1), plan.give, plan.take, group)
 
 
@@ -138,14 +136,15 @@ def histories(exchange: Exchange, plan: Plan) -> list[Tensor]:
     return [torch.cat([taken[:, :0], *[taken[:, first:last] for first, last in parts]], 1) for parts in plan.taken]
 
 
-def send_back(dhistories: Sequence[Tensor], plan: Plan, group: dist.ProcessGroup) -> Exchange:
-    """The gradients of histories, to where the rows came from."""
+def send_back(dhistories: Sequence[Tensor], plan: Plan, call: Call) -> Exchange:
+    """The gradients of histories, to where the rows came from. call: that of the backward"""
     parts: list[Tensor] = []
     for ranges, dhistory in zip(plan.taken, dhistories):
         lengths = [last - first for first, last in ranges]
         parts += dhistory.split(lengths, 1) if lengths else ()
     rows = [parts[i] for i in plan.message]
-    return Exchange(torch.cat([dhistories[0][:, :0], *rows], 1).transpose(0, 1), plan.take, plan.give, group)
+    rows.insert(0, agreed(call, dhistories[0]))
+    return Exchange(torch.cat(rows, 1).transpose(0, 1), plan.take, plan.give, call.group)
 
 
 def add_tails(dx: Tensor, exchange: Exchange, plan: Plan) -> None:
@@ -201,32 +200,14 @@ def ranks(function: str, group: Any, layout: str) -> Ranks:
     return Ranks(group, dist.get_rank(group), dist.get_world_size(group), layout)
 
 
-_agreed: "WeakKeyDictionary[dist.ProcessGroup, set[int]]" = WeakKeyDictionary()
-
-
-def check_lengths(function: str, x: Tensor, ranks: Ranks) -> int:
-    """The length of a piece, which must be the same on all ranks. They ask one another only about a length that is new,
-    since the host waits for the answer, and not under torch.compile; in every call with TORCH_DISTRIBUTED_DEBUG=INFO,
-    for those who wonder why ranks wait."""
-    if hasattr(x, "to_local"):
-        raise TypeError(f"{function}: x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor")
-    L = x.shape[1]
-    if not torch.compiler.is_compiling() and _is_asked(ranks, L):
-        everyone = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(ranks.world)]
-        dist.all_gather(everyone, everyone[0].new_tensor([L]), group=ranks.group)
-        lengths = [int(length) for length in everyone]
-        if 0 in lengths:
-            raise ValueError(f"{function}: every rank must have tokens, got {lengths} on the ranks of the group")
-        if len(set(lengths)) > 1:
-            raise ValueError(f"{function}: the ranks must have equally many tokens (pad the sequence), got {lengths}")
-        _agreed.setdefault(ranks.group, set()).add(L)
+def check_length(call: Call, ranks: Ranks) -> int:
+    """The length of a piece, by what all ranks agreed on."""
+    L = call.value("L")
+    if L == 0:
+        raise ValueError(f"{call.function}: every rank must have tokens")
     if ranks.layout == "zigzag" and L % 2:
-        raise ValueError(f"{function}: a rank must have an even number of tokens with layout='zigzag', got {L}")
+        raise ValueError(f"{call.function}: a rank must have an even number of tokens with layout='zigzag', got {L}")
     return L // len(pieces_of(ranks.rank, ranks.world, ranks.layout))
-
-
-def _is_asked(ranks: Ranks, L: int) -> bool:
-    return L not in _agreed.get(ranks.group, ()) or dist.get_debug_level() != dist.DebugLevel.OFF
 
 
 def shard_sequence(x: Tensor, *, group: Any, layout: str = "contiguous", dim: int = 1) -> Tensor:

@@ -46,6 +46,7 @@ class PipelineStage(pipelining.PipelineStage):
         super().__init__(submodule, stage_index, num_stages, device, group=group, **others)
         self.hyper_stage = stages[0]
         self.lanes = _lanes(group, num_stages)
+        self.lanes.add(stage_index, self.hyper_stage.span)
         self.outlets: dict[int, _Outlet] = {}  # by microbatch, until its backward
         self.arriving: dict[int, dist.Work] = {}  # x of the stage before
         # Not where all that made x is frozen, in this stage or in those before.
@@ -53,6 +54,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
         """Where torch makes its own communicators, before the first step."""
+        self.lanes.check(self.group, self.stage_index_to_group_rank, self.group_rank)
         self.lanes.open(self.stage_index_to_group_rank, self.group_rank, self.device)
         return super()._warmup_forward_vote(*args, **kwargs)
 
@@ -140,12 +142,24 @@ class _Lanes:
 
     def __init__(self, group: dist.ProcessGroup, num_stages: int):
         ranks = dist.get_process_group_ranks(group)
-        _check_groups(group)
+        _check_groups(group, num_stages)
         ends = [lane for one, other in pairwise(range(num_stages)) for lane in ((one, other), (other, one))]
         self.groups = {lane: dist.new_group(ranks, use_local_synchronization=True) for lane in ends}
         self.sending: list[Any] = []
         self.running: set[int] = set()
         self.opened: dict[int, int] = {}
+        self.spans: dict[int, tuple[int, int, int]] = {}  # of the stages in this process: from, to, of all connections
+        self.checked = True
+
+    def add(self, stage: int, span: tuple[int, int, int]) -> None:
+        self.spans[stage], self.checked = span, False
+
+    def check(self, group: dist.ProcessGroup | None, ranks: dict[int, int], here: int) -> None:
+        """Where stages are new, that those of all processes are a stack. ranks: of the group, by stage"""
+        if not self.checked:
+            own = {stage: span for stage, span in self.spans.items() if ranks[stage] == here}  # others are earlier ones
+            _check_spans(group, own)
+            self.checked = True
 
     def open(self, ranks: dict[int, int], here: int, device: torch.device) -> None:
         """Both ends of every lane make their communicator, all in one order: within a step NCCL might wait for ever.
@@ -167,15 +181,29 @@ class _Lanes:
             self.sending.pop().wait()
 
 
-def _check_groups(group: dist.ProcessGroup) -> None:
+def _check_groups(group: dist.ProcessGroup, num_stages: int) -> None:
     """torch names a group by how many its process has made: with different numbers they would wait for one another."""
-    counts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (len(dist.distributed_c10d._world.pg_names), num_stages), group=group)
+    counts, stages = map(list, zip(*found))
+    if len(set(stages)) > 1:
+        raise ValueError(f"PipelineStage: num_stages must be the same on all processes of the group, got {stages}")
     if len(set(counts)) > 1:
         raise ValueError(
             f"PipelineStage: the processes of the group have made different numbers of groups, {counts}: "
             "make the stages first"
         )
+
+
+def _check_spans(group: dist.ProcessGroup | None, spans: dict[int, tuple[int, int, int]]) -> None:
+    """What one stage sends fits into another whichever connections they have."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, spans, group=group)
+    stages = sorted((stage, *span) for spans in found for stage, span in spans.items())
+    ends = [0, *(stop for _, _, stop, _ in stages)]
+    if [start for _, start, _, _ in stages] != ends[:-1] or {of for *_, of in stages} != {ends[-1]}:
+        told = ", ".join(f"{start} to {stop} of {of} in stage {stage}" for stage, start, stop, of in stages)
+        raise ValueError(f"PipelineStage: the stages must have each connection once, got {told}")
 
 
 _LANES: MutableMapping[dist.ProcessGroup, dict[int, _Lanes]] = WeakKeyDictionary()

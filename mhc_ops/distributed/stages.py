@@ -93,6 +93,7 @@ class HyperStage(HyperStack):
         for number in range(start, stop):
             self.add_module(str(number), stack[number])
         self.begins, self.ends, self.send = start == 0, stop == len(stack), send
+        self.span = start, stop, len(stack)
         if self.shifted:
             self.first, self.last = self.begins and stack.first, self.ends and stack.last
         self.n = stack[start].n

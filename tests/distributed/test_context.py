@@ -204,8 +204,7 @@ def test_triton(layout):
 
 
 def sent_by(call):
-    """Bytes, by a call like an earlier one: in the first the ranks also agree on lengths. And what it returned."""
-    call()
+    """Bytes, without the message in which the ranks agree. And what it returned."""
     with Sending() as sending:
         result = call()
     assert set(sending.bytes) <= {"all-to-all"}
@@ -256,10 +255,9 @@ class Order(TorchDispatchMode):
 
 
 def in_order(L, W, layout):
-    """Of a forward and of its backward; in the call before, the ranks agree on lengths."""
+    """Of a forward and of its backward."""
     x, weight = torch.randn(1, L, 3, requires_grad=True), torch.randn(3, W, requires_grad=True)
     conv = partial(distributed.causal_conv1d, x, weight, group=dist.group.WORLD, layout=layout, backend="hip")
-    conv()
     with Order() as forward:
         y = conv()
     with Order() as backward:
@@ -305,7 +303,7 @@ def misused():
     whole = DTensor.from_local(torch.randn(1, 8, 3), mesh["context"], [Shard(1)])
     return {
         "lengths": message(lambda: conv(5 if rank else 6)),
-        "no tokens": message(lambda: conv(4 * rank)),
+        "no tokens": message(lambda: conv(0)),
         "odd": message(lambda: conv(7, layout="zigzag")),
         "short_conv": message(
             lambda: distributed.short_conv(torch.randn(1, 3 + rank, 1, 3), torch.ones(1, 3), weight, group=group)
@@ -325,10 +323,12 @@ def test_wrong_use_is_told():
     one, other = run(2, misused)
     assert one == other
     assert one == {
-        "lengths": "ValueError: causal_conv1d: the ranks must have equally many tokens (pad the sequence), got [6, 5]",
-        "no tokens": "ValueError: causal_conv1d: every rank must have tokens, got [0, 4] on the ranks of the group",
+        "lengths": "ValueError: causal_conv1d: all ranks of the group must make the same call, got L 6 on rank 0 and "
+        "L 5 on rank 1: pad the sequence",
+        "no tokens": "ValueError: causal_conv1d: every rank must have tokens",
         "odd": "ValueError: causal_conv1d: a rank must have an even number of tokens with layout='zigzag', got 7",
-        "short_conv": "ValueError: short_conv: the ranks must have equally many tokens (pad the sequence), got [3, 4]",
+        "short_conv": "ValueError: short_conv: all ranks of the group must make the same call, got L 3 on rank 0 and "
+        "L 4 on rank 1: pad the sequence",
         "layout": "ValueError: causal_conv1d: layout must be 'contiguous' or 'zigzag', got 'ring'",
         "mesh": one["mesh"],
         "no group": "TypeError: causal_conv1d: group must be a ProcessGroup that this rank is in or a DeviceMesh, "

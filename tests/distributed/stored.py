@@ -1,0 +1,28 @@
+"""What a checkpoint of examples/train_distributed.py holds."""
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+
+def checkpoint(folder, step):
+    """All that is in it: flat, tensors and numbers by name."""
+    dcp_to_torch_save(folder / "checkpoints" / f"step-{step:09d}", folder / "last.pt")
+    return dict(_flat(torch.load(folder / "last.pt", weights_only=False), ""))
+
+
+def _flat(value, name):
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(inner, f"{name}/{key}")
+    else:
+        yield name, value
+
+
+def different(one, other):
+    """The names of what two of them do not have with the same bits."""
+    names = sorted({*one, *other})
+    return [name for name in names if name not in one or name not in other or not _same(one[name], other[name])]
+
+
+def _same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
