@@ -31,6 +31,7 @@ class Compiled:
     spilled: int  # bytes of memory per thread
     shared: int
     assembly: str
+    ttir: str  # what the kernel says, before a compiler has chosen instructions
     cooperative: bool  # all programs run at once
 
 
@@ -109,7 +110,9 @@ def _amd(kernel):
 def _compiled(kernel, registers, spilled, assembly):
     found = kernel.metadata
     cooperative = bool(found.launch_cooperative_grid)
-    return Compiled(found.name, kernel.hash, registers, spilled, found.shared, assembly, cooperative)
+    return Compiled(
+        found.name, kernel.hash, registers, spilled, found.shared, assembly, kernel.asm["ttir"], cooperative
+    )
 
 
 @functools.cache

@@ -11,7 +11,8 @@ A gradient is a sum, whose terms may cancel; no arithmetic is more exact than th
 Where that exceeds the norm of the gradient, the tolerance is a share of it. A gradient in 16 bits is that sum in fp32,
 rounded: beside the rounding each of its N elements is allowed what the largest of N errors of that norm is, √(2 ln N)
 times their mean. 16 random draws estimate the size of the terms; where they let a result fail, 128 decide. And 2^-100
-of the largest element is nothing: fp32 flushes what is far smaller than all else to 0.
+of the largest element is nothing: fp32 flushes what is far smaller than all else to 0. So it does, on GPUs, with what is
+smaller than its smallest normal number: below that, one result is as good as another.
 """
 
 import math
@@ -32,7 +33,7 @@ Gradients = Callable[..., Tensors]  # of cotangents: d<input>, in the order of t
 NORM_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-5, torch.float64: 1e-12}
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ENOUGH_TO_AVERAGE = 1000
-NOTHING = torch.finfo(torch.float32).tiny  # in fp32; an error is then not relative to anything
+SUMMED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # and stored in 16 bits; others as they are
 FLUSHED = 2**-100
 OTHER_SIDE = 1.01  # values almost in the middle of two steps may be rounded to the other side
 STEEP_TOLERANCE = 3e-5
@@ -208,12 +209,14 @@ def judge(
     row = partial(Row, words, backend, name, tolerance=tolerance, dtype=name_of(dtype), elements=value.numel())
     if value.numel() == 0:
         return row(max_error=0.0, relative_error=0.0, passed=True)
-    error = (result.double() - value).abs()
+    nothing = torch.finfo(SUMMED_IN.get(dtype, dtype)).smallest_normal
+    flushed = (value.abs() < nothing) & (result.double().abs() < nothing)
+    error = (result.double() - value).abs().masked_fill(flushed, 0.0)
     own = OTHER_SIDE * (value.to(dtype).double() - value).norm().item() if rounded else 0.0
 
     def judged(of_sums: Tensor) -> Row:
-        scale = max(value.norm().item(), own / tolerance, of_sums.norm().item() / tolerance)
-        relative = error.norm().item() / (scale if scale > NOTHING else 1.0)
+        scale = max(value.norm().item(), own / tolerance, of_sums.norm().item() / tolerance, nothing)
+        relative = error.norm().item() / scale
         passed = relative <= tolerance  # False for NaN
         if rounded:
             passed = one_rounding(error, value, dtype, of_sums) and (passed or value.numel() < ENOUGH_TO_AVERAGE)

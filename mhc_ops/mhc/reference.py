@@ -41,12 +41,42 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     c /= colsum(c) + eps
     """
     with without_autocast(logits):
-        c = torch.softmax(accumulate(logits), -1) + eps
-        c = c / (c.sum(-2, keepdim=True) + eps)
-        for _ in range(iters - 1):
-            c = c / (c.sum(-1, keepdim=True) + eps)
-            c = c / (c.sum(-2, keepdim=True) + eps)
-    return c
+        z = accumulate(logits)
+        if eps:
+            return half_steps(z, iters, eps)[0]
+        # Without eps, a row or column whose entries all underflow is 0 / 0, and one of which some do lacks them.
+        # Matrices that are divided by so little that those count are made in logarithms.
+        number = torch.finfo(z.dtype)
+        lost = divided_by(half_steps(z.detach(), iters, eps)[1])[..., None, None] < number.tiny / number.eps
+        plain, _ = half_steps(z.masked_fill(lost, 0), iters, eps)
+        return torch.where(lost, in_logarithms(z.masked_fill(~lost, 0), iters), plain)
+
+
+def half_steps(z: Tensor, iters: int, eps: float) -> tuple[Tensor, list[Tensor]]:
+    """sinkhorn(z), and the [..., n] that each half step divides by"""
+    c, divisors = torch.softmax(z, -1) + eps, []
+    for axis in (-2, *(-1, -2) * (iters - 1)):
+        divisor = c.sum(axis, keepdim=True) + eps
+        c = c / divisor
+        divisors.append(divisor.squeeze(axis))
+    return c, divisors
+
+
+def divided_by(divisors: list[Tensor]) -> Tensor:
+    """The least that an entry is divided by in all half steps: of its column and of its row. NaN counts as 1."""
+    of_axes = divisors[::2], [torch.ones_like(divisors[0]), *divisors[1::2]]
+    columns, rows = (torch.stack(of_axis).nan_to_num(1.0).clamp(max=1).prod(0).amin(-1) for of_axis in of_axes)
+    return columns * rows
+
+
+def in_logarithms(z: Tensor, iters: int) -> Tensor:
+    """sinkhorn(z) without eps, as exp(z + u + v): u belongs to the rows, v to the columns"""
+    u = -z.logsumexp(-1, keepdim=True)
+    v = -(z + u).logsumexp(-2, keepdim=True)
+    for _ in range(iters - 1):
+        u = -(z + v).logsumexp(-1, keepdim=True)
+        v = -(z + u).logsumexp(-2, keepdim=True)
+    return (z + u + v).exp()
 
 
 def mhc_maps(
@@ -83,7 +113,7 @@ def layer_norm(h_in: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return h_in
     with without_autocast(h_in):
-        return weight.to(h_in.dtype) * h_in * torch.rsqrt(h_in.square().mean(-1, keepdim=True) + eps)
+        return weight.to(h_in.dtype) * h_in * inverse_root(h_in.square().mean(-1, keepdim=True), eps)
 
 
 def mhc_pre(
@@ -208,7 +238,14 @@ def project(wide: Tensor, phi: Tensor, gamma: Tensor | None, norm_eps: float) ->
     """inv_rms = rsqrt(mean(v²) + norm_eps)    h_mix = phi @ (gamma ⊙ v)    v is x flattened to nD"""
     v = wide.flatten(-2)
     scaled = v if gamma is None else v * gamma.to(v.dtype).flatten()
-    return torch.rsqrt(v.square().mean(-1) + norm_eps), scaled @ phi.to(v.dtype).T
+    return inverse_root(v.square().mean(-1), norm_eps), scaled @ phi.to(v.dtype).T
+
+
+def inverse_root(mean: Tensor, eps: float) -> Tensor:
+    """rsqrt(mean + eps). Its gradient has the cube of it, which overflows in fp32 from 7e12 on: where it is that large,
+    it is made of 4^56 times the mean, and multiplied by 2^56. Powers of two change no bit."""
+    factor = torch.ones_like(mean).masked_fill(mean.detach() + eps < 2.0**-64, 2.0**56)
+    return torch.rsqrt(mean * factor * factor + eps * factor * factor) * factor
 
 
 def first_stream(x: Tensor) -> Tensor:

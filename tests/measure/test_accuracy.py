@@ -56,6 +56,20 @@ def test_few_elements_are_judged_one_by_one():
     assert not verdict(exact.to(bf16) * 1.02, exact)
 
 
+@pytest.mark.parametrize("dtype", [bf16, fp16, fp32])
+@pytest.mark.parametrize("count", [3, 2000])
+def test_what_a_gpu_flushes_passes(dtype, count):
+    """Below 2^-126; and nothing above it, nor what a GPU does not make of it."""
+    exact = torch.full((count,), 6.9e-39, dtype=fp64)
+    assert verdict(torch.zeros(count, dtype=dtype), exact)
+    assert verdict(torch.full((count,), 3e-39, dtype=dtype), exact)
+    assert not verdict(torch.full((count,), 1e-30, dtype=fp32), exact)
+    assert not verdict(torch.zeros(count, dtype=fp32), torch.full((count,), 1e-30, dtype=fp64))
+    assert not verdict(torch.zeros(count, dtype=bf16), torch.full((count,), 2e-38, dtype=fp64))
+    assert not verdict(torch.full((count,), 1.01e-30, dtype=fp32), torch.full((count,), 1e-30, dtype=fp64))
+    assert not verdict(torch.zeros(count, dtype=fp64), exact)
+
+
 def test_wrong_shape_is_an_error(exact):
     with pytest.raises(AssertionError, match=r"output is \[32, 64\], should be \[64, 32\]"):
         verdict(exact.T, exact)

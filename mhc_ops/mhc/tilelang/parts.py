@@ -64,17 +64,22 @@ def release(free):
     T.barrier_arrive(free)
 
 
-# out[c·rows + m, k] = part order[c] of alpha[section of m]·gamma[k]·phi[m, k], zero from row M on
+def weighted(phi: torch.Tensor, gamma: torch.Tensor | None) -> torch.Tensor:
+    """gamma ⊙ phi in fp32, or phi without gamma. Rounded, by torch: a kernel that cuts the product into parts may fuse
+    it with what is subtracted from it, and another kernel may not."""
+    return phi.float() if gamma is None else phi.float() * gamma.float().flatten()
+
+
+# out[c·rows + m, k] = part order[c] of alpha[section of m]·phi[m, k], zero from row M on
 @kernel
-def phi_parts_kernel(*, n, M, K, order, dtype, scaled, weighted, threads):
-    """`scaled`: with alpha; `weighted`: with gamma."""
+def phi_parts_kernel(*, n, M, K, order, dtype, scaled, threads):
+    """`scaled`: with alpha."""
     rows = configs.padded_maps(M)
     numbered, numbered_places = tuple(range(max(order) + 1)), tuple(range(len(order)))
 
     @T.prim_func
     def mhc_phi_parts(
         phi: T.Tensor((M, K), F32),
-        gamma: T.Tensor((K if weighted else 0,), F32),
         alpha: T.Tensor(((3 if M > n else 1) if scaled else 0,), F32),
         out: T.Tensor((len(order) * rows, K), dtype),
     ):
@@ -86,8 +91,6 @@ def phi_parts_kernel(*, n, M, K, order, dtype, scaled, weighted, threads):
                 value[0] = 0.0
                 if m < M:
                     value[0] = phi[m, k]
-                    if weighted:
-                        value[0] *= gamma[k]
                     if scaled:
                         value[0] *= alpha[section(m, n, M == n)]
                 for p in numbered:
@@ -100,21 +103,12 @@ def phi_parts_kernel(*, n, M, K, order, dtype, scaled, weighted, threads):
     return mhc_phi_parts
 
 
-def phi_parts(*, phi, gamma, alpha, n, order, dtype):
-    """The parts `order` of gamma ⊙ phi, times alpha where that is given, as [len(order)·padded_maps, K]; made anew in
-    each call."""
+def phi_parts(*, phi, alpha, n, order, dtype):
+    """The parts `order` of phi, which is `weighted`, times alpha where that is given, as [len(order)·padded_maps, K];
+    made anew in each call."""
     M, K = phi.shape
     out = torch.empty((len(order) * configs.padded_maps(M), K), dtype=TYPES[dtype], device=phi.device)
-    launch = phi_parts_kernel(
-        n=n,
-        M=M,
-        K=K,
-        order=order,
-        dtype=dtype,
-        scaled=alpha is not None,
-        weighted=gamma is not None,
-        threads=configs.per_column(device.of(phi.device)),
-    )
-    none = phi.new_empty(0)
-    launch(phi=phi, gamma=none if gamma is None else gamma.view(K), alpha=none if alpha is None else alpha, out=out)
+    threads = configs.per_column(device.of(phi.device))
+    launch = phi_parts_kernel(n=n, M=M, K=K, order=order, dtype=dtype, scaled=alpha is not None, threads=threads)
+    launch(phi=phi, alpha=phi.new_empty(0) if alpha is None else alpha, out=out)
     return out

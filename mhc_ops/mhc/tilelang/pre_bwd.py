@@ -18,7 +18,7 @@ from ...core.sizes import cdiv
 from ..options import PreOptions
 from . import configs
 from .build import F32, NAMES, grid, kernel, lane_sum, readable, thread, vector
-from .parts import phi_parts
+from .parts import phi_parts, weighted
 from .pre_dmaps import back_through_maps
 from .pre_dx import Residual, mhc_pre_dx_kernel
 from .pre_sums import sum_gradients
@@ -117,8 +117,7 @@ def mhc_pre_bwd(
             gradient.zero_()
         return
     x, dh_in, dx_next = (None if tensor is None else readable(tensor) for tensor in (x, dh_in, dx_next))
-    phi, alpha, bias = phi.float(), alpha.float().view(-1), bias.float()
-    gamma = None if gamma is None else gamma.float()
+    alpha, bias, weighted_phi = alpha.float().view(-1), bias.float(), weighted(phi, gamma)
     on = device.of(x.device)
     exact = configs.arithmetic(dtype, on)
 
@@ -156,7 +155,7 @@ def mhc_pre_bwd(
         dh_in=x.new_empty(0, D) if dh_in is None else dh_in.view(T, D),
         dx_next=x.new_empty(0, K) if dx_next is None else dx_next.view(T, K),
         dh_mix=dh_mix,
-        phi=phi_parts(phi=phi, gamma=gamma, alpha=alpha, n=n, order=order, dtype=exact.dtype),
+        phi=phi_parts(phi=weighted_phi, alpha=alpha, n=n, order=order, dtype=exact.dtype),
         factor=factor,
         dx=dx.view(T, K),
         A=A,
@@ -167,8 +166,9 @@ def mhc_pre_bwd(
     sum_gradients(
         A=A,
         sums=sums,
-        phi=phi,
-        gamma=gamma,
+        phi=phi.float(),
+        gamma=None if gamma is None else gamma.float(),
+        weighted_phi=weighted_phi,
         alpha=alpha,
         n=n,
         exact=exact,

@@ -8,7 +8,16 @@ from ...core.sizes import cdiv
 from . import configs
 from .build import F32, TYPES, grid, kernel, lane_sum, thread
 from .parts import section
-from .sinkhorn import divisors, half_steps_back, sinkhorn, softmax_back
+from .sinkhorn import (
+    LEAST,
+    divisors,
+    half_steps_back,
+    least_of,
+    sinkhorn,
+    sinkhorn_in_logs,
+    sinkhorn_logs_back,
+    softmax_back,
+)
 
 
 # m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
@@ -17,7 +26,7 @@ from .sinkhorn import divisors, half_steps_back, sinkhorn, softmax_back
 # x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix;  factor = x_factor, h_pre, h_res
 # sums[0 or 1, m, group] = Σ_t dz or Σ_t dz·m over the tokens of a group of lanes
 @kernel
-def mhc_pre_dmaps_kernel(*, n, M, K, parts, dtype, threads):
+def mhc_pre_dmaps_kernel(*, n, M, K, parts, dtype, without_eps, threads):
     """In the head, M is n, and dh_post and dh_res are empty."""
     tokens, groups, half_steps = T.dynamic("tokens, groups, half_steps")
     head = M == n
@@ -72,6 +81,7 @@ def mhc_pre_dmaps_kernel(*, n, M, K, parts, dtype, threads):
             dz = T.alloc_local((1,), F32)
             c = T.alloc_local((n * n,), F32)
             dc = T.alloc_local((n * n,), F32)
+            divided = T.alloc_local((2 * n,), F32)
             dinv[0] = 0.0
             inv[0] = 0.0
             mix[0] = 0.0
@@ -109,7 +119,15 @@ def mhc_pre_dmaps_kernel(*, n, M, K, parts, dtype, threads):
                     if iters > 0:
                         for ij in T.unroll(n * n):
                             c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
-                        sinkhorn(c, iters=iters, eps=sinkhorn_eps, n=n, divisors=divisors, t=t)
+                        sinkhorn(
+                            c,
+                            iters=iters,
+                            eps=sinkhorn_eps,
+                            n=n,
+                            divisors=divisors,
+                            t=t,
+                            divided=divided if without_eps else None,
+                        )
                         for ij in T.unroll(n * n):
                             factor[t, 1 + n + ij] = c[ij]
                     for ij in T.unroll(n * n):
@@ -119,6 +137,16 @@ def mhc_pre_dmaps_kernel(*, n, M, K, parts, dtype, threads):
                         for ij in T.unroll(n * n):
                             c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
                         softmax_back(c, dc, n)
+                        if without_eps:
+                            if least_of(divided, n) < LEAST:
+                                for ij in T.unroll(n * n):
+                                    c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
+                                sinkhorn_in_logs(c, iters=iters, n=n, divisors=divisors, t=t)
+                                for ij in T.unroll(n * n):
+                                    factor[t, 1 + n + ij] = c[ij]
+                                    dc[ij] = c[ij] * dh_res[t, ij]
+                                    c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
+                                sinkhorn_logs_back(c, dc, iters=iters, n=n, divisors=divisors, t=t)
                 for ij in T.unroll(n * n):
                     if t < tokens:
                         mix[0] = h_mix[t, 2 * n + ij]
@@ -158,7 +186,15 @@ def back_through_maps(*, n, K, exact, alpha, bias, options, inv_rms, h_mix, dh_p
     dh_mix = scratch(T, configs.mix_columns(M, exact.parts), dtype=TYPES[exact.dtype])
     factor = scratch(T, configs.factors(n, head))
     sums = scratch(2, M, cdiv(T, threads.lanes))
-    launch = mhc_pre_dmaps_kernel(n=n, M=M, K=K, parts=exact.parts, dtype=exact.dtype, threads=threads)
+    launch = mhc_pre_dmaps_kernel(
+        n=n,
+        M=M,
+        K=K,
+        parts=exact.parts,
+        dtype=exact.dtype,
+        without_eps=not options.sinkhorn_eps,
+        threads=threads,
+    )
     launch(
         h_mix=h_mix.view(T, M),
         inv_rms=inv_rms.view(T),

@@ -14,14 +14,14 @@ from ..options import PreOptions
 from . import configs
 from .build import F32, NAMES, ON_CPU, grid, kernel, readable, thread, vector
 from .pre_project import project
-from .sinkhorn import sinkhorn
+from .sinkhorn import LEAST, least_of, sinkhorn, sinkhorn_in_logs
 
 
 # h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
 # h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post);  h_res = sinkhorn(z_res), or z_res where iters is 0
 # h_in = Σ_i h_pre[i]·x[i]
 @kernel
-def mhc_pre_finish_kernel(*, n, D, M, dtype, slices, threads, vectors, resident):
+def mhc_pre_finish_kernel(*, n, D, M, dtype, slices, without_eps, threads, vectors, resident):
     """The first blocks make the maps, a thread per token; the others read x, a block per token and block of channels,
     and make the h_pre of their token themselves. In the head, M is n, and h_post and h_res are empty."""
     tokens = T.dynamic("tokens")
@@ -51,6 +51,7 @@ def mhc_pre_finish_kernel(*, n, D, M, dtype, slices, threads, vectors, resident)
         mix = T.alloc_local((M + 1,), F32)
         inv = T.alloc_local((1,), F32)
         c = T.alloc_local((n * n,), F32)
+        divided = T.alloc_local((2 * n,), F32)
         for m in T.unroll(M + 1):
             mix[m] = 0.0
         for k_slice in T.serial(slices):
@@ -68,7 +69,12 @@ def mhc_pre_finish_kernel(*, n, D, M, dtype, slices, threads, vectors, resident)
             for ij in T.unroll(n * n):
                 c[ij] = alpha[2] * (mix[2 * n + ij] * inv[0]) + bias[2 * n + ij]
             if iters > 0:
-                sinkhorn(c, iters=iters, eps=sinkhorn_eps, n=n)
+                sinkhorn(c, iters=iters, eps=sinkhorn_eps, n=n, divided=divided if without_eps else None)
+                if without_eps:
+                    if least_of(divided, n) < LEAST:
+                        for ij in T.unroll(n * n):
+                            c[ij] = alpha[2] * (mix[2 * n + ij] * inv[0]) + bias[2 * n + ij]
+                        sinkhorn_in_logs(c, iters=iters, n=n)
             for ij in T.unroll(n * n):
                 h_res[t, ij] = c[ij]
 
@@ -173,6 +179,7 @@ def finish(*, x, partials, alpha, bias, options, h_in, inv_rms, h_mix, h_post=No
         M=M,
         dtype=dtype,
         slices=slices,
+        without_eps=not options.sinkhorn_eps,
         threads=config.threads,
         vectors=config.vectors,
         resident=config.resident,

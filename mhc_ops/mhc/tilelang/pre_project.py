@@ -9,7 +9,7 @@ import torch
 from ...core import device
 from . import configs
 from .build import F32, NAMES, kernel
-from .parts import fetch, pairs, phi_parts, release, split_bf16, tiles
+from .parts import fetch, pairs, phi_parts, release, split_bf16, tiles, weighted
 
 
 # partials[slice, m, t] = Σ_{k in slice} phi[m, k]·x[t, k];  partials[slice, M, t] = Σ_{k in slice} x[t, k]²
@@ -143,8 +143,7 @@ def project(x, phi, gamma):
     exact, config = configs.arithmetic(dtype, on), configs.project(M, K, dtype, on)
     partials = torch.empty((config.slices(K), M + 1, T), dtype=torch.float32, device=x.device)
     parts = phi_parts(
-        phi=phi.float(),
-        gamma=None if gamma is None else gamma.float(),
+        phi=weighted(phi, gamma),
         alpha=None,
         n=x.shape[-2],
         order=tuple(range(exact.parts)),

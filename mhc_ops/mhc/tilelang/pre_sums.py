@@ -22,6 +22,7 @@ def mhc_pre_dphi_kernel(*, n, M, K, parts, dtype, weighted, threads):
         A: T.Tensor((slices, M, K), F32),
         phi: T.Tensor((M, K), F32),
         gamma: T.Tensor((K if weighted else 0,), F32),
+        weighted_phi: T.Tensor((M if weighted else 0, K), F32),
         alpha: T.Tensor((1 if M == n else 3,), F32),
         dphi: T.Tensor((M, K), F32),
         dgamma: T.Tensor((K if weighted else 0,), F32),
@@ -51,7 +52,8 @@ def mhc_pre_dphi_kernel(*, n, M, K, parts, dtype, weighted, threads):
                     scaled[0] = alpha[section(m, n, M == n)] * total[m]
                     dweight[0] += rest[0] * scaled[0]
                     dphi[m, k] = weight[0] * scaled[0]
-                    rest[0] *= weight[0]
+                    if weighted:
+                        rest[0] = weighted_phi[m, k]
                     for _ in T.unroll(parts):
                         rest[0] -= T.cast(T.cast(rest[0], dtype), F32)
                 rest[0] = lane_sum(rest[0] * total[m], threads)
@@ -117,7 +119,7 @@ def mhc_pre_dalpha_kernel(*, n, M, threads):
     return mhc_pre_dalpha
 
 
-def sum_gradients(*, A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha, dbias):
+def sum_gradients(*, A, sums, phi, gamma, weighted_phi, alpha, n, exact, dphi, dgamma, dalpha, dbias):
     """A: [slices, M, K]   sums: [2, M, groups], Σ dz and Σ dz·m of each group of tokens"""
     _, M, K = A.shape
     on = device.of(A.device)
@@ -134,6 +136,7 @@ def sum_gradients(*, A, sums, phi, gamma, alpha, n, exact, dphi, dgamma, dalpha,
             A=A,
             phi=phi,
             gamma=gamma.view(K) if weighted else A.new_empty(0),
+            weighted_phi=weighted_phi if weighted else A.new_empty(0, K),
             alpha=alpha,
             dphi=wide["dphi"],
             dgamma=wide["dgamma"].view(-1),

@@ -232,16 +232,27 @@ def read_bwd(n: int, D: int, on: Device) -> Tile:
     return Tile(1, min(512 if n <= 4 else 256, next_power_of_2(D)), 4)
 
 
+@dataclass(frozen=True)
+class Limited(Tile):
+    registers: int | None = None  # of a thread at most; None: as the compiler likes
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What a launch says of it."""
+        return {} if self.registers is None else {"maxnreg": self.registers}
+
+
 @cache
-def dmaps(n: int, on: Device) -> Tile:
+def dmaps(n: int, on: Device, without_eps: bool = False) -> Limited:
     """32 tokens, 1 warp: 13.8 µs at T = 8192 with 20 Sinkhorn iterations (no token's sums cross a warp); 64 tokens with
-    2 warps 15.2, 32 with 4 warps 28."""
+    2 warps 15.2, 32 with 4 warps 28. Without Sinkhorn's eps, which needs more registers, 32 tokens spill 216 bytes at
+    n = 3 on Hopper; and at n = 8, on sm_80, 16 bytes spill for the reason given in sums."""
     if on.kind == "cpu":
-        return Tile(64, 0, 4)
+        return Limited(64, 0, 4)
     if n > 4:
-        return Tile(8, 0, 2)
+        return Limited(8, 0, 2, registers=168 if without_eps and on.kind == "cuda" else None)
     blackwell = on.kind == "cuda" and on.capability > HOPPER  # 32 tokens spill 8 bytes there with triton 3.6
-    return Tile(16 if compact(on) or blackwell else 32, 0, 1)
+    return Limited(16 if compact(on) or blackwell or without_eps else 32, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -307,13 +318,8 @@ def partition_rows(T: int, M: int, blocks: int, tile: Dx, processors: int) -> in
     return min(range(1, min(16, cdiv(T, tile.block_t)) + 1), key=cost)
 
 
-@dataclass(frozen=True)
-class Sums(Tile):
-    registers: int | None = None  # of a thread at most; None: as the compiler likes
-
-
 @cache
-def sums(M: int, on: Device) -> Sums:
+def sums(M: int, on: Device) -> Limited:
     """block_d: columns of phi, block_t: rows of what programs summed up. As kernels apart at T = 8192, D = 4096: 64
     columns with 8 warps 6.6 µs, 32 with 4 warps 8.2; 128 rows with 8 warps 7.4, 256 rows 8.9, with 4 warps 11.6.
 
@@ -321,7 +327,7 @@ def sums(M: int, on: Device) -> Sums:
     16 bytes for that, here or there with every tile tried: told how many it may take, it does not."""
     many, blackwell = padded_maps(M) > 32, on.capability > HOPPER
     registers = 128 if on.kind == "cuda" and (many or blackwell) else None
-    return Sums(128, 16 if many else 64, 4 if compact(on) and not many else 8, registers=registers)
+    return Limited(128, 16 if many else 64, 4 if compact(on) and not many else 8, registers=registers)
 
 
 def has_tickets(on: Device) -> bool:

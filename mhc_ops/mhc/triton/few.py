@@ -328,7 +328,7 @@ def few_fwd(
         post_mult=options.post_mult,
         post_eps=options.post_eps,
         iters=options.sinkhorn_iters,
-        sinkhorn_eps=options.sinkhorn_eps,
+        sinkhorn_eps=options.sinkhorn_eps or None,
         layer_norm_eps=options.layer_norm_eps if normed else None,
         n=n,
         N=next_power_of_2(n),

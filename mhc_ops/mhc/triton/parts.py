@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from ...core.launch import launch
 from ...core.sizes import cdiv
@@ -10,6 +11,20 @@ from . import configs
 
 LANE = tl.constexpr(8)  # columns that a thread loads at once
 MOST_LEVELS = tl.constexpr(13)  # of sum_neighbours: a row has at most 2^13 columns
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+# left·right in fp32, rounded before anything is subtracted from it. A plain product and that subtraction become one
+# fma in some kernels and not in others, as the compiler finds them: a token's bits would depend on its kernel.
+@triton.jit
+def rounded_product(left, right):
+    if INTERPRETED:  # numpy fuses nothing, and runs no assembly
+        product = left * right
+    elif is_hip():
+        product = tl.inline_asm_elementwise("v_mul_f32 $0, $1, $2", "=v,v,v", [left, right], tl.float32, True, 1)
+    else:
+        product = tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [left, right], tl.float32, True, 1)
+    return product
 
 
 # Σ over the columns that one thread holds: [rows, columns] to [rows, columns / LANE]
@@ -63,12 +78,12 @@ def alpha_of_row(alpha_ptr, m, M: tl.constexpr, n: tl.constexpr):
     return tl.load(alpha_ptr + section, mask=m < M, other=0.0).to(tl.float32)
 
 
-# gamma[k]·phi[m, k] in fp32; zero where m ≥ M or k is not present
+# gamma[k]·phi[m, k] in fp32, rounded; zero where m ≥ M or k is not present
 @triton.jit
 def load_phi(phi_ptr, gamma_ptr, m, k, present, K, M: tl.constexpr):
     value = tl.load(phi_ptr + m * K + k, mask=(m < M) & present, other=0.0).to(tl.float32)
     if gamma_ptr is not None:
-        value *= tl.load(gamma_ptr + k, mask=present, other=0.0).to(tl.float32)
+        value = rounded_product(value, tl.load(gamma_ptr + k, mask=present, other=0.0).to(tl.float32))
     return value
 
 
@@ -99,7 +114,9 @@ def phi_parts_kernel(
     else:
         value = load_phi(phi_ptr, gamma_ptr, m, to, to < K, K, M)
     if alpha_ptr is not None:
-        value *= alpha_of_row(alpha_ptr, m, M, n)
+        alpha = alpha_of_row(alpha_ptr, m, M, n)
+        # Without gamma the compiler may fuse: no other kernel makes these parts.
+        value = value * alpha if gamma_ptr is None else rounded_product(value, alpha)
     for p in tl.static_range(PARTS):
         tl.store(parts_ptr + (p * BLOCK_M + m) * K_padded + to, part_of(value, p, parts_ptr.dtype.element_ty))
 

@@ -286,7 +286,7 @@ def mhc_pre_bwd(
     if dh_in is not None and read is None:
         dh_pre = of_pass_a
 
-    dmaps = configs.dmaps(n, on)
+    dmaps = configs.dmaps(n, on, without_eps=not options.sinkhorn_eps)
     programs = cdiv(T, dmaps.block_t)
     dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
     sums = scratch(programs, 2, M)
@@ -313,7 +313,7 @@ def mhc_pre_bwd(
         hc_eps=options.hc_eps,
         post_mult=options.post_mult,
         iters=iters,
-        sinkhorn_eps=options.sinkhorn_eps,
+        sinkhorn_eps=options.sinkhorn_eps or None,
         n=n,
         N=next_power_of_2(n),
         M=M,
@@ -324,6 +324,7 @@ def mhc_pre_bwd(
         BLOCK_G=next_power_of_2(padded - (n * n if M > 2 * n else 0)),
         BLOCK_M=padded,
         num_warps=dmaps.warps,
+        **dmaps.options,
     )
 
     of_pass_b = {"dh_in": dh_in, "dx_next": dx_next, "dh_mix": dh_mix, "parts": parts, "dx": dx}

@@ -95,7 +95,7 @@ def mhc_pre_dmaps_kernel(
         if divisors_ptr is not None:
             bias = tl.load(bias_ptr + m, mask=present, other=0.0).to(tl.float32)
             z = alpha_res * normed + bias
-            h_res = sinkhorn_keeping(z, divisors_ptr, t, T, iters, sinkhorn_eps, n, N)
+            h_res, lost = sinkhorn_keeping(z, divisors_ptr, t, T, iters, sinkhorn_eps, n, N)
             if h_res_ptr is not None:
                 i, j = tl.arange(0, N)[None, :, None], tl.arange(0, N)[None, None, :]
                 if TRANSPOSED:
@@ -104,7 +104,21 @@ def mhc_pre_dmaps_kernel(
                     h_res_at = h_res_ptr + (token * (n * n) + j * n + i if TABLE == 0 else token * TABLE + i * n + j)
                 tl.store(h_res_at, h_res, mask=present)
             if dh_res_ptr is not None:
-                dz = tl.where(present, sinkhorn_back(z, h_res, dz, divisors_ptr, t, T, iters, n, N), 0.0)
+                dz = sinkhorn_back(
+                    z=z,
+                    c=h_res,
+                    lost=lost,
+                    dc=dz,
+                    dc_ptr=dh_res_ptr,
+                    divisors_ptr=divisors_ptr,
+                    t=t,
+                    T=T,
+                    iters=iters,
+                    eps=sinkhorn_eps,
+                    n=n,
+                    N=N,
+                )
+                dz = tl.where(present, dz, 0.0)
         dinv += alpha_res * tl.sum(tl.sum(dz * h_mix, axis=2), axis=1)[:, None]
         store_parts(dh_mix_ptr, token, m, dz * inv_rms[:, :, None], present, T, PARTS, BLOCK_M)
         row, col = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]

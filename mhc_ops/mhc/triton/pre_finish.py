@@ -363,7 +363,7 @@ def finish(
         post_mult=options.post_mult,
         post_eps=options.post_eps,
         iters=options.sinkhorn_iters,
-        sinkhorn_eps=options.sinkhorn_eps,
+        sinkhorn_eps=options.sinkhorn_eps or None,
         n=n,
         N=next_power_of_2(n),
         M=M,

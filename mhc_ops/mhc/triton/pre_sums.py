@@ -21,7 +21,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .parts import alpha_of_row, rest_of
+from .parts import alpha_of_row, rest_of, rounded_product
 from .tickets import Ticketed, draw
 
 
@@ -75,7 +75,7 @@ def sum_slices(
         gamma = tl.load(gamma_ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
         dphi = scaled * gamma
         tl.store(dgamma_ptr + k, tl.sum(phi * scaled, axis=0).to(dgamma_ptr.dtype.element_ty), mask=k < K)
-        phi *= gamma
+        phi = rounded_product(phi, gamma)
     tl.store(dphi_ptr + at, dphi.to(dphi_ptr.dtype.element_ty), mask=present)
     if PARTS > 1:
         missing = tl.sum(rest_of(phi, PARTS, tl.bfloat16) * A, axis=1)
@@ -329,7 +329,7 @@ def sum_gradients(
         ROWS=configs.DOTS_BLOCKS,
         COLUMNS=configs.DOTS_COLUMNS,
         num_warps=tile.warps,
-        **({} if tile.registers is None else {"maxnreg": tile.registers}),
+        **tile.options,
     )
     if parts > 1 and not ticketed:
         launch(

@@ -1,5 +1,7 @@
 """What the TileLang launchers launch lowers for NVIDIA and AMD GPUs, and nvcc compiles it without spills."""
 
+import re
+
 import pytest
 import torch
 
@@ -68,6 +70,15 @@ def others(case, target):
 def test_kernels_compile_without_spills(target, item):
     for registers, spills in resources(lowered(others(item, target), target), target):
         assert spills == 0, registers
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "gfx942"])
+def test_no_kernel_cuts_a_product_of_gamma(target):
+    """Where it did, nvcc and hipcc would choose whether the product is rounded before a part is subtracted from it."""
+    case = cases.Case(cases.MHC_PRE, (9,), 4, 64, bf16)
+    sources = {kernel.kernel: kernel.source for kernel in (lower(f, target) for f in launched(case, DEVICES[target]))}
+    assert {name for name, source in sources.items() if "gamma" in source} == {"mhc_pre_dphi"}
+    assert re.findall(r"(\w+)\[.*\] = .*\bweight\[0\] \*", sources["mhc_pre_dphi"]) == ["dphi"]
 
 
 @by_target(CASES.get, "gfx942")

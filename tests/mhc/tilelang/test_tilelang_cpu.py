@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mhc_kernels import STREAMED, leave_out
+from sinkhorn_oracle import assert_right
 
 pytest.importorskip("tilelang")
 import mhc_ops
@@ -112,6 +113,24 @@ def test_h_out_in_fp64(on_cpu):
     exact = accuracy.truth(cases.MHC_POST, tensors, cotangents)
     assert results["dh_out"].dtype == torch.float64
     assert all(accuracy.close(results[name].float(), exact[name]) for name in exact)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_sinkhorn_of_steep_logits(eps, on_cpu, poisoned):
+    assert_right(4, eps, "tilelang", "cpu")
+
+
+def test_pre_of_steep_logits(on_cpu, poisoned):
+    """What the maps make in logarithms, with its gradient, against that of sinkhorn alone."""
+    case = cases.Case(cases.MHC_PRE, (37,), 4, 24, torch.float32, sigma=80)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in case.inputs().items()}
+    *_, h_res = mhc_ops.mhc_pre(**leaves, sinkhorn_eps=0.0, backend="tilelang")
+    *_, logits = mhc_ops.mhc_forward_pre(**leaves, backend="tilelang")
+    apart = mhc_ops.sinkhorn(logits, 20, 0.0, backend="tilelang")
+    assert h_res.isfinite().all() and accuracy.close(h_res, apart.double())
+    dh_res = torch.randn(h_res.shape, generator=torch.Generator().manual_seed(cases.SEED))
+    gradients = [torch.autograd.grad(out, list(leaves.values()), dh_res) for out in (h_res, apart)]
+    assert all(accuracy.close(one, other.double()) for one, other in zip(*gradients))
 
 
 def test_arguments_of_a_kernel_go_by_name():

@@ -22,7 +22,7 @@ LEAVE = """
         return compile(*arguments, **options)
 
     build.tilelang.compile = announced
-    constants = dict(n=8, dtype=build.F32, threads=build.ON_CPU)
+    constants = dict(n=8, dtype=build.F32, without_eps=False, threads=build.ON_CPU)
     threading.Thread(target=sinkhorn.sinkhorn_fwd_kernel, kwargs=constants, daemon=True).start()
     inside.wait()
     time.sleep({delay})
@@ -45,10 +45,10 @@ FORK = """
     import os, signal
     from mhc_ops.mhc.tilelang import build, sinkhorn
 
-    sinkhorn.sinkhorn_fwd_kernel(n=2, dtype=build.F32, threads=build.ON_CPU)
+    sinkhorn.sinkhorn_fwd_kernel(n=2, dtype=build.F32, without_eps=False, threads=build.ON_CPU)
     child = os.fork()
     signal.alarm(60)  # ends a process that waits for ever
-    sinkhorn.sinkhorn_fwd_kernel(n=3, dtype=build.F32, threads=build.ON_CPU)
+    sinkhorn.sinkhorn_fwd_kernel(n=3, dtype=build.F32, without_eps=False, threads=build.ON_CPU)
     if child:
         assert os.waitpid(child, 0)[1] == 0
 """
@@ -70,7 +70,7 @@ def test_one_thread_compiles_for_all(monkeypatch):
 
     monkeypatch.setattr(build.tilelang, "compile", compile)
     factory = build.kernel(sinkhorn.sinkhorn_fwd_kernel.__wrapped__)
-    constants = [{"n": n, "dtype": build.F32, "threads": build.ON_CPU} for n in range(1, 5)]
+    constants = [{"n": n, "dtype": build.F32, "without_eps": False, "threads": build.ON_CPU} for n in range(1, 5)]
     callers = [threading.Thread(target=factory, kwargs=of_one) for of_one in constants]
     for caller in callers:
         caller.start()

@@ -77,10 +77,12 @@ ONE_LAUNCH = "mhc_few_fwd_kernel"  # on NVIDIA GPUs
 WITHOUT_TICKETS = {"mhc_pre_dalpha_kernel"}  # on AMD GPUs
 
 
-def launch_all(T, n, D, dtype, gamma=True, normed=False, mixed=True, transposed=False, shifted=False, ops=None):
+def launch_all(
+    T, n, D, dtype, gamma=True, normed=False, mixed=True, transposed=False, shifted=False, ops=None, eps=1e-6
+):
     """Every op, or those of these names, forward and backward, on meta tensors: shapes and types, no storage. normed:
     with the layer's norm; mixed: with a map as residual, which may be transposed; shifted: h_in is read with given
-    weights"""
+    weights; eps: of Sinkhorn"""
 
     def launch(name, **inputs):
         if ops is None or name in ops:
@@ -95,7 +97,8 @@ def launch_all(T, n, D, dtype, gamma=True, normed=False, mixed=True, transposed=
     x, h_out = tensor(T, n, D, dtype=dtype), tensor(T, D, dtype=dtype)
     h_post, h_res, inv_rms, h_mix = tensor(T, n), tensor(T, n, n) if mixed else None, tensor(T), tensor(T, M)
     weight, read = tensor(n, D) if gamma else None, tensor(T, n) if shifted else None
-    options = PreOptions(residual=(Residual.SINKHORN if mixed else Residual.IDENTITY).value, transposed=transposed)
+    residual = (Residual.SINKHORN if mixed else Residual.IDENTITY).value
+    options = PreOptions(residual=residual, transposed=transposed, sinkhorn_eps=eps)
     maps = {"phi": tensor(M, n * D), "alpha": tensor(len(sections)), "bias": tensor(M), "gamma": weight}
     maps["options"] = options
     pre = {**maps, "layer_norm_weight": tensor(D) if normed else None}
@@ -131,8 +134,8 @@ def launch_all(T, n, D, dtype, gamma=True, normed=False, mixed=True, transposed=
     launch("mhc_mean_bwd", n=n, dout=h_out)
     launch("mhc_head_bwd", x=x, **head, inv_rms=inv_rms, h_mix=tensor(T, n), dout=h_out)
     logits = tensor(T, n, n)
-    launch("sinkhorn_fwd", logits=logits, iters=20, eps=1e-6)
-    launch("sinkhorn_bwd", logits=logits, iters=20, eps=1e-6, dh_res=logits)
+    launch("sinkhorn_fwd", logits=logits, iters=20, eps=eps)
+    launch("sinkhorn_bwd", logits=logits, iters=20, eps=eps, dh_res=logits)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +177,30 @@ def test_no_spills_in_other_forms(n, D, dtype, target, monkeypatch):
         for form in FORMS:
             launch_all(8192, n, D, dtype, normed=True, ops=ops, **form)
     assert wanted is None or {kernel.name for kernel in kernels} == wanted
+    cross_compile.check(target, kernels)
+
+
+WITH_SINKHORN = {
+    "sinkhorn_fwd_kernel",
+    "sinkhorn_bwd_kernel",
+    "mhc_pre_finish_kernel",
+    "mhc_pre_dmaps_kernel",
+    ONE_LAUNCH,
+}
+WITHOUT_EPS = [
+    ((1,), "sm_90"),
+    *(pytest.param((3, 4, 8), target, marks=pytest.mark.thorough) for target in (*ELSEWHERE, "sm_90")),
+]
+
+
+@pytest.mark.parametrize(("streams", "target"), WITHOUT_EPS)
+def test_no_spills_without_eps(streams, target, monkeypatch):
+    """Where Sinkhorn has a second way, in logarithms."""
+    cross_compile.skip_if_too_old(target)
+    ops = {"mhc_pre_fwd", "mhc_pre_bwd", "mhc_next_fwd", "mhc_next_bwd", "sinkhorn_fwd", "sinkhorn_bwd"}
+    with cross_compile.compiling_for(target, monkeypatch, WITH_SINKHORN) as kernels:
+        for n in streams:
+            launch_all(8192, n, 4096, bf16, normed=True, ops=ops, eps=0.0)
     cross_compile.check(target, kernels)
 
 

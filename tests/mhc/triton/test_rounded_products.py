@@ -1,0 +1,117 @@
+"""gamma·phi is rounded once, in the code that every kernel is compiled to, so that a token has the same bits in all."""
+
+import re
+
+import pytest
+import torch
+
+from mhc_ops.core.backend import _INTERPRETED
+
+pytest.importorskip("triton")
+import cross_compile
+import triton
+import triton.language as tl
+from config_domain import GPUS
+
+from mhc_ops.mhc import contracts
+from mhc_ops.mhc.options import PreOptions
+from mhc_ops.mhc.triton import parts
+
+pytestmark = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
+
+READERS = {"phi_parts_kernel", "mhc_pre_project_kernel", "mhc_few_fwd_kernel", "mhc_pre_sums_kernel"}  # of gamma
+FORWARD = READERS - {"mhc_pre_sums_kernel"}  # which also adds up products with gamma, for dgamma
+MANY, SOME, FEW = 8192, 100, 16  # tokens: phi is cut in a kernel of its own, in the projection, in the one launch
+QUICK, THOROUGH = ("sm_90", "gfx942"), ("sm_80", "sm_100", "sm_120", "gfx950")
+by_target = pytest.mark.parametrize(
+    "target", [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
+)
+# .rn forbids ptxas to contract; what stands between these marks is not LLVM's to change.
+ROUNDED = {"cuda": r"\bmul\.rn\.f32\b", "hip": r"ASMSTART\s+v_mul_f32\b.*\s+;;#ASMEND"}
+PLAIN = {"cuda": r"\b(?:fma\.rn|mul)\.f32\b", "hip": r"\bv_(?:pk_)?(?:fma|fmac|mac|mad|mul)_f32"}
+STATEMENT = re.compile(r"^\s*(?:(%\w+)(?::\d+)? = )?\"?([\w.]+)\"?(.*)$")
+UNCHANGED = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "arith.extf", "arith.select")
+
+
+def plain_products(ttir, pointer):
+    """Products of what is loaded from a pointer that a compiler may contract, and that are not just stored."""
+    addresses, values, products, wrong = {pointer}, set(), set(), []
+    for line in ttir.splitlines():
+        found = STATEMENT.match(re.sub(r"loc\(.*", "", line))
+        result, operation, rest = found.groups() if found else (None, "", "")
+        operands = set(re.findall(r"%\w+", rest))
+        if operation in ("tt.addptr", *UNCHANGED) and operands & addresses:
+            addresses.add(result)
+        elif operation == "tt.load" and operands & addresses:
+            values.add(result)
+        elif operation in UNCHANGED:
+            values |= {result} if operands & values else set()
+            products |= {result} if operands & products else set()
+        elif operation == "arith.mulf" and operands & values:
+            products.add(result)
+        elif operands & products and operation != "tt.store":
+            wrong.append(line.strip())
+    return wrong
+
+
+def compiled(target, dtype, gamma, monkeypatch, kernels=READERS):
+    """Every kernel of pre, forward and backward, that reads gamma where it is given."""
+    cross_compile.skip_if_too_old(target)
+
+    def tensor(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    n, D, M = 4, 4096, 24
+    parameters = {"phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M)}
+    parameters |= {"gamma": tensor(n, D) if gamma else None, "layer_norm_weight": None, "options": PreOptions()}
+    with cross_compile.compiling_for(target, monkeypatch, kernels) as found:
+        for T in (MANY, SOME, FEW):
+            contracts.mhc_pre_fwd.launch(backend="triton", x=tensor(T, n, D, dtype=dtype), **parameters)
+        x, dh_in = tensor(MANY, n, D, dtype=dtype), tensor(MANY, D, dtype=dtype)
+        kept = {"inv_rms": tensor(MANY), "h_mix": tensor(MANY, M)}
+        cotangents = {"dh_in": dh_in, "dh_post": None, "dh_res": None, "dx_next": None, "dh_pre": None}
+        contracts.mhc_pre_bwd.launch(backend="triton", x=x, read=None, **parameters, **kept, **cotangents)
+    return list({kernel.key: kernel for kernel in found}.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.thorough)], ids=str)
+@by_target
+def test_products_of_gamma_are_rounded(target, dtype, monkeypatch):
+    kind, kernels = GPUS[target].kind, compiled(target, dtype, True, monkeypatch)
+    reading = [kernel for kernel in kernels if len(re.findall(r"%gamma_ptr\b", kernel.ttir)) > 1]
+    elsewhere = {"mhc_few_fwd_kernel"} if kind == "hip" or dtype == torch.float32 else set()
+    assert {kernel.name for kernel in reading} == READERS - elsewhere
+    for kernel in reading:
+        assert plain_products(kernel.ttir, "%gamma_ptr") == [], kernel.name
+        if kernel.name in FORWARD or dtype == torch.bfloat16:  # in one part nothing is cut behind the forward
+            assert re.search(ROUNDED[kind], kernel.assembly), f"{kernel.name} has no rounded product"
+
+
+@by_target
+def test_gamma_brings_no_other_products(target, monkeypatch):
+    """With gamma as many products, fused and not, as without; the rounded ones come on top."""
+    kind, counted = GPUS[target].kind, []
+    for gamma in (True, False):
+        kernels = compiled(target, torch.bfloat16, gamma, monkeypatch, FORWARD)
+        of_others = [(kernel.name, re.sub(ROUNDED[kind], "", kernel.assembly)) for kernel in kernels]
+        counted.append([(name, len(re.findall(PLAIN[kind], assembly))) for name, assembly in of_others])
+    for (name, with_gamma), (same_name, without) in zip(*counted, strict=True):
+        assert name == same_name
+        assert with_gamma <= without, name
+
+
+@triton.jit
+def plain_kernel(phi_ptr, gamma_ptr, out_ptr):
+    """A product as the kernels once had it."""
+    k = tl.arange(0, 128)
+    value = tl.load(phi_ptr + k) * tl.load(gamma_ptr + k)
+    tl.store(out_ptr + k, parts.part_of(value, 1, tl.bfloat16))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_a_plain_product_is_found(target, monkeypatch):
+    with cross_compile.compiling_for(target, monkeypatch) as kernels:
+        phi, out = torch.empty(128, device="meta"), torch.empty(128, dtype=torch.bfloat16, device="meta")
+        plain_kernel[(1,)](phi, phi, out)
+    assert len(plain_products(kernels[0].ttir, "%gamma_ptr")) == 2
+    assert not re.search(ROUNDED[GPUS[target].kind], kernels[0].assembly)

@@ -1,0 +1,40 @@
+"""Sinkhorn in fp64 and in logarithms, where nothing underflows, and logits so far apart that in fp32 much does."""
+
+import torch
+
+import mhc_ops
+from mhc_ops.measure import cases
+
+SCALES, SEEDS, ITERS = (1.0, 8.0, 20.0, 50.0, 100.0), 3, 20
+
+
+def in_fp64(z, iters, eps):
+    log_eps = torch.tensor(eps, dtype=torch.float64, device=z.device).log()
+
+    def plus_eps(log):
+        return torch.logaddexp(log, log_eps.expand_as(log)) if eps else log
+
+    log = plus_eps(z.double().log_softmax(-1))
+    for axis in (-2, *(-1, -2) * (iters - 1)):
+        log = log - plus_eps(log.logsumexp(axis, keepdim=True))
+    return log.exp()
+
+
+def drawn(n, device, T=20):
+    """Logits of every scale and as many cotangents, of several seeds"""
+    generators = [torch.Generator().manual_seed(cases.SEED + seed) for seed in range(SEEDS)]
+    of_seeds = [torch.randn(2, len(SCALES), T, n, n, generator=generator) for generator in generators]
+    z, dc = torch.stack(of_seeds, -4).to(device)
+    z *= torch.tensor(SCALES, device=device).view(-1, 1, 1, 1, 1)
+    return z.requires_grad_(), dc
+
+
+def assert_right(n, eps, backend, device):
+    """Finite, and as far from fp64 as rounding z in each half step may bring log c, or a sum of as many gradients."""
+    z, dc = drawn(n, device)
+    c, exact = mhc_ops.sinkhorn(z, ITERS, eps, backend=backend), in_fp64(z, ITERS, eps)
+    (dz,), (exact_dz,) = (torch.autograd.grad(out, z, dc.to(out.dtype)) for out in (c, exact))
+    allowed = 1e-5 + (2 * ITERS + 1) * 2**-24 * z.detach().abs().amax((-2, -1), keepdim=True)
+    assert c.isfinite().all() and dz.isfinite().all()
+    assert ((c - exact).abs() <= allowed).all()
+    assert ((dz - exact_dz).abs() <= allowed * n * dc.abs().amax((-2, -1), keepdim=True)).all()
