@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..core.backend import choose
-from ..core.check import check_count
+from ..core.check import check_count, check_flag
 from ..core.launch import collected
 from . import contracts
 from .options import PreKeywords, Residual, spelled_out
@@ -42,6 +42,8 @@ def warmup(
     function = "warmup"
     for name, count in (("n", n), ("D", D), ("tokens", tokens)):
         check_count(function, name, count)
+    for name, flag in (("gamma", gamma), ("layer_norm", layer_norm), ("shifted", shifted)):
+        check_flag(function, name, flag)
     run: dict[str, Any] = {"options": checked_to_mix(function, dict(options))}
     x = torch.zeros(tokens, n, D, dtype=dtype, device=device)
     name = run["backend"] = choose(function, "mhc", backend, x.device)
