@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import importlib
 import math
 import os
 import random
@@ -138,9 +139,10 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=backends.BACKENDS, help="only this one (default: each that runs here)")
     _common_arguments(parser)
     add("--rows", action="store_true", help="show every result, not only those that failed")
-    instead = "for so long, random cases instead of the usual ones"
-    add("--fuzz", metavar="SECONDS", type=arguments.seconds, help=instead)
-    add("--seed", metavar="N", type=arguments.seed, help="of --fuzz (default: another one each time)")
+    instead = parser.add_mutually_exclusive_group().add_argument
+    instead("--fuzz", metavar="SECONDS", type=arguments.seconds, help="for so long, random cases instead")
+    instead("--misuse", metavar="SECONDS", type=arguments.seconds, help="for so long, random calls with odd arguments")
+    add("--seed", metavar="N", type=arguments.seed, help="of --fuzz and --misuse (default: another one each time)")
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,10 +189,10 @@ def _described(device: torch.device) -> str:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    if options.fuzz is not None:
+    if options.fuzz is not None or options.misuse is not None:
         return run_fuzz(options)
     if options.seed is not None:
-        raise Refused("--seed is of --fuzz; the usual cases are always the same")
+        raise Refused("--seed is of --fuzz and --misuse; the usual cases are always the same")
     chosen = selection.named(options.case, selection.CHECK)
     found = results.begin("check")
     found.not_measured = selection.absent(wanted(options), options.device)
@@ -214,10 +216,13 @@ def run_check(options: argparse.Namespace) -> int:
 
 
 def run_fuzz(options: argparse.Namespace) -> int:
+    which, seconds = ("fuzz", options.fuzz) if options.misuse is None else ("misuse", options.misuse)
     if options.case or options.json:
-        raise Refused("--fuzz draws cases of its own and prints those that fail: --case and --json do not go with it")
-    from .measure import fuzz
-
+        raise Refused(
+            f"--{which} draws cases of its own and prints those that fail: --case and --json do not go with it"
+        )
+    which, seconds = ("fuzz", options.fuzz) if options.misuse is None else ("misuse", options.misuse)
+    draw = importlib.import_module(f".measure.{which}", __package__)
     seed = random.randrange(2**32) if options.seed is None else options.seed
     absent = selection.absent(wanted(options), options.device)
     here = [b for b in wanted(options) if sum(entry.provider == b for entry in absent) < len(backends.families())]
@@ -226,7 +231,7 @@ def run_fuzz(options: argparse.Namespace) -> int:
     total = failed = 0
     interrupted = False
     try:
-        for outcome in fuzz.run(options.fuzz, options.device, here, seed, report.status("fuzz: case")):
+        for outcome in draw.run(seconds, options.device, here, seed, report.status(f"{which}: case")):
             total += 1
             if not outcome.passed:
                 failed += 1

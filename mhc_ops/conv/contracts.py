@@ -10,7 +10,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.layout import any_layout
 from ..core.op import op
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Channels side by side; other strides are free."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _as_state(state: Tensor) -> Tensor:
+    """[N, D, S] with channels side by side, as final_state has them."""
+    rows = state.transpose(1, 2)
+    return state if rows.is_contiguous() else rows.contiguous().transpose(1, 2)
+
+
+LAYOUTS = {"x": _channels_last, "residual": _channels_last, "initial_state": _as_state}
 
 
 class ConvOutputs(NamedTuple):
@@ -29,7 +44,7 @@ class ConvGradients(NamedTuple):
     dinitial_state: Tensor
 
 
-@op("conv")
+@op("conv", layouts=LAYOUTS)
 def causal_conv1d_fwd(
     x: Tensor,
     weight: Tensor,
@@ -48,7 +63,7 @@ def causal_conv1d_fwd(
     return ConvOutputs(y=x.new_empty(x.shape), final_state=state)
 
 
-@op("conv")
+@op("conv", layouts=LAYOUTS)
 def causal_conv1d_bwd(
     x: Tensor,
     weight: Tensor,
@@ -65,7 +80,7 @@ def causal_conv1d_bwd(
         dx=x.new_empty(x.shape),
         dweight=torch.empty_like(weight),
         dbias=weight.new_empty(0) if bias is None else torch.empty_like(bias),
-        dinitial_state=x.new_empty(0) if initial_state is None else _as_state(initial_state),
+        dinitial_state=x.new_empty(0) if initial_state is None else _empty_state(initial_state),
     )
 
 
@@ -123,7 +138,7 @@ class UpdateOutputs(NamedTuple):
     y: Tensor
 
 
-@op("conv", mutates=("conv_state",))
+@op("conv", mutates=("conv_state",), layouts={"x": any_layout, "conv_state": any_layout})
 def causal_conv1d_update_(
     x: Tensor,
     conv_state: Tensor,
@@ -168,6 +183,6 @@ def short_conv_bwd(
 short_conv_fwd.gradient_is(short_conv_bwd)
 
 
-def _as_state(state: Tensor) -> Tensor:
+def _empty_state(state: Tensor) -> Tensor:
     N, D, S = state.shape
     return state.new_empty((N, S, D)).transpose(1, 2)

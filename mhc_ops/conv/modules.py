@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..core.check import check_count, check_numbers
+from ..core.check import check_count, check_flag, check_numbers, check_tensors
 from .ops import short_conv
 
 
@@ -51,6 +51,7 @@ class ShortConv(nn.Module):
         for name, value in (("n", n), ("D", D), ("width", width), ("dilation", dilation)):
             check_count("ShortConv", name, value)
         (self.norm_eps,) = check_numbers("ShortConv", norm_eps=norm_eps)
+        check_flag("ShortConv", "residual", residual)
         self.n, self.D, self.width, self.dilation = n, D, width, dilation
         self.residual, self.backend = residual, backend
         self.norm_weight = nn.Parameter(torch.empty(n, D, device=device, dtype=dtype))
@@ -64,6 +65,7 @@ class ShortConv(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensors("ShortConv", x=x)
         if x.dim() != 4 or x.shape[2:] != (self.n, self.D):
             raise ValueError(f"ShortConv: x must be [B, L, {self.n}, {self.D}], got {list(x.shape)}")
         return short_conv(

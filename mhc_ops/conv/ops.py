@@ -104,7 +104,7 @@ def causal_conv1d(
         seq_idx=seq_idx,
         cu_seqlens=cu_seqlens,
         initial_state=initial_state,
-        output_final_state=bool(output_final_state),
+        output_final_state=output_final_state,
         backend=backend,
     )
 
@@ -175,7 +175,7 @@ def short_conv(
         gamma=gamma,
         weight=weight,
         dilation=dilation,
-        residual=bool(residual),
+        residual=residual,
         norm_eps=norm_eps,
         backend=backend,
     )

@@ -7,20 +7,26 @@ import torch
 from torch import Tensor
 
 from ..core.backend import choose
-from ..core.call import Request, any_layout
+from ..core.call import Request
 from ..core.check import (
     KERNEL_FLOATS,
     check_count,
     check_dtype,
+    check_flag,
+    check_in_memory,
     check_numbers,
     check_range,
     check_shapes,
+    check_tensor,
     check_tensors,
+    check_whole,
+    check_writable,
 )
 from . import contracts, reference
 
 MAX_WIDTH = 8  # of the kernels; the reference takes any
 INTEGERS = (torch.int32, torch.int64)
+LAYOUTS = contracts.LAYOUTS
 
 
 def causal_conv1d(
@@ -70,7 +76,7 @@ def causal_conv1d(
         "output_final_state": output_final_state,
     }
     returns = ("y", "final_state") if output_final_state else "y"
-    return Request(contracts.causal_conv1d_fwd, name, inputs, returns, LAYOUTS)
+    return Request(contracts.causal_conv1d_fwd, name, inputs, returns)
 
 
 def causal_conv1d_update(
@@ -86,11 +92,11 @@ def causal_conv1d_update(
     backend: str | None,
 ) -> Any:
     function = "causal_conv1d_update"
-    tokens = x[:, None] if isinstance(x, Tensor) and x.dim() == 2 else x
+    check_tensors(function, x=x, conv_state=conv_state)
+    tokens = x[:, None] if x.dim() == 2 else x
     silu = _check_filter(function, tokens, "[B, D] or [B, T, D]", weight, bias, activation, dilation)
     B, _, D = tokens.shape
     S = (weight.shape[1] - 1) * dilation
-    check_tensors(function, x=x, conv_state=conv_state)
     check_dtype(function, "conv_state", conv_state, (x.dtype,), " as x is")
     if conv_state.dim() != 3 or conv_state.shape[1] != D or conv_state.shape[2] < S:
         expected = f"[slots, {D}, length] with length at least {S}"
@@ -105,8 +111,9 @@ def causal_conv1d_update(
         raise ValueError(
             f"{function}: conv_state must have a slot for each of {B} sequences, got {conv_state.shape[0]}"
         )
-    if not isinstance(pad_slot_id, int):
-        raise TypeError(f"{function}: pad_slot_id must be an int, got {type(pad_slot_id).__name__}")
+    check_whole(function, "pad_slot_id", pad_slot_id)
+    if not torch.compiler.is_compiling():  # the op itself looks again
+        check_writable(function, "conv_state", conv_state)
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
         with torch.no_grad():
@@ -115,6 +122,7 @@ def causal_conv1d_update(
             state.copy_(after)
             return y.view(x.shape)
     _check_kernel_limits(function, x, weight, name)
+    check_in_memory(function, "conv_state", conv_state, f" for backend {name!r}")
     inputs = {
         "x": x,
         "conv_state": conv_state,
@@ -126,8 +134,7 @@ def causal_conv1d_update(
         "dilation": dilation,
         "pad_slot_id": pad_slot_id,
     }
-    layouts = {"x": any_layout, "conv_state": any_layout}
-    return Request(contracts.causal_conv1d_update_, name, inputs, "y", layouts)
+    return Request(contracts.causal_conv1d_update_, name, inputs, "y")
 
 
 def short_conv(
@@ -135,6 +142,7 @@ def short_conv(
 ) -> Any:
     function = "short_conv"
     norm_eps = check_short_conv(x, gamma, weight, dilation, norm_eps)
+    check_flag(function, "residual", residual)
     dilation = within(x.shape[1], dilation)
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
@@ -165,6 +173,7 @@ def check_causal_conv1d(
         check_shapes(function, residual=(residual, tuple(x.shape)))
     B, L, D = x.shape
     S = (weight.shape[1] - 1) * dilation
+    check_flag(function, "output_final_state", output_final_state)
     _exclude(function, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
     _exclude(function, seq_idx=seq_idx, output_final_state=output_final_state or None)
     N = B
@@ -235,12 +244,8 @@ def within(L: int, dilation: int) -> int:
 
 
 def _check_index(function: str, name: str, index: object, x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(index, Tensor):
-        raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(index).__name__}")
-    if index.layout is not torch.strided:
-        layout = str(index.layout).removeprefix("torch.")
-        raise TypeError(f"{function}: {name} must be a dense (strided) tensor, got {layout}")
-    check_dtype(function, name, index, allowed)
+    check_tensor(function, name, index, allowed)
+    assert isinstance(index, Tensor)
     if index.device != x.device:
         raise ValueError(f"{function}: {name} must be on {x.device} as x is, got {index.device}")
 
@@ -254,17 +259,3 @@ def _check_kernel_limits(function: str, x: Tensor, weight: Tensor, backend: str)
     context = f" for backend {backend!r}"
     check_dtype(function, "x", x, KERNEL_FLOATS, context)
     check_range(function, "the width of weight", weight.shape[1], 1, MAX_WIDTH, context)
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    """Channels side by side; other strides are free."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-def _as_state(state: Tensor) -> Tensor:
-    """[N, D, S] with channels side by side, as final_state has them."""
-    rows = state.transpose(1, 2)
-    return state if rows.is_contiguous() else rows.contiguous().transpose(1, 2)
-
-
-LAYOUTS = {"x": _channels_last, "residual": _channels_last, "initial_state": _as_state}

@@ -146,6 +146,11 @@ def chosen() -> Choice:
     if torch.compiler.is_compiling():
         scopes = getattr(_in_thread, "scopes", ())
         return scopes[0] if scopes else _environment
+    return chosen_by_caller()
+
+
+def chosen_by_caller() -> Choice:
+    """The same where nothing is compiled."""
     return _in_context.get(_environment)
 
 

@@ -5,53 +5,38 @@
 
 `_prepare_post` checks, chooses a backend and says what is to be done: a Request, or the result itself where that is
 the reference's. Eager calls whose arguments are alike (shapes, strides, types, devices, numbers, chosen backend) find
-the Call of an earlier one, whose checks hold for them too. Tensors are compared by the guards of torch.compile, in C++:
-a third of the time of a key in Python.
+the Call of an earlier one, whose checks hold for them too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import backend as backends
-from .modes import watched
+from .alike import Alike
+from .modes import is_plain, watched
 from .op import Call, Op
 
 MOST_KEYS = 10_000  # token counts are part of them
-MOST_CALLS = 16  # of one key: types, strides, with and without gradients; guards are tried one by one
 CONSTANTS = frozenset((int, float, bool, str, type(None)))
+STRIDED = torch.strided
 
-Layout = Callable[[Tensor], Tensor]
-_calls: dict[Any, "list[tuple[Any, Kept]]"] = {}
-
-
-def any_layout(tensor: Tensor) -> Tensor:
-    """Of a tensor whose strides the op takes as they are."""
-    return tensor
+_calls: dict[Any, Alike] = {}
 
 
 class Request(NamedTuple):
     """returns: the output or outputs that the public function returns, in order, None in the place of one that is not
-    there; layouts: how the op takes a tensor, where that is not contiguous, as a function that returns the tensor
-    itself where it is already so."""
+    there. layouts: nobody reads them, an op has its own."""
 
     op: Op
     backend: str
     inputs: dict[str, Any]
     returns: str | tuple[str | None, ...]
-    layouts: Mapping[str, Layout] = {}
-
-    def laid_out(self) -> dict[str, Any]:
-        """The inputs as the op takes them."""
-        layout = self.layouts
-        return {
-            name: layout.get(name, Tensor.contiguous)(value) if isinstance(value, Tensor) else value
-            for name, value in self.inputs.items()
-        }
+    layouts: Any = None
 
 
 class Kept(NamedTuple):
@@ -59,15 +44,15 @@ class Kept(NamedTuple):
 
     call: Call
     taken: list[int] | None  # None: all, in this order
-    copied: list[tuple[int, Layout]]  # those that are first copied into another layout
+    copied: list[tuple[int, str]]  # those that are first copied, and their names
     single: bool
     missing: list[int]  # places of what is returned where None stands
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         if self.taken is not None:
             tensors = [tensors[i] for i in self.taken]
-        for place, layout in self.copied:
-            tensors[place] = layout(tensors[place])
+        for place, name in self.copied:
+            tensors[place] = self.call.op.taken(name, tensors[place])
         results = self.call(tensors)
         if self.single:
             return results[0]
@@ -82,11 +67,13 @@ def run(prepare: Callable[..., Any], **arguments: Any) -> Any:
     """prepare(**arguments), and what that asks for."""
     if watched() or forward_ad._current_level >= 0:
         return answer(prepare(**arguments))
-    words: list[Any] = [prepare, backends.chosen()]
+    words: list[Any] = [prepare, backends.chosen_by_caller()]
     tensors: list[Tensor] = []
     for name, argument in arguments.items():
         kind = argument.__class__
         if kind is Tensor or kind is Parameter:
+            if argument.layout is not STRIDED or argument.is_nested:  # as is_readable
+                return answer(prepare(**arguments))
             words.append(name)
             tensors.append(argument)
         elif kind in CONSTANTS:
@@ -106,7 +93,7 @@ def answer(prepared: Any) -> Any:
     """The result of a Request, where nothing is known of it from before."""
     if not isinstance(prepared, Request):
         return prepared
-    outputs = prepared.op(backend=prepared.backend, **prepared.laid_out())
+    outputs = prepared.op(backend=prepared.backend, **prepared.op.laid_out(prepared.inputs))
     if isinstance(prepared.returns, str):
         return getattr(outputs, prepared.returns)
     return tuple([None if name is None else getattr(outputs, name) for name in prepared.returns])
@@ -114,28 +101,21 @@ def answer(prepared: Any) -> Any:
 
 def first_call(prepared: Any, tensors: list[Tensor], key: tuple[Any, ...]) -> Any:
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
-    if not isinstance(prepared, Request) or len(places) < len(tensors):
+    if not isinstance(prepared, Request) or len(places) < len(tensors) or not all(map(is_plain, tensors)):
         return answer(prepared)  # of a tensor that is given twice it cannot be told which of two the next call means
     single = isinstance(prepared.returns, str)
     places_of = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
     returns = tuple(name for name in places_of if name is not None)
     missing = [place for place, name in enumerate(places_of) if name is None]
-    laid_out = prepared.laid_out()
+    laid_out = prepared.op.laid_out(prepared.inputs)
     names = [name for name, value in laid_out.items() if isinstance(value, Tensor)]
     taken = [places[id(prepared.inputs[name])] for name in names]
-    copied = [
-        (place, prepared.layouts.get(name, Tensor.contiguous))
-        for place, name in enumerate(names)
-        if laid_out[name] is not prepared.inputs[name]
-    ]
-    call = Call(prepared.op, prepared.backend, laid_out, returns, replayed=True)
+    copied = [(place, name) for place, name in enumerate(names) if laid_out[name] is not prepared.inputs[name]]
+    call = Call(prepared.op, prepared.backend, prepared.inputs, returns, repeated=True)
     kept = Kept(call, None if taken == list(range(len(tensors))) else taken, copied, single, missing)
     if len(_calls) >= MOST_KEYS:
         _calls.clear()
-    alike = _calls.setdefault(key, [])
-    if len(alike) >= MOST_CALLS:
-        alike.clear()
-    alike.append((TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None), kept))
+    _calls.setdefault(key, Alike()).add(tensors, kept)
     return kept(tensors)
 
 

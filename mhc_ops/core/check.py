@@ -1,6 +1,6 @@
 """The input checks and their one wording: function: argument must be this, got that."""
 
-import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KERNEL_FLOATS = FLOATS[:3]
+MOST_FINITE = sys.float_info.max
+LARGEST = 2**63 - 1  # whole number that a kernel takes
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -23,15 +25,53 @@ def check_tensors(function: str, **arguments: object) -> None:
     """Each is a dense tensor of a float type, on the device of the first. Optional ones are left out by the caller."""
     first_name, first = next(iter(arguments.items()))
     for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(value).__name__}")
-        if value.layout is not torch.strided or value.is_nested:
-            layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").strip("_")
-            raise TypeError(f"{function}: {name} must be a dense (strided) tensor, got {layout}")
-        check_dtype(function, name, value, FLOATS)
-        assert isinstance(first, Tensor)
+        check_tensor(function, name, value, FLOATS)
+        assert isinstance(first, Tensor) and isinstance(value, Tensor)
         if value.device != first.device:
             raise ValueError(f"{function}: {name} must be on {first.device} as {first_name} is, got {value.device}")
+
+
+def check_tensor(function: str, name: str, value: object, allowed: Sequence[torch.dtype], context: str = "") -> None:
+    """A dense tensor of one of these types."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").strip("_")
+        raise TypeError(f"{function}: {name} must be a dense (strided) tensor, got {layout}")
+    check_dtype(function, name, value, allowed, context)
+
+
+def check_memory(function: str, name: str, tensor: Tensor) -> None:
+    """Its storage is there: FSDP takes it away between two uses."""
+    if not tensor.data_ptr() and tensor.numel() and tensor.device.type != "meta":
+        raise ValueError(f"{function}: {name} must have memory, but its storage was given back")
+
+
+def check_writable(function: str, name: str, tensor: Tensor) -> None:
+    """Of a tensor that is written to: every element has memory of its own, and torch may know of the change."""
+    if overlaps_itself(tensor):
+        raise ValueError(f"{function}: {name} must have memory of its own for each element: pass {name}.contiguous()")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{function}: {name} must be no inference tensor outside of inference mode: pass a clone")
+
+
+def check_in_memory(function: str, name: str, tensor: Tensor, context: str) -> None:
+    """Of a tensor that kernels write to: its values are what is in memory."""
+    if tensor.is_neg() or tensor._is_zerotensor():
+        raise ValueError(f"{function}: {name} must be no negated view{context}: pass {name}.resolve_neg()")
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may share memory: no, where each dimension steps over all that smaller steps reach."""
+    if not tensor.numel():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def check_dtype(function: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype], context: str = "") -> None:
@@ -52,12 +92,27 @@ def check_range(function: str, name: str, value: int, low: int, high: int, conte
         raise ValueError(f"{function}: {name} must be {low} to {high}{context}, got {value}")
 
 
-def check_count(function: str, name: str, value: object) -> None:
-    """A whole number from 1 up."""
+def check_whole(function: str, name: str, value: object) -> None:
+    """A whole number of 64 bits."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{function}: {name} must be an int, got {type(value).__name__}")
+    if not -LARGEST - 1 <= value <= LARGEST:
+        raise ValueError(f"{function}: {name} must fit 64 bits, got {shown(value)}")
+
+
+def check_count(function: str, name: str, value: object) -> None:
+    """A whole number from 1 up."""
+    check_whole(function, name, value)
+    assert isinstance(value, int)
     if value < 1:
         raise ValueError(f"{function}: {name} must be at least 1, got {value}")
+
+
+def shown(value: object) -> str:
+    """A number as it is or, where it has more digits than anybody reads, how many."""
+    if not isinstance(value, int) or abs(value) < 10**30:
+        return str(value)
+    return f"one of {value.bit_length()} bits"
 
 
 def check_flag(function: str, name: str, value: object) -> None:
@@ -77,8 +132,8 @@ def check_numbers(function: str, **values: object) -> tuple[float, ...]:
     for name, value in values.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise TypeError(f"{function}: {name} must be a number, got {type(value).__name__}")
-        if name.endswith("eps") and not 0 <= value < math.inf:
-            raise ValueError(f"{function}: {name} must be finite and 0 or more, got {value}")
-        if not -math.inf < value < math.inf:
-            raise ValueError(f"{function}: {name} must be finite, got {value}")
+        if name.endswith("eps") and not 0 <= value <= MOST_FINITE:
+            raise ValueError(f"{function}: {name} must be finite and 0 or more, got {shown(value)}")
+        if not -MOST_FINITE <= value <= MOST_FINITE:
+            raise ValueError(f"{function}: {name} must be finite, got {shown(value)}")
     return tuple(float(value) for value in values.values())  # type: ignore[arg-type]

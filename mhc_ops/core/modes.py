@@ -13,6 +13,10 @@ from torch.autograd import forward_ad
 
 from .backend import PACKAGE
 
+# Looked up once: every call asks for them.
+_tracing_state, _transform = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+
 
 def is_eager(arguments: Sequence[Any]) -> bool:
     """Plain tensors and nothing that watches."""
@@ -23,16 +27,16 @@ def watched() -> bool:
     """By a compiler, torch.jit.trace, a dispatch or function mode, or a functorch transform."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _tracing_state() is not None
+        or _dispatch_modes() > 0
+        or _function_modes() > 0
+        or _transform() is not None
     )
 
 
 def is_transformed() -> bool:
     """By torch.func: grad, vjp, vmap and what is made of them; not while a compiler traces those."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return not torch.compiler.is_compiling() and _transform() is not None
 
 
 def traced_under_derivatives() -> bool:
@@ -61,9 +65,12 @@ register_shardings._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_plain(value: object) -> bool:
-    """A Tensor or Parameter, no subclass that has its own ways."""
-    kind = type(value)
-    return kind is Tensor or kind is torch.nn.Parameter
+    """A Tensor or Parameter with memory of its own: no subclass that has its own ways, and none of the wrappers of
+    torch.func and of functionalization, which have no class of theirs."""
+    if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
+        return False
+    assert isinstance(value, Tensor)
+    return not (torch._is_functional_tensor(value) or torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 def has_tangent(arguments: Sequence[Any]) -> bool:

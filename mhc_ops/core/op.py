@@ -20,8 +20,9 @@ it is more than one op, it is written as a function: see `Op.gradient`.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from torch import Tensor
 
 from . import backend as backends
 from . import device
+from .alike import Alike
+from .check import check_memory, check_tensor, check_writable
+from .layout import Layout, resolved
 from .modes import (
     has_tangent,
     is_dtensor,
@@ -43,24 +47,37 @@ IN_REFERENCE = "works with backend='reference' only"
 
 Inputs = dict[str, Any]
 Gradients = dict[str, Tensor | None]
+STRIDED = torch.strided
+ALL_CONTIGUOUS: Mapping[str, Layout] = MappingProxyType({})
 
 
 def op(
-    family: str, mutates: tuple[str, ...] = (), unwritten: tuple[str, ...] = ()
+    family: str,
+    mutates: tuple[str, ...] = (),
+    unwritten: tuple[str, ...] = (),
+    layouts: Mapping[str, Layout] = ALL_CONTIGUOUS,
 ) -> Callable[[Callable[..., Any]], "Op"]:
     """Decorator: make an Op of a contract. mutates: the inputs that its launchers write to; unwritten: the outputs, of
-    one element of storage, that they do not, because nobody reads them."""
-    return lambda contract: Op(family, contract, mutates, unwritten)
+    one element of storage, that they do not, because nobody reads them; layouts: of inputs that need not be contiguous.
+    """
+    return lambda contract: Op(family, contract, mutates, unwritten, layouts)
 
 
 class Op:
     """Call it as op(backend=..., x=x, ...), every input by its name; tensors are checked by the caller."""
 
-    def __init__(self, family: str, contract: Callable[..., Any], mutates: tuple[str, ...], unwritten: tuple[str, ...]):
+    def __init__(
+        self,
+        family: str,
+        contract: Callable[..., Any],
+        mutates: tuple[str, ...],
+        unwritten: tuple[str, ...],
+        layouts: Mapping[str, Layout],
+    ):
         self.family = family
         self.name = contract.__name__
         self.contract = contract
-        self.mutates, self.unwritten = mutates, unwritten
+        self.mutates, self.unwritten, self.layouts = mutates, unwritten, layouts
         signature = inspect.signature(contract)
         self.inputs = {name: getattr(p.annotation, "_fields", ()) for name, p in signature.parameters.items()}
         self.groups = {name: p.annotation for name, p in signature.parameters.items() if self.inputs[name]}
@@ -94,7 +111,27 @@ class Op:
         call = Call(self, backend, inputs, self.outputs._fields)
         return self.outputs(*call(tensors))
 
+    def taken(self, name: str, tensor: Tensor) -> Tensor:
+        """An input, or what is kept under its name for the gradient, as kernels take it."""
+        return self.layouts.get(name, Tensor.contiguous)(resolved(tensor))
+
+    def laid_out(self, inputs: Inputs) -> Inputs:
+        return {name: self.taken(name, value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+    def apart(self, inputs: Inputs) -> Inputs:
+        """Inputs that lie in memory which the op writes to are read from copies."""
+        found = dict(inputs)
+        for name, value in inputs.items():
+            if name not in self.mutates and isinstance(value, Tensor):
+                for written in self.mutates:
+                    if torch._C._is_alias_of(value, inputs[written]):  # type: ignore[attr-defined]
+                        found[name] = value.clone()
+        return found
+
     def launch(self, *, backend: str, **inputs: Any) -> Any:
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                check_memory(self.name, name, value)
         outputs = self.contract(**inputs)
         first = next(value for value in inputs.values() if isinstance(value, Tensor))
         with device.current(first):
@@ -146,7 +183,10 @@ class Op:
 
     def _flat(self, *flat_and_backend: Any) -> Any:
         *flat, backend = flat_and_backend
-        outputs = self.launch(backend=backend, **self.unflattened(flat))
+        inputs = self.laid_out(self.unflattened(flat))  # others than the public functions may call it
+        for name in self.mutates:
+            check_writable(self.name, name, inputs[name])
+        outputs = self.launch(backend=backend, **self.apart(inputs) if self.mutates else inputs)
         for name in self.unwritten:  # torch's checks of an op read what nobody else does
             if getattr(outputs, name).numel():  # else there is no storage
                 getattr(outputs, name).as_strided((1,), (1,)).zero_()
@@ -238,11 +278,11 @@ class Op:
 class Call:
     """One eager call of an op without its tensors, which are a list in the order of `names`.
 
-    returns: the outputs that the caller wants. What the gradient needs besides is kept by autograd alone.
-    replayed: whether there will be others like it."""
+    inputs: of this call, or of one like it that is first laid out. returns: the outputs that the caller wants; what the
+    gradient needs besides is kept by autograd alone. repeated: whether there will be others like it."""
 
-    def __init__(self, op: Op, backend: str, inputs: Inputs, returns: tuple[str, ...], replayed: bool = False):
-        self.op, self.backend, self.returns = op, backend, returns
+    def __init__(self, op: Op, backend: str, inputs: Inputs, returns: tuple[str, ...], repeated: bool = False):
+        self.op, self.backend, self.returns, self.repeated = op, backend, returns, repeated
         self.names = [name for name, value in inputs.items() if isinstance(value, Tensor)]
         self.constants = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
         outputs = op.outputs._fields
@@ -250,46 +290,99 @@ class Call:
         everything = [*self.names, *returns, *hidden]  # as `keep` has it
         self.kept = [name for name in op.reads if name in everything]
         self.places = [everything.index(name) for name in self.kept]
+        self.saved: list[tuple[Any, ...]] = []  # shapes, types and devices of what is kept
         self.fixed = [i for i, name in enumerate(returns) if name not in op.varying]
-        self.forward: Any = partial(self.launched, returns)
-        self.forward_keeping: Any = partial(self.launched, (*returns, *hidden))
+        self.replays = repeated and backend == "triton" and not backends._INTERPRETED
+        self.differentiable = op.differentiate is not None and any(
+            value.requires_grad for value in inputs.values() if isinstance(value, Tensor)
+        )
+        self.forward: Any = self._direct(partial(self.launched, returns))
+        self.forward_keeping: Any = self._direct(partial(self.launched, (*returns, *hidden)))
         self.backward: Any = partial(self.differentiated, partial(Op.launch, backend=backend))
-        if replayed and backend == "triton" and not backends._INTERPRETED:
-            self.forward = Replay(self.forward, any_strides=False)
-            self.forward_keeping = Replay(self.forward_keeping, any_strides=False)
-            self.backward = Replay(self.backward, any_strides=True)  # saved_tensors_hooks may have changed them
+        self.alike: dict[tuple[bool, ...], Alike] = {}  # by which cotangents there are: how the backward runs
+        if op.mutates:
+            self.forward = partial(self.written, self.forward)
+
+    def _direct(self, function: Any) -> Any:
+        return Replay(function) if self.replays else function
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What is returned, in the order of `returns`."""
-        if self.op.differentiate is not None and torch.is_grad_enabled():
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    # Not through torch.autograd.Function.apply, which looks for transforms once more.
-                    return super(torch.autograd.Function, self.op.function).apply(self, *tensors)  # type: ignore[misc]
+        if self.differentiable and torch.is_grad_enabled():
+            # Not through torch.autograd.Function.apply, which looks for transforms once more.
+            return super(torch.autograd.Function, self.op.function).apply(self, *tensors)  # type: ignore[misc]
         return self.forward(tensors)
 
     def launched(self, outputs: tuple[str, ...], tensors: Sequence[Tensor]) -> list[Tensor]:
         results = self.op.launch(backend=self.backend, **dict(zip(self.names, tensors)), **self.constants)
         return [getattr(results, name) for name in outputs]
 
+    def written(self, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        """Of an op that writes to its inputs, of which torch is to know."""
+        inputs = dict(zip(self.names, tensors))
+        results = forward(list(self.op.apart(inputs).values()))
+        torch.autograd.graph.increment_version([inputs[name] for name in self.op.mutates])
+        return results
+
     def keep(self, ctx: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """For the backward. results: what is returned, then what the gradient needs besides."""
         everything = (*tensors, *results)
+        kept = [everything[place] for place in self.places]
+        if not self.saved:
+            self.saved = [_kind(tensor) for tensor in kept]
         ctx.call = self
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[everything[place] for place in self.places])
+        ctx.save_for_backward(*kept)
         if self.fixed:
             ctx.mark_non_differentiable(*[results[i] for i in self.fixed])
 
     def gradients(
-        self, ctx: Any, cotangents: Sequence[Tensor | None], differentiated: Callable[..., Sequence[Tensor | None]]
+        self, ctx: Any, cotangents: Sequence[Tensor | None], back: Callable[..., Sequence[Tensor | None]] | None
     ) -> Sequence[Tensor | None]:
-        """One for each of `names`. cotangents: one for each of `returns`."""
-        dense = [c if c is None or c.is_contiguous() else c.contiguous() for c in cotangents]
-        if all(cotangent is None for cotangent in dense):
+        """One for each of `names`. cotangents: one for each of `returns`; back: None to launch directly."""
+        there = tuple([cotangent is not None for cotangent in cotangents])
+        if True not in there:
             return [None] * len(self.names)
-        # saved_tensors once: checkpointing and offloading unpack on each access
-        return differentiated([*ctx.saved_tensors, *dense])
+        saved = ctx.saved_tensors  # once: checkpointing and offloading unpack on each access
+        if back is not None or not self.repeated:
+            return (back or self.backward)(self.brought_back([*saved, *cotangents]))
+        for tensor in saved:
+            if tensor.layout is not STRIDED or tensor.is_nested:  # as is_readable
+                self.brought_back(saved)
+        tensors = [*saved, *[c if c is None or c.is_contiguous() else c.contiguous() for c in cotangents]]
+        alike = self.alike.get(there)
+        if alike is None:
+            alike = self.alike[there] = Alike()
+        found = alike.find([t for t in tensors if t is not None] if False in there else tensors)
+        return self.unlike_others(alike, tensors) if found is None else found(tensors)
+
+    def unlike_others(self, alike: Alike, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        tensors = self.brought_back(tensors)
+        given = [tensor for tensor in tensors if tensor is not None]
+        found = alike.find(given)
+        if found is None:
+            found = self._direct(self.backward)
+            alike.add(given, found)
+        return found(tensors)
+
+    def brought_back(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What is kept, then the cotangents, as kernels take them: hooks of autograd return what they like."""
+        found: list[Tensor | None] = []
+        for name, tensor, kind in zip(self.kept, tensors, self.saved):
+            assert tensor is not None
+            check_tensor(self.op.name, name, tensor, (kind[1],), " as it was kept")
+            if _kind(tensor) != kind:
+                (shape, _, place), (was, _, before) = _kind(tensor), kind
+                raise ValueError(
+                    f"{self.op.name}: {name} must come back to the backward as it was kept, {list(was)} on {before}, "
+                    f"got {list(shape)} on {place} (of saved_tensors_hooks?)"
+                )
+            found.append(self.op.taken(name, tensor))
+        for name, tensor in zip(self.returns, tensors[len(self.kept) :]):
+            if tensor is not None:
+                check_tensor(self.op.name, f"d{name}", tensor, (tensor.dtype,))
+            found.append(None if tensor is None else resolved(tensor).contiguous())
+        return found
 
     def differentiated(self, run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """tensors: what is kept, then the cotangents, as in `gradients`."""
@@ -318,7 +411,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        call, back = ctx.call, ctx.call.backward
+        call, back = ctx.call, None
         if torch.is_grad_enabled():
             back = partial(call.differentiated, partial(Op.once, backend=call.backend))
         return None, *call.gradients(ctx, cotangents, back)
@@ -327,6 +420,10 @@ class Eager(torch.autograd.Function):
 def by_input(gradients: Any) -> Gradients:
     """The outputs of a backward op, dx as x and so on."""
     return {name.removeprefix("d"): gradient for name, gradient in gradients._asdict().items()}
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -35,18 +35,18 @@ _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", partial(_e
 class Replay:
     """A function from tensors to tensors that does nothing but allocate and launch.
 
-    Its tensors have the same shapes and types in every call; alignments may differ, and some tensors be None. With
-    any_strides, so may strides."""
+    Its tensors have the same shapes, strides and types in every call; alignments may differ, and some tensors be None.
+    """
 
-    def __init__(self, function: Function, any_strides: bool) -> None:
-        self.function, self.any_strides = function, any_strides
+    def __init__(self, function: Function) -> None:
+        self.function = function
         self.plans: dict[Any, Plan | None] = {}
 
     def __call__(self, tensors: Tensors) -> Tensors:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         key: Any = tuple([address != 0 for address in addresses])
-        if reduce(or_, addresses) & 15 or (self.any_strides and not _contiguous(tensors)):
-            key = tuple([None if t is None else (t.data_ptr() & 15, t.stride()) for t in tensors])
+        if reduce(or_, addresses) & 15:
+            key = tuple([address & 15 if address else None for address in addresses])
         if key not in self.plans:
             return self.first_call(tensors, addresses, key)
         plan = self.plans[key]
@@ -127,13 +127,6 @@ class Plan:
             start(stream, arguments(addresses))
         tensors = [*given, *made, None]  # the last is what −1 finds
         return [tensors[place] for place in self.results]
-
-
-def _contiguous(tensors: Tensors) -> bool:
-    for tensor in tensors:  # noqa: SIM110 (a generator takes twice the time)
-        if tensor is not None and not tensor.is_contiguous():
-            return False
-    return True
 
 
 def _has_memory(argument: Any) -> bool:

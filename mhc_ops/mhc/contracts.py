@@ -1,8 +1,8 @@
 """The contracts of the mHC kernels and how their gradients are made of one another.
 
 A backend's launcher has the contract's name and takes its inputs and its outputs by their names. Inputs are checked and
-contiguous. T is the product of the leading dimensions, M = n² + 2n, or 2n where the residual is the identity: then
-h_res is None as an input and empty as an output.
+contiguous, but for a link, whose values nobody reads. T is the product of the leading dimensions, M = n² + 2n, or 2n
+where the residual is the identity: then h_res is None as an input and empty as an output.
 """
 
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.layout import any_layout
 from ..core.op import by_input, op
 from .options import PreOptions
 
@@ -183,7 +184,7 @@ def mhc_layer_pre(
     )
 
 
-@op("mhc")
+@op("mhc", layouts={"link": any_layout})
 def mhc_layer_post(
     link: Tensor, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor | None, transposed: bool
 ) -> PostOutputs:
@@ -310,7 +311,7 @@ class NextGradients(NamedTuple):
     dread: Tensor
 
 
-@op("mhc", unwritten=("link_next",))
+@op("mhc", unwritten=("link_next",), layouts={"link": any_layout})
 def mhc_next_fwd(
     link: Tensor | None,
     x: Tensor,

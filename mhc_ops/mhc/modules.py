@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from ..core import backend as backends
-from ..core.check import check_count, check_tensors
+from ..core.check import check_count, check_flag, check_tensors
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
 from .options import DEFAULTS, PreKeywords, Residual, checked, spelled_out
 from .recompute import StackCarry, boundary
@@ -43,6 +43,7 @@ class _Maps(nn.Module):
         kind = type(self).__name__
         check_count(kind, "n", n)
         check_count(kind, "D", D)
+        check_flag(kind, "gamma", gamma)
         found = checked(kind, options)
         if found.hc_eps >= 1:
             raise ValueError(f"{kind}: hc_eps must be below 1, got {found.hc_eps}")
@@ -70,7 +71,7 @@ class _Maps(nn.Module):
             nn.init.ones_(self.gamma)
 
     def check(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor) or x.shape[-2:] != (self.n, self.D):
+        if not isinstance(x, Tensor) or x.is_nested or x.shape[-2:] != (self.n, self.D):
             check_tensors(type(self).__name__, x=x)
             raise ValueError(f"{type(self).__name__}: x must be [..., {self.n}, {self.D}], got {list(x.shape)}")
 
@@ -169,6 +170,8 @@ class HyperConnection(_Maps):
     ):
         if not callable(layer):
             raise TypeError(f"HyperConnection: layer must be callable, got {type(layer).__name__}")
+        check_flag("HyperConnection", "layer_norm", layer_norm)
+        check_flag("HyperConnection", "checkpoint", checkpoint)
         residual = options.get("residual", DEFAULTS.residual)
         if residual == Residual.LOGITS:
             raise ValueError("HyperConnection: residual='logits' is no map to mix streams with; MHCBlock returns it")

@@ -92,7 +92,7 @@ def mhc_forward_pre(
         alpha=alpha,
         bias=bias,
         gamma=gamma,
-        outflag=bool(outflag),
+        outflag=outflag,
         backend=backend,
         norm_eps=norm_eps,
         hc_eps=hc_eps,

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.backend import choose
-from ..core.call import Request, any_layout
+from ..core.call import Request
 from ..core.check import (
     KERNEL_FLOATS,
     check_count,
@@ -33,6 +33,7 @@ def forward_pre(
     backend: str | None,
     **numbers: float,
 ) -> Any:
+    check_flag("mhc_forward_pre", "outflag", outflag)
     options = checked("mhc_forward_pre", {**numbers, "residual": Residual.LOGITS.value})
     returns = contracts.PreOutputs._fields[: 6 if outflag else 3]
     return _pre_on(
@@ -272,7 +273,7 @@ def leave(
     inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "transposed": transposed}
     if not is_link_of_kernels(link):
         return Request(contracts.mhc_post_fwd, name, inputs, "x_next")
-    return Request(contracts.mhc_layer_post, name, {"link": link, **inputs}, "x_next", {"link": any_layout})
+    return Request(contracts.mhc_layer_post, name, {"link": link, **inputs}, "x_next")
 
 
 def next_sublayer(
@@ -315,7 +316,7 @@ def next_sublayer(
     inputs |= {"h_out": h_out, "h_post": h_post, "h_res": h_res, "read": read, "link": link, "linked": linked}
     returns = _there(("x_next", "h_in", "h_post_next", "h_res_next"), options)
     returns += (() if read is None else ("h_pre_next",)) + (("link_next",) if linked else ())
-    return Request(contracts.mhc_next_fwd, name, inputs, returns, {"link": any_layout})
+    return Request(contracts.mhc_next_fwd, name, inputs, returns)
 
 
 def is_link_of_kernels(link: Tensor | None) -> bool:

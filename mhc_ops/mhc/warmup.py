@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..core.backend import choose
-from ..core.check import check_count
+from ..core.check import check_count, check_flag
 from ..core.launch import collected
 from . import contracts
 from .options import PreKeywords, Residual, spelled_out
@@ -47,6 +47,8 @@ def warmup(
     for name, value in (("dtype", dtype), ("parameter_dtype", parameter_dtype)):
         if not isinstance(value, torch.dtype):
             raise TypeError(f"{function}: {name} must be a torch.dtype, got {type(value).__name__}")
+    for name, flag in (("gamma", gamma), ("layer_norm", layer_norm), ("shifted", shifted)):
+        check_flag(function, name, flag)
     run: dict[str, Any] = {"options": checked_to_mix(function, dict(options))}
     gpu = torch.cuda.is_available()
     where = torch.device(("cuda" if gpu else "cpu") if device is None else device)

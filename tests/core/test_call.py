@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from mhc_ops.core import alike, call
 from mhc_ops.core import backend as backends
-from mhc_ops.core import call
 from mhc_ops.core.call import Request, run
 from mhc_ops.core.launch import Descriptor, launch
 from mhc_ops.core.op import op
@@ -272,7 +272,7 @@ def test_two_inputs_in_one_tensor_are_not_a_rule(kernel):
 
 def test_what_is_kept_is_bounded(kernel, scaled, monkeypatch):
     monkeypatch.setattr(call, "MOST_KEYS", 3)
-    monkeypatch.setattr(call, "MOST_CALLS", 2)
+    monkeypatch.setattr(alike, "MOST", 2)
     for amount in range(10):
         for shape in [(64,), (2, 32), (4, 16), (8, 8)]:  # as many elements: one key
             scaled(torch.zeros(shape), float(amount))
@@ -304,7 +304,7 @@ def test_a_descriptor_is_of_the_tensor_of_its_call():
         launch(DescribedKernel(), (1,), x_desc=Described(tensors[0], [4]), y_ptr=y)
         return [y]
 
-    replay = Replay(double, any_strides=False)
+    replay = Replay(double)
     replay([torch.ones(4)])
     again = torch.ones(4)
     (y,) = replay([again])

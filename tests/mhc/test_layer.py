@@ -191,7 +191,8 @@ def test_the_link_stays_one_element(kernel_device):
     x = torch.zeros(6, N, D, device=kernel_device)
     maps = {"h_out": x[:, 0], "h_post": x[:, :, 0], "h_res": torch.zeros(6, N, N, device=kernel_device)}
     link = torch.empty_strided(x.shape, (0, 0, 0), device=kernel_device)
-    taken = prepare.leave(function="mhc_layer", link=link, x=x, **maps, backend="triton").laid_out()
+    request = prepare.leave(function="mhc_layer", link=link, x=x, **maps, backend="triton")
+    taken = request.op.laid_out(request.inputs)
     assert taken["link"] is link
     assert taken["h_out"].is_contiguous()
 

@@ -189,7 +189,7 @@ def test_a_replayed_call_finds_its_tickets():
         launch(wrapped, (1,), x_ptr=tensors[0], scale=2)
         return [torch.empty(1)]
 
-    replayed = Replay(pretend, any_strides=False)
+    replayed = Replay(pretend)
     given = [torch.zeros(64) for _ in range(3)]
     for x in given:
         replayed([x])

@@ -1,0 +1,35 @@
+"""Tensors that are like earlier ones: what was found for those holds for them.
+
+They are compared by the guards of torch.compile, in C++, a third of the time of a key in Python: class, shape, strides,
+type, device, whether a gradient is needed, and the bits by which torch tells kinds of tensors apart (negated,
+inference, within a transform). On tensors without sizes or strides the guards abort the process: they see none.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+
+MOST = 16  # types, strides, with and without gradients; guards are tried one by one
+
+
+class Alike(list[tuple[Any, Any]]):
+    """Guards of tensors, and what was found for them. Whoever asks has looked that every tensor `is_readable`."""
+
+    def find(self, tensors: Sequence[Tensor]) -> Any:
+        """What was found for tensors like these, or None."""
+        for guards, found in self:
+            if guards.check(*tensors):
+                return found
+        return None
+
+    def add(self, tensors: Sequence[Tensor], found: Any) -> None:
+        if len(self) >= MOST:
+            self.clear()
+        self.append((TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None), found))
+
+
+def is_readable(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested

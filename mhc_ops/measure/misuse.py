@@ -1,0 +1,258 @@
+"""Random misuse: calls with something unusual or wrong about an argument, each rebuilt from a seed and its number.
+
+Half of them are cases of `fuzz` whose tensors have another layout or kind, share memory, or are changed by hooks of
+autograd; the others are calls of any public function with any value in the place of one argument. What is accepted is
+compared with fp64 on plain copies; what is refused is refused by an error of ours, or in the words of torch with which
+the reference refuses it too. The calls run in a process of their own, which says what it tries before it does: where it
+ends or hangs, the call is known, and the next runs in another.
+"""
+
+import inspect
+import json
+import queue
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import mhc_ops
+
+from ..conv import contracts as of_conv
+from ..mhc import contracts as of_mhc
+from . import accuracy, fuzz, selection
+from .cases import Case, Tensors
+from .conv_cases import AnyCase
+from .fuzz import Outcome
+from .unusual import HOOKS, KEEPING, LAYOUTS_AND_KINDS, calls, leaf, outputs, plain, values
+
+LONGEST = 120.0  # seconds without an answer
+OURS = {*mhc_ops.__all__, *vars(of_conv), *vars(of_mhc)}
+USUAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+OF_AUTOGRAD = "Inference tensors cannot be saved for backward"
+REFUSALS = (TypeError, ValueError, NotImplementedError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """words: what is unusual. call(backend): outputs by name; exact(results): what they should be, None where the call
+    is to be refused."""
+
+    words: str
+    call: Callable[[str], Tensors]
+    exact: Callable[[Tensors], dict[str, accuracy.Exact]] | None
+    case: AnyCase | None = None
+
+
+def run(
+    seconds: float,
+    device: torch.device | str,
+    backends: Sequence[str],
+    seed: int,
+    progress: Callable[[int], None] = lambda number: None,
+    most: float = float("inf"),
+) -> Iterator[Outcome]:
+    """Calls 0, 1, ... until the time is over, or so many were made; progress(number) before each."""
+    end, number = time.monotonic() + seconds, 0
+    while time.monotonic() < end and number < most:
+        progress(number)
+        for outcome in _in_a_process([str(device), ",".join(backends), str(seed), str(number)]):
+            yield outcome
+            number += 1
+            progress(number)
+            if time.monotonic() >= end or number >= most:
+                break
+
+
+def _in_a_process(words: list[str]) -> Iterator[Outcome]:
+    """Without an end, unless a call ends the process or hangs: its outcome is then the last."""
+    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, *words]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+    tried: dict[str, Any] = {"case": "the first", "backend": words[1]}
+    try:
+        while True:
+            said = json.loads(lines.get(timeout=LONGEST) or "{}")
+            if not said:
+                yield Outcome(**tried, passed=False, detail=f"ended the process with {child.wait()}")
+                return
+            if "detail" in said:
+                yield Outcome(**said, passed=not said["detail"])
+            tried = {name: said[name] for name in ("case", "backend")}
+    except queue.Empty:
+        yield Outcome(**tried, passed=False, detail=f"no answer in {LONGEST:g} s")
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _read(stream: Any, lines: queue.Queue[str]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put("")
+
+
+def main(device: str, backends: str, seed: str, first: str) -> None:
+    """The process of its own: one line before each call, one behind it."""
+    for number in count(int(first)):
+        backend = backends.split(",")[number % len(backends.split(","))]
+        drawn = misuse_of(int(seed), number, backend, torch.device(device))
+        said = {"case": f"{seed}:{number} {drawn.words}", "backend": backend}
+        print(json.dumps(said), flush=True)
+        print(json.dumps({**said, "detail": examine(drawn, backend)}), flush=True)
+
+
+def examine(drawn: Misuse, backend: str) -> str:
+    """What is off, or ""."""
+    try:
+        results = drawn.call(backend)
+    except Exception as error:
+        return "" if _is_proper(error, drawn) else f"refused by {_said(error)}"
+    if any(result is None or result.is_meta for result in results.values()):  # the reference computes shapes there
+        return ""
+    if drawn.exact is None:
+        return "accepted"
+    try:
+        exact = drawn.exact(results)
+        stored = results if drawn.case is None else {n: accuracy.as_computed(drawn.case, results[n]) for n in results}
+        rows = [accuracy.judge(drawn.case, backend, name, stored[name], exact[name]) for name in results]
+    except Exception as error:
+        return f"accepted, but the reference says {_said(error)}"
+    wrong = [row for row in rows if not row.passed]
+    return "; ".join(f"{row.output} off by {row.relative_error:.1e} (allowed {row.tolerance:.0e})" for row in wrong)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _is_proper(error: Exception, drawn: Misuse) -> bool:
+    """Ours begin with the function that was called; others are torch's, and the reference raises the same, or keeps
+    less than kernels do for a backward."""
+    if type(error) not in REFUSALS:
+        return False
+    begin = re.match(r"(\w+)(\.__init__)?(\(\))?[: ]", str(error))
+    if (begin and begin[1] in OURS) or str(error).startswith(OF_AUTOGRAD):
+        return True
+    try:
+        drawn.call("reference")
+    except Exception as of_reference:
+        return _said(of_reference) == _said(error)
+    return False
+
+
+def misuse_of(seed: int, number: int, backend: str, device: torch.device) -> Misuse:
+    draw = random.Random(f"{seed}:{number}")
+    if draw.random() < 0.5:
+        return _any_value(draw, device)
+    case = _small_case(draw, seed, number, backend, device)
+    how = draw.choice((_other_tensor, _other_tensor, _shared_memory, _hooks))
+    return how(draw, case, device, backend)
+
+
+def _small_case(draw: random.Random, seed: int, number: int, backend: str, device: torch.device) -> AnyCase:
+    """Of usual scales: what is unusual is how it is called."""
+    for nth in count():
+        case = fuzz.case_of(seed, number * 1000 + nth, small=True)
+        D = draw.randint(3, 8)
+        if isinstance(case, Case):
+            small: AnyCase = replace(case, outer=(draw.randint(1, 3),), n=min(case.n, 3), D=case.D and D)
+        else:
+            small = replace(case, B=1, L=draw.randint(1, 5), D=D, n=min(case.n, 2), W=min(case.W, 4))
+        if selection.runs(small, backend, device):
+            return replace(small, scale=1.0, sigma=1.05) if isinstance(small, Case) else replace(small, scale=1.0)
+    raise AssertionError
+
+
+def _of_case(words: str, case: AnyCase, given: dict[str, Any], device: torch.device, hook: Any = None) -> Misuse:
+    """The case on these tensors, with gradients, and with a hook on what autograd keeps."""
+    subject = case.subject
+    copies: dict[str, Any] = {name: plain(value) for name, value in given.items()}
+    cotangents: accuracy.Cotangents = []
+
+    def call(backend: str) -> Tensors:
+        leaves = {name: leaf(value) if subject.differentiable else value for name, value in given.items()}
+        with saved_tensors_hooks(lambda tensor: tensor, hook) if hook else nullcontext():
+            outputs = subject.run(leaves, backend)
+        cotangents[:] = accuracy.random_cotangents(subject, outputs, case.seed, case.unused)
+        results = {name: plain(output) for name, output in outputs.items()}
+        wanted = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.requires_grad}
+        used = [(o, c) for o, c in zip(outputs.values(), cotangents) if c is not None]
+        if not (used and wanted):
+            return results
+        pairs = [o for o, _ in used], list(wanted.values()), [c for _, c in used]
+        found = torch.autograd.grad(*pairs, materialize_grads=True)
+        return results | {f"d{name}": plain(gradient) for name, gradient in zip(wanted, found)}
+
+    def exact(results: Tensors) -> dict[str, accuracy.Exact]:
+        return accuracy.truth(subject, copies, cotangents, results)
+
+    refused = any(copy is None for copy in copies.values())
+    return Misuse(f"{case}: {words}", call, None if refused else exact, case)
+
+
+def _other_tensor(draw: random.Random, case: AnyCase, device: torch.device, backend: str) -> Misuse:
+    """One or two tensors of another layout or kind."""
+    given: dict[str, Any] = dict(case.inputs(device))
+    words = []
+    kinds = [kind for kind in LAYOUTS_AND_KINDS if kind != "meta" or len(given) > 1]  # alone, x may be there
+    names = [name for name in given if name != "link"]
+    for name in draw.sample(names, draw.choice((1, 1, 2)) if len(names) > 1 else 1):
+        kind = draw.choice(kinds)
+        given[name] = LAYOUTS_AND_KINDS[kind](given[name])
+        words.append(f"{name} {kind}")
+    return _of_case(" ".join(words), case, given, device)
+
+
+def _shared_memory(draw: random.Random, case: AnyCase, device: torch.device, backend: str) -> Misuse:
+    """One tensor lies within another, or is the same."""
+    given: dict[str, Any] = dict(case.inputs(device))
+    names = [name for name in given if name != "link"]
+    pairs = [(a, b) for a in names for b in names if a != b and given[a].dtype == given[b].dtype]
+    pairs = [(a, b) for a, b in pairs if 0 < given[b].numel() <= given[a].numel()]
+    if not pairs:
+        return _other_tensor(draw, case, device, backend)
+    a, b = draw.choice(pairs)
+    given[a] = given[a].contiguous()
+    given[b] = (
+        given[a] if given[a].shape == given[b].shape else given[a].flatten()[: given[b].numel()].view_as(given[b])
+    )
+    return _of_case(f"{b} within {a}", case, given, device)
+
+
+def _hooks(draw: random.Random, case: AnyCase, device: torch.device, backend: str) -> Misuse:
+    """Those of the reference are torch's own, which believes whatever hooks bring back."""
+    name = draw.choice(list(KEEPING if backend == "reference" else HOOKS))
+    return _of_case(f"hooks: {name}", case, dict(case.inputs(device)), device, HOOKS[name])
+
+
+def _any_value(draw: random.Random, device: torch.device) -> Misuse:
+    """A public function with any value in the place of one argument, or of an option that it has."""
+    name, given = draw.choice(list(calls(device).items()))
+    function = getattr(mhc_ops, name)
+    named = [p.name for p in inspect.signature(function).parameters.values() if p.kind in (p.KEYWORD_ONLY, USUAL)]
+    argument = draw.choice(sorted({*given, *named}))
+    words, value = draw.choice(list(values().items()))
+    arguments = {**given, argument: value}
+
+    def exact(results: Tensors) -> dict[str, accuracy.Exact]:
+        found = outputs(function, arguments, "reference", torch.float64)
+        return {name: accuracy.Exact(output.double()) for name, output in found.items()}
+
+    return Misuse(f"{name}: {argument} {words}", partial(outputs, function, arguments), exact)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

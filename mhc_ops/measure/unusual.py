@@ -1,0 +1,218 @@
+"""What `misuse` draws from: layouts and kinds of tensors, hooks, values, and a valid call of every public function."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import mhc_ops
+
+from .cases import laid_out
+
+
+class Subclass(Tensor):
+    """A class of its own, and nothing else."""
+
+
+class Wrapped(Tensor):
+    """As a DTensor: it has no memory, its operations run on the tensor within."""
+
+    within: Tensor
+
+    @staticmethod
+    def __new__(cls, within: Tensor) -> "Wrapped":
+        made = Tensor._make_wrapper_subclass(
+            cls, within.shape, strides=within.stride(), dtype=within.dtype, device=within.device
+        )
+        made.within = within
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Wrapped, lambda wrapped: wrapped.within, (args, kwargs or {}))
+        return tree_map_only(Tensor, Wrapped, func(*args, **kwargs))
+
+
+def plain(value: Any) -> Any:
+    """A copy of the values, contiguous; None where that has no meaning."""
+    if isinstance(value, Wrapped):
+        return plain(value.within)
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        return None
+    if value.device.type == "meta":
+        return None
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value.detach().as_subclass(Tensor))
+
+
+def leaf(value: Any) -> Any:
+    """With a gradient, where torch gives it one."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_inference():
+        return value
+    return value.detach().requires_grad_()
+
+
+def _negated(tensor: Tensor) -> Tensor:
+    return torch._neg_view(-tensor)
+
+
+def _imaginary(tensor: Tensor) -> Tensor:
+    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+
+
+def _window(tensor: Tensor) -> Tensor:
+    """Every element but the first lies where another one does."""
+    return torch.zeros_like(tensor).flatten().copy_(tensor.flatten()).as_strided(tensor.shape, (1,) * tensor.dim())
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.contiguous(memory_format=formats[tensor.dim()])
+
+
+def _inference(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+def _layout(layout: str) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: laid_out("x", tensor, layout)
+
+
+def _quantized(tensor: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.quint8)
+
+
+def _or_itself(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Where torch has no such tensor of this type or shape."""
+
+    def changed(tensor: Tensor) -> Any:
+        try:
+            return change(tensor)
+        except (RuntimeError, TypeError, KeyError, IndexError):
+            return tensor
+
+    return changed
+
+
+_LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
+    "sliced": _layout("sliced"),
+    "strided": _layout("strided"),
+    "transposed": _layout("transposed"),
+    "negated": _negated,
+    "imaginary part": _imaginary,
+    "channels last": _channels_last,
+}
+_KINDS: dict[str, Callable[[Tensor], Any]] = {
+    "expanded": lambda t: t.narrow(0, 0, 1).expand_as(t),
+    "overlapping": _window,
+    "zeros without memory": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    "Parameter": lambda t: nn.Parameter(t.clone(), requires_grad=t.is_floating_point()),
+    "Buffer": nn.Buffer,
+    "of a subclass": lambda t: t.as_subclass(Subclass),
+    "wrapped": Wrapped,
+    "inference": _inference,
+    "nested": lambda t: torch.nested.nested_tensor(list(t)),
+    "sparse": Tensor.to_sparse,
+    "sparse rows": lambda t: t.flatten(1).to_sparse_csr(),
+    "sparse blocks": lambda t: t.flatten(1).to_sparse_bsr((1, 1)),
+    "mkldnn": Tensor.to_mkldnn,
+    "meta": lambda t: t.to("meta"),
+    "quantized": _quantized,
+    "complex": lambda t: t.to(torch.complex64),
+    "double": Tensor.double,
+    "half": Tensor.half,
+    "of 8 bits": lambda t: t.to(torch.float8_e4m3fn),
+    "whole numbers": Tensor.long,
+    "flags": Tensor.bool,
+    "one dimension more": lambda t: t[None],
+    "one dimension less": lambda t: t[0],
+    "cut": lambda t: t[..., :-1],
+    "empty": lambda t: t[:0],
+    "a list": Tensor.tolist,
+    "an array": Tensor.numpy,
+    "a number": lambda t: 1.0,
+    "a word": lambda t: "x",
+}
+LAYOUTS_AND_KINDS = {name: _or_itself(change) for name, change in (_LAYOUTS | _KINDS).items()}
+KEEPING = {name: LAYOUTS_AND_KINDS[name] for name in (*_LAYOUTS, "of a subclass")}  # hooks of these keep the values
+HOOKS = {name: LAYOUTS_AND_KINDS[name] for name in (*KEEPING, "nested", "sparse", "sparse rows", "cut", "half", "meta")}
+
+
+def values() -> dict[str, Any]:
+    """Of any argument."""
+    import numpy  # torch's tests of misuse need it, the operators do not
+
+    numbers = {str(value): value for value in (0, 1, 2, -1, 1.5, float("nan"), float("inf"), True, None)}
+    numbers |= {"10**400": 10**400, "-10**400": -(10**400), "2**63": 2**63}
+    arrays = {f"numpy {kind.__name__}": kind(2) for kind in (numpy.float32, numpy.float64, numpy.int64, numpy.bool_)}
+    words = {repr(word): word for word in ("silu", "x", "", "triton", b"x")}
+    tensors = {"a tensor": torch.ones(3, 2, 8), "a scalar": torch.ones(()), "whole numbers": torch.ones(2).long()}
+    kinds = {name: LAYOUTS_AND_KINDS[name](torch.ones(3, 2, 8)) for name in ("nested", "sparse", "mkldnn", "meta")}
+    others = {"a list": [1], "an object": object(), "a type": int, "a function": len, "a dtype": torch.float32}
+    return numbers | arrays | words | tensors | kinds | others
+
+
+def calls(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Arguments that every public function takes; what is no function or makes nothing of its arguments is left out."""
+    generator = torch.Generator().manual_seed(0)
+    T, n, D, M = 3, 2, 8, 8
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    x, h_out, h_pre, h_post, h_res = normal(T, n, D), normal(T, D), normal(T, n), normal(T, n), normal(T, n, n)
+    maps = {"phi": normal(M, n * D), "alpha": normal(3), "bias": normal(M)}
+    pre, post = {"x": x, **maps}, {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
+    cotangents = {"dh_in": h_out, "dh_post": h_post, "dh_res": h_res}
+    back = {**pre, "inv_rms": normal(T).abs(), "h_mix": normal(T, M), "h_pre": None, "h_post": None, **cotangents}
+    carry, sizes, shape = mhc_ops.Carry(x, h_post, h_res, None, None, False), {"n": n, "D": D}, {"B": 1, "S": T}
+    made, made_for_shape = {**sizes, "device": device}, {**shape, **sizes, "device": device}
+    return {
+        **{name: pre for name in mhc_ops.__all__ if name.startswith(("mhc_forward_pre", "mhc_maps", "mhc_enter"))},
+        **{name: back for name in mhc_ops.__all__ if name.startswith("mhc_backward")},
+        **dict.fromkeys(("MHCForwardPreTileLang", "MHCBackwardTileLang"), made_for_shape),
+        **dict.fromkeys(("HyperHead", "MHCBlock", "ShortConv"), made),
+        "mhc_pre": pre,
+        "HyperConnection": {"layer": nn.Identity(), **sizes, "device": device},
+        "HyperStack": {},
+        "causal_conv1d": {"x": normal(2, 5, 4), "weight": normal(4, 3)},
+        "causal_conv1d_update": {"x": normal(2, 4), "conv_state": normal(2, 4, 2), "weight": normal(4, 3)},
+        "metrics": {"model": mhc_ops.HyperConnection(nn.Identity(), n, D)},
+        "mhc_expand": {"x": h_out, "n": n},
+        "mhc_head": {"x": x, "phi": normal(n, n * D), "alpha": normal(1), "bias": normal(n)},
+        "mhc_layer": {**pre, "layer": nn.Identity()},
+        "mhc_leave": {"carry": carry, "h_out": h_out},
+        "mhc_mean": {"x": x},
+        "mhc_next": {"carry": carry, "h_out": h_out, **maps},
+        "mhc_post": post,
+        "mhc_post_pre": {**post, **maps},
+        "mhc_read": {"x": x, "h_pre": h_pre},
+        "short_conv": {"x": normal(2, 5, n, 4), "gamma": normal(n, 4), "weight": normal(n * 4, 3)},
+        "sinkhorn": {"logits": h_res},
+        "use_backend": {"name": "reference"},
+        "warmup": {**sizes, "tokens": 2, "device": device, "backend": "reference"},
+    }
+
+
+def outputs(
+    function: Callable[..., Any], arguments: dict[str, Any], backend: str, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The tensors that a public function returns for copies of its arguments, of this type where one is given."""
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value
+        return value.to(dtype if dtype and value.is_floating_point() else value.dtype, copy=True)
+
+    given = {name: copied(value) for name, value in arguments.items()}
+    if "backend" in inspect.signature(function).parameters:
+        given = {"backend": backend, **given}
+    result = function(**given)
+    if hasattr(result, "__enter__"):
+        with result:
+            return {}
+    parts = result if isinstance(result, tuple) else (result,)
+    return {str(place): part for place, part in enumerate(parts) if isinstance(part, Tensor)}

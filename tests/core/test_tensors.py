@@ -1,0 +1,295 @@
+"""What torch knows of a tensor beside its memory: kernels do not see it, and the values are right all the same.
+
+Strides that a hook of autograd changed, the bit by which torch negates, versions, memory that tensors share, tensors
+of other kinds."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+import mhc_ops
+from mhc_ops.conv import contracts as conv_contracts
+from mhc_ops.measure import accuracy, cases
+from mhc_ops.measure.cases import Case
+from mhc_ops.measure.conv_cases import ConvCase
+from mhc_ops.mhc import contracts
+
+CONV = (
+    ConvCase(1, 4, 3, 3, torch.float32),
+    ConvCase(1, 4, 3, 2, torch.float32, places="cu_seqlens states"),
+    ConvCase(1, 4, 3, 2, torch.float32, n=2),
+)
+ON_HIP = (CONV[0], *(ConvCase(1, 4, 3, 3, torch.float32, places=places) for places in ("states", "seq_idx")))
+OFTEN = (*cases.SUBJECTS, cases.MHC_MAPS, cases.MHC_READ, cases.MHC_NEXT, cases.MHC_MEAN)
+
+
+def of_triton(case, *marks):
+    return pytest.param(case, "triton", marks=[pytest.mark.interpreted, *marks], id=f"triton {case}")
+
+
+def of_mhc(subject):
+    return Case(subject, (2,), 2, 8, torch.float32)
+
+
+RUNS = [
+    *(of_triton(of_mhc(subject), *[pytest.mark.thorough] * (subject not in OFTEN)) for subject in cases.ALL),
+    *(of_triton(case) for case in CONV),
+    *(of_triton(case, pytest.mark.thorough) for case in ON_HIP[1:]),
+    *(pytest.param(case, "hip", id=f"hip {case}") for case in ON_HIP),
+]
+
+
+def transposed(tensor):
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else strided(tensor)
+
+
+def strided(tensor):
+    return torch.stack([tensor, torch.full_like(tensor, 7)], -1)[..., 0]
+
+
+def negated(tensor):
+    return torch._neg_view(-tensor)
+
+
+OTHERWISE = (transposed, strided, negated)
+
+
+def assert_same(found, expected):
+    assert {name: torch.equal(found[name], expected[name]) for name in expected} == dict.fromkeys(expected, True)
+
+
+@pytest.mark.parametrize(("case", "backend"), RUNS)
+def test_only_values_count(case, backend):
+    """Tensors that hooks of autograd bring back with other strides or negated by torch's bit, and inputs and cotangents
+    that are negated so: the same bits."""
+    ran = accuracy.run_case(case, backend)
+    turn = itertools.count()
+
+    def brought_back(tensor):
+        return OTHERWISE[next(turn) % len(OTHERWISE)](tensor)
+
+    for _ in OTHERWISE:  # each tensor in another way
+        with saved_tensors_hooks(lambda tensor: tensor, brought_back):
+            assert_same(accuracy.run(case.subject, ran.tensors, backend, ran.cotangents), ran.results)
+        next(turn)
+    tensors = {name: tensor if name == "link" else negated(tensor) for name, tensor in ran.tensors.items()}
+    cotangents = [None if cotangent is None else negated(cotangent) for cotangent in ran.cotangents]
+    assert_same(accuracy.run(case.subject, tensors, backend, cotangents), ran.results)
+
+
+@pytest.mark.interpreted
+def test_a_part_of_complex_numbers():
+    """z.conj().imag is −z.imag behind torch's bit."""
+    z, weight = torch.randn(2, 4, dtype=torch.complex64), torch.randn(4, 3)
+    states = torch.randn(2, 4, 2), torch.empty(2, 4, 2)
+    states[1].copy_(states[0])
+    x = z.conj().imag
+    assert x.is_neg()
+    y = mhc_ops.causal_conv1d_update(x, states[0], weight, backend="triton")
+    assert torch.equal(y, mhc_ops.causal_conv1d_update(-z.imag, states[1], weight, backend="triton"))
+    assert torch.equal(*states)
+
+
+@pytest.mark.interpreted
+def test_zeros_without_memory():
+    """torch makes them of derivatives that are zero; their address is 0."""
+    x, h = torch._efficientzerotensor((3, 2, 16)), torch.randn(3, 2)
+    assert torch.equal(mhc_ops.mhc_read(x, h, backend="triton"), torch.zeros(3, 16))
+    x = torch.randn(3, 2, 16, requires_grad=True)
+    y = mhc_ops.mhc_read(x, h, backend="triton")
+    (dx,) = torch.autograd.grad(y, x, torch._efficientzerotensor((3, 16)))
+    assert torch.equal(dx, torch.zeros_like(x))
+
+
+CHANGED = {
+    "shape": (lambda t: t[..., :1], ValueError, r"x must come back .* as it was kept, \[3, 2, 16\] on cpu, got"),
+    "type": (lambda t: t.bfloat16(), TypeError, "x must be float32 as it was kept, got bfloat16"),
+    "device": (lambda t: t.to("meta"), ValueError, "x must come back .* on cpu, got .* on meta"),
+    "sparse": (lambda t: t.to_sparse(), TypeError, r"x must be a dense \(strided\) tensor, got sparse_coo"),
+    "nested": (lambda t: torch.nested.nested_tensor(list(t)), TypeError, r"x must be a dense .*, got nested"),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_a_hook_may_not_change(name):
+    change, error, message = CHANGED[name]
+    x, h = torch.randn(3, 2, 16, requires_grad=True), torch.randn(3, 2)
+    for hook in (lambda t: t, change):
+        with saved_tensors_hooks(lambda tensor: tensor, hook):
+            y = mhc_ops.mhc_read(x, h, backend="triton")
+        if hook is not change:
+            y.sum().backward()
+            continue
+        with pytest.raises(error, match=f"^mhc_read_fwd: {message}"):
+            y.sum().backward()
+
+
+@pytest.mark.interpreted
+def test_torch_may_call_the_op_with_any_layout():
+    """The custom op, as compiled graphs and exported programs call it."""
+    x, h = torch.randn(3, 2, 16), torch.randn(3, 2)
+    (expected,) = contracts.mhc_read_fwd(x=x, h_pre=h, backend="triton")
+    for change in OTHERWISE:
+        assert torch.equal(torch.ops.mhc_ops.mhc_read_fwd(change(x), change(h), "triton"), expected)
+
+
+@pytest.mark.interpreted
+def test_a_compiled_step_under_hooks():
+    """torch.compile runs the hooks between its two graphs, of which the second calls the op."""
+
+    def step(x, h, hook):
+        torch._dynamo.reset()
+        read = torch.compile(lambda x, h: mhc_ops.mhc_read(x, h, backend="triton"), backend="aot_eager")
+        with saved_tensors_hooks(lambda tensor: tensor, hook):
+            y = read(x, h)
+        return torch.autograd.grad(y, (x, h), torch.ones_like(y))
+
+    x, h = torch.randn(3, 2, 16, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    for one, other in zip(step(x, h, transposed), step(x, h, lambda tensor: tensor), strict=True):
+        assert torch.equal(one, other)
+
+
+def update(state, x=None, weight=None, backend="triton", **places):
+    x = torch.randn(state.shape[:2]) if x is None else x
+    return mhc_ops.causal_conv1d_update(x, state, torch.randn(4, 3) if weight is None else weight, backend=backend)
+
+
+EAGER_AND_TRITON = ["reference", pytest.param("triton", marks=pytest.mark.interpreted)]
+
+
+@pytest.mark.parametrize("backend", EAGER_AND_TRITON)
+def test_autograd_knows_that_a_state_was_written_to(backend):
+    p, state = torch.randn(2, 4, 2, requires_grad=True), torch.ones(2, 4, 2)
+    for _ in range(2):  # the second is a kept call
+        loss = (p * state).sum()
+        update(state, backend=backend)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.interpreted
+def test_autograd_knows_of_it_where_torch_calls_the_op():
+    p, state = torch.randn(2, 4, 2, requires_grad=True), torch.ones(2, 4, 2)
+    loss = (p * state).sum()
+    conv_contracts.causal_conv1d_update_.dispatched(
+        x=torch.randn(2, 4),
+        conv_state=state,
+        weight=torch.randn(4, 3),
+        bias=None,
+        cache_seqlens=None,
+        conv_state_indices=None,
+        silu=False,
+        dilation=1,
+        pad_slot_id=-1,
+        backend="triton",
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+OVERLAPPING = {
+    "expanded": lambda: torch.zeros(4, 2).expand(2, 4, 2),
+    "a window": lambda: torch.zeros(2, 9).as_strided((2, 4, 2), (9, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("backend", EAGER_AND_TRITON)
+@pytest.mark.parametrize("state", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_a_state_that_overlaps_itself_is_refused(state, backend):
+    with pytest.raises(ValueError, match="conv_state must have memory of its own for each element"):
+        update(state(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", EAGER_AND_TRITON)
+def test_a_state_of_inference(backend):
+    """Torch changes an inference tensor within inference mode only."""
+    with torch.inference_mode():
+        state = torch.ones(2, 4, 2)
+        for _ in range(2):
+            update(state, backend=backend)
+    before = state.clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="conv_state must be no inference tensor outside of inference mode"):
+            update(state, backend=backend)
+    assert torch.equal(state, before)
+
+
+@pytest.mark.interpreted
+def test_a_negated_state_is_refused():
+    state = torch.randn(2, 4, 2, dtype=torch.complex64).conj().imag
+    with pytest.raises(ValueError, match=r"must be no negated view for backend 'triton': pass conv_state.resolve_neg"):
+        update(state)
+
+
+@pytest.mark.interpreted
+def test_inputs_in_the_memory_of_the_state():
+    """x and weight are slices of what is written to; the second call is a kept one."""
+
+    def step(backend):
+        memory = torch.arange(40.0).sin()
+        state = memory[:16].view(2, 4, 2)
+        weight, x = memory[4:16].view(4, 3), memory[8:16].view(2, 4)
+        return [update(state, x, weight, backend) for _ in range(2)], memory
+
+    (ys, memory), (expected, expected_memory) = step("triton"), step("reference")
+    torch.testing.assert_close(ys, expected)
+    torch.testing.assert_close(memory, expected_memory)
+
+
+PROGRAM = """
+import warnings; warnings.simplefilter("ignore")
+import torch, mhc_ops
+def refused(call, t):
+    for kind in KINDS:
+        call(t)
+        try:
+            call(kind(t))
+        except TypeError as error:
+            assert "must be a dense (strided) tensor" in str(error), error
+        else:
+            raise SystemExit("accepted")
+KINDS = (
+    lambda t: torch.nested.nested_tensor(list(t)),
+    lambda t: t.to_sparse(),
+    lambda t: t.float().to_mkldnn(),
+    lambda t: t.flatten(1).to_sparse_csr(),
+    lambda t: t.flatten(1).to_sparse_bsr((1, 1)),
+)
+x, w, ids = torch.randn(2, 5, 4), torch.randn(4, 3), torch.zeros(2, 5, dtype=torch.int32)
+refused(lambda x: mhc_ops.causal_conv1d(x, w, backend="hip"), x)
+refused(lambda w: mhc_ops.causal_conv1d(x, w, backend="hip"), w)
+refused(lambda ids: mhc_ops.causal_conv1d(x, w, seq_idx=ids, backend="hip"), ids)
+"""
+
+
+def test_tensors_of_another_kind_end_no_process():
+    """The guards that compare a call with an earlier one abort on tensors without sizes or strides."""
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.interpreted
+def test_wrappers_without_a_class_of_their_own():
+    """Of functionalization and of a transform that ended: they have no memory, so torch calls the op."""
+    x, h = torch.randn(3, 2, 16), torch.randn(3, 2)
+    expected = mhc_ops.mhc_read(x, h, backend="triton")
+    wrapped = torch._to_functional_tensor(x)
+    y = mhc_ops.mhc_read(wrapped, torch._to_functional_tensor(h), backend="triton")
+    torch._sync(y)
+    assert torch.equal(torch._from_functional_tensor(y), expected)
+
+
+@pytest.mark.interpreted
+def test_memory_that_was_given_back():
+    """As FSDP does with parameters between two uses; the address is 0."""
+    x, h = torch.randn(3, 2, 16), torch.randn(3, 2)
+    for _ in range(2):
+        mhc_ops.mhc_read(torch.randn(3, 2, 16), h, backend="triton")
+        x.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="mhc_read_fwd: x must have memory"):
+            mhc_ops.mhc_read(x, h, backend="triton")

@@ -1,0 +1,108 @@
+"""Random misuse: seconds of it in each run of the suite, a minute in the whole run, more with `check --misuse`."""
+
+import pytest
+import torch
+
+import mhc_ops
+from mhc_ops.measure import accuracy, cases, misuse, unusual
+from mhc_ops.measure.misuse import Misuse
+
+CPU = torch.device("cpu")
+
+
+def assert_nothing_found(seconds, device, backends):
+    outcomes = list(misuse.run(seconds, device, backends, seed=cases.SEED))
+    print(f"seed {cases.SEED}: {len(outcomes)} calls in {seconds} s")
+    assert outcomes
+    assert [outcome for outcome in outcomes if not outcome.passed] == []
+
+
+@pytest.mark.parametrize("backend", ["reference", "hip"])
+def test_a_few_seconds(backend):
+    assert_nothing_found(8, "cpu", [backend])
+
+
+@pytest.mark.interpreted
+def test_a_few_seconds_of_the_kernels():
+    assert_nothing_found(8, "cpu", ["triton"])
+
+
+@pytest.mark.thorough
+@pytest.mark.interpreted
+def test_a_minute_of_the_kernels():
+    assert_nothing_found(60, "cpu", ["triton", "hip"])
+
+
+@pytest.mark.gpu
+def test_a_minute_on_this_gpu():
+    assert_nothing_found(60, "cuda", ["triton"])
+
+
+def test_every_public_function_is_called():
+    """But for modules, the carry, which takes anything, and what `metrics` returns."""
+    public = {name for name in mhc_ops.__all__ if callable(getattr(mhc_ops, name))}
+    assert {*unusual.calls(CPU)} == public - {"Carry", "Metrics"}
+
+
+@pytest.mark.parametrize("name", unusual.calls(CPU))
+def test_a_valid_call_is_accepted(name):
+    """Otherwise nothing would be seen of what is changed about it."""
+    function, arguments = getattr(mhc_ops, name), unusual.calls(CPU)[name]
+    if "ilelang" in name.lower() or "triton" in name:
+        pytest.skip("runs on a GPU")
+    unusual.outputs(function, arguments, "reference")
+
+
+def test_a_call_follows_from_its_number():
+    words = [misuse.misuse_of(3, number, "reference", CPU).words for number in range(40)]
+    assert words == [misuse.misuse_of(3, number, "reference", CPU).words for number in range(40)]
+    assert len(set(words)) > 35
+
+
+def exactly(value):
+    return lambda results: {"y": accuracy.Exact(torch.tensor([value], dtype=torch.float64))}
+
+
+def raising(error):
+    def call(backend):
+        raise error
+
+    return call
+
+
+def returning(value):
+    return lambda backend: {"y": torch.tensor([value])}
+
+
+FOUND = {
+    "a wrong number": (Misuse("", returning(1.0), exactly(1.1)), "y off by 9.1e-02 (allowed 1e-05)"),
+    "accepted": (Misuse("", returning(1.0), None), "accepted"),
+    "no words of ours": (Misuse("", lambda backend: {}[backend], None), "refused by KeyError: 'triton'"),
+    "another error": (
+        Misuse("", raising(OverflowError("int too large to convert to float")), None),
+        "refused by OverflowError: int too large to convert to float",
+    ),
+    "nothing": (Misuse("", returning(1.0), exactly(1.0)), ""),
+    "words of ours": (Misuse("", raising(ValueError("mhc_post: x must be")), None), ""),
+    "words of torch": (Misuse("", raising(RuntimeError("of the reference too")), None), ""),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found(name):
+    drawn, detail = FOUND[name]
+    assert misuse.examine(drawn, "triton") == detail
+
+
+@pytest.mark.parametrize(
+    ("ends", "detail"), [("kill -ABRT $$", "ended the process with -6"), ("sleep 60", "no answer in 0.5 s")]
+)
+def test_a_call_that_ends_or_holds_the_process(ends, detail, monkeypatch, tmp_path):
+    program = tmp_path / "python"
+    line = """{"case": "0:0 x nested", "backend": "hip"}"""
+    program.write_text(f"#!/bin/sh\necho '{line}'\nexec 2>/dev/null\n{ends}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(misuse.sys, "executable", str(program))
+    monkeypatch.setattr(misuse, "LONGEST", 0.5)
+    outcomes = list(misuse.run(60, "cpu", ["hip"], seed=0, most=1))
+    assert [(o.case, o.backend, o.passed, o.detail) for o in outcomes] == [("0:0 x nested", "hip", False, detail)]
