@@ -390,8 +390,8 @@ def few(n: int, D: int, T: int, on: Device) -> Few | None:
         16 tokens             -     10.1  11.5  23.6
         64 tokens             -     -     -     37.6
 
-    Several launches take 128 tokens of D = 7168 in 23.2 µs. They also take 64 where the programs of one launch do not all
-    run at once. FEW_APART lies between 16 and 64 tokens; none between them was timed.
+    Several launches take 128 tokens of D = 7168 in 23.2 µs. They also take 64 where the programs of one launch do not
+    all run at once. FEW_APART lies between 16 and 64 tokens; none between them was timed.
 
     8 warps instead of 4: 11.3 to 11.7 for 4 and for 16 tokens. One token alone in a program 9.3, two 9.2.
 
