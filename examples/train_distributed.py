@@ -10,7 +10,7 @@ stage are sharded over all of its processes by FSDP2.
 Every `--every` steps a checkpoint is written into `--out`, a folder that all machines see. When a worker is lost,
 torchrun starts all of them again, and they go on from the last whole checkpoint, at the texts that come next: with the
 bits of a run in which nobody was lost. So does a later call with the same `--out`, also on more or fewer processes,
-then up to rounding.
+then up to rounding. Workers end with their torchrun, and a folder is of one run at a time.
 
 `--fail-at` is a drill: a worker kills itself in that step, between forward and backward, or in the checkpoint after so
 many steps, when its share is written and the whole is not. The first drill takes place in the first attempt, the second

@@ -1,6 +1,5 @@
 """Ranks that do not make the same call are told so, each of them, before anything is exchanged."""
 
-from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -14,7 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from mhc_ops import HyperConnection, HyperStack, distributed
-from mhc_ops.distributed import HyperParallel, PipelineStage, pipeline_stages
+from mhc_ops.distributed import HyperParallel, PipelineStage, agree, pipeline_stages
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -168,22 +167,20 @@ def test_a_graph_asks_too():
     assert run(2, compiled) == [tuple(expected)] * 2
 
 
-def waiting():
-    """What rank 0 is told when rank 1 does not come."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    conv(group=group)
-    told = "nothing"
-    if dist.get_rank() == 0:
-        try:
-            conv(group=group)
-        except RuntimeError as error:
-            told = str(error)
-    dist.barrier()
-    return told
+def left_alone():
+    """What rank 0 is told when rank 1 is gone, as far as its connections say."""
+    conv()
+    if dist.get_rank() == 1:
+        agree._hosts.clear()
+        return "gone"
+    try:
+        conv()
+    except RuntimeError as error:
+        return str(error)
 
 
-def test_a_rank_that_does_not_come_is_told_when_the_group_times_out():
-    assert run(2, waiting)[0] == (
+def test_a_rank_that_has_ended_is_told():
+    assert run(2, left_alone)[0] == (
         "causal_conv1d: a rank of the group has ended, or has not come to the forward of this call in time: "
         "all ranks must make the same calls in the same order"
     )

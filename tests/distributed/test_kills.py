@@ -55,10 +55,8 @@ def steps_made(folder):
 
 
 def holder_of(folder):
-    """The process that the folder's lock names."""
-    path = folder / "lock"
-    found = re.match(r"process (\d+) on ", path.read_text()) if path.exists() else None
-    return int(found[1]) if found else None
+    """The process that the folder's lock names; it may have ended."""
+    return int(re.match(r"process (\d+) on ", (folder / "lock").read_text())[1])
 
 
 def kill_agent(run, folder):
