@@ -11,8 +11,8 @@ A gradient is a sum, whose terms may cancel; no arithmetic is more exact than th
 Where that exceeds the norm of the gradient, the tolerance is a share of it. A gradient in 16 bits is that sum in fp32,
 rounded: beside the rounding each of its N elements is allowed what the largest of N errors of that norm is, √(2 ln N)
 times their mean. 16 random draws estimate the size of the terms; where they let a result fail, 128 decide. And 2^-100
-of the largest element is nothing: fp32 flushes what is far smaller than all else to 0. On GPUs it also flushes what is
-smaller than its smallest normal number: below that, one result is as good as another.
+of the largest element is nothing: fp32 flushes what is far smaller than all else to 0. GPUs also flush what is smaller
+than its smallest normal number: below that, one result is as good as another.
 """
 
 import math

@@ -1,21 +1,22 @@
 """Random cases, each rebuilt from a seed and its number: any op, shape, type, layout, options and used outputs.
 
-Every backend is compared with fp64, and the kernels with themselves: the same call twice gives the same bits.
+Every backend is compared with fp64, and the kernels with themselves: the same call twice gives the same bits, and so
+does a token or a sequence alone and in a batch.
 """
 
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import accuracy, cases, selection
-from .cases import LAYOUTS, Case, Subject
+from .cases import LAYOUTS, Case, Subject, Tensors
 from .conv_cases import FINAL, PLACES, AnyCase, ConvCase
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,6 +27,11 @@ ALIKE = 4  # cases in a row that share what kernels are compiled for, which on a
 A_FEW = 16
 SHORTEST_NORM = 3  # channels: what a norm over one or two leaves to differentiate is nothing, or almost
 LARGEST_IN_FP16 = 30.0  # scale of x where gradients are stored in fp16, which ends at 65504
+PER_TOKEN = ("x", "h_out", "h_post", "h_res", "logits", "link", "h_pre", "read")
+BATCHES, BATCHES_ON_CPU = (9, 70, 300, 600), (9, 70)  # tokens: kernels change at 64 and at about 256 and 512
+SHARES = (1, 2, 3, 7, 63, 65, 257)  # of a batch
+# Where Hopper's kernels for boundaries are taken. Their backward adds up in another order: gradients are not compared.
+FILLED = {"n": 4, "D": 1024, "dtype": torch.bfloat16, "outer": (4352,)}
 OFTEN = (*(subject for subject in cases.SUBJECTS if subject is not cases.SINKHORN), cases.MHC_NEXT, *cases.NORMED)
 MHC = (*OFTEN, *OFTEN, *cases.VARIANTS, cases.MHC_MAPS, cases.MHC_READ, cases.SINKHORN)
 CONV = ("causal_conv1d", "causal_conv1d", "causal_conv1d", "causal_conv1d_update", "short_conv", "short_conv")
@@ -73,7 +79,65 @@ def examine(case: AnyCase, backend: str, device: torch.device) -> str:
     wrong = [f"{row.output} off by {row.relative_error:.1e} (allowed {row.tolerance:.0e})" for row in rows]
     if backend != "reference":  # which is torch's, and torch adds up indexed gradients in any order on a GPU
         wrong += [f"{name} has other bits in a second run" for name in again if differ(ran.results[name], again[name])]
+        try:
+            wrong += [f"{name} has other bits in another batch" for name in in_any_batch(case, backend, device)]
+        except Exception as error:
+            wrong += [f"{type(error).__name__} in another batch: {next(iter(str(error).splitlines()), '')}"]
     return "; ".join(wrong)
+
+
+def in_any_batch(case: AnyCase, backend: str, device: torch.device) -> list[str]:
+    """Outputs, and gradients of what is not a parameter, whose bits depend on what else is in the batch."""
+    draw, differentiated, wrong = random.Random(case.seed), bool(case.subject.differentiable), set[str]()
+    if isinstance(case, Case):
+        T = draw.choice(BATCHES_ON_CPU if device.type == "cpu" else BATCHES)
+        filled = device.type != "cpu" and case.D > 0 and draw.random() < 1 / 8
+        differentiated = differentiated and not filled
+        case = replace(case, **(FILLED if filled else {"outer": (T,)}))
+    subject, tensors = case.subject, case.inputs(device)
+    outputs = accuracy.run(subject, tensors, backend)
+    given = accuracy.random_cotangents(subject, outputs, case.seed, case.unused) if differentiated else []
+    whole = accuracy.run(subject, tensors, backend, given)
+    for part, with_gradients in _parts(case, tensors, draw):
+        some = {name: tensor[part.get(name, ...)] for name, tensor in tensors.items() if name not in part.get("", ())}
+        of_some = [None if c is None else c[part.get(name, ...)] for name, c in zip(subject.differentiable, given)]
+        alone = accuracy.run(subject, some, backend, of_some if with_gradients else None)
+        for name, result in alone.items():
+            of = name if name in subject.outputs else name[1:]
+            if of in part and differ(result, whole[name][part[of]]):
+                wrong.add(name)
+        if "final_state" in alone and "y" in part and not with_gradients:  # what comes behind, from that state on
+            rest = {name: (slice(None), slice(alone["y"].shape[1], None)) for name in ("x", "residual", "y")}
+            some = {name: tensor[rest.get(name, ...)] for name, tensor in tensors.items()}
+            behind = accuracy.run(subject, some | {"initial_state": alone["final_state"]}, backend)
+            wrong |= {name for name in behind if differ(behind[name], whole[name][rest.get(name, ...)])}
+    return [name for name in whole if name in wrong]
+
+
+def _parts(case: AnyCase, tensors: Tensors, draw: random.Random) -> Iterator[tuple[dict[str, Any], bool]]:
+    """What is run alone: by the name of an input or output the part of it, under "" the inputs that are left out; and
+    whether it has gradients of its own."""
+    if isinstance(case, Case):
+        T = case.outer[0]
+        for tokens in draw.sample([count for count in SHARES if count < T], 2):
+            begin = draw.randint(0, T - tokens)
+            part = dict.fromkeys((*PER_TOKEN, *case.subject.outputs), slice(begin, begin + tokens))
+            yield from ((part, True), (part, False))
+    elif "cu_seqlens" in tensors:
+        bounds = tensors["cu_seqlens"].tolist()
+        for s, (begin, end) in enumerate(pairwise(bounds)):
+            rows = dict.fromkeys(("x", "residual", "y"), (slice(None), slice(begin, end)))
+            yield rows | dict.fromkeys(("initial_state", "final_state"), slice(s, s + 1)) | {"": ("cu_seqlens",)}, True
+    else:
+        of_batch = ("x", "y", "residual", "seq_idx", "initial_state", "final_state", "cache_seqlens")
+        of_batch += ("conv_state_indices",) if case.places == "slots" else ("conv_state",)
+        for b in range(case.B if case.B > 1 else 0):
+            yield dict.fromkeys(of_batch, slice(b, b + 1)), True
+        if case.L > 1 and not case.update:
+            yield (
+                dict.fromkeys(("x", "y", "residual", "seq_idx"), (slice(None), slice(draw.randint(1, case.L - 1)))),
+                False,
+            )
 
 
 def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:

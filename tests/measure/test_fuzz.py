@@ -88,6 +88,10 @@ FAULTS = {
         "x_next off by",
     ),
     "other bits each time": (lambda y, runs: y * (1 + 2**-22 * (runs % 2)), "x_next has other bits in a second run"),
+    "other bits in another batch": (
+        lambda y, runs: y * (1 + 2**-22 * (y.numel() // (y.shape[-1] * y.shape[-2]) > 8)),
+        "x_next has other bits in another batch",
+    ),
     "a crash": (lambda y, runs: y.view(-7), "RuntimeError: "),
 }
 
@@ -110,6 +114,39 @@ def test_faults_are_found(fault, monkeypatch):
     assert words in found[0].detail
     number = int(found[0].case.split()[0].split(":")[1])
     assert words in fuzz.examine(fuzz.case_of(cases.SEED, number, small=True), "triton", CPU)
+
+
+CONV = {
+    "its batch": (ConvCase(2, 12, 5, dtype=torch.float32), lambda y, **_: len(y) > 1),
+    "what it is packed with": (
+        ConvCase(1, 12, 5, dtype=torch.float32, places="cu_seqlens states"),
+        lambda y, cu_seqlens=None, **_: cu_seqlens is not None,
+    ),
+    "the tokens behind it": (ConvCase(1, 12, 5, dtype=torch.float32), lambda y, **_: y.shape[1] == 12),
+    "the chunks before it": (
+        ConvCase(1, 12, 5, dtype=torch.float32, places="states"),
+        lambda y, x, initial_state, **_: (
+            not torch.equal(initial_state, CONV["the chunks before it"][0].inputs()["initial_state"])
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CONV)
+def test_bits_of_a_sequence_that_depend_on(what, monkeypatch):
+    right, (case, plant) = mhc_ops.causal_conv1d, CONV[what]
+    planted = False
+
+    def wrong(*, backend, **arguments):
+        outputs = right(backend="reference", **arguments)
+        y, *state = outputs if isinstance(outputs, tuple) else (outputs,)
+        y = y * (1 + 2**-22 * (planted and plant(y, **arguments)))
+        return (y, *state) if state else y
+
+    monkeypatch.setattr(mhc_ops, "causal_conv1d", wrong)
+    assert fuzz.in_any_batch(case, "triton", CPU) == []
+    planted = True
+    assert "y" in fuzz.in_any_batch(case, "triton", CPU)
 
 
 def test_bits_are_compared():
