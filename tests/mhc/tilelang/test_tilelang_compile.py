@@ -22,6 +22,7 @@ CASES = {
         cases.Case(cases.MHC_LAYER, (70,), 8, 64, fp32),
         cases.Case(cases.MHC_HEAD, (70,), 5, 40, bf16),
         cases.Case(cases.SINKHORN, (70,), 8, 0, bf16),
+        cases.Case(cases.SINKHORN.with_options(eps=0.0), (70,), 4, 0, bf16),
     ),
     "sm_80": (cases.Case(cases.MHC_POST_PRE, (70,), 3, 257, fp16, gamma=False),),
     "gfx942": (

@@ -81,6 +81,7 @@ def test_products_of_gamma_are_rounded(target, dtype, monkeypatch):
     reading = [kernel for kernel in kernels if len(re.findall(r"%gamma_ptr\b", kernel.ttir)) > 1]
     elsewhere = {"mhc_few_fwd_kernel"} if kind == "hip" or dtype == torch.float32 else set()
     assert {kernel.name for kernel in reading} == READERS - elsewhere
+    cross_compile.check(target, kernels)
     for kernel in reading:
         assert plain_products(kernel.ttir, "%gamma_ptr") == [], kernel.name
         if kernel.name in FORWARD or dtype == torch.bfloat16:  # in one part nothing is cut behind the forward
