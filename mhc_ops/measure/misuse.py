@@ -162,11 +162,10 @@ def misuse_of(seed: int, number: int, backend: str, device: torch.device) -> Mis
     return how(draw, case, device, backend)
 
 
-def _of_case(words: str, case: AnyCase, given: dict[str, Any], device: torch.device, hook: Any = None) -> Misuse:
+def _of_case(words: str, case: AnyCase, given: dict[str, Any], hook: Any = None) -> Misuse:
     """The case on these tensors, with gradients, and with a hook on what autograd keeps."""
-    subject = case.subject
+    subject, cotangents = case.subject, list[Tensor | None]()
     copies: dict[str, Any] = {name: plain(value) for name, value in given.items()}
-    cotangents: accuracy.Cotangents = []
 
     def call(backend: str) -> Tensors:
         leaves = {name: leaf(value) if subject.differentiable else value for name, value in given.items()}
@@ -205,7 +204,7 @@ def _other_tensor(draw: random.Random, case: AnyCase, device: torch.device, back
         kind = draw.choice(kinds)
         given[name] = LAYOUTS_AND_KINDS[kind](given[name])
         words.append(f"{name} {kind}")
-    return _of_case(" ".join(words), case, given, device)
+    return _of_case(" ".join(words), case, given)
 
 
 def _shared_memory(draw: random.Random, case: AnyCase, device: torch.device, backend: str) -> Misuse:
@@ -221,13 +220,13 @@ def _shared_memory(draw: random.Random, case: AnyCase, device: torch.device, bac
     given[b] = (
         given[a] if given[a].shape == given[b].shape else given[a].flatten()[: given[b].numel()].view_as(given[b])
     )
-    return _of_case(f"{b} within {a}", case, given, device)
+    return _of_case(f"{b} within {a}", case, given)
 
 
 def _hooks(draw: random.Random, case: AnyCase, device: torch.device, backend: str) -> Misuse:
     """Those of the reference are torch's own, which believes whatever hooks bring back."""
-    name = draw.choice(list(KEEPING if backend == "reference" else HOOKS))
-    return _of_case(f"hooks: {name}", case, dict(case.inputs(device)), device, HOOKS[name])
+    name, hook = draw.choice(list((KEEPING if backend == "reference" else HOOKS).items()))
+    return _of_case(f"hooks: {name}", case, dict(case.inputs(device)), hook)
 
 
 def _any_value(draw: random.Random, device: torch.device) -> Misuse:

@@ -218,7 +218,7 @@ def outputs(
 
     given = {name: copied(value) for name, value in arguments.items()}
     if "backend" in inspect.signature(function).parameters:
-        given = {"backend": backend, **given}
+        given = {"backend": backend, **given} if dtype is None else {**given, "backend": backend}
     result = function(**given)
     if hasattr(result, "__enter__"):
         with result:
