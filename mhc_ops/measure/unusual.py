@@ -1,7 +1,10 @@
 """What `misuse` draws from: layouts and kinds of tensors, hooks, values, and a valid call of every public function."""
 
 import inspect
+import random
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -10,7 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 import mhc_ops
 
-from .cases import laid_out
+from . import fuzz, selection
+from .cases import Case, laid_out
+from .conv_cases import AnyCase
 
 
 class Subclass(Tensor):
@@ -137,8 +142,12 @@ _KINDS: dict[str, Callable[[Tensor], Any]] = {
     "a word": lambda t: "x",
 }
 LAYOUTS_AND_KINDS = {name: _or_itself(change) for name, change in (_LAYOUTS | _KINDS).items()}
-KEEPING = {name: LAYOUTS_AND_KINDS[name] for name in (*_LAYOUTS, "of a subclass")}  # hooks of these keep the values
-HOOKS = {name: LAYOUTS_AND_KINDS[name] for name in (*KEEPING, "nested", "sparse", "sparse rows", "cut", "half", "meta")}
+OF_LAYOUT = (*_LAYOUTS, "of a subclass")
+# Hooks that keep the values; torch itself does not see that an index is negated.
+KEEPING = {name: LAYOUTS_AND_KINDS[name] for name in OF_LAYOUT if name != "negated"}
+HOOKS = {
+    name: LAYOUTS_AND_KINDS[name] for name in (*OF_LAYOUT, "nested", "sparse", "sparse rows", "cut", "half", "meta")
+}
 
 
 def values() -> dict[str, Any]:
@@ -209,10 +218,24 @@ def outputs(
 
     given = {name: copied(value) for name, value in arguments.items()}
     if "backend" in inspect.signature(function).parameters:
-        given = {"backend": backend, **given}
+        given = {"backend": backend, **given} if dtype is None else {**given, "backend": backend}
     result = function(**given)
     if hasattr(result, "__enter__"):
         with result:
             return {}
     parts = result if isinstance(result, tuple) else (result,)
     return {str(place): part for place, part in enumerate(parts) if isinstance(part, Tensor)}
+
+
+def small_case(draw: random.Random, seed: int, number: int, backend: str, device: torch.device) -> AnyCase:
+    """Of usual scales: what is unusual is how it is called."""
+    for nth in count():
+        case = fuzz.case_of(seed, number * 1000 + nth, small=True)
+        D = draw.randint(3, 8)
+        if isinstance(case, Case):
+            small: AnyCase = replace(case, outer=(draw.randint(1, 3),), n=min(case.n, 3), D=case.D and D)
+        else:
+            small = replace(case, B=1, L=draw.randint(1, 5), D=D, n=min(case.n, 2), W=min(case.W, 4))
+        if selection.runs(small, backend, device):
+            return replace(small, scale=1.0, sigma=1.05) if isinstance(small, Case) else replace(small, scale=1.0)
+    raise AssertionError

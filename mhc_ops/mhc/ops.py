@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVarTuple, Unpack
 
+from ..core.alike import is_readable
 from ..core.call import run
 from ..core.check import check_count, check_tensors
 from . import prepare, reference
@@ -383,8 +384,8 @@ def mhc_leave(carry: Carry, h_out: Tensor, *, backend: str | None = None) -> Any
 def _enter(function: str, x: Tensor, **of_pre: Any) -> tuple[Tensor, Carry]:
     if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_contiguous():
         x = x.contiguous()  # once for both parts
-    linked, shifted = torch.is_grad_enabled(), bool(of_pre.get("shifted"))
-    if shifted and of_pre.get("read") is None and isinstance(x, Tensor) and x.dim() > 1:
+    linked, shifted = torch.is_grad_enabled(), of_pre.get("shifted") is True
+    if shifted and of_pre.get("read") is None and isinstance(x, Tensor) and is_readable(x) and x.dim() > 1:
         of_pre["read"] = reference.first_stream(x)
     h_in, *parts = run(prepare.enter, function=function, x=x, linked=linked, **of_pre)
     return h_in, _carried(x, parts, shifted, linked, of_pre.get("transposed", False))

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.alike import is_readable
 from ..core.backend import choose
 from ..core.call import Request
 from ..core.check import (
@@ -264,6 +265,7 @@ def leave(
     transposed: bool = False,
 ) -> Any:
     check_post(function, x, h_out, h_post, h_res, transposed)
+    check_link(function, x, link)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
         usable = None if is_link_of_kernels(link) else link
@@ -297,6 +299,7 @@ def next_sublayer(
     function = "mhc_next"
     options = checked_to_mix(function, given)
     check_post(function, x, h_out, h_post, h_res, options.transposed)
+    check_link(function, x, link)
     check_shifted(function, x, read is not None, read)
     check_pre(function, x, phi, alpha, bias, gamma, options)
     check_layer_norm(function, x, layer_norm_weight)
@@ -322,7 +325,13 @@ def next_sublayer(
 def is_link_of_kernels(link: Tensor | None) -> bool:
     """Of one element of storage, which nobody reads. That of the reference is x in fp32. A link of the other kind is
     none: x then gets its gradient as it does without one."""
-    return link is not None and not any(link.stride())
+    return isinstance(link, Tensor) and is_readable(link) and not any(link.stride())
+
+
+def check_link(function: str, x: Tensor, link: Tensor | None) -> None:
+    if link is not None:
+        check_tensors(function, x=x, link=link)
+        check_shapes(function, link=(link, tuple(x.shape)))
 
 
 def head(

@@ -207,4 +207,5 @@ def _same(one: Tensor, other: Tensor) -> bool:
         and one.shape == other.shape
         and one.stride() == other.stride()
         and one.dtype == other.dtype
+        and one.is_neg() == other.is_neg()
     )

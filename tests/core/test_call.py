@@ -216,6 +216,31 @@ def test_what_hooks_bring_back_is_looked_at(kernel, scaled):
     assert kernel.bound == 1 + 2
 
 
+def test_what_hooks_change_is_laid_out_and_replayed(kernel, scaled):
+    """As kernels take it, what comes back is like what was kept; of another shape it is refused, also then."""
+
+    def step(hook):
+        x = torch.ones(4, 16, requires_grad=True)
+        with saved_tensors_hooks(lambda tensor: tensor, hook):
+            y = scaled(x)
+        torch.autograd.grad(y, x, torch.ones(4, 16))
+
+    for hook in (lambda t: t, lambda t: t, lambda t: t.mT.contiguous().mT, lambda t: torch._neg_view(-t)):
+        step(hook)
+    assert kernel.bound == 3, "forward, backward, and that of copies, which need no gradient"
+    for hook, error in ((lambda t: t.view(16, 4), ValueError), (torch.Tensor.half, TypeError)):
+        with pytest.raises(error, match="scaled_fwd: x must "):
+            step(hook)
+
+
+def test_gradients_behind_a_call_without_them(kernel, scaled):
+    """The copy that is laid out without gradients needs none; the next one does."""
+    x = torch.ones(2, 128, requires_grad=True)[:, ::2]
+    with torch.no_grad():
+        assert not scaled(x).requires_grad
+    assert scaled(x).requires_grad
+
+
 @pytest.mark.parametrize("stray", [lambda y: y.zero_(), lambda y: y + 1], ids=["in place", "new"])
 def test_what_torch_does_besides_is_never_left_out(stray, kernel, scaled):
     kernel.stray.append(stray)
