@@ -26,7 +26,6 @@ from . import contracts, reference
 
 MAX_WIDTH = 8  # of the kernels; the reference takes any
 INTEGERS = (torch.int32, torch.int64)
-LAYOUTS = contracts.LAYOUTS
 
 
 def causal_conv1d(

@@ -30,13 +30,12 @@ _calls: dict[Any, Alike] = {}
 
 class Request(NamedTuple):
     """returns: the output or outputs that the public function returns, in order, None in the place of one that is not
-    there. layouts: nobody reads them, an op has its own."""
+    there."""
 
     op: Op
     backend: str
     inputs: dict[str, Any]
     returns: str | tuple[str | None, ...]
-    layouts: Any = None
 
 
 class Kept(NamedTuple):

@@ -90,7 +90,7 @@ def _short_conv_backward(dy: Tensor, left: Tensor | None, **arguments: Any) -> A
 def _backward_request(op: Op, backend: str, **values: Any) -> Request:
     """Inputs were checked by the forward, and torch.compile does not trace those checks in a backward."""
     inputs = {name: values[name] for name in op.inputs}
-    return Request(op, backend, inputs, op.outputs._fields, prepare.LAYOUTS)
+    return Request(op, backend, inputs, op.outputs._fields)
 
 
 def _reference_gradients(forward: Callable[..., Any], op: Op, dy: Tensor, **arguments: Any) -> tuple[Any, ...]:
