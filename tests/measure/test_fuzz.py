@@ -1,5 +1,6 @@
-"""Random cases against fp64: a minute of them in each run of the suite, more with `mhc-ops check --fuzz`."""
+"""Random cases against fp64: some in each run of the suite, more with `mhc-ops check --fuzz`."""
 
+import math
 from itertools import islice
 
 import pytest
@@ -15,26 +16,26 @@ from mhc_ops.mhc.options import PreOptions
 CPU = torch.device("cpu")
 
 
-def assert_nothing_found(seconds, device, backends):
-    outcomes = list(fuzz.run(seconds, device, backends, seed=cases.SEED))
-    print(f"seed {cases.SEED}: {len(outcomes)} runs in {seconds} s")
-    assert outcomes
+def assert_nothing_found(count, device, backends):
+    """Of so many cases, which are the same on a slow machine."""
+    outcomes = list(islice(fuzz.run(math.inf, device, backends, seed=cases.SEED), count))
     assert [outcome for outcome in outcomes if not outcome.passed] == []
 
 
 def test_the_reference():
-    assert_nothing_found(20, "cpu", ["reference"])
+    assert_nothing_found(500, "cpu", ["reference"])
 
 
 @pytest.mark.interpreted
-def test_the_kernels_in_the_interpreter():
+@pytest.mark.parametrize("count", [10, pytest.param(60, marks=pytest.mark.thorough)])
+def test_the_kernels_in_the_interpreter(count):
     pytest.importorskip("triton")
-    assert_nothing_found(40, "cpu", ["triton"])
+    assert_nothing_found(count, "cpu", ["triton"])
 
 
 @pytest.mark.gpu
 def test_every_backend_of_this_gpu():
-    assert_nothing_found(60, "cuda", BACKENDS)
+    assert_nothing_found(500, "cuda", BACKENDS)
 
 
 def test_a_case_follows_from_its_number():

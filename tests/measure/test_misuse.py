@@ -1,4 +1,7 @@
-"""Random misuse: seconds of it in each run of the suite, a minute in the whole run, more with `check --misuse`."""
+"""Random misuse: some in each run of the suite, more with `mhc-ops check --misuse`."""
+
+import math
+from itertools import islice
 
 import pytest
 import torch
@@ -10,32 +13,26 @@ from mhc_ops.measure.misuse import Misuse
 CPU = torch.device("cpu")
 
 
-def assert_nothing_found(seconds, device, backends):
-    outcomes = list(misuse.run(seconds, device, backends, seed=cases.SEED))
-    print(f"seed {cases.SEED}: {len(outcomes)} calls in {seconds} s")
-    assert outcomes
+def assert_nothing_found(count, device, backends):
+    """In so many calls, which are the same on a slow machine."""
+    outcomes = list(islice(misuse.run(math.inf, device, backends, seed=cases.SEED), count))
     assert [outcome for outcome in outcomes if not outcome.passed] == []
 
 
 @pytest.mark.parametrize("backend", ["reference", "hip"])
-def test_a_few_seconds(backend):
-    assert_nothing_found(8, "cpu", [backend])
+def test_the_cpu(backend):
+    assert_nothing_found(500, "cpu", [backend])
 
 
 @pytest.mark.interpreted
-def test_a_few_seconds_of_the_kernels():
-    assert_nothing_found(8, "cpu", ["triton"])
-
-
-@pytest.mark.thorough
-@pytest.mark.interpreted
-def test_a_minute_of_the_kernels():
-    assert_nothing_found(60, "cpu", ["triton", "hip"])
+@pytest.mark.parametrize("count", [15, pytest.param(150, marks=pytest.mark.thorough)])
+def test_the_kernels_in_the_interpreter(count):
+    assert_nothing_found(count, "cpu", ["triton"])
 
 
 @pytest.mark.gpu
-def test_a_minute_on_this_gpu():
-    assert_nothing_found(60, "cuda", ["triton"])
+def test_this_gpu():
+    assert_nothing_found(1000, "cuda", ["triton"])
 
 
 def test_every_public_function_is_called():
