@@ -331,7 +331,7 @@ runpy.run_module("mhc_ops", run_name="__main__")
 
 
 def without_extras(*words):
-    return subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, *words], capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, *words], capture_output=True, text=True, timeout=800)
 
 
 def test_what_needs_no_extra(tmp_path):

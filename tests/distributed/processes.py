@@ -23,7 +23,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "mhc_ops"])
 
 
-def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300) -> list[Any]:
+def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 800) -> list[Any]:
     """What `function(*arguments)` returned on each rank; it is found by its name in its module, as are arguments.
 
     An error of one rank is raised here with that rank's traceback; all processes have ended when this returns."""
@@ -32,7 +32,7 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: floa
         return _run(world, WITHOUT_GPUS, _in_group, (world, store, function, arguments), seconds)
 
 
-def run_as_torchrun(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300) -> list[Any]:
+def run_as_torchrun(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 800) -> list[Any]:
     """With the variables that torchrun sets, and its store; the function makes the group."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
@@ -40,7 +40,7 @@ def run_as_torchrun(world: int, function: Callable[..., Any], *arguments: Any, s
     return _run(world, WITHOUT_GPUS | address | of_torchrun, _in_no_group, (function, arguments), seconds)
 
 
-def run_alone(function: Callable[..., Any], *arguments: Any, seconds: float = 300) -> Any:
+def run_alone(function: Callable[..., Any], *arguments: Any, seconds: float = 800) -> Any:
     """In one process that nothing has happened in."""
     return _run(1, {}, function, arguments, seconds)[0]
 
@@ -108,7 +108,7 @@ def _process(
 
 
 def _in_group(world: int, store: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    rank, limit = int(os.environ["RANK"]), timedelta(seconds=60)
+    rank, limit = int(os.environ["RANK"]), timedelta(seconds=600)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=limit)
     result = function(*arguments)
     dist.barrier()  # none leaves while another still waits for it

@@ -173,7 +173,7 @@ def test_lost_workers_change_no_bit(ran, tmp_path):
 def _python(*arguments):
     environment = {**os.environ, **WITHOUT_GPUS, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
 
 
 @pytest.mark.parametrize("mesh", [*MESHES[2], *MESHES[4]], ids=name)

@@ -280,7 +280,7 @@ def test_in_a_browser(bench, tmp_path):
         "--virtual-time-budget=10000 --dump-dom"
     )
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'probe.html'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     (report,) = re.findall(r"<pre id=\"report\">(.+?)</pre>", done.stdout)
     shown = json.loads(html.unescape(report))
