@@ -31,7 +31,7 @@ class Compiled:
     spilled: int  # bytes of memory per thread
     shared: int
     assembly: str
-    ttir: str  # what the kernel says, before a compiler has chosen instructions
+    ttir: str  # what the kernel says, before a compiler has chosen instructions; empty for a Gluon kernel
     cooperative: bool  # all programs run at once
 
 
@@ -111,7 +111,7 @@ def _compiled(kernel, registers, spilled, assembly):
     found = kernel.metadata
     cooperative = bool(found.launch_cooperative_grid)
     return Compiled(
-        found.name, kernel.hash, registers, spilled, found.shared, assembly, kernel.asm["ttir"], cooperative
+        found.name, kernel.hash, registers, spilled, found.shared, assembly, kernel.asm.get("ttir", ""), cooperative
     )
 
 
