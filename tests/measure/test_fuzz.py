@@ -27,7 +27,7 @@ def test_the_reference():
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("count", [10, pytest.param(60, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.thorough)])
 def test_the_kernels_in_the_interpreter(count):
     pytest.importorskip("triton")
     assert_nothing_found(count, "cpu", ["triton"])
