@@ -47,6 +47,7 @@ def pytest_collection_modifyitems(items, config):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+            item.add_marker(pytest.mark.thorough)  # thousands that say so take half a minute
         if "interpreted" in item.keywords and not _INTERPRETED:
             item.add_marker(compiled)
 
