@@ -198,3 +198,19 @@ def test_layer_functions(name, changes, error, message):
         good["layer"] = torch.tanh
     with pytest.raises(error, match=f"^{name}: {re.escape(message)}$"):
         getattr(mhc_ops, name)(**{**good, **changes})
+
+
+FLAGS = {
+    "outflag": lambda flag: mhc_ops.mhc_forward_pre(**arguments(), outflag=flag),
+    "gamma": lambda flag: mhc_ops.HyperHead(N, D, gamma=flag),
+    "layer_norm": lambda flag: mhc_ops.HyperConnection(torch.nn.Identity(), N, D, layer_norm=flag),
+    "checkpoint": lambda flag: mhc_ops.HyperConnection(torch.nn.Identity(), N, D, checkpoint=flag),
+}
+
+
+@pytest.mark.parametrize("value", ["yes", 1, [], torch.ones(())], ids=repr)
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_bools(name, value):
+    """Anything else has a truth of its own, which may not be what was meant: "no" is true."""
+    with pytest.raises(TypeError, match=f"{name} must be a bool"):
+        FLAGS[name](value)
