@@ -298,8 +298,6 @@ def test_bf16(tiny):
     model = choosing_nothing(tiny.load(dtype=torch.bfloat16))
     (eager, _), (ours, _), (exact, _) = bf16_errors(model, tiny.ids)
     assert max(ours, exact) < 1.5 * eager
-    if tiny.kind == "hy_v4":  # which rounds as mhc_ops does
-        assert exact == eager
 
 
 @needed
@@ -318,17 +316,18 @@ def test_bf16_on_average(kind):
 
 @torch.no_grad()
 @pytest.mark.parametrize("exact_as_eager", [False, True])
-def test_exact_as_eager_rounds_the_maps_and_calls_the_norm(tiny, exact_as_eager):
+def test_exact_as_eager_rounds_the_maps_and_calls_the_norm(tiny, exact_as_eager, monkeypatch):
     layer = copy.deepcopy(tiny.text_layers()[1]).to(torch.bfloat16)
     patch(layer, exact_as_eager=exact_as_eager)
-    x = torch.randn(2, 5, 3, 32).bfloat16()
-    h_in, carry = layer.attn_hc(x, norm=layer.input_layernorm)
+    norm, normed = type(layer.input_layernorm), []
+    forward = norm.forward
+    # Not by a hook: a norm that has one is called in any case.
+    monkeypatch.setattr(norm, "forward", lambda *given: normed.append(forward(*given)) or normed[-1])
+    h_in, carry = layer.attn_hc(torch.randn(2, 5, 3, 32).bfloat16(), norm=layer.input_layernorm)
     maps = [h for h in (carry.h_post, carry.h_res) if h is not None]
     rounded = all(torch.equal(h, h.bfloat16().float()) for h in maps)
     assert rounded == (exact_as_eager and tiny.kind != "hy_v4")
-    unpatch(layer)
-    *_, read = layer.attn_hc(x)
-    assert torch.equal(h_in, layer.input_layernorm(read)) == exact_as_eager
+    assert [h_in is each for each in normed] == [True] * exact_as_eager
 
 
 @torch.no_grad()
