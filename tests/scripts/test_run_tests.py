@@ -50,3 +50,9 @@ def test_a_selection_may_leave_one_run_without_tests(sandbox, codes, expected):
     assert done.code == expected
     assert all(call.endswith("-k a b") for call in done.called("pytest"))
     assert len(done.called("pytest")) == 2
+
+
+def test_all_runs_what_is_thorough_too(sandbox):
+    quick, whole = sandbox.run("run_tests.sh"), sandbox.run("run_tests.sh", "--all", "-k", "a")
+    assert all("and not thorough" in call for call in quick.called("pytest"))
+    assert [call.endswith("interpreted -k a") for call in whole.called("pytest")] == [True, True]
