@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "mhc/triton"), str(TESTS / "conv/triton")]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "helpers"), str(TESTS / "mhc/triton"), str(TESTS / "conv/triton")]
 
 import pytest
 import test_compile
