@@ -186,4 +186,4 @@ def test_every_exception_is_of_a_command():
 
 
 def test_the_front_page_stays_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
