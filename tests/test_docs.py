@@ -4,10 +4,12 @@ import ast
 import contextlib
 import importlib.util
 import inspect
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 NEEDED = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
 VOID = {"br", "hr", "img", "input", "link", "meta", "path", "source", "wbr"}
 REMOTE = re.compile(r"^\s*(https?:)?//")
+RULED_OUT = re.compile(r"\b(nobody|whoever|somebody|what\s+is\s+none|behind)\b", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +29,8 @@ def site(tmp_path_factory):
     if NEEDED:
         pytest.skip(f"{', '.join(NEEDED)} not installed: pip install 'mhc-ops[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-b",
-        "html",
-        str(ROOT / "docs"),
-        str(folder),
-    ]
+    words = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    command = [sys.executable, *words, str(ROOT / "docs"), str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -224,3 +217,22 @@ def test_every_public_name_is_described(site):
         name for name in mhc_ops.__all__ if f"mhc_ops.{name}" not in described | {"mhc_ops.compat", "mhc_ops.convert"}
     }
     assert missing == set()
+
+
+def ruled_out(path):
+    """Words that CONTRIBUTING.md rules out: in comments and strings of Python, elsewhere in all but inline code."""
+    text = path.read_text(encoding="utf-8")
+    parts = [(1, re.sub(r"`[^`\n]*`", "", text))]
+    if path.suffix == ".py":
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        parts = [(t.start[0], t.string) for t in tokens if re.search("STRING|COMMENT", tokenize.tok_name[t.type])]
+    for line, part in parts:
+        for word in RULED_OUT.finditer(part):
+            yield f"{path.relative_to(ROOT)}:{line + part.count(chr(10), 0, word.start())}: {word[0]}"
+
+
+def test_no_word_is_ruled_out():
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*"), *(ROOT / "mhc_ops").rglob("*")]
+    written = [path for path in files if path.suffix in (".md", ".py", ".h", ".hip", ".html")]
+    found = [word for path in written for word in ruled_out(path)]
+    assert len(written) > 100 and not found, "\n".join(found)
