@@ -82,8 +82,10 @@ def of_kind(kind):
 
 def test_every_fence_is_of_a_block():
     for page in PAGES:
-        fences = re.findall(r"^ *(?:```|~~~)", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        text = (ROOT / page).read_text(encoding="utf-8")
+        fences = re.findall(r"^ *(?:```|~~~)", text, re.MULTILINE)
         assert len(fences) == 2 * sum(block.page == page for block in BLOCKS), page
+        assert "\n%" not in text, f"{page}: the site leaves out a line that begins with %"
     assert {block.kind for block in BLOCKS if not block.kind.startswith("{")} == {"python", "sh", ""}
 
 
