@@ -38,7 +38,7 @@ def site(tmp_path_factory):
 
 
 class Attributes(HTMLParser):
-    """(tag, attribute, value) of all that a page has, and the text of its style sheets."""
+    """found: (tag, attribute, value) for each attribute of a page   styles: the text of its style sheets"""
 
     def __init__(self, text):
         super().__init__()
@@ -57,7 +57,7 @@ class Attributes(HTMLParser):
 
 
 def loaded_from_elsewhere(text):
-    """What a browser would fetch from a network to show the page: all but where a reader may go by a click."""
+    """What a browser would fetch from a network to show the page. Links that a reader may click are not counted."""
     page = Attributes(text)
     tags = [
         (tag, value)
@@ -73,8 +73,8 @@ def remote_in_css(text):
 
 
 class Text(HTMLParser):
-    """The text of a page, without its scripts; boxes: of each box of code in a docstring; parameters: of each described
-    name, those that are listed with words of their own."""
+    """text: the page without its scripts   boxes: the text of each code box in a docstring   parameters: for each name,
+    the parameters that are listed with a description"""
 
     def __init__(self, text):
         super().__init__()
@@ -107,7 +107,7 @@ class Text(HTMLParser):
 
 
 def is_code(box):
-    """Python, a session of it, a command of ours; or equations, which no sentence stands between."""
+    """Whether it is Python, a session of it, one of our commands, or equations without a sentence."""
     lines = [line for line in box.strip().splitlines() if line.strip()]
     if lines[0].startswith(">>> "):
         return all(not part.lower().startswith("returns") for part in lines)
@@ -158,7 +158,7 @@ def test_arguments_are_listed(site, name, expected):
 
 
 def test_no_argument_is_described_in_the_middle_of_prose(site):
-    """Wherever a docstring has "name: what it is", the name is listed."""
+    """If a docstring has "name: what it is", the name is listed."""
     page = Text((site / "api.html").read_text(encoding="utf-8"))
     for name in mhc_ops.__all__:
         found = getattr(mhc_ops, name)
@@ -192,7 +192,7 @@ def test_what_needs_a_network_is_found(remote):
     assert loaded_from_elsewhere(f"<p>a page</p>{remote}")
 
 
-def test_a_link_to_follow_is_none():
+def test_a_link_to_click_is_allowed():
     assert not loaded_from_elsewhere('<a href="https://arxiv.org">a paper</a><img src="_images/a.png">')
 
 

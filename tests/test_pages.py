@@ -1,11 +1,11 @@
-"""Every block of code of every page runs as it is written. What is not run is named here, with the reason.
+"""Every code block of every page runs as it is written. NOT_RUN names the exceptions, with the reason.
 
-The kinds of blocks, by the word behind the fence:
-  python   runs in a process of its own; on docs/distributed.md in two, as torchrun starts them. One that begins with a
-           comment that names a file quotes it: its lines stand there, in this order
-  sh       command by command, in a folder that has the files which the commands read. NOT_RUN names the exceptions
-  {name}   a directive of Sphinx, which tests/test_docs.py builds
-  (none)   no code: equations, drawings, what a command printed
+The word after the fence says the kind of a block:
+  python   runs in a process of its own; on docs/distributed.md in two, as torchrun starts them. A block that begins
+           with the name of a file, as a comment, is a quote: its lines stand in that file, in this order
+  sh       runs command by command, in a folder with the files that the commands read
+  {name}   is a directive of Sphinx, which tests/test_docs.py builds
+  (none)   is no code: equations, drawings, what a command printed
 """
 
 import ast
@@ -66,7 +66,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def commands_of(block):
-    """Each as it stands, without its comment and with the lines that it goes over as one."""
+    """The commands of a block, without comments; a command over several lines becomes one."""
     lines = re.sub(r"\\\n *", "", block.text).replace("<gpu>", "h200").splitlines()
     return [command for line in lines if (command := re.sub(r"(^|\s)#.*", "", line).strip())]
 
@@ -96,7 +96,7 @@ def test_what_names_no_language_is_no_code(block):
         ast.parse(block.text)
 
 
-@pytest.mark.parametrize("block", filter(is_quote, of_kind("python")), ids=str)
+@pytest.mark.parametrize("block", list(filter(is_quote, of_kind("python"))), ids=str)
 def test_a_quote_stands_in_its_file(block):
     file, *quoted = filter(None, map(str.strip, block.text.splitlines()))
     lines = iter(map(str.strip, (ROOT / file.removeprefix("# ")).read_text(encoding="utf-8").splitlines()))
@@ -110,12 +110,12 @@ def runnable():
             yield pytest.param(block, marks=marks, id=str(block))
 
 
-@pytest.mark.parametrize("block", runnable())
+@pytest.mark.parametrize("block", list(runnable()))
 def test_python(block, tmp_path):
     for package in OF_THE_EXTRA:
         if re.search(rf"(import|from) {package}\b", block.text) and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'mhc-ops[adopt]'")
-    slot = tmp_path / "megatron" / "core" / "fusions" / "fused_mhc_kernels.py"  # of a branch that no package index has
+    slot = tmp_path / "megatron" / "core" / "fusions" / "fused_mhc_kernels.py"  # no package index has this branch
     slot.parent.mkdir(parents=True)
     slot.touch()
     if block.page == UNDER_TORCHRUN:
@@ -125,7 +125,7 @@ def test_python(block, tmp_path):
 
 
 def execute(block, folder):
-    """As a script in this folder, whose lines a traceback gives as those of the page."""
+    """Runs the block as a script in this folder. A traceback gives the lines of the page."""
     os.chdir(folder)
     sys.path.insert(0, folder)
     exec(compile("\n" * block.line + block.text, ROOT / block.page, "exec"), {"__name__": "__main__"})
@@ -158,7 +158,7 @@ def test_shell(block, tmp_path, monkeypatch):
 
 
 def write_what_commands_read():
-    """Into the current folder."""
+    """Writes to the current folder."""
     Path("docs/images").mkdir(parents=True)
     shutil.copytree(ROOT / "benchmarks" / "results", "benchmarks/results")
     shutil.copy("benchmarks/results/h200_training_step.json", "bench.json")
