@@ -1,7 +1,7 @@
 """Docstrings as Sphinx reads them. Ours are plain text:
 
 - paragraphs, in which `name` is code;
-- arguments, as "name: what it is": at the begin of a line, behind a sentence or two spaces from the one before. They
+- arguments, as "name: what it is": at the start of a line, after a sentence or two spaces after the one before. They
   become the list of parameters, and a line that begins with "Returns" what is returned;
 - equations ("h_in = ..." in every line), examples (">>> "), code (indented by four) and lists ("- ") as they are.
 """

@@ -158,7 +158,7 @@ def test_arguments_are_listed(site, name, expected):
 
 
 def test_no_argument_is_described_in_the_middle_of_prose(site):
-    """If a docstring has "name: what it is", the name is listed."""
+    """Wherever a docstring has "name: what it is", the name is listed."""
     page = Text((site / "api.html").read_text(encoding="utf-8"))
     for name in mhc_ops.__all__:
         found = getattr(mhc_ops, name)
@@ -166,6 +166,25 @@ def test_no_argument_is_described_in_the_middle_of_prose(site):
             described = re.findall(r"(?:^|\. |  )(\w+): ", inspect.getdoc(found), re.MULTILINE)
             wanted = [each for each in described if each in inspect.signature(found).parameters]
             assert set(wanted) <= set(page.parameters.get(f"mhc_ops.{name}", [])), name
+
+
+def ruled_out(path):
+    """Words that CONTRIBUTING.md rules out: in comments and strings of Python, elsewhere in all but inline code."""
+    text = path.read_text(encoding="utf-8")
+    parts = [(1, re.sub(r"`[^`\n]*`", "", text))]
+    if path.suffix == ".py":
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        parts = [(t.start[0], t.string) for t in tokens if re.search("STRING|COMMENT", tokenize.tok_name[t.type])]
+    for line, part in parts:
+        for word in RULED_OUT.finditer(part):
+            yield f"{path.relative_to(ROOT)}:{line + part.count(chr(10), 0, word.start())}: {word[0]}"
+
+
+def test_no_word_is_ruled_out():
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*"), *(ROOT / "mhc_ops").rglob("*")]
+    written = [path for path in files if path.suffix in (".md", ".py", ".h", ".hip", ".html")]
+    found = [word for path in written for word in ruled_out(path)]
+    assert len(written) > 100 and not found, "\n".join(found)
 
 
 def test_nothing_is_loaded_from_a_network(site):
@@ -217,22 +236,3 @@ def test_every_public_name_is_described(site):
         name for name in mhc_ops.__all__ if f"mhc_ops.{name}" not in described | {"mhc_ops.compat", "mhc_ops.convert"}
     }
     assert missing == set()
-
-
-def ruled_out(path):
-    """Words that CONTRIBUTING.md rules out: in comments and strings of Python, elsewhere in all but inline code."""
-    text = path.read_text(encoding="utf-8")
-    parts = [(1, re.sub(r"`[^`\n]*`", "", text))]
-    if path.suffix == ".py":
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        parts = [(t.start[0], t.string) for t in tokens if re.search("STRING|COMMENT", tokenize.tok_name[t.type])]
-    for line, part in parts:
-        for word in RULED_OUT.finditer(part):
-            yield f"{path.relative_to(ROOT)}:{line + part.count(chr(10), 0, word.start())}: {word[0]}"
-
-
-def test_no_word_is_ruled_out():
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*"), *(ROOT / "mhc_ops").rglob("*")]
-    written = [path for path in files if path.suffix in (".md", ".py", ".h", ".hip", ".html")]
-    found = [word for path in written for word in ruled_out(path)]
-    assert len(written) > 100 and not found, "\n".join(found)
