@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mhc import ops
-from . import names
+from . import stand_ins
 
 SINKHORN_EPS = COMPUTE_H_EPS = NORM_EPS = 1e-6
 
@@ -245,9 +245,9 @@ def install() -> None:
     if not _has_slot():
         file = f"{_SLOT.replace('.', '/')}.py"
         raise ImportError(f"install: there is no {file} here; Megatron-Core's dev branch has it")
-    names.put({_SLOT: {function.__name__: function for function in _FUNCTIONS}})
+    stand_ins.put({_SLOT: {function.__name__: function for function in _FUNCTIONS}})
 
 
 def uninstall() -> None:
     """Undo `install`, for models that are built afterwards."""
-    names.remove("megatron")
+    stand_ins.remove("megatron")

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..core.check import check_tensors
 from ..mhc import ops
-from . import names
+from . import stand_ins
 
 
 def expand_from_embedding(x: Tensor, mhc_mult: int = 4) -> Tensor:
@@ -358,10 +358,10 @@ def install() -> None:
         "tile_kernels.mhc": {},
         _KERNELS: {},
     }
-    names.put(modules, packages)
-    names.fill(_KERNELS, {"_mhc_sinkhorn_fwd": _mhc_sinkhorn_fwd, "_mhc_sinkhorn_bwd": _mhc_sinkhorn_bwd})
+    stand_ins.put(modules, packages)
+    stand_ins.fill(_KERNELS, {"_mhc_sinkhorn_fwd": _mhc_sinkhorn_fwd, "_mhc_sinkhorn_bwd": _mhc_sinkhorn_bwd})
 
 
 def uninstall() -> None:
     """Undo `install`. Calling it again changes nothing."""
-    names.remove("tile_kernels")
+    stand_ins.remove("tile_kernels")

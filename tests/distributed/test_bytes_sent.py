@@ -196,7 +196,7 @@ def rows_of(model, mesh, **how):
         words = f"{row.what} ({how['send']})" if row.dimension == "pipeline" else row.what
         yield row.dimension, words, row.collective, row.layer, row.times
         if words.endswith("(carry)"):
-            yield row.dimension, f"{words}, of it behind the layer", row.collective, late, row.times
+            yield row.dimension, f"{words}, after the layer", row.collective, late, row.times
 
 
 def of_dimensions():

@@ -146,7 +146,7 @@ def wrong_use(mesh):
         connection(torch.tanh)(streams(0))
     with pytest.raises(ValueError, match=r"^HyperParallel: every rank must have a token, got 1 on 2 ranks$"):
         connection(torch.tanh)(distribute_tensor(streams(1), mesh, [TOKENS]))
-    with pytest.raises(ValueError, match=r"sequence_dim=1 is no dimension of the tokens of x, which is \[8, 2, 8\]$"):
+    with pytest.raises(ValueError, match=r"sequence_dim=1 is not a token dimension of x \[8, 2, 8\]$"):
         connection(torch.tanh)(streams()[0])
     layer = Layer()
     parallelize_module(layer, mesh, {"up": ColwiseParallel(input_layouts=TOKENS), "down": RowwiseParallel()})

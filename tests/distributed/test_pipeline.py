@@ -329,9 +329,9 @@ def test_bytes():
 WRONG = [
     (
         lambda stack: pipeline_stages(stack, [5]),
-        "pipeline_stages: cut 5 lies outside of the stack, which has 4 connections",
+        "pipeline_stages: cut 5 is outside of the stack, which has 4 connections",
     ),
-    (lambda stack: HyperStage(stack, -1, 2), "HyperStage: cut -1 lies outside of the stack, which has 4 connections"),
+    (lambda stack: HyperStage(stack, -1, 2), "HyperStage: cut -1 is outside of the stack, which has 4 connections"),
     (lambda stack: pipeline_stages(stack, [2, 2]), "pipeline_stages: a stage from connection 2 to 2 is empty"),
     (lambda stack: pipeline_stages(stack, [4]), "pipeline_stages: a stage from connection 4 to 4 is empty"),
     (lambda stack: pipeline_stages(stack, [2.0]), "pipeline_stages: a cut must be an int, got float"),

@@ -193,7 +193,7 @@ def assert_redistributed(mesh):
     found = mhc_ops.causal_conv1d(**pieces, backend="hip")
     assert torch.equal(found.full_tensor(), mhc_ops.causal_conv1d(**in_order, backend="hip"))
     slots = {name: placed(value, mesh, 0 if name == "conv_state" else None) for name, value in SLOTS.items()}
-    with pytest.raises(RuntimeError, match=r"^causal_conv1d_update_: it cannot write in place to conv_state \[Shard"):
+    with pytest.raises(RuntimeError, match=r"^causal_conv1d_update_: cannot write in place to conv_state \[Shard"):
         mhc_ops.causal_conv1d_update(**slots, backend="triton")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .. import names
+from .. import stand_ins
 from . import causal_conv1d_interface, causal_conv1d_varlen, cpp_functions
 
 NAME, VERSION = "causal_conv1d", "1.7.0"  # the version whose functions these are
@@ -24,7 +24,7 @@ def install() -> None:
     """
     if _METADATA in sys.meta_path:
         return
-    names.put(_modules())
+    stand_ins.put(_modules())
     sys.meta_path.insert(0, _METADATA)
     if late := _decided_before():
         warnings.warn(f"install: imported before, and not looking for {NAME} again: {', '.join(late)}", stacklevel=2)
@@ -32,7 +32,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Take out what `install()` put in. What was imported in between keeps the functions that it found."""
-    names.remove(NAME)
+    stand_ins.remove(NAME)
     if _METADATA in sys.meta_path:
         sys.meta_path.remove(_METADATA)
 
