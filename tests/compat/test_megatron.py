@@ -167,7 +167,7 @@ def test_what_is_said_of_every_parameter(parallel):
 
 def test_recomputation_is_refused():
     module = megatron.HyperConnectionModule(config(), layer_number=1)
-    with pytest.raises(NotImplementedError, match="recomputation is of Megatron's own module"):
+    with pytest.raises(NotImplementedError, match="recomputation needs Megatron's own module"):
         module(torch.randn(S, B, K), mhc_recompute_manager=object())
 
 

@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_is_named_and_kept_and_the_one_before_is_taken(tmp_
         assert told[0].endswith("step-000000004.damaged") and "/step-000000004 is" in told[0]
         assert left == ["step-000000002", "step-000000004.damaged"]
     refusal, told, left = found[len(DAMAGE)]
-    assert refusal.endswith("/8 has damaged checkpoints and no whole one: choose another --out to begin anew")
+    assert refusal.endswith("/8 has damaged checkpoints only: choose another --out to start anew")
     assert len(told) == 2 and left == ["step-000000002.damaged", "step-000000004.damaged"]
     assert again == (refusal, [])
     assert found[-1][0] == 2
@@ -257,7 +257,7 @@ def test_a_folder_in_use_is_refused_and_its_holder_named(name, tmp_path):
         fcntl.flock(file, fcntl.LOCK_SH)
         (first, told, _), (second, _, _) = run(2, beside_another, tmp_path, 0.2)
     assert first == second == f"{tmp_path} is in use by {holder}: end it, or choose another --out"
-    assert told == [f"{tmp_path} is in use by {holder}: waits until it has ended, 0.2 s at most"]
+    assert told == [f"{tmp_path} is in use by {holder}: waiting for its end, 0.2 s at most"]
     assert run(2, beside_another, tmp_path, 60) == [("held", [], [False, False])] * 2
     assert _is_free(tmp_path / "lock") and _is_free(tmp_path / "writers")
 

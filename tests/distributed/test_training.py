@@ -162,7 +162,7 @@ def test_lost_workers_change_no_bit(ran, tmp_path):
     # torchrun itself names one of those it finds dead: the killed one, or the other, if that has noticed by then.
     for told in ("process 1 kills itself in step 3", "process 0 kills itself in checkpoint 4"):
         assert f"drill: {told}\n" in done.stderr
-    assert done.stderr.count("goes on from the checkpoint of step 2") == 2
+    assert done.stderr.count("continues from the checkpoint of step 2") == 2
     assert torch.equal(losses(tmp_path), losses(undisturbed))
     expected, found = checkpoint(undisturbed, STEPS), checkpoint(tmp_path, STEPS)
     assert different(expected, found) == [] and len(expected) > 50
@@ -216,7 +216,7 @@ def test_wrong_meshes_are_told(ran):
 
 def test_another_text_is_no_continuation():
     windows = example.Windows(torch.arange(100), 7, seed=1)
-    with pytest.raises(example.Refused, match="--seed is 1, but the run to go on with has 2"):
+    with pytest.raises(example.Refused, match="--seed is 1, but the run to continue has 2"):
         windows.load_state_dict(example.Windows(torch.arange(100), 7, seed=2).state_dict())
 
 
@@ -240,5 +240,5 @@ def test_more_processes_than_gpus_are_told(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert example.main(["--device", "cuda"]) == 2
-    expected = "2 processes of this machine cannot share its GPUs, of which there are 1: try --device cpu"
+    expected = "2 processes of this machine cannot share 1 GPUs: try --device cpu"
     assert capsys.readouterr().err.strip() == expected
