@@ -131,12 +131,12 @@ def _window(
     begin = routing.starts[i]
     if history is not None:
         begin -= history.shape[1]
-    tensors["x"] = _behind(history, _slice(x, routing, i, count))
+    tensors["x"] = _after(history, _slice(x, routing, i, count))
     if residual is not None:
         nothing = None if history is None else residual.new_zeros(history.shape)
-        tensors["residual"] = _behind(nothing, _slice(residual, routing, i, count))
+        tensors["residual"] = _after(nothing, _slice(residual, routing, i, count))
     if seq_idx is not None:
-        tensors["seq_idx"] = _behind(ids, _slice(seq_idx, routing, i, count))
+        tensors["seq_idx"] = _after(ids, _slice(seq_idx, routing, i, count))
     if cu_seqlens is not None:
         tensors["cu_seqlens"] = cu_seqlens - begin  # the op clamps positions outside of the window
     elif "initial_state" in given and (history is None or begin > 0):
@@ -144,7 +144,7 @@ def _window(
     return tensors
 
 
-def _behind(first: Tensor | None, then: Tensor) -> Tensor:
+def _after(first: Tensor | None, then: Tensor) -> Tensor:
     return then if first is None else torch.cat([first, then], 1)
 
 

@@ -1,6 +1,6 @@
 """The convolution over a sequence in pieces: the bits of one process, and its gradients."""
 
-import warnings
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from one_process import close_in_parts
-from processes import run
+from processes import run, run_each
 from sending import Sending
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -25,7 +25,7 @@ from mhc_ops.measure.conv_cases import PLACES, ConvCase
 
 @dataclass(frozen=True)
 class Packed(ConvCase):
-    """With these boundaries in the place of its own."""
+    """A case with these boundaries."""
 
     bounds: tuple[int, ...] = ()
 
@@ -42,7 +42,7 @@ class Packed(ConvCase):
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYOUTS = ("contiguous", "zigzag")
-ROWS = ("x", "residual", "seq_idx")  # what each rank has its own tokens of
+ROWS = ("x", "residual", "seq_idx")  # of these each rank has its own tokens
 
 
 def shard(tensor, layout):
@@ -68,7 +68,7 @@ def summed(tensor):
 
 
 def in_pieces(case, backend, layout, ran):
-    """The results of the case by name, of this rank's tokens, or this rank's share of them."""
+    """The results of the case by name: those of this rank's tokens, or this rank's share."""
     subject = case.subject
     given = {name: shard(t, layout) if name in ROWS else t.detach().clone() for name, t in ran.tensors.items()}
     leaves = {name: t.detach().clone() for name, t in given.items()}
@@ -82,7 +82,7 @@ def in_pieces(case, backend, layout, ran):
     outputs = dict(zip(subject.outputs, outputs if isinstance(outputs, tuple) else (outputs,)))
     cotangents = dict(zip(subject.outputs, ran.cotangents))
     given = {"y": shard(cotangents["y"], layout)}
-    if "final_state" in outputs:  # every rank has a share of it
+    if "final_state" in outputs:  # every rank has a share of its cotangent
         given["final_state"] = cotangents["final_state"] * (dist.get_rank() == 1)
     found = torch.autograd.grad([outputs[name] for name in given], list(wanted.values()), list(given.values()))
     return {name: o.detach() for name, o in outputs.items()} | {f"d{n}": g for n, g in zip(wanted, found)}
@@ -91,20 +91,16 @@ def in_pieces(case, backend, layout, ran):
 def wrong(case, backend, layout):
     """What is wrong with this case, as words."""
     ran = accuracy.run_case(case, backend)
-    results = in_pieces(case, backend, layout, ran)
-    told = []
-    whole = {}
-    for name, result in results.items():
-        if name in ("y", "final_state"):
-            whole[name] = gathered(result, layout) if name == "y" else result
-            if not torch.equal(whole[name], ran.results[name]):
-                told.append(f"{name} has other bits")
-        elif name.removeprefix("d") in ROWS:
+    whole = in_pieces(case, backend, layout, ran)
+    for name, result in whole.items():
+        if name == "y" or name.removeprefix("d") in ROWS:
             whole[name] = gathered(result, layout)
-        else:
+        elif name != "final_state":
             whole[name] = summed(result)
     if dist.get_rank() > 0:
         return []
+    outputs = [name for name in ("y", "final_state") if name in whole]
+    told = [f"{name} has other bits" for name in outputs if not torch.equal(whole[name], ran.results[name])]
     told += bits_of_dx(case, layout, whole["dx"], ran.results["dx"])
     exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents)
     for name, result in whole.items():
@@ -129,44 +125,38 @@ def all_wrong(cases, backend, layouts=LAYOUTS):
 
 
 def packed_cases(world):
-    """Sequences that cross pieces and pieces that are shorter than the tail. L is a multiple of 2·world; pieces of a
-    zigzag are half as long as the others."""
-
-    def L(rows):
-        return 2 * world * rows
-
-    # sequences that begin and end right before and behind the begin of a piece, one that is empty there, padding first
-    close = (1, L(11) // 2 - 2, L(11) // 2 - 1, L(11) // 2 - 1, L(11) // 2 + 2, L(11) - 1)
-    impossible = (-3, 4, 2, L(11) - 5, 9, L(11) + 7)
+    """Sequences that cross pieces, and pieces shorter than the tail. A zigzag's pieces are half as long."""
+    P = 2 * world  # L is a multiple
+    L, half = 11 * P, 11 * P // 2
+    # sequences that begin and end right before and after the start of a piece, an empty one there, padding first
+    close = (1, half - 2, half - 1, half - 1, half + 2, L - 1)
+    impossible = (-3, 4, 2, L - 5, 9, L + 7)
+    states = {"dilation": 2, "places": "cu_seqlens states", "residual": True}
     return [
         *(
-            Packed(1, L(11), 5, 3, dtype, dilation=2, places="cu_seqlens states", residual=True, bounds=bounds)
+            Packed(1, L, 5, 3, dtype, **states, bounds=bounds)
             for bounds in (close, impossible)
             for dtype in (FP32, BF16)
         ),
-        *(ConvCase(1, L(11), 5, 3, FP32, dilation=2, places=places, residual=True) for places in PLACES),
-        *(ConvCase(1, L(rows), 5, 4, FP32, dilation=2, places=p) for rows in (1, 3, 5) for p in ("", *PLACES)),
-        *(ConvCase(2, L(rows), 5, 3, FP32, dilation=2, n=2) for rows in (1, 3, 9)),
-        ConvCase(2, L(9), 5, 3, BF16, places="seq_idx states"),
+        *(ConvCase(1, L, 5, 3, FP32, dilation=2, places=places, residual=True) for places in PLACES),
+        *(ConvCase(1, rows * P, 5, 4, FP32, dilation=2, places=p) for rows in (1, 3, 5) for p in ("", *PLACES)),
+        *(ConvCase(2, rows * P, 5, 3, FP32, dilation=2, n=2) for rows in (1, 3, 9)),
+        ConvCase(2, 9 * P, 5, 3, BF16, places="seq_idx states"),
     ]
 
 
-def dense_cases(world):
-    def L(rows):
-        return 2 * world * rows
-
-    return [
-        *(ConvCase(2, L(9), 5, W, FP32) for W in range(1, 9)),
-        *(ConvCase(2, L(8), 6, 3, dtype, dilation=d, residual=d > 1) for d in (1, 2, 3) for dtype in (FP32, BF16)),
-        *(ConvCase(2, L(7), 5, scale=scale) for scale in (1e-3, 1e3)),
-        ConvCase(2, L(7), 5, silu=False, bias=False, dtype=FP32),
-        ConvCase(2, L(7), 5, parameter_dtype=BF16),
-        *(ConvCase(1, L(11), 5, 4, BF16, places=places) for places in PLACES),
-        *(ConvCase(2, L(rows), 5, 3, BF16, dilation=2, n=2) for rows in (3, 9)),
-        ConvCase(1, L(9), 6, 4, FP32, n=3, residual=True, norm_eps=0.0),
-        ConvCase(1, L(9), 6, 1, FP32, n=3, residual=True),
-        ConvCase(1, L(9), 6, 1, FP32, places="cu_seqlens"),
-    ]
+DENSE = [  # for two ranks
+    *(ConvCase(2, 36, 5, W, FP32) for W in range(1, 9)),
+    *(ConvCase(2, 32, 6, 3, dtype, dilation=d, residual=d > 1) for d in (1, 2, 3) for dtype in (FP32, BF16)),
+    *(ConvCase(2, 28, 5, scale=scale) for scale in (1e-3, 1e3)),
+    ConvCase(2, 28, 5, silu=False, bias=False, dtype=FP32),
+    ConvCase(2, 28, 5, parameter_dtype=BF16),
+    *(ConvCase(1, 44, 5, 4, BF16, places=places) for places in PLACES),
+    *(ConvCase(2, L, 5, 3, BF16, dilation=2, n=2) for L in (12, 36)),
+    ConvCase(1, 36, 6, 4, FP32, n=3, residual=True, norm_eps=0.0),
+    ConvCase(1, 36, 6, 1, FP32, n=3, residual=True),
+    ConvCase(1, 36, 6, 1, FP32, places="cu_seqlens"),
+]
 
 
 def held(world, cases, backend, layouts=LAYOUTS):
@@ -174,17 +164,14 @@ def held(world, cases, backend, layouts=LAYOUTS):
     assert not found[0], "\n".join(found[0])
 
 
-def test_reference_of_2_ranks():
-    held(2, [*packed_cases(2), *dense_cases(2)], "reference")
+@pytest.mark.parametrize("backend", ["reference", "hip"])
+def test_2_ranks(backend):
+    held(2, [case for case in (*packed_cases(2), *DENSE) if case.runs_on(backend)], backend)
 
 
 @pytest.mark.parametrize("world", [3, 4])
 def test_reference_of_more_ranks(world):
     held(world, packed_cases(world), "reference")
-
-
-def test_hip():
-    held(2, [case for case in (*packed_cases(2), *dense_cases(2)) if case.runs_on("hip")], "hip")
 
 
 # A launch takes a tenth of a second in the interpreter, so every way once
@@ -204,39 +191,37 @@ def test_triton(layout):
 
 
 def sent_by(call):
-    """Bytes, without the message in which the ranks agree. And what it returned."""
+    """Bytes, without the message in which the ranks agree; and the result."""
     with Sending() as sending:
         result = call()
     assert set(sending.bytes) <= {"all-to-all"}
     return sending.bytes.total(), result
 
 
-def count_sent():
+def sent_bytes():
     """Forward and backward, and what tail_bytes says; of several shapes."""
-    found, rank, world = [], dist.get_rank(), dist.get_world_size()
+    rank, group, found = dist.get_rank(), dist.group.WORLD, []
+    here = {"rank": rank, "world": 3}
     for layout in LAYOUTS:
         for shape, W, dilation, ids in (((2, 12, 5), 4, 2, False), ((1, 12, 3), 3, 1, True), ((2, 2, 4), 3, 2, False)):
             x, weight = torch.randn(shape, dtype=BF16, requires_grad=True), torch.randn(shape[2], W)
             seq_idx = torch.zeros(shape[:2], dtype=torch.int32) if ids else None
-            common = {"dilation": dilation, "group": dist.group.WORLD, "layout": layout, "backend": "reference"}
-            forward, y = sent_by(partial(distributed.causal_conv1d, x, weight, seq_idx=seq_idx, **common))
+            common = {"dilation": dilation, "layout": layout}
+            given = {"seq_idx": seq_idx, "group": group, "backend": "reference", **common}
+            forward, y = sent_by(partial(distributed.causal_conv1d, x, weight, **given))
             backward, _ = sent_by(partial(y.sum().backward, retain_graph=True))
-            known = {"dilation": dilation, "rank": rank, "world": world, "layout": layout, "seq_idx": ids}
-            expected = distributed.tail_bytes(shape, x.element_size(), W, **known)
-            found.append(((forward, backward), expected))
+            found.append((forward, backward))
+            assert found[-1] == distributed.tail_bytes(shape, 2, W, seq_idx=ids, **common, **here), (layout, shape)
     x, weight = torch.randn(1, 8, 2, 3, requires_grad=True), torch.randn(6, 3)
-    forward, _ = sent_by(partial(distributed.short_conv, x, torch.ones(2, 3), weight, group=dist.group.WORLD))
-    expected, _ = distributed.tail_bytes(x.shape, 4, 3, rank=rank, world=world)
-    return [*found, (forward, expected)]
+    forward, _ = sent_by(partial(distributed.short_conv, x, torch.ones(2, 3), weight, group=group))
+    assert forward == distributed.tail_bytes(x.shape, 4, 3, **here)[0]
+    # S rows of [B, D] to the next rank, and as many back from it
+    rows = 6 * 2 * 5 * 2
+    assert found[0] == (rows * (rank < 2), rows * (rank > 0)), found[0]
 
 
 def test_sent_bytes():
-    ranks = run(3, count_sent)
-    for found in ranks:
-        for sent, expected in found:
-            assert sent == expected
-    # S rows of [B, D] to the next rank, and as many back from it
-    assert [found[0][0] for found in ranks] == [(6 * 2 * 5 * 2, 0), (6 * 2 * 5 * 2,) * 2, (0, 6 * 2 * 5 * 2)]
+    run(3, sent_bytes)
 
 
 class Order(TorchDispatchMode):
@@ -254,40 +239,23 @@ class Order(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def in_order(L, W, layout):
-    """Of a forward and of its backward."""
-    x, weight = torch.randn(1, L, 3, requires_grad=True), torch.randn(3, W, requires_grad=True)
-    conv = partial(distributed.causal_conv1d, x, weight, group=dist.group.WORLD, layout=layout, backend="hip")
-    with Order() as forward:
-        y = conv()
-    with Order() as backward:
-        y.sum().backward()
-    return forward.seen, backward.seen
+def rows_are_computed_while_others_travel():
+    """Rows are sent first and awaited when all others are computed. Afterwards come only the S first rows of each piece
+    that has a history. Backward the gradients of the history, from a call on it and 2·S rows, go first."""
+    L, S, rank = 20, 2, dist.get_rank()
+    x, weight = torch.randn(1, L, 3, requires_grad=True), torch.randn(3, S + 1, requires_grad=True)
+    for layout in LAYOUTS:
+        with Order() as forward:
+            y = distributed.causal_conv1d(x, weight, group=dist.group.WORLD, layout=layout, backend="hip")
+        with Order() as backward:
+            y.sum().backward()
+        # A zigzag's two pieces are two rows of a batch. All pieces of a sequence but the first have a history.
+        length, pieces = (L, rank) if layout == "contiguous" else (L // 2, 1 + rank)
+        assert forward.seen == ["send", length, "wait", *[2 * S] * pieces], forward.seen
+        assert backward.seen == [*[3 * S] * pieces, "send", length, *[2 * S] * pieces, "wait"], backward.seen
 
 
-def test_rows_are_computed_while_others_travel():
-    """Sent first, awaited when all rows are computed: behind that come, of each piece that has a history, only the S
-    rows at its begin. Backward the gradients of the history, from a call on it and 2·S rows, go first."""
-    L, S = 20, 2
-    first, second = run(2, in_order, L, S + 1, "contiguous")
-    assert first == (["send", L, "wait"], ["send", L, "wait"])
-    assert second == (["send", L, "wait", 2 * S], [3 * S, "send", L, 2 * S, "wait"])
-    # Two pieces are two rows of a batch; all of the four but the first have a history.
-    for pieces, (forward, backward) in zip((1, 2), run(2, in_order, L, S + 1, "zigzag")):
-        assert forward == ["send", L // 2, "wait", *[2 * S] * pieces]
-        assert backward == [*[3 * S] * pieces, "send", L // 2, *[2 * S] * pieces, "wait"]
-
-
-def message(call):
-    try:
-        call()
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def misused():
-    """What is said, for each wrong use."""
+def wrong_use_is_told():
     rank, group, weight = dist.get_rank(), dist.group.WORLD, torch.randn(3, 4)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("context", "other"))
 
@@ -301,141 +269,122 @@ def misused():
 
     assert conv(8, group=mesh["context"]).shape == (1, 8, 3)
     whole = DTensor.from_local(torch.randn(1, 8, 3), mesh["context"], [Shard(1)])
-    return {
-        "lengths": message(lambda: conv(5 if rank else 6)),
-        "no tokens": message(lambda: conv(0)),
-        "odd": message(lambda: conv(7, layout="zigzag")),
-        "short_conv": message(
-            lambda: distributed.short_conv(torch.randn(1, 3 + rank, 1, 3), torch.ones(1, 3), weight, group=group)
+    streams, gamma = torch.randn(1, 3 + rank, 1, 3), torch.ones(1, 3)
+    same = "all ranks of the group must make the same call, got"
+    wrong = {
+        f"causal_conv1d: {same} L 6 on rank 0 and L 5 on rank 1: pad the sequence": lambda: conv(5 if rank else 6),
+        f"short_conv: {same} L 3 on rank 0 and L 4 on rank 1: pad the sequence": lambda: distributed.short_conv(
+            streams, gamma, weight, group=group
         ),
-        "layout": message(lambda: conv(8, layout="ring")),
-        "mesh": message(lambda: conv(8, group=mesh)),
-        "no group": message(lambda: conv(8, group=None)),
-        "left out": message(lambda: distributed.causal_conv1d(torch.randn(1, 8, 3), weight)),
-        "DTensor": message(lambda: distributed.causal_conv1d(whole, weight, group=group)),
-        "state": message(lambda: conv(8, initial_state=torch.randn(1, 3, 2))),
-        "cut": message(lambda: distributed.shard_sequence(torch.randn(1, 6, 3), group=group, layout="zigzag")),
-        "second": message(twice),
+        "causal_conv1d: every rank must have tokens": lambda: conv(0),
+        "causal_conv1d: a rank must have an even number of tokens with layout='zigzag', got 7": lambda: conv(
+            7, layout="zigzag"
+        ),
+        "causal_conv1d: layout must be 'contiguous' or 'zigzag', got 'ring'": lambda: conv(8, layout="ring"),
+        "causal_conv1d: group must be one dimension of the mesh": lambda: conv(8, group=mesh),
+        "causal_conv1d: group must be a ProcessGroup that this rank is in or a DeviceMesh, got NoneType": lambda: conv(
+            8, group=None
+        ),
+        "causal_conv1d() missing 1 required keyword-only argument: 'group'": lambda: distributed.causal_conv1d(
+            torch.randn(1, 8, 3), weight
+        ),
+        "causal_conv1d: x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor": lambda: (
+            distributed.causal_conv1d(whole, weight, group=group)
+        ),
+        "causal_conv1d: initial_state must be [1, 3, 3], got [1, 3, 2]": lambda: conv(
+            8, initial_state=torch.randn(1, 3, 2)
+        ),
+        "shard_sequence: 4 pieces do not divide a sequence of 6 tokens: pad it": lambda: distributed.shard_sequence(
+            torch.randn(1, 6, 3), group=group, layout="zigzag"
+        ),
+        "a convolution over a sequence in pieces has no second derivative": twice,
     }
+    for words, use in wrong.items():
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{re.escape(words)}"):
+            use()
 
 
-def test_wrong_use_is_told():
-    one, other = run(2, misused)
-    assert one == other
-    assert one == {
-        "lengths": "ValueError: causal_conv1d: all ranks of the group must make the same call, got L 6 on rank 0 and "
-        "L 5 on rank 1: pad the sequence",
-        "no tokens": "ValueError: causal_conv1d: every rank must have tokens",
-        "odd": "ValueError: causal_conv1d: a rank must have an even number of tokens with layout='zigzag', got 7",
-        "short_conv": "ValueError: short_conv: all ranks of the group must make the same call, got L 3 on rank 0 and "
-        "L 4 on rank 1: pad the sequence",
-        "layout": "ValueError: causal_conv1d: layout must be 'contiguous' or 'zigzag', got 'ring'",
-        "mesh": one["mesh"],
-        "no group": "TypeError: causal_conv1d: group must be a ProcessGroup that this rank is in or a DeviceMesh, "
-        "got NoneType",
-        "left out": "TypeError: causal_conv1d() missing 1 required keyword-only argument: 'group'",
-        "DTensor": "TypeError: causal_conv1d: x must be this rank's tokens as a plain tensor, x.to_local(), "
-        "got a DTensor",
-        "state": "ValueError: causal_conv1d: initial_state must be [1, 3, 3], got [1, 3, 2]",
-        "cut": "ValueError: shard_sequence: 4 pieces do not divide a sequence of 6 tokens: pad it",
-        "second": "NotImplementedError: a convolution over a sequence in pieces has no second derivative",
-    }
-    assert one["mesh"].startswith("ValueError: causal_conv1d: group must be one dimension of the mesh")
-
-
-def alone():
+def a_group_of_one_is_the_plain_function_and_told():
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     mine = groups[dist.get_rank()]
-    x, streams, weight = torch.randn(1, 7, 6), torch.randn(1, 7, 2, 3), torch.randn(6, 3)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        y, state = distributed.causal_conv1d(x, weight, group=mine, layout="zigzag", output_final_state=True)
-        z = distributed.short_conv(streams, torch.ones(2, 3), weight, group=mine)
-    expected = (
-        *mhc_ops.causal_conv1d(x, weight, output_final_state=True),
-        mhc_ops.short_conv(streams, torch.ones(2, 3), weight),
-    )
-    same = all(torch.equal(one, other) for one, other in zip((y, state, z), expected))
-    return same, [str(warning.message) for warning in told]
-
-
-def test_a_group_of_one_is_the_plain_function_and_told():
-    said = "a group of one rank has nothing to exchange: this is mhc_ops."
-    words = [f"{function}: {said}{function}" for function in ("causal_conv1d", "short_conv")]
-    assert run(2, alone) == [(True, words)] * 2
+    x, streams, gamma, weight = torch.randn(1, 7, 6), torch.randn(1, 7, 2, 3), torch.ones(2, 3), torch.randn(6, 3)
+    with pytest.warns() as told:
+        found = distributed.causal_conv1d(x, weight, group=mine, layout="zigzag", output_final_state=True)
+        found += (distributed.short_conv(streams, gamma, weight, group=mine),)
+    expected = *mhc_ops.causal_conv1d(x, weight, output_final_state=True), mhc_ops.short_conv(streams, gamma, weight)
+    assert all(map(torch.equal, found, expected))
+    words = "a group of one rank has nothing to exchange: this is mhc_ops."
+    functions = ("causal_conv1d", "short_conv")
+    assert [str(one.message) for one in told] == [f"{function}: {words}{function}" for function in functions]
 
 
 def compiled():
-    """Whether one graph has the bits of the eager call, the next one too, for any length. Ranks that only give or only
-    take are those that a compiler could have send in another call than the others, who would then wait."""
+    """One graph has the bits of the eager call, the next one too, for any length. A compiler could have ranks that only
+    give or only take send in another call than the others, who would then wait."""
     group, weight = dist.group.WORLD, torch.randn(3, 3, requires_grad=True)
 
     def conv(x, weight, seq_idx):
         return distributed.causal_conv1d(x, weight, seq_idx=seq_idx, activation="silu", group=group, backend="hip")
 
-    in_one_graph, same = torch.compile(conv, fullgraph=True, backend="aot_eager"), []
+    in_one_graph = torch.compile(conv, fullgraph=True, backend="aot_eager")
     for L in (8, 11):
         x, seq_idx = torch.randn(1, L, 3, requires_grad=True), torch.zeros(1, L, dtype=torch.int32)
         ys = [function(x, weight, seq_idx) for function in (in_one_graph, conv)]
         dist.barrier()
         found = [(y, *torch.autograd.grad(y.square().sum(), (x, weight))) for y in ys]
-        same += [torch.equal(one, other) for one, other in zip(*found)]
-    return same
+        assert all(map(torch.equal, *found)), L
 
 
 def test_torch_compile_makes_one_graph():
-    assert run(2, compiled) == [[True] * 6] * 2
+    run(2, compiled)
 
 
-def with_nan(layout):
-    """Whether NaN in padding and in the tokens of one sequence is, in y and dx, where it is in one process."""
-    x = torch.ones(1, 24, 3)
+def nan_stays_in_its_sequence():
+    """NaN in padding and in the tokens of one sequence is, in y and dx, where it is in one process."""
+    x, group = torch.ones(1, 24, 3), dist.group.WORLD
     ids = torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2 + [2] * 8 + [-1] * 3], dtype=torch.int32)
     x[:, 5:13] = x[:, 21:] = torch.nan
-    results = []
-    for whole in (True, False):
-        leaf, own_ids = (x.clone(), ids) if whole else (shard(x, layout), shard(ids, layout))
-        function = (
-            mhc_ops.causal_conv1d
-            if whole
-            else partial(distributed.causal_conv1d, layout=layout, group=dist.group.WORLD)
-        )
-        y = function(leaf.requires_grad_(), torch.ones(3, 3), seq_idx=own_ids, activation="silu", backend="reference")
-        results.append((y.isnan(), torch.autograd.grad(y, leaf, torch.ones_like(y))[0].isnan()))
-    return [torch.equal(shard(one, layout), own) for one, own in zip(*results)]
+
+    def where(function, x, ids):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf, torch.ones(3, 3), seq_idx=ids, activation="silu", backend="reference")
+        return y.isnan(), torch.autograd.grad(y, leaf, torch.ones_like(y))[0].isnan()
+
+    whole = where(mhc_ops.causal_conv1d, x, ids)
+    for layout in LAYOUTS:
+        conv = partial(distributed.causal_conv1d, layout=layout, group=group)
+        for one, own in zip(whole, where(conv, shard(x, layout), shard(ids, layout))):
+            assert torch.equal(shard(one, layout), own), layout
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_nan_stays_in_its_sequence(layout):
-    assert run(2, with_nan, layout) == [[True, True]] * 2
-
-
-def in_a_mesh():
-    """Whether each row of a mesh of data and context has the bits of one process on its own sequence."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-    x = torch.randn(2, 1, 16, 3, generator=torch.Generator().manual_seed(0))[mesh["data"].get_local_rank()]
-    weight = torch.ones(3, 4)
-    cut = partial(distributed.shard_sequence, group=mesh["context"], layout="zigzag")
-    y = distributed.causal_conv1d(cut(x), weight, group=mesh["context"], layout="zigzag")
-    return torch.equal(y, cut(mhc_ops.causal_conv1d(x, weight)))
-
-
-def test_one_dimension_of_a_mesh():
-    assert run(4, in_a_mesh) == [True] * 4
-
-
-def backend_of_backward():
-    """Which backends a backward uses whose forward was in a block of use_backend."""
+def the_backward_uses_the_backend_of_its_forward():
+    """The forward ran in a block of use_backend, the backward outside of it."""
     used, launch = [], Op.launch
     x, weight = torch.randn(1, 12, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
     with mhc_ops.use_backend("hip"):
         y = distributed.causal_conv1d(x, weight, group=dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Op, "launch", lambda self, **inputs: used.append(inputs["backend"]) or launch(self, **inputs))
-        call.forget()  # what was kept does not come by there
+        call.forget()  # kept calls do not launch this way
         y.sum().backward()
-    return set(used)
+    assert set(used) == {"hip"}, used
 
 
-def test_the_backward_uses_the_backend_of_its_forward():
-    assert run(2, backend_of_backward) == [{"hip"}] * 2
+def test_two_ranks():
+    checks = [rows_are_computed_while_others_travel, wrong_use_is_told, nan_stays_in_its_sequence]
+    more = [a_group_of_one_is_the_plain_function_and_told, the_backward_uses_the_backend_of_its_forward]
+    run_each(2, *checks, *more)
+
+
+def in_a_mesh():
+    """Each row of a mesh of data and context has the bits of one process on its own sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    x = torch.randn(2, 1, 16, 3, generator=torch.Generator().manual_seed(0))[mesh["data"].get_local_rank()]
+    weight = torch.ones(3, 4)
+    cut = partial(distributed.shard_sequence, group=mesh["context"], layout="zigzag")
+    y = distributed.causal_conv1d(cut(x), weight, group=mesh["context"], layout="zigzag")
+    assert torch.equal(y, cut(mhc_ops.causal_conv1d(x, weight)))
+
+
+def test_one_dimension_of_a_mesh():
+    run(4, in_a_mesh)
