@@ -55,31 +55,6 @@ def test_the_package_is_complete(installed):
         importlib.import_module(f"{NAME}.another")
 
 
-def test_what_is_put_in_is_taken_out():
-    before = list(sys.meta_path)
-    assert not names(), "importing mhc_ops installs nothing"
-    for _ in range(2):
-        compat.install()
-        package = sys.modules[NAME]
-        compat.install()
-        assert sys.modules[NAME] is package
-        for _ in range(2):
-            compat.uninstall()
-        assert not names()
-        assert sys.meta_path == before
-
-
-def test_the_real_one_stays(monkeypatch):
-    real = types.ModuleType(NAME)
-    real.__version__, real.__file__ = "1.6.1", "/somewhere/causal_conv1d/__init__.py"
-    monkeypatch.setitem(sys.modules, NAME, real)
-    with pytest.raises(RuntimeError, match=r"^causal_conv1d is loaded already, from /somewhere/.*: install\(\) before"):
-        compat.install()
-    compat.uninstall()
-    assert sys.modules[NAME] is real
-    assert names() == {NAME}
-
-
 def test_a_model_that_was_imported_before_is_named(monkeypatch):
     model = types.ModuleType("transformers.models.lfm2.modeling_lfm2")
     model.causal_conv1d_fn = print

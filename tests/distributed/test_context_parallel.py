@@ -258,50 +258,45 @@ def rows_are_computed_while_others_travel():
 def wrong_use_is_told():
     rank, group, weight = dist.get_rank(), dist.group.WORLD, torch.randn(3, 4)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("context", "other"))
+    whole = DTensor.from_local(torch.randn(1, 8, 3), mesh["context"], [Shard(1)])
 
-    def conv(rows, weight=weight, **options):
-        return distributed.causal_conv1d(torch.randn(1, rows, 3), weight, **{"group": group, **options})
+    def conv(x, **options):
+        x = torch.randn(1, x, 3) if isinstance(x, int) else x
+        return distributed.causal_conv1d(x, weight, **{"group": group, **options})
+
+    def short_conv():
+        distributed.short_conv(torch.randn(1, 3 + rank, 1, 3), torch.ones(1, 3), weight, group=group)
 
     def twice():
         x = torch.randn(1, 8, 3, requires_grad=True)
-        y = distributed.causal_conv1d(x, weight, group=group, activation="silu")
-        torch.autograd.grad(y.sum(), x, create_graph=True)
+        torch.autograd.grad(conv(x, activation="silu").sum(), x, create_graph=True)
 
     assert conv(8, group=mesh["context"]).shape == (1, 8, 3)
-    whole = DTensor.from_local(torch.randn(1, 8, 3), mesh["context"], [Shard(1)])
-    streams, gamma = torch.randn(1, 3 + rank, 1, 3), torch.ones(1, 3)
     same = "all ranks of the group must make the same call, got"
-    wrong = {
-        f"causal_conv1d: {same} L 6 on rank 0 and L 5 on rank 1: pad the sequence": lambda: conv(5 if rank else 6),
-        f"short_conv: {same} L 3 on rank 0 and L 4 on rank 1: pad the sequence": lambda: distributed.short_conv(
-            streams, gamma, weight, group=group
+    state, cut = torch.randn(1, 3, 2), partial(distributed.shard_sequence, torch.randn(1, 6, 3), group=group)
+    wrong = [
+        (partial(conv, 5 if rank else 6), f"{same} L 6 on rank 0 and L 5 on rank 1: pad the sequence"),
+        (short_conv, f"{same} L 3 on rank 0 and L 4 on rank 1: pad the sequence"),
+        (partial(conv, 0), "every rank must have tokens"),
+        (partial(conv, 7, layout="zigzag"), "a rank must have an even number of tokens with layout='zigzag', got 7"),
+        (partial(conv, 8, layout="ring"), "layout must be 'contiguous' or 'zigzag', got 'ring'"),
+        (partial(conv, 8, group=mesh), "group must be one dimension of the mesh"),
+        (
+            partial(conv, 8, group=None),
+            "group must be a ProcessGroup that this rank is in or a DeviceMesh, got NoneType",
         ),
-        "causal_conv1d: every rank must have tokens": lambda: conv(0),
-        "causal_conv1d: a rank must have an even number of tokens with layout='zigzag', got 7": lambda: conv(
-            7, layout="zigzag"
-        ),
-        "causal_conv1d: layout must be 'contiguous' or 'zigzag', got 'ring'": lambda: conv(8, layout="ring"),
-        "causal_conv1d: group must be one dimension of the mesh": lambda: conv(8, group=mesh),
-        "causal_conv1d: group must be a ProcessGroup that this rank is in or a DeviceMesh, got NoneType": lambda: conv(
-            8, group=None
-        ),
-        "causal_conv1d() missing 1 required keyword-only argument: 'group'": lambda: distributed.causal_conv1d(
-            torch.randn(1, 8, 3), weight
-        ),
-        "causal_conv1d: x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor": lambda: (
-            distributed.causal_conv1d(whole, weight, group=group)
-        ),
-        "causal_conv1d: initial_state must be [1, 3, 3], got [1, 3, 2]": lambda: conv(
-            8, initial_state=torch.randn(1, 3, 2)
-        ),
-        "shard_sequence: 4 pieces do not divide a sequence of 6 tokens: pad it": lambda: distributed.shard_sequence(
-            torch.randn(1, 6, 3), group=group, layout="zigzag"
-        ),
-        "a convolution over a sequence in pieces has no second derivative": twice,
-    }
-    for words, use in wrong.items():
-        with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{re.escape(words)}"):
+        (partial(conv, whole), "x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor"),
+        (partial(conv, 8, initial_state=state), "initial_state must be [1, 3, 3], got [1, 3, 2]"),
+        (partial(cut, layout="zigzag"), "4 pieces do not divide a sequence of 6 tokens: pad it"),
+    ]
+    functions = "causal_conv1d|short_conv|shard_sequence"
+    for use, words in wrong:
+        with pytest.raises((TypeError, ValueError), match=f"^({functions}): {re.escape(words)}"):
             use()
+    with pytest.raises(
+        NotImplementedError, match=r"^a convolution over a sequence in pieces has no second derivative$"
+    ):
+        twice()
 
 
 def a_group_of_one_is_the_plain_function_and_told():
