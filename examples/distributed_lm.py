@@ -1,4 +1,4 @@
-"""The texts, the model and the checkpoints of train_distributed.py, in pieces among processes."""
+"""The texts, the model and the checkpoints of train_distributed.py, shared among processes."""
 
 import argparse
 import fcntl
@@ -32,20 +32,19 @@ from mhc_ops.distributed import shard_sequence
 from mhc_ops.measure.report import Refused, say
 
 WIDTH = 4  # taps of the convolution
-PATIENCE = 60  # seconds until processes of an earlier run must have left its folder
-SUMS = "sums.json"  # of the files of a checkpoint
+PATIENCE = 60  # seconds that a run waits for processes of an earlier run to leave its folder
+SUMS = "sums.json"  # checksums of the files of a checkpoint
 
 
-# The data: windows of the text, each once in every pass, in an order that does not depend on how many processes take
-# them.
+# The data: windows of the text, each once in every pass, in an order that does not depend on the number of processes.
 
 
 class Windows:
-    """The texts of all processes together. The text is cut into windows of `length` characters and the one behind."""
+    """The texts of all processes. The text is cut into windows of `length` characters and the next one."""
 
     def __init__(self, text: Tensor, length: int, seed: int):
         self.windows = text[: (len(text) - 1) // length * length + 1].unfold(0, length + 1, length)
-        self.seed, self.position = seed, 0  # how many windows were taken
+        self.seed, self.position = seed, 0  # the number of windows taken so far
 
     def take(self, count: int) -> Tensor:
         """The next [count, length + 1]."""
@@ -57,10 +56,10 @@ class Windows:
         return {"seed": self.seed, "length": self.windows.shape[1] - 1, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Elsewhere in another order the position would have no meaning."""
+        """Another seed or length is another order, in which the position has no meaning."""
         for name in ("seed", "length"):
             if state[name] != self.state_dict()[name]:
-                raise Refused(f"--{name} is {self.state_dict()[name]}, but the run to go on with has {state[name]}")
+                raise Refused(f"--{name} is {self.state_dict()[name]}, but the run to continue has {state[name]}")
         self.position = state["position"]
 
 
@@ -70,15 +69,15 @@ def order(count: int, seed: int, nth_pass: int) -> list[int]:
 
 
 def mixed(*numbers: int) -> int:
-    """A seed out of several numbers."""
+    """A seed made of several numbers."""
     return random.Random(str(numbers)).getrandbits(63)
 
 
-# The model. Each process has a piece of every text; of the others only the two mixers of tokens know.
+# The model. Each process has a piece of every text. Only the convolution and attention use other pieces.
 
 
 class Pieces:
-    """Of a sequence among the processes of a mesh of one dimension. Tokens are numbered from its begin."""
+    """The pieces of a sequence on a mesh of one dimension. here, everywhere: positions in the sequence"""
 
     def __init__(self, mesh: DeviceMesh, layout: str, length: int, device: torch.device):
         self.mesh, self.layout = mesh, layout
@@ -86,7 +85,7 @@ class Pieces:
         self.everywhere = self.gathered(self.here, dim=0)
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
-        """The tokens of all processes, one process behind the other; their gradients go back as sums."""
+        """The tokens of all processes, in the order of the processes; gradients are summed on the way back."""
         return DTensor.from_local(x, self.mesh, [Shard(dim)]).full_tensor(grad_placements=[Partial()])
 
 
@@ -103,7 +102,7 @@ class Convolution(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries of the tokens here, keys and values of all that lie before them, gathered from the group."""
+    """Queries of the tokens here; keys and values of all earlier tokens, gathered from the group."""
 
     def __init__(self, D: int, pieces: Pieces):
         super().__init__()
@@ -136,12 +135,11 @@ def model_of(vocabulary: int, options: argparse.Namespace, pieces: Pieces) -> nn
     return nn.Sequential(OrderedDict(**parts, **ends))
 
 
-# A folder that many processes write into: one run at a time, and an error of one process is an error of all.
+# A folder that many processes write to: one run at a time, and an error of one process is an error of all.
 
 
 def by_first(action: Callable[[], Any], path: Path) -> Any:
-    """What the first process got of it, on every process; what kept it from that is refused by all. path: what it is
-    about"""
+    """Do it on the first process; return its result, or raise its refusal, on every process. path: named in errors"""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -158,9 +156,9 @@ def by_first(action: Callable[[], Any], path: Path) -> Any:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """While the processes of one run are in a folder, no other run is. The first process has `lock` for itself; all of
-    them share `writers`, which the next run waits for: some may outlive the first, and still write. The system takes
-    the locks from a process that ends, however it ends."""
+    """Keep other runs out of a folder. The first process holds `lock` alone. All processes share `writers`, which the
+    next run waits for: some may outlive the first process and still write. The system releases the locks of a process
+    when it ends, also by a kill."""
     files: list[IO[str]] = []
 
     def alone() -> None:
@@ -192,13 +190,13 @@ def _locked(path: Path, kind: int) -> IO[str]:
                 file.close()
                 raise Refused(f"{path.parent} is in use by {holder}: end it, or choose another --out") from None
             if not told:
-                say(f"{path.parent} is in use by {holder}: waits until it has ended, {PATIENCE} s at most")
+                say(f"{path.parent} is in use by {holder}: waiting for its end, {PATIENCE} s at most")
             told = True
             time.sleep(0.1)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Whoever is killed in it leaves the old one or the new one."""
+    """A kill leaves the old file or the new one."""
     unfinished = path.with_suffix(".partial")
     with unfinished.open("w") as file:
         file.write(text)
@@ -207,12 +205,12 @@ def replace_text(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-# Checkpoints: a folder each, which has its name only when all of it is written.
+# Checkpoints: a folder each, which gets its name when all of it is written.
 
 
 class Writer(dcp.FileSystemWriter):
     def write_data(self, *arguments: Any) -> Any:
-        """An error of the disk reaches the other processes as such, not as what torch's zip file says when it ends."""
+        """Report an error of the disk, not the error that torch's zip file raises after it."""
         try:
             return super().write_data(*arguments)
         except RuntimeError as error:
@@ -230,7 +228,7 @@ class Checkpoints:
             shutil.rmtree(broken) if broken.is_dir() else broken.unlink()
 
     def there(self) -> list[Path]:
-        """From the oldest to the last, as the first process sees them."""
+        """All checkpoints from the oldest to the newest, as the first process sees them."""
         return by_first(
             lambda: sorted(path for path in self.folder.iterdir() if re.fullmatch(r"step-\d{9}", path.name)),
             self.folder,
@@ -240,7 +238,7 @@ class Checkpoints:
         path = self.folder / f"step-{step:09d}"
         unfinished = path.with_suffix(".partial")
         try:
-            dcp.save(state, storage_writer=writer(unfinished))  # ends when all processes have written and said so
+            dcp.save(state, storage_writer=writer(unfinished))  # returns when all processes have written
         except dcp.CheckpointException as error:
             by_first(partial(shutil.rmtree, unfinished, ignore_errors=True), unfinished)  # makes room on a full disk
             raise Refused(f"{path} could not be written: {_cause(error)}") from None
@@ -256,8 +254,8 @@ class Checkpoints:
             by_first(lambda old=old: shutil.rmtree(old.rename(old.with_suffix(".partial"))), old)
 
     def load(self, into: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """What is in the newest that is whole, None where there has been none. Damaged ones are set aside. into: makes
-        a state like it; only then, since torch makes the state of a fresh optimizer by a step of it"""
+        """The newest complete checkpoint; None if there was none. Damaged ones are set aside. into: makes the state to
+        fill; called only if needed, since torch makes the state of a fresh optimizer by a step"""
         for path in reversed(self.there()):
             damage = self._damage(path)
             if damage is None:
@@ -270,13 +268,13 @@ class Checkpoints:
                 return state
             aside = by_first(partial(_set_aside, path), path)
             if dist.get_rank() == 0:
-                say(f"{path} is damaged, {damage}: it is kept as {aside.name}")
+                say(f"{path} is damaged, {damage}: kept as {aside.name}")
         if by_first(lambda: any(".damaged" in path.name for path in self.folder.iterdir()), self.folder):
-            raise Refused(f"{self.folder} has damaged checkpoints and no whole one: choose another --out to begin anew")
+            raise Refused(f"{self.folder} has damaged checkpoints only: choose another --out to start anew")
         return None
 
     def _damage(self, path: Path) -> str | None:
-        """In words; None where a checkpoint is as it was written."""
+        """A description of the damage; None if a checkpoint is as it was written."""
 
         def recorded() -> tuple[dict[str, str], str | None]:
             try:
@@ -293,14 +291,14 @@ class Checkpoints:
 
 
 def _sums(folder: Path, names: list[str]) -> dict[str, str]:
-    """Of these files, each read by one of the processes."""
+    """The checksums of these files, each read by one of the processes."""
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, {name: _sum(folder / name) for name in names[dist.get_rank() :: len(shares)]})
     return {name: value for share in shares for name, value in share.items()}
 
 
 def _sum(path: Path) -> str:
-    """zip files, as which torch stores tensors, have sums too, but torch does not compare them."""
+    """Size and CRC-32. torch's zip files have checksums too, but torch does not compare them."""
     size = crc = 0
     try:
         with path.open("rb") as file:
@@ -317,7 +315,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def _check_same_model(path: Path, state: dict[str, Any]) -> None:
-    """torch would leave out what the model has no place for."""
+    """Refuse a checkpoint of another model: torch would ignore tensors that this model does not have."""
 
     def stored() -> dict[str, Any]:
         values = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -326,7 +324,7 @@ def _check_same_model(path: Path, state: dict[str, Any]) -> None:
     flat, _ = flatten_state_dict(state)
     shapes = {name: list(value.shape) if isinstance(value, Tensor) else [] for name, value in flat.items()}
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, shapes)  # stages have different ones
+    dist.all_gather_object(of_ranks, shapes)  # stages have different tensors
     there, here = by_first(stored, path), {name: shape for rank in of_ranks for name, shape in rank.items()}
     for name in sorted({*there, *here}, key=lambda name: (not name.startswith("model."), name)):
         if there.get(name) != here.get(name):
@@ -337,6 +335,6 @@ def _check_same_model(path: Path, state: dict[str, Any]) -> None:
 
 
 def _cause(error: dcp.CheckpointException) -> str:
-    """What the first process that failed has said."""
+    """The error of the first process that failed."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return f"{getattr(cause, 'strerror', None) or cause} (process {rank})"

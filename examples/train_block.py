@@ -1,10 +1,10 @@
-"""Train the maps of one mHC layer: MHCBlock, autograd, an optimiser, a loss that falls.
+"""Train the maps of one mHC layer: MHCBlock, autograd, an optimizer, a falling loss.
 
     python examples/train_block.py                  on a GPU if there is one, else on the CPU
     python examples/train_block.py --steps 500 --n 8
 
-The block learns to imitate a teacher: a block of other, larger weights. It reads x, and its h_in, h_post and h_res are
-compared with the teacher's.
+The block learns to imitate a teacher, a block with other, larger weights. The loss compares h_in, h_post and h_res of
+both.
 """
 
 import argparse

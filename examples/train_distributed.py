@@ -1,20 +1,20 @@
-"""The tiny language model with mHC on many processes, in a run that survives a lost worker.
+"""Train a tiny language model with mHC on many processes, in a run that survives lost workers.
 
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/train_distributed.py --cp 2 --out run
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_distributed.py --fail-at step:30
 
-The mesh is data × context × pipeline: the texts of a step are shared among `--dp` groups of processes, every text in
-pieces among `--cp` of them, and the layers in stages among `--pp`. Parameters, gradients and the optimizer's state of a
-stage are sharded over all of its processes by FSDP2.
+The mesh is data × context × pipeline: `--dp` groups of processes share the texts of a step, `--cp` processes have a
+piece of every text each, and `--pp` processes have a stage of the layers each. FSDP2 shards the parameters, gradients
+and optimizer state of a stage over all of its processes.
 
-Every `--every` steps a checkpoint is written into `--out`, a folder that all machines see. When a worker is lost,
-torchrun starts all of them again, and they go on from the last whole checkpoint, at the texts that come next: with the
-bits of a run in which nobody was lost. So does a later call with the same `--out`, also on more or fewer processes,
-then up to rounding. Workers end with their torchrun, and a folder is of one run at a time.
+Every `--every` steps the run writes a checkpoint into `--out`, a folder that all machines see. When a worker is lost,
+torchrun starts all workers again. They continue from the last complete checkpoint with the next texts, and the result
+has the bits of an undisturbed run. A later call with the same `--out` continues too; on more or fewer processes results
+are equal up to rounding. Workers end with their torchrun, and a folder belongs to one run at a time.
 
-`--fail-at` is a drill: a worker kills itself in that step, between forward and backward, or in the checkpoint after so
-many steps, when its share is written and the whole is not. The first drill takes place in the first attempt, the second
-after the first restart and so on.
+`--fail-at` is a drill: a worker kills itself in that step, between forward and backward, or in the checkpoint after
+that step, when it has written its share. The first drill happens in the first attempt, the second after the first
+restart and so on.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from train_tiny_lm import HEAD_DIM, learning_rate, optimizer_of, read_text
 from mhc_ops.distributed import PipelineStage, fully_shard, pipeline_stages
 from mhc_ops.measure.report import Refused, progress, say
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameters, which stages have different ones of
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name: stages have different parameters
 COLUMNS = ("step", "loss", "tokens_per_second")
 
 
@@ -53,7 +53,7 @@ COLUMNS = ("step", "loss", "tokens_per_second")
 
 
 class Drill(NamedTuple):
-    """A worker that is lost: `step:30`, `checkpoint:80`, the last process unless it is said, `step:30:0`."""
+    """A worker that kills itself: `step:30`, `checkpoint:80`; the last process, or the one named, as in `step:30:0`."""
 
     where: str
     step: int
@@ -74,7 +74,7 @@ class Drill(NamedTuple):
 
 
 def drill(options: argparse.Namespace) -> Drill:
-    """That of this attempt, which torchrun counts; where there is none, one that never takes place."""
+    """The drill of this attempt, which torchrun counts; without one, a drill that never happens."""
     return dict(enumerate(options.fail_at)).get(options.attempt, Drill("never", 0, 0))
 
 
@@ -82,7 +82,7 @@ def drill(options: argparse.Namespace) -> Drill:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """On many machines they are typed as often."""
+    """Refuse options that differ between processes: on several machines they are typed several times."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(options))
     for rank, others in enumerate(everyone):
@@ -108,10 +108,10 @@ def mesh_of(options: argparse.Namespace) -> DeviceMesh:
 
 
 class Run:
-    """Everything that a checkpoint holds, and how to make a step of it."""
+    """Everything that a checkpoint holds, and how to make a step."""
 
     def __init__(self, options: argparse.Namespace):
-        self.options, self.drill, self.now = options, drill(options), -1  # the step
+        self.options, self.drill, self.now = options, drill(options), -1  # now: the current step
         self.mesh = mesh_of(options)
         self.device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
         self.pieces = Pieces(self.mesh["context"], options.layout, options.length, self.device)
@@ -124,7 +124,7 @@ class Run:
         self.schedule = self.scheduled() if options.pp > 1 else None
 
     def sharded(self, model: nn.Sequential) -> nn.Module:
-        """A gradient is the mean of what the processes have of their own tokens, which are equally many."""
+        """A gradient is the mean over the processes, which have equally many tokens."""
         pp = self.options.pp
         cuts = [len(model.layers) * stage // pp for stage in range(1, pp)]
         part = pipeline_stages(model, cuts, send="carry")[self.mesh.get_local_rank("pipeline")] if pp > 1 else model
@@ -136,8 +136,8 @@ class Run:
         group = self.mesh["pipeline"].get_group()
         stage = PipelineStage(self.model, dist.get_rank(group), self.options.pp, self.device, group=group)
         schedule = Schedule1F1B(stage, self.options.microbatches, loss_fn=self.loss)
-        # In its first step torch learns the shapes, and dropout draws numbers for it: better now than in a step that
-        # may be the first or not.
+        # In the first step torch infers shapes, for which dropout draws random numbers. Do it now, so that a step has
+        # the same random numbers whether or not it is the first after a restart.
         texts = self.options.batch // self.mesh["data"].size(), len(self.pieces.here)
         ids = torch.zeros(texts, dtype=torch.int64, device=self.device)
         self.piped(schedule, ids, ids)
@@ -160,7 +160,7 @@ class Run:
         self.checkpoints.save({**self.state(), "step": step}, step, Drilled)
 
     def load(self) -> int:
-        """How many steps are made already."""
+        """The number of steps that are done."""
         state = self.checkpoints.load(lambda: {**self.state(), "step": 0})
         if state is None:
             return 0
@@ -175,9 +175,9 @@ class Run:
         return loss
 
     def gradients(self, step: int) -> Tensor:
-        """Those of the mean loss of all tokens. Returns the loss of the tokens here, 0 before the last stage."""
+        """Compute the gradients of the mean loss. Returns the loss of the tokens here, 0 before the last stage."""
         options, self.now = self.options, step
-        torch.manual_seed(mixed(options.seed, step, dist.get_rank()))  # for dropout; so a checkpoint need not hold it
+        torch.manual_seed(mixed(options.seed, step, dist.get_rank()))  # for dropout; a checkpoint has no random state
         texts = self.windows.take(options.batch).chunk(self.mesh.size(0))[self.mesh.get_local_rank("data")]
         ids, following = (texts.to(self.device)[:, self.pieces.here + ahead] for ahead in (0, 1))
         if self.schedule:
@@ -203,7 +203,7 @@ class Run:
         return loss
 
     def clip(self) -> None:
-        """The gradients of all stages together."""
+        """Clip the gradients of all stages together."""
         parameters = list(self.model.parameters())
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).full_tensor().square()
         dist.all_reduce(norm, group=self.mesh.get_group("pipeline"))
@@ -211,12 +211,12 @@ class Run:
 
 
 class Curve:
-    """losses.csv, a line for each step, written by the first process; as a string how the run stands."""
+    """losses.csv, one line per step, written by the first process; str() is the state of the run."""
 
     def __init__(self, path: Path, first: int):
         self.path, self.last = path, f"step {first}"
         rows = [line.split(",") for line in path.read_text().splitlines()[1:]] if path.exists() else []
-        whole = (row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit())  # the last may be half a line
+        whole = (row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit())  # a kill may leave half a line
         kept = [row for row in whole if int(row[0]) < first]
         replace_text(path, "".join(",".join(row) + "\n" for row in (COLUMNS, *kept)))
 
@@ -234,14 +234,14 @@ def train(run: Run) -> None:
     path = options.out / "losses.csv"
     curve = by_first(lambda: Curve(path, first), path)
     if leads and first:
-        say(f"goes on from the checkpoint of step {first}")
+        say(f"continues from the checkpoint of step {first}")
     cuts = {*range(0, options.steps, options.report), *range(0, options.steps, options.every), options.steps}
     spans = [range(*ends) for ends in pairwise([first, *sorted(cut for cut in cuts if cut > first)])]
     for _, span in zip(progress([curve] * len(spans), "train") if leads else spans, spans):
         clock = time.perf_counter()
         losses = torch.stack([run.step(step) for step in span])
         dist.all_reduce(losses)
-        means = (losses * options.pp / dist.get_world_size()).tolist()  # of pieces of one size; waits for the device
+        means = (losses * options.pp / dist.get_world_size()).tolist()  # pieces have one size; waits for the device
         tokens = len(span) * options.batch * options.length
         by_first(partial(curve.add, span, means, tokens / (time.perf_counter() - clock)), path)
         if span.stop % options.every == 0 or span.stop == options.steps:
@@ -252,12 +252,12 @@ def train(run: Run) -> None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
-    # No option is shortened: torchrun, which sees them first, might know it by the same letters.
+    # No abbreviations: torchrun sees the options first and could take one for its own.
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--dp", type=int, default=0, help="data parallel: processes that share the texts (all left)")
     parser.add_argument("--cp", type=int, default=1, help="context parallel: processes that share a text (%(default)s)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel: stages of the layers (%(default)s)")
-    parser.add_argument("--microbatches", type=int, default=0, help="of a pipeline (as many as --pp)")
+    parser.add_argument("--microbatches", type=int, default=0, help="of a step in a pipeline (as many as --pp)")
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="zigzag", help="of a text (%(default)s)")
     parser.add_argument("--streams", type=int, default=4, help="residual streams (%(default)s)")
     parser.add_argument("--D", type=int, default=128, help=f"channels, a multiple of {HEAD_DIM} (%(default)s)")
@@ -267,7 +267,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="(%(default)s)")
     parser.add_argument("--lr", type=float, default=6e-3, help="the largest learning rate (%(default)s)")
     parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of all gradients (%(default)s)")
-    parser.add_argument("--dropout", type=float, default=0.0, help="behind each MLP (%(default)s)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="after each MLP (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the texts (%(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints (%(default)s)")
     parser.add_argument("--report", type=int, default=10, help="steps between lines of progress (%(default)s)")
@@ -291,7 +291,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def end_with(agent: int) -> None:
-    """End when torchrun's process has: killed, it cannot end its workers, and who starts it again has two of each."""
+    """End when torchrun has ended: if it is killed it cannot end its workers, and a restart would have them twice."""
 
     def watch() -> None:
         while os.getppid() == agent:
@@ -303,7 +303,7 @@ def end_with(agent: int) -> None:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    # torch warns of working in place on what a sharded module returns, which nothing here does.
+    # torch warns against in-place changes of what a sharded module returns; nothing here makes any.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     if "RANK" not in os.environ:
         say("torchrun starts the processes: torchrun --standalone --nproc-per-node 2 examples/train_distributed.py")
@@ -311,12 +311,12 @@ def main(arguments: list[str]) -> int:
     if options.device == "cuda":
         here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
         if here > gpus:
-            say(f"{here} processes of this machine cannot share its GPUs, of which there are {gpus}: try --device cpu")
+            say(f"{here} processes of this machine cannot share {gpus} GPUs: try --device cpu")
             return 2
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    end_with(os.getppid())  # who has no torchrun by now does not pass the rendezvous, for which it keeps the store
+    end_with(os.getppid())  # without torchrun, which holds the store, a worker does not pass the rendezvous
     store, rank, world = next(dist.rendezvous("env://"))
-    # With torchrun's default rendezvous the store of the attempt before is used again, and has lost workers' addresses.
+    # torchrun's default rendezvous uses one store for all attempts, which keeps addresses of lost workers.
     store = dist.PrefixStore(f"attempt {options.attempt}", store)
     backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
@@ -328,7 +328,7 @@ def main(arguments: list[str]) -> int:
         refused = error
         if dist.get_rank() == 0:
             say(refused)
-    dist.destroy_process_group()  # not behind any other error, where it might wait for ranks that wait for this one
+    dist.destroy_process_group()  # not after other errors: ranks could wait for each other
     return 2 if refused else 0
 
 

@@ -5,8 +5,8 @@
     python examples/train_tiny_lm.py --n 8 --steps 1000 --out streams8.png
 
 Both networks start from the same weights, so that they compute the same at step 0, and see the same batches in the same
-order. Written are the losses and, as ..._health, what `mhc_ops.metrics` says of the hyper-connections, both as CSV and,
-where matplotlib is installed, as pictures.
+order. The script writes the losses and, as ..._health, the `mhc_ops.metrics` of the hyper-connections: as CSV and, if
+matplotlib is installed, as pictures.
 """
 
 import argparse
@@ -32,12 +32,12 @@ HEAD_DIM = 32
 
 
 def read_text() -> tuple[list[str], Tensor]:
-    """The characters there are, in their order, and the text as their numbers."""
+    """The alphabet in order, and the text as indices into it."""
     letters, text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).unique(return_inverse=True)
     return [chr(letter) for letter in letters], text
 
 
-# The model. The two sub-layers are the same in both networks: [B, S, D] -> [B, S, D], each behind an RMSNorm.
+# The model. The two sublayers are the same in both networks: [B, S, D] -> [B, S, D], each after an RMSNorm.
 
 
 class Attention(nn.Module):
@@ -66,14 +66,14 @@ class Residual(nn.Module):
 
 
 def connect(layers: list[nn.Module], n: int, D: int) -> nn.Sequential:
-    """Of a HyperConnection the norm is part, and costs no pass of its own."""
+    """A HyperConnection includes the norm, which costs no pass of its own."""
     if n:
         return HyperStack(*(HyperConnection(layer, n, D, layer_norm=True) for layer in layers))
     return nn.Sequential(*(Residual(layer, D) for layer in layers))
 
 
 class TinyLM(nn.Module):
-    """n = 0: plain residuals. Otherwise mHC with n residual streams: three lines ask for n."""
+    """n = 0: plain residuals. Otherwise mHC with n residual streams. Three lines depend on n."""
 
     def __init__(self, vocabulary: int, context: int, D: int, depth: int, n: int):
         super().__init__()
@@ -101,8 +101,8 @@ class Run:
     name: str
     parameters: int
     curve: list[dict[str, float]] = field(default_factory=list)  # step, val, train
-    health: list[dict[str, float]] = field(default_factory=list)  # of mHC: step and the metrics of that step
-    seconds: float = 0.0  # of the training steps, without the evaluations
+    health: list[dict[str, float]] = field(default_factory=list)  # step, metrics of mHC
+    seconds: float = 0.0  # in training steps, without evaluations
 
     def __str__(self) -> str:
         """The losses so far, for the progress bar."""
@@ -122,7 +122,7 @@ def optimizer_of(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Share of the largest one: up over the first twentieth, then half a cosine down to a tenth."""
+    """A share of the largest rate: up over the first twentieth, then half a cosine down to a tenth."""
     warmup = steps / 20
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -156,7 +156,7 @@ def train(name: str, n: int, text: Tensor, vocabulary: int, options: argparse.Na
     evaluate(0, [])
     every = max(1, steps // EVALUATIONS)
     spans = [range(begin, min(begin + every, steps)) for begin in range(0, steps, every)]
-    for _, span in zip(progress([run] * len(spans), f"{name:5}"), spans):  # the bar says how the run stands
+    for _, span in zip(progress([run] * len(spans), f"{name:5}"), spans):  # the bar shows the run's losses
         clock, losses = time.perf_counter(), []
         for step in span:
             starts = torch.randint(len(known) - context, (options.batch, 1), generator=order)
@@ -187,9 +187,9 @@ def sample(model: TinyLM, prompt: list[int], length: int, device: str) -> list[i
 # The results.
 
 
-# Orange and blue are distinct also for the colour-blind; the wide line shows under the narrow one.
+# The colour-blind can tell orange and blue apart; the wide line shows under the narrow one.
 ORANGE, BLUE = {"color": "#E69F00", "linewidth": 3}, {"color": "#0072B2", "linewidth": 1.4}
-# What is drawn of each connection in a panel: the first as a line, others dotted.
+# Panels: title, and the metrics of each connection in it; the first is a line, others are dotted.
 HEALTH = {
     "rows and (dotted) columns of h_res: |sum − 1|": ("h_res_row_error", "h_res_column_error"),
     "entropy of h_res": ("h_res_entropy",),
@@ -203,7 +203,7 @@ LOGARITHMIC = ("h_res_row_error", "dphi_norm")
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """Where the health is written."""
+    """The path of the health file."""
     return path.with_name(f"{path.stem}_health{suffix}")
 
 
@@ -276,7 +276,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="characters the model sees (%(default)s)")
     parser.add_argument("--batch", type=int, help="texts per step (16, on a GPU 64)")
     parser.add_argument("--steps", type=int, default=800, help="(%(default)s)")
-    # The best for the plain network among 1e-3, 3e-3, 6e-3 and 1e-2, and used for both.
+    # The best of 1e-3, 3e-3, 6e-3 and 1e-2 for the plain network; both use it.
     parser.add_argument("--lr", type=float, default=6e-3, help="the largest learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches (%(default)s)")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")

@@ -1,4 +1,4 @@
-"""The functions of other libraries, with their arguments, layouts and return values, on the operators of this one."""
+"""The functions of other libraries, with their arguments, layouts and results, on the operators of mhc_ops."""
 
 from . import causal_conv1d, fla, liger, megatron, tile_kernels, transformers
 

@@ -2,22 +2,22 @@
 
     from mhc_ops.compat.fla import ShortConvolution, causal_conv1d, causal_conv1d_update
 
-The same as there: arguments and their order, shapes, what is returned, which calls change the cache in place, the names
-of parameters. A state is [N, D, W], contiguous: the last W inputs, oldest first. A convolution reads W − 1 of them;
-slot 0 is kept and read by nobody, and no gradient flows through it to x or into it.
+The same as in fla: arguments and their order, shapes, results, which calls change the cache in place, names of
+parameters. A state is [N, D, W], contiguous: the last W inputs, oldest first. A convolution reads W − 1 of them; slot 0
+is kept but not read, and no gradient flows through it.
 
 Different:
 
-- Any device and width, by the backends of mhc_ops: `backend` and FLA_CONV_BACKEND choose nothing. cu_seqlens_cpu and
-  chunk_indices are not needed, and nothing is looked at on the host (in `ShortConvolution` only where fla does too).
-- weight is needed (without it fla stops at weight.shape), as is the cache of an update (fla then leaves x out).
-- An activation that is not known is an error; fla leaves it out.
-- A state of another type than x is rounded to x's first. An update computes in the type of its cache, and its residual
-  is added after rounding.
-- With cu_seqlens, tokens that belong to no sequence are zero; in fla they are what was in memory.
-- ShortConvolution multiplies x with the mask into a new tensor, fla in place.
-- seq_idx [B, T], which fla takes with other backends than "triton", is taken with any, where there is no cu_seqlens.
-- There is no cp_context: give each rank the inputs before its own as initial_state.
+- Any device and width, on the backends of mhc_ops: `backend` and FLA_CONV_BACKEND choose nothing. cu_seqlens_cpu and
+  chunk_indices are not needed. The host reads no values, except in `ShortConvolution` where fla does too.
+- weight is required (fla fails at weight.shape without it), and so is the cache of an update (fla then ignores x).
+- An unknown activation is an error; fla ignores it.
+- A state of another type is rounded to the type of x. An update computes in the type of its cache and adds its residual
+  after rounding.
+- With cu_seqlens, tokens outside of all sequences are zero; fla leaves their memory unwritten.
+- ShortConvolution multiplies x with the mask into a new tensor; fla multiplies in place.
+- seq_idx [B, T] works with every `backend`, without cu_seqlens; in fla not with "triton".
+- There is no cp_context: pass the inputs before a rank's own as initial_state.
 """
 
 from typing import Any
@@ -48,9 +48,9 @@ def causal_conv1d(
     """A causal depthwise convolution, SiLU with activation "silu" or "swish", then + residual.
 
     x: [B, T, D], or [B, T, ...] with D channels in all   weight: [D, W]   bias: [D]   residual: as x
-    initial_state: [N, D, W], the W inputs before the first token; zeros where it is None
-    cu_seqlens: [N + 1], where packed sequences begin and end, with B = 1   seq_idx: [B, T] int32, by its name alone
-    Returns (y, final_state): y shaped and typed as x, final_state [N, D, W] or None where it is not asked for.
+    initial_state: [N, D, W], the W inputs before the first token; None: zeros
+    cu_seqlens: [N + 1], where packed sequences begin and end, with B = 1   seq_idx: [B, T] int32, keyword only
+    Returns (y, final_state): y shaped and typed as x; final_state [N, D, W], or None without output_final_state.
     Differentiable in x, weight, bias, residual and initial_state.
     """
     function = "causal_conv1d"
@@ -88,7 +88,7 @@ def causal_conv1d_update(
 ) -> tuple[Tensor, Tensor]:
     """One decoding step, in place on the cache: its inputs move one slot down and x is the newest.
 
-    x: [N, D], [1, N, D] or [N, 1, D], the next token of each sequence; also with D in more dimensions than one
+    x: [N, D], [1, N, D] or [N, 1, D], the next token of each sequence; D may be several dimensions
     cache: [N, D, W]   residual: as x
     Returns (y, cache): y shaped and typed as x, without a gradient.
     """
@@ -101,7 +101,7 @@ def causal_conv1d_update(
 
 
 class ShortConvolution(nn.Conv1d):
-    """A causal depthwise convolution and its state: an nn.Conv1d with weight [D, 1, W], as fla has it.
+    """A causal depthwise convolution and its state: an nn.Conv1d with weight [D, 1, W], as in fla.
 
     >>> conv = ShortConvolution(64, 4)
     >>> y, cache = conv(torch.randn(2, 10, 64), output_final_state=True)
@@ -147,11 +147,11 @@ class ShortConvolution(nn.Conv1d):
         chunk_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """y [B, T, D] and the state [N, D, W], or None where output_final_state is not set.
+        """y [B, T, D] and the state [N, D, W], or None without output_final_state.
 
-        mask: [B, T], what x is multiplied with; not together with cu_seqlens
-        cache: [N, D, W], the state before. Without autograd and with one token for each sequence, it is changed in
-          place and returned; else it is left alone.
+        mask: [B, T], a factor of x; not together with cu_seqlens
+        cache: [N, D, W], the state before. It is changed in place and returned if there is one token per sequence and
+          no autograd; else it stays unchanged.
         """
         if mask is not None:
             if cu_seqlens is not None:
@@ -181,7 +181,7 @@ class ShortConvolution(nn.Conv1d):
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`causal_conv1d_update` with this filter; an empty cache where there is none."""
+        """`causal_conv1d_update` with this filter; without a cache, an empty one."""
         if cache is None:
             cache = x.new_zeros(x.numel() // self.hidden_size, self.hidden_size, self.kernel_size[0])
         y, cache = causal_conv1d_update(x, cache, residual, self.weight.squeeze(1), self.bias, self.activation)
@@ -196,7 +196,7 @@ class ShortConvolution(nn.Conv1d):
 
 
 def _tokens_and_filters(function: str, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x with its channels in one dimension; weight, which is there."""
+    """x with its channels in one dimension, and weight; an error if weight is None."""
     if weight is None:
         raise ValueError(f"{function}: weight must be [D, W], got None")
     check_tensors(function, x=x, weight=weight)

@@ -2,17 +2,17 @@
 
     from mhc_ops.compat.liger import LigerMHC
 
-The same: arguments and their defaults (pre_eps 0, phi in fp16), parameters and their names, shapes and types (phi is
-[nD, n² + 2n], the transpose of ours), so that a state dict fits both; maps in fp32; h_res[new, old] as the mix is used
-there; h_in is handed to the layer in the type of the layer's parameters; fp32 streams only with allow_fp32=True.
+The same as in Liger: arguments and defaults (pre_eps 0, phi in fp16); names, shapes and types of parameters (phi is
+[nD, n² + 2n], the transpose of ours), so that a state dict fits both; maps in fp32; the mix h_res[new, old]; h_in in
+the type of the layer's parameters; fp32 streams only with allow_fp32=True.
 
 Different:
 
-- the projection is exact to fp32, whatever the type of phi; gradients are the same bits in every run (there, dphi is
-  added up by atomics);
-- n from 1 to 8 (there a power of two), any D, CPU tensors;
-- `LigerMHC` and `liger_mhc_forward` run as one operation around the layer (`mhc_ops.mhc_layer`): the two parts of dx
-  are added before they are rounded.
+- The projection is exact to fp32 for every type of phi. Gradients have the same bits in every run; Liger adds up dphi
+  with atomics.
+- n is 1 to 8 (in Liger a power of two), D is any, CPU tensors work.
+- `LigerMHC` and `liger_mhc_forward` are one operation around the layer (`mhc_ops.mhc_layer`): the two parts of dx are
+  added before they are rounded.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def liger_mhc_coeffs(
 
 
 def liger_mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
-    """What the layer reads: Σ_i h_pre[i]·x[i], typed as x; `mhc_ops.mhc_read`."""
+    """The layer's input Σ_i h_pre[i]·x[i], typed as x; `mhc_ops.mhc_read`."""
     return ops.mhc_read(x, h_pre)
 
 
@@ -62,7 +62,7 @@ def liger_mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) 
 def liger_mhc_apply(
     x: Tensor, f_out: Tensor, h_pre: Tensor, h_post: Tensor, h_res: Tensor, *, return_x_in: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`liger_mhc_post_res`, and with return_x_in what `liger_mhc_pre` returns."""
+    """`liger_mhc_post_res`; with return_x_in also the result of `liger_mhc_pre`."""
     x_out = liger_mhc_post_res(x, f_out, h_post, h_res)
     return (x_out, liger_mhc_pre(x, h_pre)) if return_x_in else x_out
 
@@ -154,7 +154,7 @@ class LigerMHC(nn.Module):
 
 
 def _check_type(function: str, x: Tensor, allow_fp32: bool) -> None:
-    """The same type of error as there."""
+    """An AssertionError, as in Liger."""
     check_tensors(function, x=x)
     if x.dtype not in (torch.bfloat16, torch.float16) and not allow_fp32:
         got = name_of(x.dtype)
@@ -162,7 +162,7 @@ def _check_type(function: str, x: Tensor, allow_fp32: bool) -> None:
 
 
 def _parameters(phi: Tensor, b: Tensor, *alphas: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """phi, alpha, bias as ours are"""
+    """phi, alpha and bias in the layout of mhc_ops."""
     return phi.mT, torch.cat([alpha.reshape(1) for alpha in alphas]), b
 
 
@@ -178,7 +178,7 @@ def _options(tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, pos
 
 
 def _in_the_type_of(layer: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The layer, whose input comes in the type of its first parameter."""
+    """The layer with its input cast to the type of its first parameter."""
     first = next(layer.parameters(), None) if isinstance(layer, nn.Module) else None
     if first is None:
         return layer

@@ -5,23 +5,23 @@ For Megatron itself, before the model is built, with `use_fused_mhc` in its conf
     from mhc_ops.compat import megatron
     megatron.install()
 
-Its own modules then call these functions, with its recomputation and its parallelism around them; the projection, which
-has a kernel there for Blackwell only, has one on every GPU. `HyperConnectionModule` is for what is built outside of it:
-the same parameters (names, shapes, initialisation), the same `forward` and `fused_h_res_h_post_bda`.
+Megatron's modules then call these functions, with its recomputation and parallelism around them. The projection, for
+which Megatron has a kernel on Blackwell only, has one on every GPU. `HyperConnectionModule` is for models outside of
+Megatron: the same parameters (names, shapes, initialisation), `forward` and `fused_h_res_h_post_bda`.
 
-The same: arguments and defaults, [s, b, n, C] and [s, b, n·C] layouts, sums in fp32, DeepSeek's Sinkhorn and
-h_res[old, new], what `fused_h_aggregate_into` refuses, the mean and the learned contraction at the end.
+The same as in Megatron: arguments and defaults, [s, b, n, C] and [s, b, n·C] layouts, sums in fp32, DeepSeek's Sinkhorn
+and h_res[old, new], what `fused_h_aggregate_into` refuses, the mean and the learned contraction at the end.
 
 Different:
 
-- there, the norm's factor is 1/(rms + eps), here rsqrt(rms² + eps²): the same at both ends, apart by eps/rms of itself
-  (1e-6 where the streams have rms 1);
-- `HyperConnectionModule` leaves maps in fp32, where they are rounded to the type of the streams there; a manager of
-  recomputation and an output slot are refused, they need Megatron's own module;
-- results and gradients are the same bits in every run.
+- The norm's factor is rsqrt(rms² + eps²), in Megatron 1/(rms + eps). They differ by a relative eps/rms at most, 1e-6
+  for streams of rms 1.
+- `HyperConnectionModule` keeps maps in fp32; Megatron rounds them to the type of the streams. It refuses a recompute
+  manager and an output slot, which need Megatron's own module.
+- Results and gradients have the same bits in every run.
 
-Megatron's main branch has another mHC (h_res[new, old], no eps in h_pre and Sinkhorn): its parameters have the same
-names, and `mhc_ops.convert` knows the options.
+Megatron's main branch has another mHC (h_res[new, old], no eps in h_pre and Sinkhorn) with the same names of
+parameters; `mhc_ops.convert` has its options.
 """
 
 import importlib.util
@@ -32,13 +32,13 @@ import torch
 from torch import Tensor, nn
 
 from ..mhc import ops
-from . import names
+from . import stand_ins
 
 SINKHORN_EPS = COMPUTE_H_EPS = NORM_EPS = 1e-6
 
 
 def fused_sinkhorn(input_logits: Tensor, num_iterations: int, eps: float = 1e-6) -> Tensor:
-    """Doubly stochastic matrices of logits [..., n, n], typed as they are; `mhc_ops.sinkhorn`."""
+    """Doubly stochastic matrices from logits [..., n, n], typed as the logits; `mhc_ops.sinkhorn`."""
     return ops.sinkhorn(input_logits, num_iterations, eps).to(input_logits.dtype)
 
 
@@ -48,7 +48,7 @@ def fused_h_aggregate(x: Tensor, h_pre: Tensor) -> Tensor:
 
 
 def fused_h_aggregate_into(x: Tensor, h_pre: Tensor, out: Tensor) -> Tensor:
-    """`fused_h_aggregate`, written to out [s, b, C], which is returned: contiguous, and without a gradient so far."""
+    """`fused_h_aggregate` written to out [s, b, C], which is contiguous, requires no gradient, and is returned."""
     expected = x.shape[:-2] + x.shape[-1:]
     if out.shape != expected:
         raise ValueError(f"fused_h_aggregate_into: out must be {list(expected)}, got {list(out.shape)}")
@@ -102,17 +102,17 @@ def fused_add_3(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def is_cutile_available() -> bool:
-    """No: there are none of cuTile's kernels here."""
+    """False: mhc_ops has no cuTile kernels."""
     return False
 
 
 def is_triton_available() -> bool:
-    """Yes, or what the device has in its place."""
+    """True: Triton or another backend for the device."""
     return True
 
 
 def log_fused_mhc_backend_once() -> None:
-    """Which backend runs is said by `mhc-ops info`."""
+    """Logs nothing; `mhc-ops info` shows the backend."""
 
 
 def learned_output_contract(
@@ -125,7 +125,7 @@ def learned_output_contract(
 
 
 class HyperConnectionModule(nn.Module):
-    """The maps of one sublayer and what they do to the streams [s, b, n·C].
+    """The maps of one sublayer, applied to the streams [s, b, n·C].
 
     config: anything with hidden_size, num_residual_streams, mhc_sinkhorn_iterations, mhc_init_gating_factor and
     sequence_parallel. Parameters, in fp32: mapping_proj.weight [n² + 2n, n·C], alpha_pre, alpha_post, alpha_res [1],
@@ -146,14 +146,14 @@ class HyperConnectionModule(nn.Module):
         self.alpha_res = nn.Parameter(torch.full((1,), config.mhc_init_gating_factor))
         self.bias = nn.Parameter(torch.zeros(maps))
         for parameter in self.parameters():
-            parameter.keep_in_fp32 = True  # type: ignore[attr-defined]  # where Megatron casts the model
+            parameter.keep_in_fp32 = True  # type: ignore[attr-defined]  # Megatron casts the others
             if config.sequence_parallel:  # their gradients are then added up over the group
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(
         self, hidden_states: Tensor, mhc_recompute_manager: Any = None, output_slot: Any = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the sublayer reads [s, b, C], h_res [s, b, n, n], h_post [s, b, n], and hidden_states as they are."""
+        """The sublayer's input [s, b, C], h_res [s, b, n, n], h_post [s, b, n], and hidden_states unchanged."""
         _refuse_recomputation(mhc_recompute_manager, output_slot)
         aggregated, h_post, h_res = ops.mhc_pre(
             self._streams(hidden_states),
@@ -203,13 +203,13 @@ class HyperConnectionModule(nn.Module):
 
 
 def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias in fp32, as the sum goes on to be multiplied there"""
+    """x + bias in fp32, in which the sum is then multiplied."""
     return x if bias is None else x.to(torch.promote_types(x.dtype, torch.float32)) + bias
 
 
 def _refuse_recomputation(*given: Any) -> None:
     if any(argument is not None for argument in given):
-        raise NotImplementedError("HyperConnectionModule: recomputation is of Megatron's own module; see install()")
+        raise NotImplementedError("HyperConnectionModule: recomputation needs Megatron's own module; see install()")
 
 
 _SLOT = "megatron.core.fusions.fused_mhc_kernels"
@@ -227,27 +227,26 @@ _FUNCTIONS = (
 
 
 def _has_slot() -> bool:
-    """Whether Megatron has the module or it is loaded; imports the packages above it, and not itself."""
+    """Whether Megatron's module exists or is loaded. Imports the packages above it, not the module."""
     try:
         return _SLOT in sys.modules or importlib.util.find_spec(_SLOT) is not None
     except ModuleNotFoundError as error:
-        if error.name is None or not _SLOT.startswith(error.name):  # what Megatron itself imports
+        if error.name is None or not _SLOT.startswith(error.name):  # a package that Megatron needs
             raise
         return False
 
 
 def install() -> None:
-    """Put these functions in the place of Megatron's `fused_mhc_kernels`, for models that are built afterwards.
+    """Replace Megatron's `fused_mhc_kernels` by these functions, for models that are built afterwards.
 
-    ImportError where Megatron has no such module, RuntimeError where it is loaded already. Calling it again changes
-    nothing.
+    ImportError if Megatron has no such module, RuntimeError if it is loaded already. A second call does nothing.
     """
     if not _has_slot():
         file = f"{_SLOT.replace('.', '/')}.py"
         raise ImportError(f"install: there is no {file} here; Megatron-Core's dev branch has it")
-    names.put({_SLOT: {function.__name__: function for function in _FUNCTIONS}})
+    stand_ins.put({_SLOT: {function.__name__: function for function in _FUNCTIONS}})
 
 
 def uninstall() -> None:
     """Undo `install`, for models that are built afterwards."""
-    names.remove("megatron")
+    stand_ins.remove("megatron")

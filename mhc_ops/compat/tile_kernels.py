@@ -2,24 +2,24 @@
 
     from mhc_ops.compat.tile_kernels import mhc_pre, mhc_post, mhc_head
 
-or, for a program that imports them by their own name, before its first import:
+or, before the first import of a program that imports them by their own name:
 
     from mhc_ops.compat import tile_kernels
     tile_kernels.install()
 
-The same: names, arguments and their defaults (post_mult_value 1.0 and sinkhorn_repeat 10, not DeepSeek V4's 2.0 and
-20), shapes ([..., n, 1] of pre and post), types, what `out` and the lists of `mhc_multilayer_recompute` are written
-with, and that gradients of parameters that have a `main_grad` are added to it and not handed to autograd.
+The same as in TileKernels: names, arguments and defaults (post_mult_value 1.0 and sinkhorn_repeat 10, not DeepSeek V4's
+2.0 and 20), shapes ([..., n, 1] for pre and post), types, and what is written to `out` and to the lists of
+`mhc_multilayer_recompute`. The gradient of a parameter that has a `main_grad` is added to it, and autograd gets none.
 
 Different:
 
-- its limits are not: any n from 1 to 8, any D, any leading dimensions and strides, fp16 and fp32 too, CPU tensors;
-- results are those of fp32 rounded once, where it rounds fn to tf32;
-- `main_grad` is used of fn, norm_weight, scale and base, always; there, of the first two, and where a norm_weight is
-  given; a parameter with `grad_added_to_main_grad` (Megatron's DDP) gets it set, and zeros as its gradient;
-- a norm_weight counts without gradients too, where it is ignored there;
-- the gradient of the streams goes through autograd. There `fuse_grad_acc` passes it by an attribute of the storage
-  from `mhc_post` to `mhc_pre`; here the argument says nothing, and so does n_splits.
+- No limits: n from 1 to 8, any D, any leading dimensions and strides, fp16 and fp32 too, CPU tensors.
+- Results are computed in fp32 and rounded once; TileKernels rounds fn to tf32.
+- `main_grad` is always used, for fn, norm_weight, scale and base; in TileKernels for the first two, and only with a
+  norm_weight. A parameter with `grad_added_to_main_grad` (Megatron's DDP) gets it set, and zeros as its gradient.
+- norm_weight is used without gradients too; TileKernels ignores it then.
+- The gradient of the streams goes through autograd. In TileKernels `fuse_grad_acc` passes it from `mhc_post` to
+  `mhc_pre` in an attribute of the storage. Here fuse_grad_acc and n_splits have no effect.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..core.check import check_tensors
 from ..mhc import ops
-from . import names
+from . import stand_ins
 
 
 def expand_from_embedding(x: Tensor, mhc_mult: int = 4) -> Tensor:
@@ -53,7 +53,7 @@ def mhc_pre(
     sinkhorn_repeat: int = 10,
     n_splits: int = 16,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """What a sublayer reads, and (post_mix, comb_mix) for `mhc_post`; `mhc_ops.mhc_pre` in one call.
+    """The input of a sublayer, and (post_mix, comb_mix) for `mhc_post`; `mhc_ops.mhc_pre` in one call.
 
     residual: [..., n, D]   fn: [n² + 2n, nD]   scale: [3]   base: [n² + 2n]   norm_weight: [nD]
     Returns layer_input [..., D] and (post_mix [..., n, 1], comb_mix [..., n, n]).
@@ -86,9 +86,9 @@ def mhc_head(
     pre_eps: float = 1e-6,
     n_splits: int = 16,
 ) -> Tensor:
-    """The streams as one at the end of a model; `mhc_ops.mhc_head`.
+    """Merge the streams at the end of a model; `mhc_ops.mhc_head`.
 
-    residual: [..., n, D]   fn: [n, nD], or with more rows, which are not read   scale: [1] or []   base: [n]
+    residual: [..., n, D]   fn: [n, nD]; further rows are not read   scale: [1] or []   base: [n]
     """
     _check_mult("mhc_head", mhc_mult, residual)
     return ops.mhc_head(
@@ -117,7 +117,7 @@ def mhc_pre_norm_fn(
 ) -> Tensor:
     """fn @ (norm_weight ⊙ v) · rsqrt(mean(v²) + eps) with v = residual as [nD]: [..., n, D] to [..., rows of fn], fp32.
 
-    On the kernels that make maps, n² rows at a time: with alpha 1 and bias 0 the logits of h_res are these.
+    It runs on the kernels of `mhc_maps`, n² rows at a time: with alpha 1 and bias 0 these are the logits of h_res.
     """
     n, D = residual.shape[-2:]
     gamma, mhc_fn = _gamma(residual, mhc_norm_weight), _to_main_grad(mhc_fn)
@@ -156,7 +156,7 @@ def mhc_head_compute_mix(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor,
 
 
 def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
-    """Doubly stochastic matrices of logits [..., n, n]; `mhc_ops.sinkhorn`, typed as x."""
+    """Doubly stochastic matrices from logits [..., n, n], typed as x; `mhc_ops.sinkhorn`."""
     return ops.sinkhorn(x, repeat, eps).to(x.dtype)
 
 
@@ -220,7 +220,7 @@ def mhc_post_bwd(
     d_o: Tensor,
     fuse_grad_acc: bool = True,
 ) -> tuple[Tensor, ...]:
-    """The gradients of `mhc_post`: of x, residual, post_layer_mix and comb_res_mix. The forward runs again for them."""
+    """The gradients of `mhc_post` in x, residual, post_layer_mix and comb_res_mix. It runs the forward again."""
     given = [tensor.detach().requires_grad_() for tensor in (x, residual, post_layer_mix, comb_res_mix)]
     with torch.enable_grad():
         return torch.autograd.grad(mhc_post(*given), given, d_o)
@@ -236,10 +236,10 @@ def mhc_multilayer_recompute(
     layer_input_list: Sequence[Tensor],
     residual_list: Sequence[Tensor],
 ) -> None:
-    """Make the inputs of L layers and the streams between them again, from layer outputs and maps.
+    """Recompute the inputs of L layers and the streams between them from layer outputs and maps.
 
-    layer_input_list[l] is written with Σ_i pre_mix[l][i]·x[i], residual_list[l] with the streams after layer l, which
-    the next one reads. There are L outputs, or L − 1: then nothing is written behind the last input.
+    layer_input_list[l] becomes Σ_i pre_mix[l][i]·x[i], residual_list[l] the streams after layer l, which the next layer
+    reads. There are L outputs, or L − 1: then nothing is written after the last input.
     """
     after = (layer_output_list, post_mix_list, comb_mix_list, residual_list)
     lengths = [len(pre_mix_list), len(layer_input_list), *map(len, after)]
@@ -258,7 +258,7 @@ def mhc_multilayer_recompute(
 
 
 def _mhc_sinkhorn_fwd(hidden_size: int, token_block_size: int, repeat: int, eps: float) -> Callable[..., None]:
-    """As NeMo Automodel calls it: a function that fills out [T, n, n] from x."""
+    """A function that fills out [T, n, n] from x, as NeMo Automodel calls it."""
 
     def kernel(x: Tensor, out: Tensor) -> None:
         with torch.no_grad():
@@ -268,7 +268,7 @@ def _mhc_sinkhorn_fwd(hidden_size: int, token_block_size: int, repeat: int, eps:
 
 
 def _mhc_sinkhorn_bwd(hidden_size: int, token_block_size: int, repeat: int, eps: float) -> Callable[..., None]:
-    """Likewise, a function that fills the gradient of x from that of out, and x."""
+    """A function that fills the gradient of x from that of out and x, as NeMo Automodel calls it."""
 
     def kernel(d_out: Tensor, x: Tensor, d_x: Tensor) -> None:
         with torch.enable_grad():
@@ -280,8 +280,9 @@ def _mhc_sinkhorn_bwd(hidden_size: int, token_block_size: int, repeat: int, eps:
 
 
 class _ToMainGrad(torch.autograd.Function):
-    """A parameter as it is, whose gradient is added to its main_grad; autograd gets none, or zeros where Megatron's
-    DDP waits for a gradient and is told by grad_added_to_main_grad that there is nothing more to add."""
+    """A parameter whose gradient is added to its main_grad; autograd gets none. If the parameter has
+    grad_added_to_main_grad, it is set and autograd gets zeros: Megatron's DDP waits for a gradient but must not add it.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, main_grad: Tensor) -> Tensor:
@@ -303,7 +304,7 @@ def _to_main_grad(parameter: Tensor) -> Tensor:
 
 
 def _gamma(residual: Tensor, norm_weight: Tensor | None) -> Tensor | None:
-    """[n, D] of [nD]"""
+    """norm_weight [nD] as [n, D]."""
     return None if norm_weight is None else _to_main_grad(norm_weight).view(residual.shape[-2:])
 
 
@@ -314,8 +315,8 @@ def _check_mult(function: str, mhc_mult: int, residual: Tensor) -> None:
 
 
 def _written(out: Tensor | None, result: Tensor) -> Tensor:
-    """result in out, where there is one; gradients go through an alias, so that a buffer that is used again does not
-    keep the graph of its last use."""
+    """result, written to out if it is given. Gradients go through an alias of out, so that a buffer that is used again
+    does not keep the graph of its last use."""
     if out is None:
         return result
     written = out.detach() if result.requires_grad else out
@@ -339,11 +340,11 @@ _OPS: dict[str, tuple[Any, ...]] = {
 
 
 def install() -> None:
-    """Let `import tile_kernels.modeling.mhc` find these functions; call it before the first import of tile_kernels.
+    """Make `import tile_kernels.modeling.mhc` find these functions. Call it before the first import of tile_kernels.
 
-    `tile_kernels.mhc.sinkhorn_kernel` gets the two functions that NeMo Automodel asks for, where it has none of these
-    names. All else is TileKernels' own where it is installed (version 2 has no mHC layer any more); where it is not,
-    the packages above are put too. Calling it again changes nothing. RuntimeError where the real mHC layer is loaded.
+    `tile_kernels.mhc.sinkhorn_kernel` gets the two functions that NeMo Automodel needs, if it lacks them. Everything
+    else is TileKernels' own if it is installed (version 2 has no mHC layer); if not, the parent packages are put too. A
+    second call does nothing. RuntimeError if the real mHC layer is loaded.
     """
     of_ops = {name: {f.__name__: f for f in functions} for name, functions in _OPS.items()}
     modules: dict[str, dict[str, Any]] = {
@@ -358,10 +359,10 @@ def install() -> None:
         "tile_kernels.mhc": {},
         _KERNELS: {},
     }
-    names.put(modules, packages)
-    names.fill(_KERNELS, {"_mhc_sinkhorn_fwd": _mhc_sinkhorn_fwd, "_mhc_sinkhorn_bwd": _mhc_sinkhorn_bwd})
+    stand_ins.put(modules, packages)
+    stand_ins.fill(_KERNELS, {"_mhc_sinkhorn_fwd": _mhc_sinkhorn_fwd, "_mhc_sinkhorn_bwd": _mhc_sinkhorn_bwd})
 
 
 def uninstall() -> None:
-    """Undo `install`. Calling it again changes nothing."""
-    names.remove("tile_kernels")
+    """Undo `install`. A second call does nothing."""
+    stand_ins.remove("tile_kernels")

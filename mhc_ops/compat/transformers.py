@@ -3,18 +3,22 @@
     from mhc_ops.compat import transformers as on_mhc_ops
 
     on_mhc_ops.patch()                       # models that from_pretrained or from_config makes from now on
-    on_mhc_ops.patch(model)                  # a model that is there
-    with on_mhc_ops.patched(model): ...      # for a while
+    on_mhc_ops.patch(model)                  # an existing model
+    with on_mhc_ops.patched(model): ...      # within a block
 
-What stays: parameters and their names in checkpoints, names of classes, hidden states and all else that is recorded,
-caches, gradient checkpointing, hooks. Patched modules differ from transformers' own by their class, a subclass of it,
-and by nothing else: `unpatch` gives the same bits as before. Importing this patches nothing.
+What stays: parameters and their names in checkpoints, names of classes, hidden states and other recorded outputs,
+caches, gradient checkpointing, hooks. A patched module differs from transformers' own only in its class, a subclass;
+`unpatch` restores the same bits. Importing this module patches nothing.
 
-What differs: the maps stay in fp32 where transformers rounds them to the type of the streams, sums are rounded once,
-and the RMSNorm in front of a sublayer is computed with what it reads, without a call of its module, where that is the
-model's own and has neither hooks nor another forward. `exact_as_eager=True` rounds the maps as transformers does and
-calls the norm. `attn_hc` and `ffn_hc`, called as in transformers, return what they do there; a patched layer calls them
-with more, and a hook on them sees (h_in, carry) as the output, where `carry.h_post` and `carry.h_res` are the maps.
+What differs:
+
+- Maps stay in fp32, which transformers rounds to the type of the streams; sums are rounded once.
+- The RMSNorm before a sublayer is fused with reading the streams, without a call of its module, if that is the model's
+  own and has neither hooks nor another forward.
+- A hook on `attn_hc` or `ffn_hc` of a patched layer sees (h_in, carry) as the output; `carry.h_post` and `carry.h_res`
+  are the maps. Called as in transformers, these modules return what they return there.
+
+`exact_as_eager=True` rounds the maps as transformers does and calls the norm.
 """
 
 import sys
@@ -33,12 +37,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def patch(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> tuple[str, ...]:
-    """Run the hyper-connections of a model on mhc_ops; without a model, those of all that are loaded from now on.
+    """Run the hyper-connections of a model on mhc_ops; without a model, those of all models loaded from now on.
 
-    Loaded is what `from_pretrained` and `from_config` of transformers make, or a constructor inside its
-    `apply_patches()`. exact_as_eager: round as transformers does (see above).
-    Returns the kinds of models that are patched, of "deepseek_v4", "glm5_next" and "hy_v4": those of the installed
-    transformers, or those in this model.
+    Models are loaded by `from_pretrained` and `from_config` of transformers, or by a constructor inside its
+    `apply_patches()`. exact_as_eager: round the maps as transformers does, and call the modules of the norms.
+    Returns the kinds that are patched, out of "deepseek_v4", "glm5_next" and "hy_v4": those in this model, or without a
+    model those of the installed transformers.
     """
     if model is None:
         return _register(exact_as_eager)
@@ -49,7 +53,7 @@ def patch(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> tu
 
 
 def unpatch(model: nn.Module | None = None) -> None:
-    """Undo `patch`: of a model, whichever way it was patched; without one, for what is loaded from now on."""
+    """Undo `patch`: for a model, in whichever way it was patched; without one, for models loaded from now on."""
     if model is None:
         _unregister()
         return
@@ -59,7 +63,7 @@ def unpatch(model: nn.Module | None = None) -> None:
 
 @contextmanager
 def patched(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> Iterator[nn.Module | None]:
-    """`patch` for a with block: this model, or the models that are loaded in it, which stay patched behind it."""
+    """`patch` within a with block: this model, or all models loaded in the block, which stay patched after it."""
     patch(model, exact_as_eager=exact_as_eager)
     try:
         yield model
@@ -68,11 +72,11 @@ def patched(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> 
 
 
 class _Connection:
-    """What reads the streams for a sublayer: `attn_hc` and `ffn_hc`."""
+    """`attn_hc` and `ffn_hc`, which read the streams for a sublayer."""
 
     exact_as_eager: bool
     norm: type  # the model's own RMSNorm
-    rounds_maps: bool  # transformers rounds them to the type of the streams
+    rounds_maps: bool  # whether transformers rounds maps to the type of the streams
     fn: Tensor
     scale: Tensor
     base: Tensor
@@ -81,8 +85,8 @@ class _Connection:
         raise NotImplementedError
 
     def forward(self, hidden_streams: Any, h_out: Tensor | None = None, *, norm: Any = None) -> Any:
-        """h_in of the sublayer behind this norm, and its carry, from x or from the carry and h_out of the sublayer
-        before. With x alone, what transformers returns: the maps, then h_in without a norm."""
+        """The normed h_in of a sublayer and its carry, from x, or from the carry and h_out of the sublayer before.
+        Without `norm`, what transformers returns: the maps, then h_in without a norm."""
         own: Any = {"phi": self.fn, "alpha": self.scale, "bias": self.base, **self.options()}
         if norm is None:
             h_in, h_post, h_res = mhc_pre(hidden_streams, **own)
@@ -98,7 +102,7 @@ class _Connection:
         return h_in if fused else norm(h_in), carry
 
     def _is_plain(self, norm: Any) -> bool:
-        """Nobody would notice that its module is not called."""
+        """Whether the norm may be fused: not calling its module has no other effect."""
         has = vars(norm)
         return type(norm) is self.norm and "forward" not in has and not any(has[hooks] for hooks in HOOKS)
 
@@ -140,7 +144,7 @@ class _DeepseekLayer:
 
 
 class _IndexedLayer:
-    """Whose attention chooses the tokens it reads, and returns the choice for layers that share it."""
+    """A layer whose attention chooses the tokens it reads, and returns the choice for layers that share it."""
 
     self_attn: Any
     mlp: Any
@@ -187,7 +191,7 @@ class _GlmLayer(_IndexedLayer):
 
 
 def _sublayers(layer: Any, x: Tensor, attention: Any, feed_forward: Any) -> tuple[Tensor, list[Any]]:
-    """x behind both sublayers, and what attention returned behind h_out."""
+    """x after both sublayers, and what attention returned after h_out."""
     h_in, carry = layer.attn_hc(x, norm=layer.input_layernorm)
     h_out, *rest = attention(h_in)
     h_in, carry = layer.ffn_hc(carry, h_out, norm=layer.post_attention_layernorm)
@@ -215,7 +219,7 @@ def _rounded(h: Tensor, x: Tensor) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """A family of models of transformers: the names of its classes, and what each is to do."""
+    """A family of models of transformers: the names of its classes and their replacements."""
 
     norm: str
     parts: dict[str, type]
@@ -254,11 +258,11 @@ KINDS = {
 
 
 class _Replacement(type):
-    """The class of patched classes: subclasses of transformers' own (`original`), of the same name.
+    """The metaclass of patched classes: subclasses of transformers' own (`original`) with the same name.
 
-    The same name, because layers are found by it (device maps, FSDP). transformers also puts a registered class where
-    it looks for layers whose outputs it records, for all models of the kind: so that those of models that are not
-    patched are still found, an instance of the original passes for one of the replacement.
+    Device maps and FSDP find layers by that name. transformers also looks for a registered class when it records the
+    outputs of layers, in all models of the kind. For models that are not patched, an instance of the original therefore
+    counts as one of the replacement.
     """
 
     original: type
@@ -281,7 +285,7 @@ def _replacement(kind: str, name: str, exact_as_eager: bool) -> Any:
         "norm": getattr(module, KINDS[kind].norm),
         "__module__": __name__,
         "__doc__": original.__doc__,
-        "__reduce_ex__": reduce,  # pickle finds classes by name, and this name is the original's
+        "__reduce_ex__": reduce,  # pickle finds classes by name, and the original has this name
     }
     return _Replacement(name, (KINDS[kind].parts[name], original), own)
 
@@ -322,7 +326,7 @@ def _installed_kinds(function: str) -> tuple[str, ...]:
 
 
 def _originals_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules to patch, each with its kind. A model of a kind is there only where its file is loaded."""
+    """The modules to patch, each with its kind. Only kinds whose file is loaded can occur."""
     _check_module("patch", model)
     loaded = {kind: sys.modules[Kind.file(kind)] for kind in KINDS if Kind.file(kind) in sys.modules}
     known = {getattr(file, name): kind for kind, file in loaded.items() for name in KINDS[kind].parts}
@@ -359,7 +363,7 @@ def _check_module(function: str, model: Any) -> None:
 
 
 def _check_untouched(function: str, name: str, module: nn.Module, expected: type) -> None:
-    """Another class or another forward would not run ours, or would keep running it."""
+    """A module with another class or another forward would not run ours, or would not stop running it."""
     if type(module) is not expected:
         what = f"is a {type(module).__name__}, not a {expected.__name__}"
     elif "forward" in vars(module):

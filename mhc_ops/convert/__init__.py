@@ -1,16 +1,15 @@
-"""Parameters of other libraries' mHC to and from those of `HyperConnection` and `HyperHead`: functions on state dicts.
+"""Convert state dicts between `HyperConnection` and `HyperHead` and the mHC of other libraries.
 
     state = convert.to_ours(checkpoint, "deepseek")            # layers.0.hc_attn_fn becomes layers.0.hc_attn.phi
     connection = HyperConnection(layer, n, D, **convert.options("deepseek"))
     checkpoint = convert.from_ours(state, "deepseek")          # and back, bit for bit
 
-A group of keys with the same begin, such as `layers.0.hc_attn`, is one connection or one head; it keeps that begin, but
-for `hc_attn` of DeepSeek, which is `attn_hc` in transformers. All other keys go through as they are, in their places,
-but for parameters of a third format, which are a ValueError.
-Tensors keep their types, and nothing is changed in place: a result may share tensors with what was given.
+Keys with a common prefix, such as `layers.0.hc_attn`, are one connection or one head. The prefix stays, except that
+`hc_attn` of DeepSeek is `attn_hc` in transformers. All other keys stay as they are, in their places; parameters of a
+third format are a ValueError. Tensors keep their types and are not changed in place; a result may share them.
 
-Parameters alone do not say what is computed with them: `options(format)` are those of a HyperConnection that computes
-as the library does. `mhc-ops convert` does it for files of safetensors, and for shards.
+The same parameters mean different functions in different libraries: `options(format)` are the options with which a
+HyperConnection computes as that library does. `mhc-ops convert` converts files and shards of safetensors.
 """
 
 import re
@@ -27,7 +26,7 @@ WHAT = {1: "head", 2: "connection that keeps its streams", 3: "connection"}  # b
 
 
 class Format(str, Enum):
-    """Whose names, shapes and layouts; a function takes the value, as `"liger"`."""
+    """A library's names, shapes and layouts; functions take the value, such as "liger"."""
 
     MHC_OPS = "mhc_ops"  # HyperConnection and HyperHead
     DEEPSEEK = "deepseek"  # checkpoints of DeepSeek V4, GLM-5.3, Hy4: layers.0.hc_attn_fn, hc_head_fn
@@ -39,8 +38,8 @@ class Format(str, Enum):
 
 
 class Parameters(NamedTuple):
-    """Of one connection or head, as ours are. sections, the elements of alpha: 3 pre, post and res; 2 without res; 1
-    of a head."""
+    """The parameters of one connection or head, as in mhc_ops. alpha has one element per section: 3 for pre, post and
+    res; 2 without res; 1 for a head."""
 
     phi: Tensor
     alpha: Tensor
@@ -54,8 +53,8 @@ class Parameters(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a library keeps Parameters: the ends of its keys (the first tells that there is a group), and the tensors
-    there as Parameters, and back. An optional end is the last, and its tensor may be None."""
+    """How a library stores Parameters: the ends of its keys (the first identifies a group), and functions from its
+    tensors to Parameters and back. An optional end is the last, and its tensor may be None."""
 
     ends: tuple[str, ...]
     read: Callable[..., Parameters]
@@ -64,17 +63,17 @@ class Layout(NamedTuple):
 
 
 def to_ours(state: Mapping[str, Tensor], source: str) -> State:
-    """The state dict with every group of this format as that of a HyperConnection or HyperHead."""
+    """The state dict with every group of this format converted to a HyperConnection or HyperHead."""
     return between(state, source, Format.MHC_OPS)
 
 
 def from_ours(state: Mapping[str, Tensor], target: str) -> State:
-    """The state dict with every HyperConnection and HyperHead in it as this format has them."""
+    """The state dict with every HyperConnection and HyperHead converted to this format."""
     return between(state, Format.MHC_OPS, target)
 
 
 def between(state: Mapping[str, Tensor], source: str, target: str) -> State:
-    """From one format to another. Where their `options` differ, the same parameters do not compute the same there."""
+    """Convert from one format to another. If their `options` differ, the result is another function."""
     refuse_other_formats(state, source, target)
     taken = {key: begin for begin, keys in groups(state, source).items() for key in keys}
     found = parameters(state, source)
@@ -90,12 +89,12 @@ def between(state: Mapping[str, Tensor], source: str, target: str) -> State:
 
 
 def parameters(state: Mapping[str, Tensor], source: str) -> dict[str, Parameters]:
-    """Those of all connections and heads of this format, by their begins."""
+    """The parameters of all connections and heads of this format, by prefix."""
     return {begin: _read(state, begin, keys, source) for begin, keys in groups(state, source).items()}
 
 
 def groups(state: Mapping[str, object], source: str) -> dict[str, list[str]]:
-    """The begins of all connections and heads of this format, and the keys of each. ValueError where one is missing."""
+    """The keys of all connections and heads of this format, by prefix. ValueError if one is missing."""
     found: dict[str, list[str]] = {}
     for key in state:
         for layout in _layouts("source", source).values():
@@ -106,8 +105,8 @@ def groups(state: Mapping[str, object], source: str) -> dict[str, list[str]]:
 
 
 def refuse_other_formats(state: Mapping[str, object], source: str, target: str) -> None:
-    """ValueError where parameters would be left that neither format has: they are half of a model then, or the source
-    is not the one that was given."""
+    """ValueError if parameters of a third format would be left over: the wrong source was named, or not all of a model
+    would be converted."""
     known = {*_layouts("source", source).values(), *_layouts("target", target).values()}
     taken = {key for keys in groups(state, source).values() for key in keys}
     left = {key: None for key in state if key not in taken}
@@ -121,9 +120,9 @@ def refuse_other_formats(state: Mapping[str, object], source: str, target: str) 
 
 
 def options(source: str, sections: int = 3) -> dict[str, Any]:
-    """The options with which `HyperConnection(layer, n, D, **options)` computes as this library does, where they are
-    not the defaults. sections: how many scales a connection has, 3 or, in Hy4, 2. Numbers that a checkpoint's config
-    says (iterations, eps) are taken as they usually are there."""
+    """The options with which `HyperConnection(layer, n, D, **options)` computes as this library does, except those that
+    are defaults. sections: how many scales a connection has, 3 or, in Hy4, 2. Numbers that a checkpoint's config has
+    (iterations, eps) are the usual ones."""
     format = _format("source", source)
     if sections not in LAYOUTS[format]:
         raise ValueError(f"convert: {format.value} has no connection of {sections} sections")
@@ -131,7 +130,7 @@ def options(source: str, sections: int = 3) -> dict[str, Any]:
 
 
 def fold_gamma(state: Mapping[str, Tensor]) -> State:
-    """The state dict without norm weights, which only TransformerEngine has too: each multiplied into its phi."""
+    """The state dict with each norm weight multiplied into its phi: only TransformerEngine has norm weights too."""
     folded = dict(state)
     for begin in groups(state, Format.MHC_OPS):
         gamma = folded.pop(_key(begin, ".gamma"), None)
@@ -146,7 +145,7 @@ def _read(state: Mapping[str, Tensor], begin: str, keys: list[str], source: str)
     layout = next(layout for layout in layouts.values() if _key(begin, layout.ends[0]) in keys)
     try:
         found = layout.read(*(state.get(_key(begin, end)) for end in layout.ends))
-    except (RuntimeError, IndexError) as error:  # of torch, where a shape is none of the library's
+    except (RuntimeError, IndexError) as error:  # torch refuses a shape that the library does not have
         raise ValueError(f"convert: {', '.join(keys)} do not fit one another: {error}") from error
     _check(begin, found)
     if layouts.get(sections := found.alpha.numel()) is not layout:
@@ -182,7 +181,7 @@ def _check(begin: str, parameters: Parameters) -> None:
 
 
 def _is_phi(parameters: Parameters) -> bool:
-    """Of a head [n, nD], of a connection that keeps its streams [2n, nD]."""
+    """phi is [n, nD] for a head, [2n, nD] for a connection that keeps its streams, else [n² + 2n, nD]."""
     phi, sections = parameters.phi, parameters.alpha.numel()
     if phi.dim() != 2 or phi.shape[0] < sections or phi.shape[1] == 0:
         return False
@@ -199,19 +198,19 @@ def _keys(state: Mapping[str, object], begin: str, layout: Layout) -> list[str]:
 
 
 def _key(begin: str, end: str) -> str:
-    """layers.0.hc_attn and _fn; without a begin, fn"""
+    """layers.0.hc_attn_fn for layers.0.hc_attn and _fn; fn without a prefix"""
     return begin + end if begin else end[1:]
 
 
 def _begin(key: str, end: str) -> str | None:
-    """The begin of a key with this end; "" of the end alone."""
+    """The prefix of a key with this end; "" if the key is the end alone."""
     if key == end[1:]:
         return ""
     return key.removesuffix(end) if key.endswith(end) and key != end else None
 
 
 def _begin_in(target: str, begin: str) -> str:
-    """layers.0.hc_attn as layers.0.attn_hc for transformers, and back for DeepSeek"""
+    """The prefix in the target: layers.0.hc_attn is layers.0.attn_hc in transformers, and back in DeepSeek."""
     for pattern, name in BEGINS.get(_format("target", target), {}).items():
         begin = re.sub(pattern, name, begin)
     return begin
@@ -240,7 +239,7 @@ def _renamed(phi: str, alpha: str, bias: str) -> Layout:
 
 
 def _streams_innermost(tensor: Tensor, n: int) -> Tensor:
-    """[..., nD] with column i·D + d as one with column d·n + i"""
+    """Move column i·D + d of [..., nD] to column d·n + i."""
     return tensor.unflatten(-1, (n, -1)).mT.flatten(-2)
 
 
@@ -249,7 +248,7 @@ def _streams_outermost(tensor: Tensor, n: int) -> Tensor:
 
 
 def _transposed(tensor: Tensor) -> Tensor:
-    """IndexError of anything below a matrix, for which mT has a warning."""
+    """An IndexError below two dimensions, where mT only warns."""
     return tensor.transpose(-2, -1)
 
 
@@ -272,7 +271,7 @@ def _write_megatron(own: Parameters) -> tuple[Tensor, ...]:
 def _read_transformer_engine(phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor | None) -> Parameters:
     n = isqrt(phi.shape[0] + 1) - 1
     gamma = None if norm_weight is None else norm_weight.unflatten(-1, (-1, n)).mT
-    bias = _transposed(beta).squeeze(-1)  # of [1, n² + 2n]
+    bias = _transposed(beta).squeeze(-1)  # beta is [1, n² + 2n]
     return Parameters(_streams_outermost(phi, n), alpha, bias, gamma)
 
 
@@ -291,7 +290,7 @@ _TRANSFORMER_ENGINE = Layout(
     (".phi", ".alpha", ".beta", ".norm_weight"), _read_transformer_engine, _write_transformer_engine, ".norm_weight"
 )
 
-LAYOUTS: dict[Format, dict[int, Layout]] = {  # by the number of sections: 3 and 2 of a connection, 1 of a head
+LAYOUTS: dict[Format, dict[int, Layout]] = {  # by the number of sections: 3 or 2 for a connection, 1 for a head
     Format.MHC_OPS: {3: _OURS, 2: _OURS, 1: _OURS},
     Format.DEEPSEEK: {3: _DEEPSEEK, 2: _DEEPSEEK, 1: _DEEPSEEK},
     Format.TRANSFORMERS: {3: _TRANSFORMERS, 2: _TRANSFORMERS, 1: _renamed(".hc_fn", ".hc_scale", ".hc_base")},
@@ -300,9 +299,9 @@ LAYOUTS: dict[Format, dict[int, Layout]] = {  # by the number of sections: 3 and
     Format.MEGATRON_MAIN: {3: _MEGATRON},
     Format.TRANSFORMER_ENGINE: {3: _TRANSFORMER_ENGINE},
 }
-BEGINS: dict[Format, dict[str, str]] = {  # where a library has another name for a module than others have
+BEGINS: dict[Format, dict[str, str]] = {  # prefixes that have another name in this library
     Format.DEEPSEEK: {r"\b(attn|ffn)_hc$": r"hc_\1"},
-    # A file that transformers saves has DeepSeek's names, but hc_head.hc_fn.
+    # A file that transformers saves has DeepSeek's names, except hc_head.hc_fn.
     Format.TRANSFORMERS: {r"\bhc_(attn|ffn)$": r"\1_hc", r"\bhc_head\.hc$": "hc_head"},
 }
 OPTIONS: dict[Format, dict[str, Any]] = {
@@ -316,7 +315,7 @@ OPTIONS: dict[Format, dict[str, Any]] = {
     Format.TRANSFORMER_ENGINE: {"norm_eps": torch.finfo(torch.float32).eps, "hc_eps": 0.0, "sinkhorn_eps": 0.0},
 }
 _HY4 = {"residual": "identity", "post_eps": 1e-6}
-KEEPING_STREAMS: dict[Format, dict[str, Any]] = {  # beside those, of connections of 2 sections
+KEEPING_STREAMS: dict[Format, dict[str, Any]] = {  # further options of connections with 2 sections
     Format.MHC_OPS: {"residual": "identity"},
     Format.DEEPSEEK: _HY4,
     Format.TRANSFORMERS: _HY4,

@@ -1,4 +1,4 @@
-"""Checkpoints of safetensors: one file, or shards in a folder with an index that says which tensor is in which."""
+"""Checkpoints of safetensors: one file, or shards in a folder with an index that maps tensors to files."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ INDEX = ".safetensors.index.json"
 
 
 class Index(NamedTuple):
-    """Of shards: {tensor: name of the file beside it}, and whatever else its maker has noted."""
+    """The index of shards. weight_map: {tensor: name of a file beside the index}   metadata: kept as it is"""
 
     path: Path
     weight_map: dict[str, str]
@@ -25,7 +25,7 @@ class Index(NamedTuple):
 
 
 def index_of(checkpoint: Path) -> Index | None:
-    """That of shards, given itself or by its folder; None of one file."""
+    """The index of shards, given by itself or by its folder; None for one file."""
     if not os.path.isdir(checkpoint):
         return _read_index(checkpoint) if checkpoint.name.endswith(".index.json") else None
     found = sorted(checkpoint.glob(f"*{INDEX}"))
@@ -35,7 +35,7 @@ def index_of(checkpoint: Path) -> Index | None:
 
 
 def held(checkpoint: Path, index: Index | None) -> dict[str, Path]:
-    """The file that each tensor is in."""
+    """The file of each tensor."""
     if index is not None:
         return {key: index.path.with_name(name) for key, name in index.weight_map.items()}
     with _opened(checkpoint) as file:
@@ -49,8 +49,8 @@ def read(path: Path, keys: Iterable[str]) -> tuple[State, dict[str, str]]:
 
 
 def write(output: Path, index: Index | None, kept: Mapping[Path, list[str]], new: Mapping[Path, State]) -> None:
-    """Each file with the tensors that it keeps and the new ones, all files or none. One shard at a time is in memory,
-    and the index comes last."""
+    """Write each file with the tensors that it keeps and the new ones: all files or none. One shard at a time is in
+    memory, and the index comes last."""
     if index is None:
         with files.refusing(output):
             for path in kept:
@@ -68,21 +68,21 @@ def write(output: Path, index: Index | None, kept: Mapping[Path, list[str]], new
 
 
 def _save(target: Path, path: Path, kept: Mapping[Path, list[str]], new: Mapping[Path, State]) -> State:
-    """What becomes of one file; nothing, where it has no tensor any more."""
+    """Write what becomes of one file; nothing if it has no tensor left."""
     state, metadata = read(path, kept[path])
     state |= new.get(path, {})
     save: Any = importlib.import_module("safetensors.torch").save_file
     if state:
-        with files.replaced(target) as part:  # which has the mode that safetensors' own files lack
+        with files.replaced(target) as part:  # gives the file its usual mode, which safetensors does not
             try:
                 save(state, part, metadata or {"format": "pt"})
-            except Exception as error:  # SafetensorError, which is none of Python's
+            except Exception as error:  # SafetensorError, which is not an OSError
                 raise OSError(errno.EIO, str(error)) from error
     return state
 
 
 def _read_index(path: Path) -> Index:
-    """Refused unless every tensor has a file, and all are there."""
+    """Refused unless every tensor has a file that exists."""
     content = files.read_json(path)
     content = content if isinstance(content, dict) else {}
     weight_map, metadata = content.get("weight_map"), content.get("metadata", {})
@@ -105,5 +105,5 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except OSError as error:
         raise Refused(f"{path}: {error.strerror or error}") from error
-    except Exception as error:  # SafetensorError, which is none of Python's
+    except Exception as error:  # SafetensorError, which is not an OSError
         raise Refused(f"{path}: it is not a file of safetensors: {error}") from error

@@ -1,4 +1,4 @@
-"""mhc-ops convert: parameters of mHC in files of safetensors, as another library has them."""
+"""mhc-ops convert: convert parameters of mHC in files of safetensors to another library's format."""
 
 import argparse
 import importlib.util
@@ -23,7 +23,7 @@ from . import (
 )
 
 FORMATS = [format.value for format in Format]
-OF_MODELS = (Format.DEEPSEEK, Format.TRANSFORMERS)  # which have a config
+OF_MODELS = (Format.DEEPSEEK, Format.TRANSFORMERS)  # formats whose models have a config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def _refuse_output(path: Path, sharded: bool) -> None:
 
 
 def _own(held: dict[str, Path], source: str) -> dict[Path, State]:
-    """The tensors of mHC, all of a group with the file that its first is in. They are small: all are held at once."""
+    """The tensors of mHC; a group belongs to the file of its first tensor. They are small: all are held at once."""
     own: dict[Path, State] = {}
     for keys in groups(held, source).values():
         together = own.setdefault(held[keys[0]], {})
@@ -83,7 +83,7 @@ def _own(held: dict[str, Path], source: str) -> dict[Path, State]:
 
 
 def _others(held: dict[str, Path], own: dict[Path, State], converted: dict[Path, State]) -> dict[Path, list[str]]:
-    """The keys that stay as they are, of every file."""
+    """The keys of every file that stay as they are."""
     taken = {key for state in own.values() for key in state}
     others: dict[Path, list[str]] = {path: [] for path in held.values()}
     for key, path in held.items():
@@ -102,7 +102,7 @@ def _converted(state: State, given: argparse.Namespace) -> State:
 
 
 def _say_what_they_compute(found: dict[str, Parameters], source: str, target: str) -> None:
-    """Parameters are half of a function: with which options connections were, and are, computed with."""
+    """Print the options that go with the parameters, and warn if source and target compute different functions."""
     of_connections = {own.alpha.numel() for own in found.values()} - {1}
     if not of_connections:
         return

@@ -2,11 +2,11 @@
 
 from . import sharding as sharding
 from .bytes_sent import MeshSizes, ModelSizes, traffic
-from .context import causal_conv1d, short_conv
+from .context_parallel import causal_conv1d, short_conv
 from .fsdp import fully_shard
 from .parallel import HyperParallel
-from .pieces import shard_sequence, tail_bytes
 from .pipeline import PipelineStage
+from .row_exchange import shard_sequence, tail_bytes
 from .stages import HyperStage, boundary_bytes, pipeline_stages
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""What hyper-connections and convolutions send in a training step, in bytes, by the sizes of a model and of a mesh.
+"""The bytes that hyper-connections and convolutions send in a training step, from the sizes of a model and of a mesh.
 
-Counted is what one process sends to others, of all processes the one that sends most. A collective counts as the ring
-that sends least: of w shares an all-gather or a reduce-scatter sends w − 1, an all-reduce twice as much. What layers
-send for themselves (their weights, tensor-parallel products, experts) is not in it, nor the few bytes of a `HyperHead`.
+The count is for the process that sends most. A collective counts as the ring that sends least: with w shares, an
+all-gather or a reduce-scatter sends w − 1 of them, an all-reduce twice as many. Not counted: what layers send for
+themselves (their weights, tensor-parallel products, experts) and the few bytes of a `HyperHead`.
 """
 
 import math
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from ..core.check import check_count
 from .fsdp import by_columns
-from .pieces import tail_bytes
+from .row_exchange import tail_bytes
 from .stages import MAP_BYTES, Send, boundary_bytes
 
-SUM_BYTES = 4  # of a gradient: sums are fp32
+SUM_BYTES = 4  # gradients are summed in fp32
 
 
 class MeshSizes(NamedTuple):
-    """How many processes each dimension has. replicate: groups of data × context that have the same shards (HSDP)."""
+    """The number of processes in each dimension. replicate: groups of data × context with the same shards (HSDP)."""
 
     replicate: int = 1
     data: int = 1
@@ -27,16 +27,17 @@ class MeshSizes(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Processes that fully_shard divides parameters among."""
+        """The number of processes among which fully_shard divides parameters."""
         return self.data * self.context
 
 
 class ModelSizes(NamedTuple):
-    """connections: `HyperConnection`s, all in a `HyperStack`   batch: sequences of a step, of all processes together
+    """The sizes of a model.
 
-    length: tokens of a sequence   itemsize: bytes of x and of what layers compute in   layer_norm, gamma: as there
+    connections: `HyperConnection`s, all in a `HyperStack`   n, D, layer_norm, gamma: as in `HyperConnection`
+    batch: sequences per step over all processes   length: tokens of a sequence   itemsize: bytes of x's type
     convolutions: calls of causal_conv1d on [B, L, D] in a forward, each with a weight [D, width] of its own
-    attentions: those that gather keys and values, `keys` channels of both together, from the context group
+    attentions: layers that gather keys and values from the context group; keys: channels of both together
     """
 
     connections: int
@@ -55,7 +56,7 @@ class ModelSizes(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """One kind of communication. layer: bytes of one of them; times: how often a process sends it in a step."""
+    """One kind of communication. layer: bytes that one layer sends   times: how often in a step"""
 
     what: str
     dimension: str
@@ -77,12 +78,12 @@ def traffic(
     send: str = Send.X_NEXT.value,
     stages: int = 1,
 ) -> list[Sent]:
-    """All that a process sends in a step; nothing is listed for dimensions of size 1.
+    """What a process sends in a step, one row for each kind. A dimension of size 1 sends nothing.
 
-    layout: of the pieces of a sequence, as in `causal_conv1d` here   send: as in `pipeline_stages`
-    gathers: how often fully_shard gathers a parameter: 2, once more for the backward; 1 with reshard_after_forward
-    =False. In a pipeline, where that is for every microbatch, 1 for all of them. Gradients are reduced once in a step.
-    stages: of a process in the pipeline, more than one in interleaved schedules
+    layout: as in `mhc_ops.distributed.causal_conv1d`   send: as in `pipeline_stages`
+    gathers: how often fully_shard gathers a parameter in a step: 2, in the forward and in the backward; 1 with
+      reshard_after_forward=False, also for all microbatches of a pipeline. Gradients are reduced once in a step.
+    stages: how many stages of the pipeline a process has; more than 1 in interleaved schedules
 
     >>> model = ModelSizes(connections=122, n=4, D=7168, batch=64, length=8192)
     >>> {row.what: row.layer for row in traffic(model, MeshSizes(data=64))}
@@ -117,7 +118,7 @@ def convolution(model: ModelSizes) -> list[tuple[int, ...]]:
 def _sharded(
     what: str, shapes: list[tuple[int, ...]], itemsize: int, count: int, mesh: MeshSizes, gathers: int
 ) -> list[Sent]:
-    """By fully_shard: gathered, and their gradients scattered; between replicas the shards of gradients are added."""
+    """fully_shard gathers parameters and reduce-scatters gradients; replicas add their shards of gradients."""
     shards = mesh.shards
     share = sum(_share(shape, shards) for shape in shapes)
     over = " × ".join(name for name in ("data", "context") if getattr(mesh, name) > 1)
@@ -130,13 +131,13 @@ def _sharded(
 
 
 def _summed(model: ModelSizes, mesh: MeshSizes, count: int) -> Sent:
-    """By HyperParallel: the gradients of parameters that are whole on every process, each by itself."""
+    """HyperParallel sums the gradient of each parameter over the processes, which all have the whole parameter."""
     sent = sum(_all_reduce(math.prod(shape) * SUM_BYTES, mesh.tensor) for shape in maps(model))
     return Sent("maps: gradients", "tensor", "all-reduce", sent, count)
 
 
 def _share(shape: tuple[int, ...], shards: int) -> int:
-    """Elements that a process has of a parameter, with the padding that is sent along: see fully_shard here."""
+    """Elements of a parameter on one process, with the padding that is sent too: see `fully_shard`."""
     rows, columns = shape[0], shape[1] if len(shape) > 1 else 1
     if by_columns(shape, shards):
         return rows * (columns // shards)
@@ -148,7 +149,7 @@ def _all_reduce(size: int, world: int) -> int:
 
 
 def _tails(model: ModelSizes, mesh: MeshSizes, count: int, layout: str) -> list[Sent]:
-    """Of the convolution's inputs to the piece behind, and their gradients back."""
+    """The last inputs of a convolution go to the next piece, and their gradients come back."""
     if mesh.context == 1:
         return []
     shape = (_sequences(model, mesh), model.length // mesh.context, model.D)
@@ -172,7 +173,7 @@ def _tails(model: ModelSizes, mesh: MeshSizes, count: int, layout: str) -> list[
 
 
 def _sequences(model: ModelSizes, mesh: MeshSizes) -> int:
-    """On a process."""
+    """The number of sequences on a process."""
     return model.batch // (mesh.replicate * mesh.data)
 
 
@@ -186,7 +187,7 @@ def _keys(model: ModelSizes, mesh: MeshSizes, count: int) -> list[Sent]:
 
 
 def _streams(model: ModelSizes, mesh: MeshSizes, send: str, stages: int) -> list[Sent]:
-    """Of all microbatches, from a stage to the next, and their gradients back. Tensor parallel, x is in pieces too."""
+    """x of all microbatches goes to the next stage, its gradients come back. Tensor parallel cuts x into pieces too."""
     tokens = _sequences(model, mesh) * model.length // (mesh.context * mesh.tensor)
     sent = tokens * boundary_bytes(model.n, model.D, model.itemsize, send=send)
     count = stages if mesh.pipeline > 1 else 0

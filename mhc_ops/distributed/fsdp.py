@@ -1,4 +1,4 @@
-"""FSDP2 of models with hyper-connections: maps keep their type, whatever the layers beside them are cast to."""
+"""FSDP2 of models with hyper-connections: maps keep their type when layers are cast to another."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,21 +28,21 @@ def fully_shard(
 ) -> Any:
     """torch's `fully_shard` for a model with hyper-connections: it shards model in place and returns it.
 
-    Arguments are those of torch. mp_policy is for the layers and for what lies outside of hyper-connections, ShortConv
-    included. phi, alpha, bias, gamma and layer_norm_weight are left as they are: gathered in the type they have, their
-    gradients reduced in fp32, and what enters or leaves a connection, x above all, is not cast. Between x and a layer
-    of another type stands that layer's own cast (mp_policy.cast_forward_inputs).
+    Arguments are those of torch. mp_policy applies to layers and to what lies outside of hyper-connections, ShortConv
+    included. It does not apply to maps, which are phi, alpha, bias, gamma and layer_norm_weight: they are gathered in
+    their own type, and their gradients are reduced in fp32. Inputs and outputs of a connection, such as x, are not
+    cast; a layer of another type casts its input itself (mp_policy.cast_forward_inputs).
 
-    One group per layer of a `HyperConnection`; one for the maps of a whole `HyperStack`, which are small: per step that
-    is two or three more collectives, not two or three per layer. One for each `HyperConnection` outside of a stack, for
-    each `HyperHead` or `MHCBlock`, and one for the rest of the model. Modules without maps that are to be groups of
-    their own (experts, an embedding) may be given to torch's fully_shard before.
+    Parameters are sharded in groups: one for each layer of a `HyperConnection`; one for the maps of a whole
+    `HyperStack`, which costs two or three more collectives per step, not per layer; one for each `HyperConnection`
+    outside of a stack, `HyperHead` and `MHCBlock`; one for the rest of the model. Call torch's fully_shard first on
+    modules without maps that should be groups of their own (experts, an embedding).
 
     >>> policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     >>> model = mhc_ops.distributed.fully_shard(model, mesh=init_device_mesh("cuda", (8,)), mp_policy=policy)
 
-    phi [n² + 2n, nD] and gamma [n, D] have fewer rows than many a mesh has processes: they are sharded by columns where
-    those divide evenly and rows do not, since torch would pad rows to a multiple and send the padding too.
+    phi [n² + 2n, nD] and gamma [n, D] are sharded by columns if the mesh divides their columns evenly and their rows
+    not: torch would pad the rows and send the padding too.
     """
     _check(model, mesh)
     common: dict[str, Any] = {
@@ -80,27 +80,27 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _bottom_up(model: nn.Module) -> list[nn.Module]:
-    """Each module behind those inside of it: torch leaves to a group what no group before has taken."""
+    """Each module after its children: a group of torch takes the parameters that no earlier group has taken."""
     return list(model.modules())[::-1]
 
 
 def _has_own_group(layer: Any) -> bool:
-    """Not a function, which has no parameters or shares them with the model, nor one that another connection has."""
+    """False for a function, for a layer without parameters, and for a layer that another connection shares."""
     sharded = isinstance(layer, fsdp.FSDPModule)
     return isinstance(layer, nn.Module) and not sharded and next(layer.parameters(), None) is not None
 
 
 def _types(module: nn.Module) -> set[torch.dtype]:
-    """Of the maps of a connection, a head or a whole stack."""
+    """The types of the maps of a connection, a head or a whole stack."""
     own = module.children() if isinstance(module, HyperStack) else (module,)
     return {parameter.dtype for maps in own for parameter in maps.parameters(recurse=False)}
 
 
 def _of_maps(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
-    """What torch's fully_shard is told of a module whose parameters, but for those sharded before, are maps."""
+    """Arguments of torch's fully_shard for a module whose parameters, except those sharded before, are maps."""
     reduced = {torch.promote_types(dtype, torch.float32) for dtype in _types(module)}
     policy = fsdp.MixedPrecisionPolicy(reduce_dtype=next(iter(reduced), None), cast_forward_inputs=False)
-    shards = mesh.size(mesh.ndim - 1)  # a first of two dimensions replicates
+    shards = mesh.size(mesh.ndim - 1)  # of two dimensions the first replicates
 
     def place(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if by_columns(parameter.shape, shards) else None
@@ -109,5 +109,5 @@ def _of_maps(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def by_columns(shape: Sequence[int], shards: int) -> bool:
-    """Whether a parameter is sharded by columns: where those divide evenly and rows do not."""
+    """Whether a parameter is sharded by columns: they divide evenly and rows do not."""
     return len(shape) > 1 and shape[0] % shards > 0 and shape[1] % shards == 0

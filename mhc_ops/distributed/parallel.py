@@ -19,7 +19,7 @@ MODULES = (HyperConnection, HyperStack, HyperHead, ShortConv)
 
 
 class HyperParallel(ParallelStyle):
-    """Every rank has a piece of the sequence and all parameters of mHC; the layers within are parallel as they say.
+    """Every rank has a piece of the sequence and all parameters of mHC; the layers inside have their own styles.
 
     >>> tokens = Shard(1)
     >>> parallelize_module(stack, mesh, {
@@ -29,16 +29,15 @@ class HyperParallel(ParallelStyle):
     ... })
 
     For a `HyperStack` (with its connections), `HyperConnection`, `HyperHead` and `ShortConv`, on a mesh of one
-    dimension. mHC itself sends nothing: x is sharded along sequence_dim, which counts the dimensions of x
-    [B, S, n, D]. The layer is given h_in as a DTensor that is sharded in the same way, and gathers it if it asks for
-    that; it returns h_out as a DTensor of any layout, or as the rank's own piece, as RowwiseParallel(output_layouts=
-    Shard(1)) does. A ShortConv sees whole sequences: x is redistributed to it, and its output back.
+    dimension. mHC itself sends nothing: x [B, S, n, D] is sharded along its dimension sequence_dim. The layer gets h_in
+    as a DTensor that is sharded in the same way, and may gather it. It returns h_out as a DTensor of any layout or as
+    the rank's own piece, as RowwiseParallel(output_layouts=Shard(1)) does. A ShortConv sees whole sequences: x is
+    redistributed to it, and its output back.
 
-    x may be a DTensor, else it is the rank's piece, all of one length, about which the ranks ask one another. As a
-    DTensor, its sequence need not be divided by the mesh evenly; a rank without tokens is refused. What comes out is a
-    DTensor, or with use_local_output the rank's piece. Parameters are replicated from rank 0; their gradients are
-    summed over the ranks when a backward has made them. FSDP2 comes behind it, on another dimension of the mesh; of a
-    stack it takes the layers and the whole, not the connections.
+    x is a DTensor or the rank's piece. Pieces must have one length, which the ranks compare. A DTensor's sequence need
+    not be divided evenly, but every rank must have a token. The output is a DTensor, or with use_local_output the
+    rank's piece. Parameters are replicated from rank 0; a backward sums their gradients over the ranks. Apply FSDP2
+    afterwards, on another dimension of the mesh: to the layers of a stack and to the whole, not to its connections.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
@@ -61,21 +60,21 @@ class HyperParallel(ParallelStyle):
 
     def _replicate(self, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            if not isinstance(parameter, DTensor):  # else it is that of a connection which is there twice
+            if not isinstance(parameter, DTensor):  # the connection may occur twice
                 whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=self.src_data_rank)
                 own = nn.Parameter(whole, requires_grad=parameter.requires_grad)
                 own.register_post_accumulate_grad_hook(_sum_gradient)
                 module.register_parameter(name, own)
 
     def _entering(self, module: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """args, x of them sharded. A connection outside of a stack is run as one of a stack that is its own."""
+        """args with x sharded. A connection outside of a stack runs as a stack of one."""
         if not args:
             raise TypeError("HyperParallel: x must be given by its position")
         if isinstance(args[0], StackCarry):
             raise TypeError("HyperParallel: the plan must name the HyperStack, not its connections")
         if isinstance(module, HyperStack) and not module.first:
             (x, read), extras = module._pair(*args)
-            return (self._sharded(x, mesh), self._sharded(read, mesh, behind=1)), *extras
+            return (self._sharded(x, mesh), self._sharded(read, mesh, last=1)), *extras
         x, rest = self._sharded(args[0], mesh), args[1:]
         return between.begin(x, every=0) if isinstance(module, HyperConnection) else x, *rest
 
@@ -84,36 +83,35 @@ class HyperParallel(ParallelStyle):
             carry, *rest = result if not isinstance(result, StackCarry) else (result,)
             x = self._returned(between.end(carry, module.backend), mesh)
             return x if isinstance(result, StackCarry) else (x, *rest)
-        if isinstance(result, tuple):  # of a stack: x, p, and in a list what its layers returned besides
+        if isinstance(result, tuple):  # from a stack: x, p, and a list of what its layers returned besides
             return tuple([value if isinstance(value, list) else self._leaving(module, value, mesh) for value in result])
         return self._returned(result, mesh)
 
-    def _sharded(self, x: Any, mesh: DeviceMesh, behind: int = 2) -> Any:
-        """behind: how many dimensions x has behind those of its tokens"""
+    def _sharded(self, x: Any, mesh: DeviceMesh, last: int = 2) -> Any:
+        """last: how many dimensions x has after those of its tokens"""
         if not isinstance(x, Tensor):
             return x  # the module says what is wrong with it
         along, ranks = self.sequence_dim, mesh.size() if isinstance(x, DTensor) else 1
-        if not 0 <= along < x.dim() - behind:
+        if not 0 <= along < x.dim() - last:
             shape = list(x.shape)
-            raise ValueError(
-                f"HyperParallel: sequence_dim={along} is no dimension of the tokens of x, which is {shape}"
-            )
+            raise ValueError(f"HyperParallel: sequence_dim={along} is not a token dimension of x {shape}")
         length = x.shape[along]
-        if -(-length // ranks) * (ranks - 1) >= length:  # all others have as many as the first
+        if -(-length // ranks) * (ranks - 1) >= length:  # all ranks but the last have as many as the first
             of_ranks = f" on {ranks} ranks" if ranks > 1 else ""
             raise ValueError(f"HyperParallel: every rank must have a token, got {length}{of_ranks}")
         if not isinstance(x, DTensor):
-            if behind == 2:  # p of a shifted stack comes with its x
+            if last == 2:  # p of a shifted stack comes with its x
                 self._agree(x, mesh)
             return DTensor.from_local(x, mesh, [Shard(along)], run_check=False)
         return self._redistributed(x, mesh)
 
     def _agree(self, x: Tensor, mesh: DeviceMesh) -> None:
-        """A DTensor says of the whole what each rank makes of its own piece."""
+        """Compare the ranks' pieces: each rank derives the shape of the whole DTensor from its own."""
         if mesh.size() > 1:
             length, (n, D) = x.shape[self.sequence_dim], x.shape[-2:]
             others = x.numel() // max(1, length * n * D)
-            agree.agreed(agree.call("HyperParallel", mesh.get_group(), x, B=others, L=length, n=n, D=D), x)
+            statement = agree.Statement.about("HyperParallel", mesh.get_group(), x, B=others, L=length, n=n, D=D)
+            agree.agreed(statement, x)
 
     def _returned(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         assert isinstance(x, DTensor)
@@ -125,7 +123,7 @@ class HyperParallel(ParallelStyle):
         return x if x.placements == wanted else x.redistribute(mesh, wanted)
 
     def _with_h_out(self, result: Any, mesh: DeviceMesh) -> Any:
-        """The carry, or it and what the layer returned besides, with h_out as a DTensor."""
+        """The carry with h_out as a DTensor, alone or with what the layer returned besides."""
         if isinstance(result, StackCarry):
             return result._replace(h_out=self._whole(result.h_out, result.x, mesh))
         carry, *rest = result
@@ -139,10 +137,10 @@ class HyperParallel(ParallelStyle):
         if h_out.shape != (*outer, D):
             layout = f"output_layouts=Shard({self.sequence_dim})"
             shapes = f"{list(h_out.shape)} where the rank's piece is {[*outer, D]}"
-            raise ValueError(f"HyperParallel: the layer returned {shapes}; a RowwiseParallel has to have {layout}")
+            raise ValueError(f"HyperParallel: the layer returned {shapes}; give its RowwiseParallel {layout}")
         shape = torch.Size((*x.shape[:-2], D))
         stride = torch.empty(shape, device="meta").stride()
-        piece = h_out.contiguous()  # as the strides of the whole say
+        piece = h_out.contiguous()  # matches the strides of the whole
         return DTensor.from_local(piece, mesh, [Shard(self.sequence_dim)], run_check=False, shape=shape, stride=stride)
 
     def __repr__(self) -> str:
@@ -150,6 +148,6 @@ class HyperParallel(ParallelStyle):
 
 
 def _sum_gradient(parameter: Tensor) -> None:
-    """Over the ranks, once a backward has made every rank's part; optimizers would do it in each of their steps."""
+    """Sum a gradient over the ranks right after the backward; else an optimizer would do it in each step."""
     if isinstance(parameter.grad, DTensor):
         parameter.grad = parameter.grad.redistribute(placements=[Replicate()])

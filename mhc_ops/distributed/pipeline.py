@@ -1,8 +1,8 @@
-"""How x travels in a pipeline whose stages hand on a carry: ahead of the rest.
+"""`PipelineStage`: of a carry between stages, x travels ahead of the rest.
 
-The carry is D values per token more than x_next, but x is known before the layer runs: `PipelineStage` sends it
-meanwhile, and only h_out and the maps, D and a few, are left for the end. Backward, the gradient of h_out is what the
-layer waits for; that of x arrives while the layer's backward runs.
+A carry has D values per token more than x_next, but x is known before the layer runs. `PipelineStage` sends x while the
+layer runs, and afterwards only h_out and the maps: D values and a few. In the backward the layer waits for the gradient
+of h_out only; the gradient of x arrives while the layer's backward runs.
 """
 
 from collections.abc import MutableMapping
@@ -21,13 +21,13 @@ from .stages import HyperStage, Send
 class PipelineStage(pipelining.PipelineStage):
     """torch's PipelineStage, for its schedules, that sends x of a carry while the layer before the boundary runs.
 
-    submodule: one `HyperStage` with send="carry", or a module that holds one and hands its tensors through, x first.
-    The gradient of x arrives while that layer's backward runs. With torch's own PipelineStage the same tensors are sent
-    when the layer has ended, with the same values. Arguments are those of torch's.
+    submodule: one `HyperStage` with send="carry", or a module that holds one and passes its tensors on, x first.
+    Other arguments are those of torch. The gradient of x arrives while that layer's backward runs. torch's own
+    PipelineStage sends the same tensors after the layer.
 
-    x has process groups of its own, one for each boundary and one for each boundary's gradients, so that nothing waits
-    behind it whatever the schedule. The first stage that a process makes for a group makes them too, together with all
-    other processes of the group.
+    x has process groups of its own, one for each boundary and one for each boundary's gradients, so that nothing else
+    waits for it in any schedule. They are made with the first stage that a process makes for a group, by all processes
+    of the group together.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class PipelineStage(pipelining.PipelineStage):
         self.lanes.add(stage_index, self.hyper_stage.span)
         self.outlets: dict[int, _Outlet] = {}  # by microbatch, until its backward
         self.arriving: dict[int, dist.Work] = {}  # x of the stage before
-        # Not where all that made x is frozen, in this stage or in those before.
+        # False if everything that made x is frozen, in this stage or in earlier ones.
         self.x_gets_gradient = self.x_sends_gradient = True
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        """Where torch makes its own communicators, before the first step."""
+        """torch makes its own communicators here, before the first step."""
         self.lanes.check(self.group, self.stage_index_to_group_rank, self.group_rank)
         self.lanes.open(self.stage_index_to_group_rank, self.group_rank, self.device)
         return super()._warmup_forward_vote(*args, **kwargs)
@@ -103,12 +103,12 @@ class PipelineStage(pipelining.PipelineStage):
         return result
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """A schedule calls it behind the last backward of a stage."""
+        """A schedule calls this after the last backward of a stage."""
         super().perform_reduce_grad(grad_scale_factor)
         self.lanes.ended(self.stage_index)
 
     def clear_runtime_states(self) -> None:
-        """A schedule calls it before each step; the one before may have had no backward."""
+        """A schedule calls this before each step; the last step may have had no backward."""
         super().clear_runtime_states()
         self.lanes.ended(self.stage_index)
         self.outlets.clear()
@@ -131,13 +131,13 @@ class PipelineStage(pipelining.PipelineStage):
 
 
 class _Lanes:
-    """The groups that x alone takes, by stages from and to; and what this process sends there and has not seen
-    received, which must outlive the stage. The schedule waits for its own sends when a step ends; here a step ends when
-    all stages that ran have ended, and none of them waits before: the process that is to receive may wait for another
-    of them.
+    """The process groups of x, by (from stage, to stage), and the sends of this process that are not yet received.
 
-    In one group NCCL would send and receive in the order of the calls, which is not the same in both processes: x of
-    the next microbatch leaves when the gradient of this one is not yet expected.
+    Sends must outlive their stage, so they are awaited here, when all stages that ran have ended. Waiting earlier could
+    block: the receiver may wait for another stage of this process.
+
+    Each direction has a group of its own. In one group NCCL would send and receive in the order of the calls, which
+    differs between the two processes: x of the next microbatch leaves before this one's gradient is expected.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_stages: int):
@@ -148,22 +148,26 @@ class _Lanes:
         self.sending: list[Any] = []
         self.running: set[int] = set()
         self.opened: dict[int, int] = {}
-        self.spans: dict[int, tuple[int, int, int]] = {}  # of the stages in this process: from, to, of all connections
+        self.spans: dict[
+            int, tuple[int, int, int]
+        ] = {}  # stages of this process: start, stop, connections of the stack
         self.checked = True
 
     def add(self, stage: int, span: tuple[int, int, int]) -> None:
         self.spans[stage], self.checked = span, False
 
     def check(self, group: dist.ProcessGroup | None, ranks: dict[int, int], here: int) -> None:
-        """Where stages are new, that those of all processes are a stack. ranks: of the group, by stage"""
+        """Check, if stages are new, that the stages of all processes form the stack. ranks: by stage, in the group"""
         if not self.checked:
-            own = {stage: span for stage, span in self.spans.items() if ranks[stage] == here}  # others are earlier ones
+            own = {
+                stage: span for stage, span in self.spans.items() if ranks[stage] == here
+            }  # not those of earlier pipelines
             _check_spans(group, own)
             self.checked = True
 
     def open(self, ranks: dict[int, int], here: int, device: torch.device) -> None:
-        """Both ends of every lane make their communicator, all in one order: within a step NCCL might wait for ever.
-        ranks: of the group, by stage"""
+        """Both ends of every lane make their communicator, in one order; within a step NCCL could wait forever.
+        ranks: by stage, in the group"""
         if self.opened == ranks:
             return
         for (start, stop), group in self.groups.items():
@@ -182,7 +186,7 @@ class _Lanes:
 
 
 def _check_groups(group: dist.ProcessGroup, num_stages: int) -> None:
-    """torch names a group by how many its process has made: with different numbers they would wait for one another."""
+    """torch names a group by how many groups its process has made: if the counts differ, processes wait forever."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (len(dist.distributed_c10d._world.pg_names), num_stages), group=group)
     counts, stages = map(list, zip(*found))
@@ -196,7 +200,7 @@ def _check_groups(group: dist.ProcessGroup, num_stages: int) -> None:
 
 
 def _check_spans(group: dist.ProcessGroup | None, spans: dict[int, tuple[int, int, int]]) -> None:
-    """What one stage sends fits into another whichever connections they have."""
+    """Tensors between stages have the same shapes for any cut, so a wrong cut would go unnoticed."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, spans, group=group)
     stages = sorted((stage, *span) for spans in found for stage, span in spans.items())
@@ -210,7 +214,7 @@ _LANES: MutableMapping[dist.ProcessGroup, dict[int, _Lanes]] = WeakKeyDictionary
 
 
 def _lanes(group: dist.ProcessGroup | None, num_stages: int) -> _Lanes:
-    """The same for all stages that this process has in a group."""
+    """One _Lanes for all stages that this process has in a group."""
     group = group or dist.group.WORLD
     assert group is not None, "torch's PipelineStage has asked for its rank"
     found = _LANES.setdefault(group, {})
@@ -225,7 +229,7 @@ class _Outlet:
     def __init__(self, stage: PipelineStage):
         self.stage = stage
         self.leaving: Any = None
-        self.gradient: Tensor | None = None  # where it is to be put, unless the next stage is in this process
+        self.gradient: Tensor | None = None  # its buffer; None if the next stage is in this process
         self.arriving: Any = None
 
     def send(self, x: Tensor) -> None:
@@ -234,7 +238,7 @@ class _Outlet:
             self.leaving = self.stage.send_x(x, target)
 
     def expect_gradient(self) -> None:
-        """When all others are there, which the layer waits for: a tensor goes out when its receiver is ready."""
+        """Called after the layer's other gradients are there: a tensor is sent when its receiver is ready."""
         if self.gradient is not None:
             self.arriving = self.stage.receive_x(self.gradient, self.stage.stage_index + 1)
 
@@ -243,7 +247,7 @@ class _Outlet:
             self.arriving.wait()
 
     def close(self) -> None:
-        """x has been received, as its gradient has come: its memory need not wait for the end of the step."""
+        """The gradient has come, so x was received: free its memory before the end of the step."""
         if self.leaving is not None:
             if self.leaving in self.stage.lanes.sending:
                 self.stage.lanes.sending.remove(self.leaving)

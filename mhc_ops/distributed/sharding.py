@@ -1,12 +1,12 @@
-"""DTensor: on which pieces of its tensors every op runs, forward and backward.
+"""Sharding rules for DTensors: how the tensors of every op may be placed, forward and backward.
 
-An axis is what an op does the same to every element of: tokens, the sequences of a batch, the channels of a
-convolution. Where one is sharded, the tensors that have it are sharded along it. An input that does not have it is
-replicated; an output that does not is a sum over it, of which every rank has a part (Partial): the gradients of
-parameters.
+An axis is a dimension along which an op treats every index alike: tokens, sequences of a batch, channels of a
+convolution. If an axis is sharded, all tensors that have it are sharded along it. An input without the axis is
+replicated. An output without it, such as the gradient of a parameter, is a sum over the axis: every rank has a part of
+it (Partial).
 
-torch is told when the first DTensor arrives or `mhc_ops.distributed` is imported. What no rule allows, as a sequence in
-pieces under a convolution or D in pieces anywhere, torch redistributes before the call.
+The rules are registered when the first DTensor arrives or `mhc_ops.distributed` is imported. torch redistributes what
+no rule allows, such as a sharded sequence in a convolution, or a sharded D.
 """
 
 import importlib
@@ -25,11 +25,11 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from ..core import backend as backends
 from ..core.op import Op
 
-Axis = dict[str, int]  # the dimension of each tensor that has it; x stands for dx, x_next and dx_next too
-Rule = tuple[list[Placement], list[Placement | None]]  # of the outputs, of the inputs
+Axis = dict[str, int]  # tensor: its dimension; x stands for dx, x_next and dx_next too
+Rule = tuple[list[Placement], list[Placement | None]]  # placements of the outputs, of the inputs
 
-# mHC: how many dimensions a tensor has behind those of its tokens, each of which is an axis.
-BEHIND_TOKENS = {
+# mHC: how many dimensions a tensor has after those of its tokens. Each dimension of tokens is an axis.
+AFTER_TOKENS = {
     "x": 2,
     "link": 2,
     "h_res": 2,
@@ -43,7 +43,7 @@ BEHIND_TOKENS = {
     "out": 1,
     "inv_rms": 0,
 }
-# The convolution. Time is no axis, as a token sees those before it; nor are channels where they have a common norm.
+# The convolution. Time is not an axis: a token sees those before it. Nor are channels that share a norm.
 BATCH = dict.fromkeys(("x", "y", "residual", "seq_idx", "initial_state", "final_state", "inv_rms"), 0)
 BATCH |= dict.fromkeys(("conv_state", "cache_seqlens"), 0)
 CHANNELS = {"x": -1, "y": -1, "residual": -1, "weight": 0, "bias": 0}
@@ -55,30 +55,30 @@ OF_CONV = {
     "short_conv_fwd": (BATCH,),
     "short_conv_bwd": (BATCH,),
 }
-# With one of these the batch is none: packed sequences are one row, and any sequence may have any slot of the states.
+# With one of these inputs the batch is not an axis: packed sequences are one row, a sequence may have any state slot.
 NO_BATCH = ("cu_seqlens", "conv_state_indices")
-# What may have no axis: parameters, and where things are.
+# Tensors that may have no axis: parameters and indices.
 WITHOUT = ("phi", "alpha", "bias", "gamma", "layer_norm_weight", "weight", *NO_BATCH)
 
 
 def ops() -> list[Op]:
-    """Of all families."""
+    """The ops of all families."""
     contracts = [importlib.import_module(f"{backends.PACKAGE}.{family}.contracts") for family in backends.families()]
     return [value for module in contracts for value in vars(module).values() if isinstance(value, Op)]
 
 
 def has_rules(op: Op) -> bool:
-    """Whether the tables have all of its tensors."""
+    """Whether the tables above name all of its tensors."""
     arguments = op.traced._opoverload._schema.arguments
     names = [argument.name for argument in arguments if "Tensor" in str(argument.type)] + list(op.outputs._fields)
-    axes = (BEHIND_TOKENS,) if op.family == "mhc" else OF_CONV.get(op.name, ())
+    axes = (AFTER_TOKENS,) if op.family == "mhc" else OF_CONV.get(op.name, ())
     known = {*WITHOUT, *(name for axis in axes for name in axis)}
     return bool(axes) and all(_subject(name) in known for name in names)
 
 
 def rules(op: Op, *flat: Any) -> list[Rule]:
-    """For one dimension of a mesh, as register_sharding takes them. flat: the inputs in the order of the schema, each
-    tensor as a DTensorSpec"""
+    """The rules for one dimension of a mesh, as register_sharding takes them. flat: the inputs in the order of the
+    schema, each tensor as a DTensorSpec"""
     inputs, outputs = _shapes(op, flat)
     names = _names(op)
     everywhere: list[Placement | None] = [Replicate() if name in inputs else None for name in names]
@@ -95,13 +95,13 @@ def _axes(op: Op, inputs: dict[str, Tensor]) -> list[Axis]:
     if op.family == "conv":
         without = [BATCH] if any(name in inputs for name in NO_BATCH) else []
         return [axis for axis in OF_CONV[op.name] if axis not in without]
-    behind = ((tensor, BEHIND_TOKENS.get(_subject(name))) for name, tensor in inputs.items())
-    tokens = next(tensor.dim() - count for tensor, count in behind if count is not None)
-    return [dict.fromkeys(BEHIND_TOKENS, dimension) for dimension in range(tokens)]
+    after = ((tensor, AFTER_TOKENS.get(_subject(name))) for name, tensor in inputs.items())
+    tokens = next(tensor.dim() - count for tensor, count in after if count is not None)
+    return [dict.fromkeys(AFTER_TOKENS, dimension) for dimension in range(tokens)]
 
 
 def _placement(axis: Axis, size: int, name: str, tensor: Tensor, without: Placement) -> Placement:
-    """without: of a tensor that does not have the axis. An output that is not wanted is empty or a single element."""
+    """without: the placement of a tensor without the axis. An unwanted output is empty or has one element."""
     dimension = axis.get(_subject(name))
     if dimension is None:
         return without if tensor.numel() else Replicate()
@@ -110,17 +110,17 @@ def _placement(axis: Axis, size: int, name: str, tensor: Tensor, without: Placem
 
 
 def _subject(name: str) -> str:
-    """x of x, dx, x_next and dx_next"""
+    """x for x, dx, x_next and dx_next"""
     return name.removeprefix("d").removesuffix("_next")
 
 
 def _names(op: Op) -> list[str]:
-    """In the order of the schema."""
+    """The names of the inputs in the order of the schema."""
     return [argument.name for argument in op.traced._opoverload._schema.arguments]
 
 
 def _shapes(op: Op, flat: tuple[Any, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors among the inputs, and the outputs, without memory. A compiler is not to see how they are made."""
+    """The input tensors and the outputs, on the meta device; a compiler does not trace how they are made."""
     with disable_proxy_modes_tracing():
         like = [torch.empty(v.shape, device="meta") if isinstance(v, DTensorSpec) else v for v in flat]
         outputs = op.contract(**op.unflattened(like[:-1]))._asdict()  # the backend is last
@@ -130,22 +130,22 @@ def _shapes(op: Op, flat: tuple[Any, ...]) -> tuple[dict[str, Tensor], dict[str,
 def register(op: Op) -> None:
     overload, of_torch = op.traced._opoverload, DTensor._op_dispatcher.sharding_propagator
     register_sharding(overload)(partial(rules, op))
-    # What torch found for one call it takes for others that are alike. Left to itself it looks neither at flags nor at
-    # which of the optional tensors are given, and both change what is returned.
+    # torch caches the rules of a call. By default its key has neither flags nor which optional tensors are given, but
+    # both change the outputs: static_argnum 0 puts all arguments into the key.
     of_torch.op_to_schema_info[overload].static_argnum = 0
     if op.mutates:
         of_torch.op_strategy_funcs[overload] = partial(_in_place, op, of_torch.op_strategy_funcs[overload])
 
 
 def _in_place(op: Op, strategies: Callable[[OpSchema], Any], schema: OpSchema) -> OpStrategy:
-    """Those that leave what is written to where it is: else a copy would be written to, and dropped."""
+    """Only the strategies that do not move a tensor that is written to: its moved copy would be written and dropped."""
     given = {name: value for name, value in zip(_names(op), schema.args_schema) if isinstance(value, OpStrategy)}
     now = {list(given).index(name): given[name].strategies[0].output_spec.placements for name in op.mutates}
     found: OpStrategy = strategies(schema)
     found.strategies = [s for s in found.strategies if all(s.input_spec(i).placements == now[i] for i in now)]
     if not found.strategies:
         where = ", ".join(f"{name} {list(placements)}" for name, placements in zip(op.mutates, now.values()))
-        raise ValueError(f"{op.name}: it cannot write in place to {where} with these shapes and options")
+        raise ValueError(f"{op.name}: cannot write in place to {where} with these shapes and options")
     return found
 
 

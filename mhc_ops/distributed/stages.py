@@ -1,7 +1,7 @@
-"""Stages of a pipeline: slices of a HyperStack, and what one of them hands to the next.
+"""Stages of a pipeline: slices of a HyperStack, and what one stage hands to the next.
 
-A boundary between stages lies between two connections. Sent is either x_next, when the sublayer before has been written
-back, or the carry: x as that sublayer read it, its output h_out and its maps, and the stage behind writes back.
+A boundary between stages lies between two connections. A stage sends either x_next, after it has written back its last
+sublayer's output, or a carry: x as that sublayer read it, its output h_out and its maps; the next stage writes back.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ MAP_BYTES = 4  # maps are fp32
 class Send(str, Enum):
     """What one stage sends to the next, besides p of a shifted stack."""
 
-    X_NEXT = "x_next"  # x behind the sublayer that ended
-    CARRY = "carry"  # x before it, h_out and the maps it is written back with
+    X_NEXT = "x_next"  # x after the last sublayer
+    CARRY = "carry"  # x before it, h_out, and the maps that write h_out back
 
 
 def boundary_bytes(
@@ -39,11 +39,11 @@ def boundary_bytes(
     identity: bool = False,
     critical: bool = False,
 ) -> int:
-    """Bytes per token that cross a boundary of stages forward, and as many backward.
+    """Bytes per token that cross a boundary of stages in the forward; the backward sends as many.
 
-    itemsize: of x and h_out   identity: the sublayer before the boundary has residual="identity", no h_res
-    critical: only what is sent when the layer has ended; all of x_next, of a carry all but x where a `PipelineStage`
-    of this package sends it
+    itemsize: of x and h_out   identity: the sublayer before the boundary has residual="identity", hence no h_res
+    critical: count only what is sent after the layer: all of x_next; all of a carry but x, which
+      `mhc_ops.distributed.PipelineStage` sends earlier
 
     >>> boundary_bytes(4, 4096, 2, send="x_next"), boundary_bytes(4, 4096, 2, send="carry")
     (32768, 41040)
@@ -62,7 +62,7 @@ def boundary_bytes(
 
 
 class Outlet(Protocol):
-    """Takes x of one microbatch out of a stage before the layer runs, and waits for its gradient."""
+    """Sends x of one microbatch from a stage before its layer runs, and waits for the gradient of x."""
 
     def send(self, x: Tensor) -> None: ...
 
@@ -70,21 +70,22 @@ class Outlet(Protocol):
 
 
 class HyperStage(HyperStack):
-    """The connections start to stop of a stack, one stage of a pipeline: the same keys as in the whole stack's state.
+    """The connections start to stop of a stack: one stage of a pipeline, with the keys of the whole stack's state.
 
-    It takes what the stage before returns and returns what the next one takes; torch's PipelineStage sends it between
-    them. The first takes x [..., n, D], the last returns what the stack does. In between, with send="x_next", it is x,
-    of a shifted stack (x, p); with send="carry" (x, h_out, h_post, h_res) and p, without h_res where the sublayer that
-    ended has residual="identity". The values are those of the stack, bit for bit. Gradients are too in "x_next"; in
-    "carry" x gets the sum of two, which is rounded once more. All stages of a stack send the same.
+    A stage takes what the stage before returns; torch's PipelineStage sends it. The first takes x [..., n, D], the
+    last returns what the stack does. The others return, with send="x_next", x, or (x, p) of a shifted stack; with
+    send="carry", (x, h_out, h_post, h_res) and p, without h_res if the last sublayer has residual="identity".
 
-    Keywords are passed on to every layer. A layer of a stage must not return more than h_out.
+    Outputs have the bits of the stack. Gradients do too with "x_next"; with "carry" the gradient of x is a sum of two,
+    which is rounded once more. All stages of a stack have the same `send`.
+
+    Keywords are passed on to every layer. A layer of a stage must return h_out alone.
 
     >>> stages = [HyperStage(stack, 0, 3), HyperStage(stack, 3, len(stack))]
     >>> x = stages[1](stages[0](x))  # in one process: stack(x)
     """
 
-    outlet: Outlet | None = None  # of the PipelineStage that runs this, while it does
+    outlet: Outlet | None = None  # set by a PipelineStage while it runs this stage
 
     def __init__(self, stack: HyperStack, start: int, stop: int, *, send: str = Send.X_NEXT.value):
         check_word("HyperStage", "send", send, [way.value for way in Send])
@@ -97,18 +98,18 @@ class HyperStage(HyperStack):
         if self.shifted:
             self.first, self.last = self.begins and stack.first, self.ends and stack.last
         self.n = stack[start].n
-        # What the carry of the stage before holds, or has as a flag.
+        # What the carry of the stage before contains.
         before: HyperConnection | None = None if self.begins else stack[start - 1]
         self.mixed = before is not None and before.has_h_res
         self.transposed = before is not None and before.options["transposed"]
 
     @property
     def keeps_input_types(self) -> bool:
-        """Whether inputs must not be cast, as `fully_shard` asks: a later stage is handed maps and p, all fp32."""
+        """Whether `fully_shard` must not cast the inputs: a later stage takes maps and p, all fp32."""
         return not self.begins
 
     def expand(self, h: Tensor) -> Tensor:
-        """The start of a model, n copies of h [..., D]: of the first stage alone."""
+        """The start of a model, n copies of h [..., D]; only the first stage has it."""
         if not self.begins:
             first = next(iter(self._modules))
             raise ValueError(f"HyperStage: only the first stage expands; this one begins with connection {first}")
@@ -158,11 +159,11 @@ class HyperStage(HyperStack):
 
 
 def pipeline_stages(model: nn.Module, cuts: Sequence[int], *, send: str = Send.X_NEXT.value) -> list[nn.Module]:
-    """The stages of a model, cut in front of these connections of its HyperStack; a process keeps those that it runs.
+    """The stages of a model, cut before these connections of its HyperStack; a process keeps the ones that it runs.
 
-    model: a `HyperStack`, or an nn.Sequential with one in it: what stands before the stack is in the first stage alone,
-    what stands behind it in the last. Every stage has the keys that the model has for its part, so that a checkpoint of
-    the model, or of any other cut, fits. Parameters are shared with the model, not copied.
+    model: a `HyperStack`, or an nn.Sequential with one in it. Modules before the stack are in the first stage, modules
+    after it in the last. Every stage has the model's keys for its part, so that checkpoints of the model or of any
+    other cut fit. Parameters are shared with the model, not copied.
 
     >>> model = nn.Sequential(OrderedDict(embedding=..., stack=HyperStack(...), head=HyperHead(4, 64), out=...))
     >>> parts = pipeline_stages(model, [3, 6])  # connections 0 to 2, 3 to 5, and the rest
@@ -182,7 +183,7 @@ def pipeline_stages(model: nn.Module, cuts: Sequence[int], *, send: str = Send.X
     if stack is model:
         return list(stages)
     parts = [_Part() for _ in stages]
-    place = 0  # the first stage until the stack has come, then the last
+    place = 0  # the first stage before the stack, the last after it
     for name, module in _named_parts(model):
         if name == own_name:
             for part, stage in zip(parts, stages):
@@ -194,7 +195,7 @@ def pipeline_stages(model: nn.Module, cuts: Sequence[int], *, send: str = Send.X
 
 
 class _Part(nn.Sequential):
-    """A stage with what the model has before or behind the stack."""
+    """A stage with the model's modules before or after the stack."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         given: Any = inputs
@@ -207,8 +208,8 @@ class _Part(nn.Sequential):
 
 
 class _Leave(torch.autograd.Function):
-    """h_in goes on to the layer and x out of the stage. The backward comes when the layer's has made dh_in: until then
-    dx may still be on its way into the memory that autograd was given, which nobody reads before."""
+    """Passes h_in on to the layer and sends x out of the stage. The backward runs when the layer's backward has made
+    dh_in. Until then dx may still be arriving in the buffer that autograd was given: nothing reads it earlier."""
 
     @staticmethod
     def forward(ctx: Any, h_in: Tensor, x: Tensor, outlet: Outlet | None) -> tuple[Tensor, Tensor]:
@@ -227,7 +228,7 @@ class _Leave(torch.autograd.Function):
 
 class _Sent(torch.autograd.Function):
     """The same memory, contiguous, as a tensor of its own: schedules that split the backward detach it in place, which
-    torch refuses of a view."""
+    torch refuses for a view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """A tensor whose gradient is sent back, for which it must be contiguous."""
+    """Makes the gradient contiguous, as it must be to be sent back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -268,6 +269,6 @@ def _check_span(function: str, stack: HyperStack, start: int, stop: int) -> None
         if not isinstance(cut, int) or isinstance(cut, bool):
             raise TypeError(f"{function}: a cut must be an int, got {type(cut).__name__}")
         if not 0 <= cut <= len(stack):
-            raise ValueError(f"{function}: cut {cut} lies outside of the stack, which has {len(stack)} connections")
+            raise ValueError(f"{function}: cut {cut} is outside of the stack, which has {len(stack)} connections")
     if start >= stop:
         raise ValueError(f"{function}: a stage from connection {start} to {stop} is empty")

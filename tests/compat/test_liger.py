@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from compat_oracle import assert_near, gradients, inverse_rms, logits, read, sinkhorn, write
+from compat_oracle import BF16, FP32, assert_near, gradients, in_fp64, inverse_rms, logits, read, sinkhorn, write
 from torch import nn
 
 from mhc_ops.compat.liger import (
@@ -16,8 +16,6 @@ from mhc_ops.compat.liger import (
     liger_mhc_pre,
 )
 
-FP32 = 1e-5
-BF16 = 2**-8  # one rounding
 N, C = 4, 24
 M, K = N * N + 2 * N, N * C
 OPTIONS = {"tmax": 7, "rms_eps": 1e-5, "pre_eps": 1e-3, "sinkhorn_eps": 1e-4, "post_mult": 1.5}
@@ -29,10 +27,6 @@ def draw(dtype=torch.float32):
     x, phi, b = torch.randn(2, 5, N, C).to(dtype), torch.randn(K, M) / K**0.5, 0.3 * torch.randn(M)
     alphas = torch.tensor(1.1), torch.tensor(0.7), torch.tensor(1.3)
     return [tensor.requires_grad_() for tensor in (x, phi, b, *alphas)]
-
-
-def in_fp64(tensors):
-    return [tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
 def expected_coeffs(x, phi, b, *alphas, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0):
@@ -100,7 +94,7 @@ def test_module():
     expected = expected_layer(truth[0], lambda h_in: h_in @ truth[-1].T, *truth[1:-1])
     assert found.dtype == torch.bfloat16
     assert_near([found], [expected], BF16)
-    # What the layer reads is rounded to bf16 before it, and its gradient: more than one rounding in what lies behind.
+    # The layer's input and its gradient are rounded to bf16: more than one rounding in what follows.
     assert_near(gradients([found], [x, mhc.phi, mhc.b]), gradients([expected], truth[:3]), 2 * BF16)
     assert repr(mhc).startswith("LigerMHC(\n  hc=4, c=24, tmax=20")
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
+from processes import run, run_each
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleGPipe
@@ -32,30 +32,7 @@ def packed(L, *bounds):
     return conv(B=1, L=L, cu_seqlens=torch.tensor(bounds))
 
 
-# What rank 0 and rank 1 call, and what is said of each
-DIFFERENT = [
-    (partial(conv, dtype=FP16), partial(conv, dtype=BF16), "type float16", "type bfloat16"),
-    (partial(conv, dtype=FP32), partial(conv, dtype=BF16), "type float32", "type bfloat16"),
-    (partial(conv, B=2, D=6), partial(conv, B=3, D=4), "B 2, D 6", "B 3, D 4"),
-    (partial(conv, W=4), partial(conv, W=3), "W 4", "W 3"),
-    (partial(conv, W=1), partial(conv, W=2), "W 1", "W 2"),
-    (partial(conv), partial(conv, dilation=2), "dilation 1", "dilation 2"),
-    (partial(conv), partial(conv, layout="zigzag"), "layout contiguous", "layout zigzag"),
-    (partial(conv, L=7, layout="zigzag"), partial(conv, layout="zigzag"), "L 7", "L 8"),
-    (partial(conv, L=0), partial(conv), "L 0", "L 8"),
-    (partial(conv), partial(conv, activation="silu"), "activation 0", "activation 1"),
-    (partial(conv), partial(conv, output_final_state=True), "output_final_state 0", "output_final_state 1"),
-    (partial(conv), partial(conv, seq_idx=torch.zeros(2, 8, dtype=torch.int32)), "seq_idx 0", "seq_idx 1"),
-    (partial(packed, 8, 0, 16), partial(packed, 8, 0, 4, 16), "cu_seqlens 2", "cu_seqlens 3"),
-    (partial(conv, B=1), partial(packed, 8, 0, 16), "cu_seqlens 0", "cu_seqlens 2"),
-    (partial(short, n=2, D=3), partial(short, n=3, D=2), "n 2, D 3", "n 3, D 2"),
-    (partial(short), partial(short, residual=False), "residual 1", "residual 0"),
-    (partial(conv, B=1, D=3), short, "causal_conv1d, n 0, residual 0", "short_conv, n 2, residual 1"),
-]
-HELP = {"L": ": pad the sequence"}
-
-
-def said(call):
+def told(call):
     try:
         call()
     except ValueError as error:
@@ -63,161 +40,121 @@ def said(call):
     return "nothing"
 
 
-def differently(pairs):
-    """What each pair of calls says on this rank, and whether the two agree again afterwards."""
-    return [(said(pair[dist.get_rank()]), conv().shape) for pair in pairs]
+def difference(one, other, function="causal_conv1d", rank=1):
+    """What every rank is told if rank 0 says one and this rank the other."""
+    help = ": pad the sequence" if one.split()[0] == "L" else ", in the same order"
+    words = f"{function}: all ranks of the group must make the same call, got"
+    return f"{words} {one} on rank 0 and {other} on rank {rank}{help}"
 
 
-def test_calls_that_differ_are_told_on_every_rank():
-    ranks = run(2, differently, DIFFERENT)
-    for call, found in enumerate(zip(*ranks)):
-        _, _, one, other = DIFFERENT[call]
-        help = HELP.get(one.split()[0], ", in the same order")
-        words = f"all ranks of the group must make the same call, got {one} on rank 0 and {other} on rank 1{help}"
-        assert [told.partition(": ")[2] for told, _ in found] == [words] * 2
-        assert [shape for _, shape in found] == [(2, 8, 6)] * 2
+def assert_told(calls, expected):
+    found = [told(call) for call in calls]
+    assert found == expected, found
 
 
-def after_agreeing():
+# What rank 0 and rank 1 call, and what is said of each
+DIFFERENT = [
+    (partial(conv, dtype=FP16), partial(conv, dtype=BF16), "type float16", "type bfloat16"),
+    (partial(conv, dtype=FP32), partial(conv, dtype=BF16), "type float32", "type bfloat16"),
+    (partial(conv, B=2, D=6), partial(conv, B=3, D=4), "B 2, D 6", "B 3, D 4"),
+    (partial(conv, W=4), partial(conv, W=3), "W 4", "W 3"),
+    (partial(conv, W=1), partial(conv, W=2), "W 1", "W 2"),
+    (conv, partial(conv, dilation=2), "dilation 1", "dilation 2"),
+    (conv, partial(conv, layout="zigzag"), "layout contiguous", "layout zigzag"),
+    (partial(conv, L=7, layout="zigzag"), partial(conv, layout="zigzag"), "L 7", "L 8"),
+    (partial(conv, L=0), conv, "L 0", "L 8"),
+    (conv, partial(conv, activation="silu"), "activation 0", "activation 1"),
+    (conv, partial(conv, output_final_state=True), "output_final_state 0", "output_final_state 1"),
+    (conv, partial(conv, seq_idx=torch.zeros(2, 8, dtype=torch.int32)), "seq_idx 0", "seq_idx 1"),
+    (partial(packed, 8, 0, 16), partial(packed, 8, 0, 4, 16), "cu_seqlens 2", "cu_seqlens 3"),
+    (partial(conv, B=1), partial(packed, 8, 0, 16), "cu_seqlens 0", "cu_seqlens 2"),
+    (partial(short, n=2, D=3), partial(short, n=3, D=2), "n 2, D 3", "n 3, D 2"),
+    (short, partial(short, residual=False), "residual 1", "residual 0"),
+    (partial(conv, B=1, D=3), short, "causal_conv1d, n 0, residual 0", "short_conv, n 2, residual 1"),
+]
+
+
+def calls_that_differ():
+    """After each of them the ranks agree again."""
+    for *pair, one, other in DIFFERENT:
+        mine = told(pair[dist.get_rank()])
+        assert mine.partition(": ")[2] == difference(one, other).partition(": ")[2], mine
+        assert conv().shape == (2, 8, 6)
+
+
+def a_length_of_an_earlier_call():
     """Two lengths that were agreed on, with and without packed sequences; then one on each rank; then a new one."""
-    rank = dist.get_rank()
     for L in (8, 12):
         conv(L=L), packed(L, 0, 5, 2 * L)
-    lengths = (8, 12)[rank], (8, 20)[rank]
-    return [said(partial(packed, L, 0, 5, 16)) for L in lengths] + [said(partial(conv, L=L)) for L in lengths]
+    lengths = [(8, 12), (8, 20)]
+    mine = [pair[dist.get_rank()] for pair in lengths]
+    calls = [*(partial(packed, L, 0, 5, 16) for L in mine), *(partial(conv, L=L) for L in mine)]
+    assert_told(calls, [difference(f"L {one}", f"L {other}") for one, other in lengths] * 2)
 
 
-def test_a_length_of_an_earlier_call_is_asked_about_again():
-    words = "causal_conv1d: all ranks of the group must make the same call, got L 8 on rank 0 and L {} on rank 1"
-    expected = [f"{words.format(L)}: pad the sequence" for L in (12, 20, 12, 20)]
-    assert run(2, after_agreeing) == [expected] * 2
-
-
-def of_three():
-    return said(partial(conv, dtype=BF16 if dist.get_rank() == 2 else FP32))
-
-
-def test_of_more_ranks_one_that_differs_is_named():
-    assert all("type float32 on rank 0 and type bfloat16 on rank 2" in told for told in run(3, of_three))
-
-
-def swapped(conv, rank):
-    """The backwards of two calls that are alike."""
+def swapped_backwards(conv, rank):
     ys = [conv(), conv()]
-    return [said(y.sum().backward) for y in (ys, ys[::-1])[rank]]
+    pairs = ("call 1", "call 2"), ("call 2", "call 1")
+    assert_told([y.sum().backward for y in (ys, ys[::-1])[rank]], [difference(*pair) for pair in pairs])
 
 
-def alone(conv, rank):
-    """A backward of one rank, while the other goes on to its next call."""
-    y = conv()
-    return [said((y.sum().backward, conv)[rank])]
+def a_backward_alone(conv, rank):
+    """The other rank goes on to its next call."""
+    call = (conv().sum().backward, conv)[rank]
+    assert_told([call], [difference("call 1, the backward", "call 2, the forward")])
 
 
-def unused(conv, rank):
-    """A final state that one rank has no use for."""
+def an_unused_final_state(conv, rank):
     y, state = conv(output_final_state=True)
-    return [said((y.sum() + state.sum(), y.sum())[rank].backward)]
+    call = (y.sum() + state.sum(), y.sum())[rank].backward
+    assert_told([call], [difference("the backward of final_state", "the backward")])
 
 
-def refused(conv, rank):
-    """A call that an error of its own keeps one rank from."""
+def a_call_that_one_rank_refuses(conv, rank):
     conv()
     if rank == 1:
-        assert "dilation" in said(partial(conv, dilation=0))
-    return [said(conv)]
+        assert "dilation" in told(partial(conv, dilation=0))
+    assert_told([conv], [difference("call 2", "call 3")])
 
 
-ORDERS = {
-    swapped: [("call 1", "call 2"), ("call 2", "call 1")],
-    alone: [("call 1, the backward", "call 2, the forward")],
-    unused: [("the backward of final_state", "the backward")],
-    refused: [("call 2", "call 3")],
-}
-
-
-def in_another_order():
+def another_order():
     """Each in a group of its own, since calls are counted in a group."""
-    return [order(partial(conv, group=dist.new_group()), dist.get_rank()) for order in ORDERS]
+    for check in (swapped_backwards, a_backward_alone, an_unused_final_state, a_call_that_one_rank_refuses):
+        check(partial(conv, group=dist.new_group()), dist.get_rank())
 
 
-def test_the_order_of_calls_is_compared():
-    words = "causal_conv1d: all ranks of the group must make the same call, got {} on rank 0 and {} on rank 1"
-    words += ", in the same order"
-    expected = [[words.format(*pair) for pair in pairs] for pairs in ORDERS.values()]
-    assert run(2, in_another_order) == [expected] * 2
-
-
-def compiled():
-    """In a graph the ranks ask too, forward and backward."""
-    weight, rank = torch.randn(3, 3), dist.get_rank()
-
-    def in_graph(x):
-        return distributed.causal_conv1d(x, weight, group=dist.group.WORLD, backend="hip")
-
-    function = torch.compile(in_graph, fullgraph=True, backend="aot_eager", dynamic=True)
-    short, long = (torch.randn(1, L, 3, requires_grad=True) for L in (8, 12))
-    two = function(short), function(long)
-    return said(partial(function, (long, short)[rank])), said(two[rank].sum().backward)
-
-
-@pytest.mark.thorough
-def test_a_graph_asks_too():
-    words = "causal_conv1d: all ranks of the group must make the same call, got L {} on rank 0 and L {} on rank 1"
-    expected = [f"{words.format(*lengths)}: pad the sequence" for lengths in ((12, 8), (8, 12))]
-    assert run(2, compiled) == [tuple(expected)] * 2
-
-
-def left_alone():
-    """What rank 0 is told when rank 1 is gone, as far as its connections say."""
-    conv()
-    if dist.get_rank() == 1:
-        agree._hosts.clear()
-        return "gone"
-    try:
-        conv()
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_a_rank_that_has_ended_is_told():
-    assert run(2, left_alone)[0] == (
-        "causal_conv1d: a rank of the group has ended, or has not come to the forward of this call in time: "
-        "all ranks must make the same calls in the same order"
-    )
-
-
-def stack_of(depth=4):
+def stack_of(depth):
     torch.manual_seed(0)
     return HyperStack(*(HyperConnection(nn.Linear(8, 8), 2, 8) for _ in range(depth)))
 
 
-def in_unequal_pieces():
+def unequal_pieces_of_a_parallel_stack():
     """Each process has its piece of the tokens as a plain tensor, and layers gather them."""
     rank, stack, mesh = dist.get_rank(), stack_of(1), init_device_mesh("cpu", (2,))
     layers = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(1))
     parallelize_module(stack, mesh, {"": HyperParallel(), "*.layer": layers})
     pieces = torch.randn(1, 4 + rank, 2, 8), torch.randn(1, 4, 2, 8).to((FP32, BF16)[rank]), torch.randn(1, 4, 2, 8)
-    return [said(partial(stack, piece)) for piece in pieces]
+    pairs = ("L 4", "L 5"), ("type float32", "type bfloat16")
+    expected = [difference(*pair, "HyperParallel") for pair in pairs]
+    assert_told([partial(stack, piece) for piece in pieces], [*expected, "nothing"])
 
 
-def test_pieces_of_a_parallel_stack_are_asked_about():
-    words = "HyperParallel: all ranks of the group must make the same call, got {} on rank 0 and {} on rank 1{}"
-    lengths = words.format("L 4", "L 5", ": pad the sequence")
-    types = words.format("type float32", "type bfloat16", ", in the same order")
-    assert run(2, in_unequal_pieces) == [[lengths, types, "nothing"]] * 2
+ONCE = "PipelineStage: the stages must have each connection once, got"
+# The cuts of rank 0 and of rank 1, the stage that each makes of them, and what both are told
+CUTS = [
+    ([2], [1], (0, 1), f"{ONCE} 0 to 2 of 4 in stage 0, 1 to 4 of 4 in stage 1"),
+    ([1], [2], (0, 1), f"{ONCE} 0 to 1 of 4 in stage 0, 2 to 4 of 4 in stage 1"),
+    ([2], [2], (0, 0), f"{ONCE} 0 to 2 of 4 in stage 0"),
+    ([2], [2, 3], (0, 1), "PipelineStage: num_stages must be the same on all processes of the group, got [2, 3]"),
+]
 
 
-# The cuts of rank 0 and of rank 1, and the stage that each makes of them
-CUTS = [([2], [1], (0, 1)), ([1], [2], (0, 1)), ([2], [2], (0, 0)), ([2], [2, 3], (0, 1))]
-
-
-def in_other_stages():
-    """What each pair of stages says that are none of one pipeline. Each in a group of its own, as a program would."""
-    rank, told = dist.get_rank(), []
-    for *cuts, places in CUTS:
-        stages, group = pipeline_stages(stack_of(), cuts[rank], send="carry"), dist.new_group()
-        told.append(said(partial(one_step, stages, places[rank], group)))
-    return told
+def stages_of_different_cuts():
+    """Each in a group of its own, as in a program."""
+    rank = dist.get_rank()
+    for *cuts, places, expected in CUTS:
+        stages, group = pipeline_stages(stack_of(4), cuts[rank], send="carry"), dist.new_group()
+        assert_told([partial(one_step, stages, places[rank], group)], [expected])
 
 
 def one_step(stages, place, group):
@@ -227,17 +164,49 @@ def one_step(stages, place, group):
     schedule.step(x) if place == 0 else schedule.step(target=x)
 
 
-def test_stages_of_different_cuts_are_told():
-    words = "PipelineStage: the stages must have each connection once, got {}"
-    assert (
-        run(2, in_other_stages)
-        == [
-            [
-                words.format("0 to 2 of 4 in stage 0, 1 to 4 of 4 in stage 1"),
-                words.format("0 to 1 of 4 in stage 0, 2 to 4 of 4 in stage 1"),
-                words.format("0 to 2 of 4 in stage 0"),
-                "PipelineStage: num_stages must be the same on all processes of the group, got [2, 3]",
-            ]
-        ]
-        * 2
+def a_rank_that_is_gone():
+    """Its connections in the group are gone."""
+    group = dist.new_group()
+    conv(group=group)
+    if dist.get_rank() == 1:
+        del agree._hosts[group]
+        return
+    words = (
+        "^causal_conv1d: a rank of the group has ended, or has not come to the forward of this call in time: "
+        "all ranks must make the same calls in the same order$"
     )
+    with pytest.raises(RuntimeError, match=words):
+        conv(group=group)
+
+
+def test_two_ranks_are_told():
+    checks = [calls_that_differ, a_length_of_an_earlier_call, another_order, unequal_pieces_of_a_parallel_stack]
+    run_each(2, *checks, stages_of_different_cuts, a_rank_that_is_gone)
+
+
+def of_three():
+    call = partial(conv, dtype=BF16 if dist.get_rank() == 2 else FP32)
+    assert_told([call], [difference("type float32", "type bfloat16", rank=2)])
+
+
+def test_of_more_ranks_the_one_that_differs_is_named():
+    run(3, of_three)
+
+
+def compiled():
+    """A graph asks too, forward and backward."""
+    weight, rank = torch.randn(3, 3), dist.get_rank()
+
+    def in_graph(x):
+        return distributed.causal_conv1d(x, weight, group=dist.group.WORLD, backend="hip")
+
+    function = torch.compile(in_graph, fullgraph=True, backend="aot_eager", dynamic=True)
+    short, long = (torch.randn(1, L, 3, requires_grad=True) for L in (8, 12))
+    two = function(short), function(long)
+    calls = partial(function, (long, short)[rank]), two[rank].sum().backward
+    assert_told(calls, [difference("L 12", "L 8"), difference("L 8", "L 12")])
+
+
+@pytest.mark.thorough
+def test_a_graph_asks_too():
+    run(2, compiled)

@@ -36,7 +36,7 @@ class MLP(nn.Module):
 
 
 class Model(nn.Module):
-    """Connections in a stack and one outside of it, a head, a convolution, and what every model has beside them."""
+    """Connections in a stack and one outside of it, a head, a convolution, an embedding and an output layer."""
 
     def __init__(self, streams):
         super().__init__()
@@ -113,6 +113,12 @@ def leaves(tree):
     return [whole(tree)] if isinstance(tree, torch.Tensor) else []
 
 
+def load(network, optimizer, folder):
+    kept = state(network, optimizer)
+    dcp.load(kept, checkpoint_id=folder)
+    set_state_dict(network, optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"])
+
+
 def train(folder, save):
     """Output, gradients, their norm, the gradients when clipped; and the state that was saved or loaded."""
     network = fully_shard(model(), mesh=line())
@@ -123,35 +129,36 @@ def train(folder, save):
     clipped = gradients_of(network)
     for _ in range(1 if save else 2):  # away from what was saved
         optimizer.step()
-    kept = state(network, optimizer)
     if save:
-        dcp.save(kept, checkpoint_id=folder)
+        dcp.save(state(network, optimizer), checkpoint_id=folder)
     else:
-        dcp.load(kept, checkpoint_id=folder)
-        set_state_dict(network, optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"])
-        kept = state(network, optimizer)
-    return out, gradients, norm, clipped, leaves(kept)
+        load(network, optimizer, folder)
+    return out, gradients, norm, clipped, leaves(state(network, optimizer))
 
 
-def save_and_replicate(folder):
-    """Also the gradients where two pairs of processes hold the model twice."""
+def on_four(folder):
+    """Train and save; also the gradients if two pairs of processes hold the model twice."""
     trained = train(folder, save=True)
     network = fully_shard(model(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     backward(network)
     return trained, gradients_of(network)
 
 
-def load(folder):
-    """Into a model that is not sharded, and into one of a mesh of one."""
+def on_two(folder):
+    """FSDP2 of an older torch does not cast the inputs of a layer that is computed again."""
+    return train(folder, save=False), None if older_torch.OLDER else small_things()
+
+
+def on_one(folder):
+    """Load into a model that is not sharded, and into one of a mesh of one; then wrong uses."""
     found = []
     for network in (model(), fully_shard(model(), mesh=line())):
         optimizer = adamw(network)
         backward(network)
         optimizer.step()
-        kept = state(network, optimizer)
-        dcp.load(kept, checkpoint_id=folder)
-        set_state_dict(network, optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"])
+        load(network, optimizer, folder)
         found.append(leaves(state(network, optimizer)))
+    wrong_uses()
     return found
 
 
@@ -227,99 +234,58 @@ def small_things():
 
 
 def wrong_uses():
-    """What each is told."""
-
-    def told(*arguments, **options):
-        with pytest.raises((TypeError, ValueError)) as found:
-            fully_shard(*arguments, **options)
-        return str(found.value)
-
     whole, part, uneven = model(), model(), model()
     fully_shard(whole, mesh=line())
     torch_fully_shard(part.alone, mesh=line())
     uneven.stack[1].bfloat16()
-    messages = [told(network, mesh=line()) for network in (whole, whole.stack, part, uneven, whole.out.weight)]
+    for network, message in [
+        (whole, "the model is sharded already; shard a model once, before use"),
+        (whole.stack, "the model is sharded already; shard a model once, before use"),
+        (part, "alone is sharded already; shard a model once, before use"),
+        (uneven, "the maps of stack are bfloat16 and float32; give them one type"),
+        (whole.out.weight, "model must be a Module, got DTensor"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=f"^fully_shard: {message}$"):
+            fully_shard(network, mesh=line())
+    with pytest.raises(TypeError, match=r"^fully_shard: mesh must be a DeviceMesh, got int$"):
+        fully_shard(model(), mesh=2)
     assert not any(isinstance(parameter, DTensor) for parameter in uneven.parameters())
-    return [*messages, told(model(), mesh=2)]
 
 
-@pytest.fixture(scope="module")
-def one():
-    """Of one process, in fp64: output and gradients, with the sizes of their terms."""
+def test_four_processes_and_two_are_one(tmp_path):
+    """Output, gradients and clipping; two and one process load what four have saved."""
     network = model(torch.float64).double()
-    return exact(network(words()), list(network.parameters()))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def saved_by_four(folder):
-    return run(4, save_and_replicate, folder)
-
-
-@pytest.fixture(scope="module")
-def four(saved_by_four):
-    return [trained for trained, _ in saved_by_four]
-
-
-@pytest.fixture(scope="module")
-def two(four, folder):
-    """They load what four have saved."""
-    return run(2, train, folder, False)
-
-
-@pytest.fixture(params=["two", "four"])
-def ranks(request):
-    return request.getfixturevalue(request.param)
-
-
-def test_is_one_process(ranks, one):
-    for rank in ranks:
-        assert_close([torch.cat([out for out, *_ in ranks]), *rank[1]], one)
-
-
-def test_replicated_and_sharded(saved_by_four, one):
-    for _, gradients in saved_by_four:
+    one = exact(network(words()), list(network.parameters()))  # with the sizes of the terms of gradients
+    four, replicated = zip(*run(4, on_four, str(tmp_path)))
+    two, seen = zip(*run(2, on_two, str(tmp_path)))
+    for ranks in (four, two):
+        for rank in ranks:
+            assert_close([torch.cat([out for out, *_ in ranks]), *rank[1]], one)
+        assert_clipped(ranks)
+    for gradients in replicated:
         assert_close(gradients, one[1:])
+    *_, saved = four[0]
+    assert len(saved) == 4 * len(list(network.parameters()))  # with two moments and a count of steps
+    ((plain, meshed),) = run(1, on_one, str(tmp_path))
+    for loaded in (*(rank[-1] for rank in two), plain, meshed):
+        assert_equal(loaded, saved)
+    for rank in filter(None, seen):
+        assert_small_things(*rank)
 
 
-def test_clipping_is_that_of_one_process(ranks):
+def assert_clipped(ranks):
     network = model()
     network(words()).backward(*random_cotangents([torch.empty(BATCH, LENGTH, WORDS)]))
-    parameters = list(network.parameters())
-    expected = nn.utils.clip_grad_norm_(parameters, MOST)
+    expected = nn.utils.clip_grad_norm_(list(network.parameters()), MOST)
     assert expected > 2 * MOST
     for _, gradients, norm, clipped, _ in ranks:
         assert_close([norm], [expected])
         assert_close(clipped, [gradient.double() * MOST / (norm.double() + 1e-6) for gradient in gradients])
 
 
-def test_checkpoint_of_four_is_loaded_by_two_and_by_one(four, two, folder):
-    """Parameters and the state of AdamW, bit for bit."""
-    *_, saved = four[0]
-    parameters = len(list(model().parameters()))
-    assert len(saved) == 4 * parameters  # with two moments and a count of steps
-    for *_, loaded in two:
-        assert_equal(loaded, saved)
-    ((plain, meshed),) = run(1, load, folder)
-    assert_equal(plain, saved)
-    assert_equal(meshed, saved)
-
-
-@pytest.fixture(scope="module")
-def seen_by_two():
-    return run(2, small_things)
-
-
-@pytest.mark.parametrize("streams", [bf16, fp32], ids=str)
-@older_torch.CAST_IN_CHECKPOINT
-def test_maps_stay_out_of_the_cast(streams, seen_by_two):
-    """x keeps its type and the maps theirs, where layers and all else are bf16: the bits of a cast by hand."""
-    for rank, *_ in seen_by_two:
-        seen, as_by_hand, _ = rank[streams]
+def assert_small_things(by_streams, forward, backward, placements):
+    for streams, (seen, as_by_hand, gradients) in by_streams.items():
+        # x keeps its type and the maps theirs, where layers and all else are bf16: the bits of a cast by hand.
         types = {"layer": (bf16, bf16), "conv": (streams, bf16)}
         for name, (x, *parameters) in seen:
             h_out = [parameters.pop(0)] if name == "mhc_next" else []
@@ -327,75 +293,14 @@ def test_maps_stay_out_of_the_cast(streams, seen_by_two):
             assert h_out in ([], [bf16], [streams])
         assert {name for name, _ in seen} == {*types, *(name for _, name in FUNCTIONS)}
         assert as_by_hand
-
-
-@older_torch.CAST_IN_CHECKPOINT
-def test_gradients_of_maps_are_reduced_in_fp32(seen_by_two):
-    """Those of the layers in bf16, as the policy says."""
-    for rank, *_ in seen_by_two:
-        for _, _, gradients in rank.values():
-            rounded = {
-                name for name, gradient in gradients.items() if torch.equal(gradient, gradient.to(bf16).to(fp32))
-            }
-            assert rounded == set(gradients) - names_of_maps()
-
-
-@older_torch.CAST_IN_CHECKPOINT
-def test_one_group_for_the_maps_of_a_stack(seen_by_two):
-    """Beside three layers, the maps of the stack, of one connection and of the head, and the rest; of the backward's
-    gathers those of the head, which torch holds with the rest where it is the last, may be left out."""
-    for _, forward, backward, _ in seen_by_two:
-        assert forward == ["all-gather"] * 7
-        assert backward.count("reduce-scatter") == 7
-        assert len(backward) <= 7 + 6
-
-
-@older_torch.CAST_IN_CHECKPOINT
-def test_maps_are_sharded_without_padding(seen_by_two):
-    for *_, placements in seen_by_two:
-        assert placements["phi"] == placements["gamma"] == (Shard(1),)  # 15 and 3 rows
-        assert placements["bias"] == placements["layer.up.weight"] == (Shard(0),)
-
-
-def test_wrong_use_is_told():
-    assert run(1, wrong_uses) == [
-        [
-            "fully_shard: the model is sharded already; shard a model once, before use",
-            "fully_shard: the model is sharded already; shard a model once, before use",
-            "fully_shard: alone is sharded already; shard a model once, before use",
-            "fully_shard: the maps of stack are bfloat16 and float32; give them one type",
-            "fully_shard: model must be a Module, got DTensor",
-            "fully_shard: mesh must be a DeviceMesh, got int",
-        ]
-    ]
-
-
-def kernels():
-    """Of a sharded stack on the kernels, which see the whole maps: this rank's output, and the gradients."""
-    network = fully_shard(stack_on_kernels(), mesh=line())
-    out = network(own(streams()))
-    (out.square().sum() * dist.get_world_size()).backward()
-    return out.detach(), gradients_of(network)
-
-
-def stack_on_kernels():
-    torch.manual_seed(0)
-    made = [HyperConnection(nn.Linear(D, D), N, D, gamma=True, sinkhorn_iters=2, backend="triton") for _ in range(2)]
-    for connection in made:
-        nn.init.normal_(connection.phi, std=connection.phi.shape[1] ** -0.5)
-    return HyperStack(*made)
-
-
-def streams():
-    return torch.randn(2, N, D, generator=torch.Generator().manual_seed(2))
-
-
-@pytest.mark.interpreted
-def test_kernels():
-    network = stack_on_kernels()
-    expected = torch.cat([network(share) for share in streams().chunk(2)])  # as a product of matrices has other bits
-    expected.square().sum().backward()
-    ranks = run(2, kernels)
-    assert torch.equal(torch.cat([out for out, _ in ranks]), expected)
-    for _, gradients in ranks:
-        assert_close(gradients, [parameter.grad for parameter in network.parameters()])
+        # Gradients of maps are reduced in fp32, those of layers in bf16, as the policy says.
+        rounded = {name for name, one in gradients.items() if torch.equal(one, one.to(bf16).to(fp32))}
+        assert rounded == set(gradients) - names_of_maps()
+    # One group for the maps of the stack, beside three layers, the maps of one connection and of the head, and the
+    # rest. The backward need not gather the maps of the head, which torch may still hold.
+    assert forward == ["all-gather"] * 7
+    assert backward.count("reduce-scatter") == 7
+    assert len(backward) <= 7 + 6
+    # Maps are sharded without padding: phi and gamma have 15 and 3 rows.
+    assert placements["phi"] == placements["gamma"] == (Shard(1),)
+    assert placements["bias"] == placements["layer.up.weight"] == (Shard(0),)

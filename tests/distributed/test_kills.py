@@ -1,6 +1,6 @@
-"""Workers and torchrun itself are killed at moments that are drawn: the run ends with the bits of an undisturbed one.
+"""Workers and torchrun itself are killed at random moments: the run ends with the bits of an undisturbed one.
 
-MHC_OPS_KILLS=50 MHC_OPS_SEED=3 pytest -s tests/distributed/test_kills.py kills as often, in one run of 4 steps each.
+MHC_OPS_KILLS=50 MHC_OPS_SEED=3 pytest -s tests/distributed/test_kills.py makes 50 kills in a run of 200 steps.
 """
 
 import os
@@ -55,13 +55,13 @@ def steps_made(folder):
 
 
 def holder_of(folder):
-    """The process that the folder's lock names; it may have ended."""
+    """The process that the folder's lock names, which may have ended."""
     return int(re.match(r"process (\d+) on ", (folder / "lock").read_text())[1])
 
 
 def kill_agent(run, folder):
-    """And start another at once. A worker that is in the folder is stopped before, so that it outlives its agent until
-    the next run has found it there."""
+    """Kill torchrun and start another at once. The worker that holds the folder is stopped before, so that it outlives
+    its torchrun until the next run has found it there."""
     holder = holder_of(folder)
     stopped = holder in run.workers()
     if stopped:
@@ -72,14 +72,14 @@ def kill_agent(run, folder):
     if stopped:
         words, until = f"{folder} is in use by process {holder} on ", time.monotonic() + PATIENCE
         while words not in (folder / "log").read_text():
-            assert run.poll() is None and time.monotonic() < until, f"it did not say: {words}"
+            assert run.poll() is None and time.monotonic() < until, f"the next run did not say: {words}"
             time.sleep(0.01)
         os.kill(holder, signal.SIGCONT)
     return run
 
 
 def killed(folder, moments):
-    """Run to the end. moments: (step, whom), from the first step to the last. Returns whom it was possible to kill."""
+    """Run to the end. moments: (step, whom) in order. Returns whom it killed."""
     folder.mkdir()
     run, done, moments, seen, last = Torchrun(folder), [], list(moments), None, time.monotonic()
     while run.poll() is None:
@@ -102,7 +102,7 @@ def killed(folder, moments):
 
 
 def losses(folder):
-    """As text: the same bits are the same digits."""
+    """The losses as text: the same digits are the same bits."""
     return [line.rsplit(",", 1)[0] for line in (folder / "losses.csv").read_text().splitlines()]
 
 
@@ -122,4 +122,4 @@ def test_kills_at_drawn_moments_change_no_bit(tmp_path):
     expected, found = checkpoint(undisturbed, STEPS), checkpoint(disturbed, STEPS)
     assert different(expected, found) == [] and len(expected) > 50
     left = sorted(path.suffix for path in (disturbed / "checkpoints").iterdir())
-    assert left == ["", ""]  # none is unfinished, none damaged
+    assert left == ["", ""]  # no checkpoint is unfinished or damaged

@@ -138,26 +138,25 @@ def wrong_use(mesh):
     def connection(layer):
         return parallelize_module(HyperConnection(layer, n, D), mesh, HyperParallel())
 
-    with pytest.raises(TypeError, match=r"^HyperParallel: takes a HyperConnection, .* or ShortConv, got Linear$"):
-        parallelize_module(nn.Linear(D, D), mesh, HyperParallel())
-    with pytest.raises(ValueError, match=r"^HyperParallel: the mesh must have one dimension, got 2: slice it$"):
-        HyperParallel()._apply(HyperHead(n, D), init_device_mesh("cpu", (2, 1)))
-    with pytest.raises(ValueError, match=r"^HyperParallel: every rank must have a token, got 0$"):
-        connection(torch.tanh)(streams(0))
-    with pytest.raises(ValueError, match=r"^HyperParallel: every rank must have a token, got 1 on 2 ranks$"):
-        connection(torch.tanh)(distribute_tensor(streams(1), mesh, [TOKENS]))
-    with pytest.raises(ValueError, match=r"sequence_dim=1 is no dimension of the tokens of x, which is \[8, 2, 8\]$"):
-        connection(torch.tanh)(streams()[0])
-    layer = Layer()
+    layer, plain = Layer(), connection(torch.tanh)
     parallelize_module(layer, mesh, {"up": ColwiseParallel(input_layouts=TOKENS), "down": RowwiseParallel()})
-    with pytest.raises(ValueError, match=r"returned \[2, 16, 8\] where the rank's piece is \[2, 8, 8\]; .*Shard\(1\)"):
-        connection(layer)(streams())
-    with pytest.raises(TypeError, match=r"^HyperParallel: x must be given by its position$"):
-        parallelize_module(HyperHead(n, D), mesh, HyperParallel())(x=streams())
-    with pytest.raises(TypeError, match=r"^HyperParallel: the plan must name the HyperStack, not its connections$"):
-        HyperStack(connection(torch.tanh))(streams())
+    head, square = parallelize_module(HyperHead(n, D), mesh, HyperParallel()), init_device_mesh("cpu", (2, 1))
+    for words, use in {
+        "takes a HyperConnection, .* or ShortConv, got Linear$": lambda: HyperParallel()._apply(nn.Linear(D, D), mesh),
+        "the mesh must have one dimension, got 2: slice it$": lambda: HyperParallel()._apply(HyperHead(n, D), square),
+        "every rank must have a token, got 0$": lambda: plain(streams(0)),
+        "every rank must have a token, got 1 on 2 ranks$": lambda: plain(distribute_tensor(streams(1), mesh, [TOKENS])),
+        r"sequence_dim=1 is not a token dimension of x \[8, 2, 8\]$": lambda: plain(streams()[0]),
+        r"the layer returned \[2, 16, 8\] where .* piece is \[2, 8, 8\]; .*Shard\(1\)": lambda: connection(layer)(
+            streams()
+        ),
+        "x must be given by its position$": lambda: head(x=streams()),
+        "the plan must name the HyperStack, not its connections$": lambda: HyperStack(plain)(streams()),
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=f"^HyperParallel: {words}"):
+            use()
     with pytest.raises(TypeError, match=r"^HyperConnection: x must be a torch.Tensor, got NoneType$"):
-        connection(torch.tanh)(None)
+        plain(None)
 
 
 def on_two_ranks():

@@ -4,7 +4,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
+from processes import run, run_each
 
 
 def _sum() -> torch.Tensor:
@@ -13,11 +13,15 @@ def _sum() -> torch.Tensor:
     return value
 
 
-def _fail(rank: int, killed: bool) -> None:
-    if dist.get_rank() == rank:
-        if killed:
-            os.kill(os.getpid(), signal.SIGKILL)
+def _fail() -> None:
+    if dist.get_rank() == 1:
         raise ValueError("no tokens")
+    dist.barrier()
+
+
+def _die() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
@@ -25,11 +29,7 @@ def test_every_rank_answers():
     assert run(3, _sum) == [torch.tensor([6.0])] * 3
 
 
-def test_an_error_of_one_rank_is_told():
-    with pytest.raises(RuntimeError, match=r"(?s)rank 1:.*no tokens"):
-        run(2, _fail, 1, False)
-
-
-def test_a_rank_that_is_killed_is_told():
-    with pytest.raises(RuntimeError, match="rank 0: ended without a result"):
-        run(2, _fail, 0, True)
+@pytest.mark.parametrize(("check", "words"), [(_fail, "rank 1:.*no tokens"), (_die, "rank 0: ended without a result")])
+def test_an_error_or_the_end_of_one_rank_is_told(check, words):
+    with pytest.raises(RuntimeError, match=f"(?s){words}"):
+        run_each(2, _sum, check)

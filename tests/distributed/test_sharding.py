@@ -1,7 +1,6 @@
 """Every op on DTensors: the bits of one process forward, its gradients to rounding, and where results are placed."""
 
 import importlib
-import io
 import sys
 
 import older_torch
@@ -63,7 +62,7 @@ SLOTS = {**STEP, "conv_state": random(5, D, W - 1), "conv_state_indices": torch.
 STREAMS = {"x": random(2, 2, n, D), "gamma": random(n, D), "weight": random(n * D, W)}
 SILU, STATES = {"activation": "silu"}, {"output_final_state": True, "initial_state": random(2, D, W - 1)}
 
-# function, its arguments, where its tensors are if not replicated
+# function, its arguments, placements of tensors that are not replicated
 MHC = [
     (mhc_ops.sinkhorn, {"logits": random(2, 4, n, n), "iters": 2}, OF_TOKENS),
     (mhc_ops.mhc_pre, {"x": X, **OF_PRE, **NORMS}, OF_TOKENS),
@@ -84,17 +83,13 @@ CONV = [
     (mhc_ops.causal_conv1d, {**PIECE, **STATES, **SILU}, CHANNELS),
     (mhc_ops.causal_conv1d, {**PIECE, "seq_idx": SEQUENCES}, BATCH),
 ]
+IN_ONE_ROW = {**PIECE, "x": random(1, 6, D), "residual": random(1, 6, D), "cu_seqlens": PACKED}
 CONV_OF_TRITON = [
-    (
-        mhc_ops.causal_conv1d,
-        {**PIECE, "x": random(1, 6, D), "residual": random(1, 6, D), "cu_seqlens": PACKED},
-        CHANNELS,
-    ),
+    (mhc_ops.causal_conv1d, IN_ONE_ROW, CHANNELS),
     (update, STEP, BATCH),
     (update, SLOTS, {"x": Shard(1), "conv_state": Shard(1), "weight": Shard(0), "bias": Shard(0)}),
     (mhc_ops.short_conv, STREAMS, BATCH),
 ]
-FOUR = [(layer, {"x": X, **OF_PRE}, OF_TOKENS), (layer, {"x": random(1, 6, n, D), **OF_PRE}, OF_TOKENS)]
 
 
 def outputs_of(function, arguments):
@@ -137,8 +132,8 @@ def fresh(arguments, backend, place=lambda name, tensor: tensor):
     return {**arguments, **placed, "backend": backend}
 
 
-def assert_as_alone(case, backend, alone, placements, mesh):
-    """placements: of the tensors that are not replicated, by their names"""
+def assert_as_alone(case, backend, expected_outputs, placements, mesh):
+    """placements: of the tensors that are not replicated, by name"""
     function, arguments, _ = case
 
     def place(name, tensor):
@@ -146,7 +141,7 @@ def assert_as_alone(case, backend, alone, placements, mesh):
 
     outputs, gradients = results(function, fresh(arguments, backend, place))
     exact_outputs, exact = exact_results(function, arguments)
-    for output, expected, truth in zip(outputs, alone, exact_outputs, strict=True):
+    for output, expected, truth in zip(outputs, expected_outputs, exact_outputs, strict=True):
         assert isinstance(output, DTensor), function
         assert backend == "reference" or Replicate() not in output.placements, (function, output.placements)
         if backend == "reference":  # its matrix product has other bits with other numbers of rows or threads
@@ -163,23 +158,34 @@ def whole(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def in_a_row(groups, alone):
-    """All cases of these (group, backend) on two ranks. The names of the ops that ran."""
+def in_a_row(*groups):
+    """Check all cases of these (cases, backend) on two ranks. Returns the names of the ops that ran."""
     assert "mhc_ops.distributed" not in sys.modules  # the first DTensor brings the rules
+    cases = [(case, backend, alone(case, backend)) for cases, backend in groups for case in cases]
     mesh, seen, launch = init_device_mesh("cpu", (2,)), set(), Op.launch
     Op.launch = lambda op, **inputs: (seen.add(op.name), launch(op, **inputs))[1]
-    known = iter(torch.load(io.BytesIO(alone)))
-    for group, backend in groups:
-        for case in globals()[group]:
-            placements = {name: [placement] for name, placement in case[2].items()}
-            assert_as_alone(case, backend, next(known), placements, mesh)
-    if ("MHC", "triton") in groups:
-        assert_redistributed(mesh)
+    for case, backend, expected in cases:
+        assert_as_alone(case, backend, expected, {name: [placement] for name, placement in case[2].items()}, mesh)
     return seen
 
 
+def alone(case, backend):
+    """The outputs of one process."""
+    return results(case[0], fresh(case[1], backend))[0]
+
+
+def on_kernels():
+    seen = in_a_row((MHC, "triton"), (CONV, "hip"), (CONV_OF_TRITON, "triton"))
+    assert_redistributed(init_device_mesh("cpu", (2,)))
+    return seen
+
+
+def on_the_reference():
+    in_a_row((MHC, "reference"), (CONV, "hip"))
+
+
 def assert_redistributed(mesh):
-    """What is not placed as a rule has it, is; but not what is written to: the copy would be dropped."""
+    """torch moves tensors that no rule allows, but not one that is written to: the copy would be dropped."""
     tensors = {"x": X, "h_out": H_OUT, **MAPS}
     expected = mhc_ops.mhc_post(**tensors, backend="triton")
     for x, h_out, h_post, h_res in ((1, None, None, None), (None, 1, 1, None), (0, 1, 1, 1), (3, 1, 1, 1)):
@@ -193,7 +199,7 @@ def assert_redistributed(mesh):
     found = mhc_ops.causal_conv1d(**pieces, backend="hip")
     assert torch.equal(found.full_tensor(), mhc_ops.causal_conv1d(**in_order, backend="hip"))
     slots = {name: placed(value, mesh, 0 if name == "conv_state" else None) for name, value in SLOTS.items()}
-    with pytest.raises(RuntimeError, match=r"^causal_conv1d_update_: it cannot write in place to conv_state \[Shard"):
+    with pytest.raises(RuntimeError, match=r"^causal_conv1d_update_: cannot write in place to conv_state \[Shard"):
         mhc_ops.causal_conv1d_update(**slots, backend="triton")
 
 
@@ -216,13 +222,6 @@ def test_compiled_before_any_other_call():
     run(1, compiled)
 
 
-def alone(groups):
-    """What one process returns, to be sent."""
-    found = [results(case[0], fresh(case[1], backend))[0] for group, backend in groups for case in globals()[group]]
-    torch.save(found, buffer := io.BytesIO())
-    return buffer.getvalue()
-
-
 def all_ops():
     return importlib.import_module("mhc_ops.distributed.sharding").ops()
 
@@ -237,24 +236,22 @@ def test_every_op_has_rules():
 @pytest.mark.interpreted
 @older_torch.FIRST_ARGUMENT
 def test_every_op_on_two_ranks():
-    groups = [("MHC", "triton"), ("CONV", "hip"), ("CONV_OF_TRITON", "triton")]
-    for seen in run(2, in_a_row, groups, alone(groups)):
+    for seen in run(2, on_kernels):
         assert seen == {op.name for op in all_ops()}
 
 
 @older_torch.MATRIX_PRODUCT
 def test_reference_on_two_ranks():
-    groups = [("MHC", "reference"), ("CONV", "hip")]
-    run(2, in_a_row, groups, alone(groups))
+    run(2, on_the_reference)
 
 
-def on_four_ranks(alone):
+def on_four_ranks():
     """Batch and sequence on a mesh of two dimensions; then six tokens, of which the last rank has none."""
-    square, row, known = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,)), torch.load(io.BytesIO(alone))
-    assert_as_alone(FOUR[0], "triton", known[0], {"x": [Shard(0), TOKENS]}, square)
-    assert_as_alone(FOUR[1], "triton", known[1], {"x": [TOKENS]}, row)
+    for x, sizes, placements in ((X, (2, 2), [Shard(0), TOKENS]), (random(1, 6, n, D), (4,), [TOKENS])):
+        case = layer, {"x": x, **OF_PRE}, OF_TOKENS
+        assert_as_alone(case, "triton", alone(case, "triton"), {"x": placements}, init_device_mesh("cpu", sizes))
 
 
 @pytest.mark.interpreted
 def test_mesh_of_two_dimensions_and_a_rank_without_tokens():
-    run(4, on_four_ranks, alone([("FOUR", "triton")]))
+    run(4, on_four_ranks)

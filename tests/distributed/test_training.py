@@ -1,4 +1,4 @@
-"""The example that trains on many processes: every mesh learns the same, and a lost worker changes no bit."""
+"""The example on many processes: every mesh learns the same, and a lost worker changes no bit."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def _train(folder, *arguments):
 
 
 def _gradients(training):
-    """Of the first step: the loss and all gradients, whole. Nothing remains of it."""
+    """The loss and all whole gradients of the first step, which is then undone."""
     loss = training.gradients(0)
     torch.distributed.all_reduce(loss)
     gradients = {name: p.grad.full_tensor() for name, p in training.model.named_parameters()}
@@ -51,8 +51,8 @@ def _gradients(training):
 
 
 def _exact(folder):
-    """The same in fp64, of one process; of each gradient the size of its terms too. A norm stands behind the head, and
-    so nothing of dh along h is left: what cancels there are terms of dh."""
+    """The same of one process in fp64, with the sizes of the terms of each gradient. A norm comes after the head, so
+    that nothing of dh along h is left: terms of dh cancel there."""
     chosen = options(folder / "exact")
     training, (alphabet, _) = example.Run(chosen), example.read_text()
     torch.manual_seed(chosen.seed)
@@ -76,7 +76,7 @@ def _refusal(folder, *arguments):
 
 
 def _world(folder, meshes):
-    """What is to be seen of one number of processes: a world of them costs seconds."""
+    """All meshes of one number of processes, since starting them takes seconds."""
     results = {}
     for mesh in meshes:
         training = example.Run(options(folder / name(mesh), *mesh, "--every", STEPS))
@@ -86,7 +86,7 @@ def _world(folder, meshes):
 
 
 def _four(folder):
-    """Also a run, in stages, that ends between two checkpoints."""
+    """All meshes of four; and a run in stages that ends between two checkpoints."""
     results = _world(folder, MESHES[4])
     training = example.Run(options(folder / "ended", "--pp", 2))
     curve = example.Curve(folder / "ended" / "losses.csv", 0) if torch.distributed.get_rank() == 0 else None
@@ -101,7 +101,7 @@ def _four(folder):
 
 
 def _two(folder):
-    """Also what four have begun, a run that others are compared with, and what is refused."""
+    """All meshes of two; the run that four began; the run that others are compared with; refusals."""
     results = _world(folder, MESHES[2])
     _train(folder / "ended")
     _train(folder / "undisturbed", *DROPOUT)
@@ -113,11 +113,8 @@ MESHES = {
     1: [()],
     2: [("--dp", 2), ("--cp", 2), ("--pp", 2)],
     4: [
-        ("--dp", 4),
-        ("--cp", 4, "--layout", "contiguous"),
-        ("--dp", 2, "--cp", 2),
-        ("--dp", 2, "--pp", 2),
-        ("--cp", 2, "--pp", 2),
+        *(("--dp", 4), ("--cp", 4, "--layout", "contiguous")),
+        *(("--dp", 2, "--cp", 2), ("--dp", 2, "--pp", 2), ("--cp", 2, "--pp", 2)),
     ],
 }
 DROPOUT = ("--dropout", 0.1)
@@ -134,7 +131,7 @@ def name(mesh):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """(folder, results by mesh, those in fp64, what was refused)"""
+    """(folder, results by mesh, exact results, refusals)"""
     folder, results, others = tmp_path_factory.mktemp("runs"), {}, {}
     for world, function in ((1, _one), (4, _four), (2, _two)):
         ranks, (others[world], *_) = zip(*run(world, function, folder))
@@ -159,14 +156,14 @@ def test_lost_workers_change_no_bit(ran, tmp_path):
     script = EXAMPLES / "train_distributed.py"
     done = _python(*torchrun, *restarts, script, *TINY, *DROPOUT, *drills, "--out", tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
-    # torchrun itself names one of those it finds dead: the killed one, or the other, if that has noticed by then.
+    # torchrun itself names a worker that it finds dead: the killed one, or another that has noticed by then.
     for told in ("process 1 kills itself in step 3", "process 0 kills itself in checkpoint 4"):
         assert f"drill: {told}\n" in done.stderr
-    assert done.stderr.count("goes on from the checkpoint of step 2") == 2
+    assert done.stderr.count("continues from the checkpoint of step 2") == 2
     assert torch.equal(losses(tmp_path), losses(undisturbed))
     expected, found = checkpoint(undisturbed, STEPS), checkpoint(tmp_path, STEPS)
     assert different(expected, found) == [] and len(expected) > 50
-    # Broken ones and old ones are gone.
+    # Incomplete and old checkpoints are gone.
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000000004", "step-000000005"]
 
 
@@ -186,17 +183,16 @@ def test_losses_and_gradients_are_those_of_one_process(mesh, ran):
 
 
 def test_a_run_goes_on_with_fewer_processes_in_another_mesh(ran):
-    folder = ran[0]
-    assert_means_close(losses(folder / "ended"), losses(folder / name(())), TOKENS)
-
-
-def test_layers_in_bf16_learn_the_same(ran):
-    folder = ran[0]
-    assert_bf16_close(losses(folder / "bf16"), losses(folder / name(())))
+    """Also: layers in bf16 learn the same, and wrong meshes are refused."""
+    folder, _, _, refused = ran
+    expected = losses(folder / name(()))
+    assert_means_close(losses(folder / "ended"), expected, TOKENS)
+    assert_bf16_close(losses(folder / "bf16"), expected)
+    assert refused == list(REFUSED.values())
 
 
 def test_every_window_is_taken_once_in_a_pass():
-    """Also by batches that do not divide the passes, and by a run that goes on with other ones."""
+    """Also if batches do not divide the passes, and if a run continues with other batches."""
     text = torch.arange(10 * 7 + 4)
     first, others = example.Windows(text, 7, seed=1), example.Windows(text, 7, seed=1)
     taken = torch.cat([first.take(4) for _ in range(5)])
@@ -209,14 +205,8 @@ def test_every_window_is_taken_once_in_a_pass():
     third.load_state_dict(others.state_dict())
     assert torch.equal(torch.cat([head, third.take(3), third.take(11)]), taken)
 
-
-def test_wrong_meshes_are_told(ran):
-    assert ran[3] == list(REFUSED.values())
-
-
-def test_another_text_is_no_continuation():
     windows = example.Windows(torch.arange(100), 7, seed=1)
-    with pytest.raises(example.Refused, match="--seed is 1, but the run to go on with has 2"):
+    with pytest.raises(example.Refused, match="--seed is 1, but the run to continue has 2"):
         windows.load_state_dict(example.Windows(torch.arange(100), 7, seed=2).state_dict())
 
 
@@ -240,5 +230,5 @@ def test_more_processes_than_gpus_are_told(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert example.main(["--device", "cuda"]) == 2
-    expected = "2 processes of this machine cannot share its GPUs, of which there are 1: try --device cpu"
+    expected = "2 processes of this machine cannot share 1 GPUs: try --device cpu"
     assert capsys.readouterr().err.strip() == expected

@@ -1,6 +1,13 @@
-"""The equations of mHC as other libraries write them, in plain torch, for the tests of what stands in for them."""
+"""The equations of mHC as other libraries write them, in plain torch, for the tests of their stand-ins."""
 
 import torch
+
+FP32 = 1e-5
+BF16 = 2**-8  # one rounding
+
+
+def in_fp64(tensors):
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
 def sinkhorn(z, repeat, eps):
@@ -36,14 +43,14 @@ def write(x, out, post, comb):
 
 
 def weighted(outputs, seed=0):
-    """One number of all outputs, by fixed random weights, which a cotangent in bf16 holds as they are"""
+    """The sum of all outputs with fixed random weights, which are exact in bf16 cotangents"""
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(output.shape, generator=generator).bfloat16().double() for output in outputs]
     return sum((output.double() * weight).sum() for output, weight in zip(outputs, weights))
 
 
 def gradients(outputs, inputs):
-    """Of that number"""
+    """The gradients of that sum"""
     return torch.autograd.grad(weighted(outputs), inputs, retain_graph=True)
 
 

@@ -1,4 +1,4 @@
-"""Sizes and names of the files that `mhc-ops convert` is tested with, and what it says to those that it refuses."""
+"""Sizes and names of the files for tests of `mhc-ops convert`, and its refusals."""
 
 from mhc_ops import cli
 
@@ -8,7 +8,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def refused(command, capsys):
-    """The one line that says so."""
+    """The one line with which the command refuses."""
     try:
         code = cli.main(["convert", *map(str, command)])
     except SystemExit as exit:

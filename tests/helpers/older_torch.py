@@ -1,4 +1,4 @@
-"""What does not work before torch 2.13, as docs/distributed.md says: a mark for the tests that need it."""
+"""Marks for tests of what fails before torch 2.13, as docs/distributed.md lists it."""
 
 import pytest
 import torch
@@ -11,7 +11,5 @@ def _needs_2_13(what):
 
 
 MATRIX_PRODUCT = _needs_2_13("no matrix product of a DTensor whose sequence is in pieces")
-CAST_IN_CHECKPOINT = _needs_2_13("FSDP2 does not cast the inputs of a layer that is computed again")
-FIRST_ARGUMENT = _needs_2_13("no op on DTensors whose first argument is none, as mhc_mean's backward")
-SHAPES_TO_ITSELF = _needs_2_13("two stages in a row of one process tell shapes by a send, which gloo refuses")
-FROZEN_X = _needs_2_13("the gradient of x is sent also to a stage where all that made x is frozen")
+FIRST_ARGUMENT = _needs_2_13("no op on DTensors whose first argument is not one, as in mhc_mean's backward")
+SHAPES_TO_ITSELF = _needs_2_13("two consecutive stages of one process send shapes to it, which gloo refuses")

@@ -1,4 +1,4 @@
-"""What several processes compute, held to one process in fp64, by the rules of mhc_ops.measure.accuracy."""
+"""Compare what several processes compute with one process in fp64, by the rules of mhc_ops.measure.accuracy."""
 
 import math
 
@@ -8,8 +8,8 @@ from mhc_ops.measure import accuracy
 
 
 def exact_gradients(loss_of, outputs, leaves, between=()):
-    """Of fp64 tensors: the gradients of loss_of(outputs) by the names of the leaves, with the sizes of their terms. A
-    term is what one element of the outputs contributes, or of tensors in between, whose terms cancel too."""
+    """The gradients of loss_of(outputs), all fp64, by the names of the leaves, with the sizes of their terms. A term is
+    the contribution of one element of the outputs, or of tensors in between, whose terms cancel too."""
     apart = [output.detach().requires_grad_() for output in outputs]  # one may be made of another
     cotangents = torch.autograd.grad(loss_of(apart), apart)
 
@@ -21,14 +21,14 @@ def exact_gradients(loss_of, outputs, leaves, between=()):
 
 
 def assert_close(found, expected):
-    """By name, what the types allow. expected: accuracy.Exact, or fp64 of what is no gradient"""
+    """Within the tolerance of the types, by name. expected: accuracy.Exact, or fp64 for what is not a gradient"""
     assert found.keys() == expected.keys()
     wrong = [name for name in expected if not accuracy.close(found[name], expected[name])]
-    assert not wrong, wrong  # told by processes too, where pytest does not rewrite it
+    assert not wrong, wrong  # the message is needed in processes, where pytest does not rewrite asserts
 
 
 def close_in_parts(result, exact):
-    """Of a sum whose parts two ranks have: in 16 bits each part is rounded too, by a share of its terms."""
+    """Whether a sum is close whose parts lie on two ranks: in 16 bits each part is rounded too."""
     if accuracy.close(result, exact):
         return True
     if result.dtype not in accuracy.ROUNDING or not exact.terms:
@@ -38,9 +38,9 @@ def close_in_parts(result, exact):
 
 
 def assert_means_close(found, expected, count):
-    """Each for itself: means of so many fp32 numbers, which may be off by 1e-5 each. Their errors are independent, and
-    so the mean is off by 1 / √count of that. In later steps of a training the weights differ too, by the rounding of
-    gradients: that changes a loss by lr times their error, some percent of this."""
+    """Each is a mean of `count` fp32 numbers that may be off by 1e-5 each. Their errors are independent, so the mean is
+    off by 1 / √count of that. In later steps of a training the weights differ too, by the rounding of gradients: that
+    changes a loss by lr times their error, some percent of this."""
     tolerance = accuracy.NORM_TOLERANCE[torch.float32] / math.sqrt(count)
     assert found.dtype == torch.float32
     error = (found.double() - expected.double()).abs()
@@ -48,8 +48,8 @@ def assert_means_close(found, expected, count):
 
 
 def assert_bf16_close(found, expected):
-    """Each for itself: losses of layers in bf16, within one rounding of it. Weights are rounded alike for all tokens,
-    so that their mean is no nearer than one of them."""
+    """Each is a loss of layers in bf16, within one rounding of it. Weights are rounded alike for all tokens, so a mean
+    over tokens is no nearer."""
     error = (found.double() - expected.double()).abs()
     nothing = torch.zeros_like(error)[:, None]
     assert accuracy.one_rounding(error[:, None], expected.double()[:, None], torch.bfloat16, nothing)

@@ -1,6 +1,7 @@
 """Run a function in several processes that are one gloo group, without GPUs: results = run(2, function, argument).
 
-Or in processes as a user starts them: of torchrun, or in one."""
+run_each shares one start of processes among several checks. run_as_torchrun and run_alone start processes as users do.
+"""
 
 import multiprocessing
 import os
@@ -18,22 +19,32 @@ import torch.distributed as dist
 
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # there may be fewer of them than processes
 
-# Each process is a copy of one that has imported torch, which takes seconds, and has done nothing else.
+# Each process is a fork of one that has only imported torch, which takes seconds.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "mhc_ops"])
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 800) -> list[Any]:
-    """What `function(*arguments)` returned on each rank; it is found by its name in its module, as are arguments.
+    """The results of `function(*arguments)` on each rank. Function and arguments must be picklable.
 
-    An error of one rank is raised here with that rank's traceback; all processes have ended when this returns."""
+    An error of one rank is raised here with that rank's traceback. All processes have ended when this returns."""
     with TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         return _run(world, WITHOUT_GPUS, _in_group, (world, store, function, arguments), seconds)
 
 
+def run_each(world: int, *checks: Callable[[], None]) -> None:
+    """Run these checks, which assert, one after the other on each rank."""
+    run(world, _each, checks)
+
+
+def _each(checks: tuple[Callable[[], None], ...]) -> None:
+    for check in checks:
+        check()
+
+
 def run_as_torchrun(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 800) -> list[Any]:
-    """With the variables that torchrun sets, and its store; the function makes the group."""
+    """`run` with the variables and the store of torchrun; the function makes the group."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
     of_torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -41,7 +52,7 @@ def run_as_torchrun(world: int, function: Callable[..., Any], *arguments: Any, s
 
 
 def run_alone(function: Callable[..., Any], *arguments: Any, seconds: float = 800) -> Any:
-    """In one process that nothing has happened in."""
+    """The result of the function in one fresh process."""
     return _run(1, {}, function, arguments, seconds)[0]
 
 
@@ -86,7 +97,7 @@ def _results(ends: list[Connection], until: float) -> list[Any]:
                 failed, results[rank] = True, "ended without a result"
             if failed:
                 failures[rank] = results[rank]
-                until = min(until, monotonic() + 2)  # the cause may be that of another, which is still on its way
+                until = min(until, monotonic() + 10)  # another rank's error, on its way, may be the cause
     if failures:
         raise RuntimeError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
     return [results[rank] for rank in range(len(ends))]
@@ -101,7 +112,7 @@ def _process(
         result = (False, function(*arguments))
     except BaseException:
         result = (True, traceback.format_exc())
-    # By numpy's way, not torch's: shared memory of tensors would have to outlive this process.
+    # Without torch's reducers: their shared memory would have to outlive this process.
     multiprocessing.reduction.ForkingPickler._extra_reducers.clear()  # type: ignore[attr-defined]
     end.send(result)
     end.close()
@@ -111,7 +122,7 @@ def _in_group(world: int, store: str, function: Callable[..., Any], arguments: t
     rank, limit = int(os.environ["RANK"]), timedelta(seconds=600)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=limit)
     result = function(*arguments)
-    dist.barrier()  # none leaves while another still waits for it
+    dist.barrier()  # no rank leaves while another waits for it
     return result
 
 

@@ -1,4 +1,4 @@
-"""What a process sends to others: `with Sending() as sending: …`, then `sending.sent` or `sending.bytes`."""
+"""Record what a process sends: `with Sending() as sending: …`, then `sending.sent` or `sending.bytes`."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Sent(NamedTuple):
-    """One communication. how: the collective; bytes: of what this process sends in it, as a ring does."""
+    """One communication. how: the collective   bytes: what this process sends in it, as a ring does"""
 
     how: str
     bytes: int
@@ -17,7 +17,7 @@ class Sent(NamedTuple):
 
 
 class Sending(TorchDispatchMode):
-    """Notes what this process hands over to be sent, in order."""
+    """Records in order what this process hands over to be sent."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Sending(TorchDispatchMode):
 
     @property
     def bytes(self):
-        """By collective."""
+        """Their sums by collective."""
         found = Counter()
         for one in self.sent:
             found[one.how] += one.bytes
@@ -62,7 +62,7 @@ def _counted(name, args):
         rows, _, given, group = args
         own = given[_group(group).rank()]
         return "all-to-all", _size(rows) // max(1, sum(given)) * (sum(given) - own)
-    if name == "send":  # to a stage behind, or back
+    if name == "send":  # to a later stage, or back
         ahead = args[2] > dist.ProcessGroup.unbox(args[1]).rank()
         return "send" if ahead else "send back", sum(map(_size, args[0]))
     raise AssertionError(f"{name} is not counted")

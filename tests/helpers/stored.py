@@ -1,11 +1,11 @@
-"""What a checkpoint of examples/train_distributed.py holds."""
+"""The contents of a checkpoint of examples/train_distributed.py."""
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 
 def checkpoint(folder, step):
-    """All that is in it: flat, tensors and numbers by name."""
+    """Its tensors and numbers by name, flat."""
     dcp_to_torch_save(folder / "checkpoints" / f"step-{step:09d}", folder / "last.pt")
     return dict(_flat(torch.load(folder / "last.pt", weights_only=False), ""))
 
@@ -19,9 +19,10 @@ def _flat(value, name):
 
 
 def different(one, other):
-    """The names of what two of them do not have with the same bits."""
-    names = sorted({*one, *other})
-    return [name for name in names if name not in one or name not in other or not _same(one[name], other[name])]
+    """The names whose values do not have the same bits in both."""
+    return sorted(one.keys() ^ other.keys()) + [
+        name for name in one.keys() & other if not _same(one[name], other[name])
+    ]
 
 
 def _same(one, other):

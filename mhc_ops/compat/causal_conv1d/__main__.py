@@ -10,7 +10,7 @@ USAGE = "usage: python -m mhc_ops.compat.causal_conv1d [-m module | script.py] [
 
 
 def main(words: list[str]) -> None:
-    """As `python script.py ...` and `python -m module ...` do: the same sys.argv, sys.path and __main__."""
+    """Run a program with the sys.argv, sys.path and __main__ of `python script.py ...` or `python -m module ...`."""
     if words and words[0] in ("-h", "--help"):
         print(USAGE)
         return

@@ -8,37 +8,39 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .. import names
+from .. import stand_ins
 from . import causal_conv1d_interface, causal_conv1d_varlen, cpp_functions
 
 NAME, VERSION = "causal_conv1d", "1.7.0"  # the version whose functions these are
 
 
 def install() -> None:
-    """Put a package `causal_conv1d` into sys.modules, so that what imports it from now on finds the functions of
-    `mhc_ops.compat.causal_conv1d`: itself, `causal_conv1d_interface`, `causal_conv1d_varlen` and `cpp_functions`.
+    """Put a package `causal_conv1d` into sys.modules: later imports of it find `mhc_ops.compat.causal_conv1d`.
 
-    Until `uninstall()`, and in this process only. A second call does nothing. Before what imports the package:
-    transformers looks for it when the file of a model is imported, and a file that was imported earlier keeps what it
-    found, of which there is a warning. Where the package itself is imported already, that is an error.
+    The modules are `causal_conv1d`, `.causal_conv1d_interface`, `.causal_conv1d_varlen` and `.cpp_functions`. They stay
+    until `uninstall()`, in this process only. A second call does nothing.
+
+    Call it before the imports that look for the package. transformers looks when the file of a model is imported; a
+    file that was imported earlier keeps what it found, and a warning names it. It is an error if the package itself is
+    imported already.
     """
     if _METADATA in sys.meta_path:
         return
-    names.put(_modules())
+    stand_ins.put(_modules())
     sys.meta_path.insert(0, _METADATA)
     if late := _decided_before():
         warnings.warn(f"install: imported before, and not looking for {NAME} again: {', '.join(late)}", stacklevel=2)
 
 
 def uninstall() -> None:
-    """Take out what `install()` put in. What was imported in between keeps the functions that it found."""
-    names.remove(NAME)
+    """Take out what `install()` put in. Modules that were imported in between keep the functions that they found."""
+    stand_ins.remove(NAME)
     if _METADATA in sys.meta_path:
         sys.meta_path.remove(_METADATA)
 
 
 def _modules() -> dict[str, dict[str, Any]]:
-    """What is in the package and in its modules, by their full names."""
+    """The contents of the package and of its modules, by full name."""
     functions = {name: getattr(causal_conv1d_interface, name) for name in ("causal_conv1d_fn", "causal_conv1d_update")}
     modules: dict[str, dict[str, Any]] = {NAME: {**functions, "__version__": VERSION}}
     for part in (causal_conv1d_interface, causal_conv1d_varlen, cpp_functions):
@@ -48,13 +50,13 @@ def _modules() -> dict[str, dict[str, Any]]:
 
 
 def _decided_before() -> list[str]:
-    """The files of models in transformers that already looked for the package."""
+    """The model files of transformers that have already looked for the package."""
     loaded = [(name, vars(module)) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)]
     return [name for name, found in loaded if name.startswith("transformers.models.") and "causal_conv1d_fn" in found]
 
 
 class _Metadata(Distribution):
-    """What importlib.metadata says of it: programs ask whether there is a version."""
+    """What importlib.metadata finds: programs ask it for the version."""
 
     def read_text(self, filename: str) -> str | None:
         files = {"METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n", "top_level.txt": f"{NAME}\n"}

@@ -1,4 +1,4 @@
-"""causal_conv1d.causal_conv1d_interface: the convolution and a decoding step of it, and both in plain torch."""
+"""causal_conv1d.causal_conv1d_interface: the convolution, its decoding step, and both in plain torch."""
 
 from typing import Literal, overload
 
@@ -74,15 +74,14 @@ def causal_conv1d_fn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A causal depthwise convolution over the last dimension, then SiLU with activation "silu" or "swish".
 
-    x: [B, D, L] in either layout; where the channels are side by side (a transposed [B, L, D]), nothing is copied.
+    x: [B, D, L] in either layout; nothing is copied if channels are contiguous (a transposed [B, L, D]).
     weight: [D, W]   bias: [D]
     seq_idx: [B, L] int32, which sequence a token belongs to; negative is padding. Not together with final states.
-    initial_states: [B, D, W − 1], the inputs before the first token, with seq_idx those of its sequence; zeros where it
-      is None
-    final_states_out: [B, D, W − 1], written to where return_final_states is set, and ignored where it is not
-    Returns out, shaped, typed and laid out as x; with return_final_states (out, final_states), where final_states
-    [B, D, W − 1] is final_states_out if there is one. Where gradients flow, what is returned is an alias of
-    final_states_out that carries them, so that a buffer that is used again does not keep the graph of its last use.
+    initial_states: [B, D, W − 1], the inputs before the first token, with seq_idx those of its sequence; None: zeros
+    final_states_out: [B, D, W − 1], written to if return_final_states is set, else ignored
+    Returns out, shaped, typed and laid out as x; with return_final_states (out, final_states [B, D, W − 1]), where
+    final_states is final_states_out if it is given. If gradients flow, it is an alias of final_states_out that carries
+    them, so that a buffer that is used again does not keep the graph of its last use.
     Differentiable in x, weight, bias and initial_states.
     """
     function = "causal_conv1d_fn"
@@ -121,15 +120,15 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """One decoding step, in place on conv_state: out of the next token, or of the next few, in order.
+    """One decoding step, in place on conv_state, for the next token or the next few, in order.
 
     x: [B, D] or [B, D, T]   weight: [D, W]   bias: [D]
     conv_state: [slots, D, state_len] typed as x with state_len at least W − 1, in any layout. The newest input is last
       and older ones shift out.
     cache_seqlens: [B] int32, how many inputs each sequence had before; conv_state is then a ring buffer, written from
       cache_seqlens % state_len on.
-    conv_state_indices: [B] int32, the slot of each sequence (slot b for sequence b without it). Where it is −1 or there
-      is no such slot, or where cache_seqlens is negative, out is zero and no state is touched.
+    conv_state_indices: [B] int32, the slot of each sequence; None: slot b for sequence b. For −1, a slot that does not
+      exist or a negative cache_seqlens, out is zero and no state is changed.
     Returns out, shaped, typed and laid out as x; it carries no gradient.
     """
     function = "causal_conv1d_update"
@@ -160,7 +159,7 @@ def causal_conv1d_ref(
     activation: str | None = None,
     seq_idx: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`causal_conv1d_fn` in plain torch, which the package's tests compare it with."""
+    """`causal_conv1d_fn` in plain torch; the package's tests compare with it."""
     wanted = bool(return_final_states)
     with mhc_ops.use_backend("reference"):
         return causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, wanted, final_states_out, activation)
@@ -174,7 +173,7 @@ def causal_conv1d_update_ref(
     activation: str | None = None,
     cache_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """`causal_conv1d_update` in plain torch, likewise."""
+    """`causal_conv1d_update` in plain torch; the package's tests compare with it."""
     with mhc_ops.use_backend("reference"):
         return causal_conv1d_update(x, conv_state, weight, bias, activation, cache_seqlens)
 
@@ -185,5 +184,5 @@ def _check_activation(function: str, activation: object) -> None:
 
 
 def _laid_out_as(x: Tensor, y: Tensor) -> Tensor:
-    """y [B, L, D] as [B, D, L], in memory as x [B, D, L] is: channels side by side, or else time."""
+    """y [B, L, D] as [B, D, L] with the memory layout of x [B, D, L]: channels contiguous, or else time."""
     return y.mT if x.stride(1) == 1 and x.stride(2) > 1 else y.mT.contiguous()

@@ -10,10 +10,10 @@ from ...core.check import check_dtype
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
     """The last state_len inputs of each packed sequence, as `causal_conv1d_update` takes them.
 
-    x: [total, D]   cu_seqlens: [N + 1] int32 or int64, where the sequences begin and end; its values are not looked at
-    on the host, and count as within 0 and total and as no smaller than those before them.
-    Returns states [N, D, state_len], channels side by side in memory; zero before the begin of a sequence that is
-    shorter. They carry no gradient.
+    x: [total, D]   cu_seqlens: [N + 1] int32 or int64, where the sequences begin and end. The host does not read its
+    values; they are clamped to 0 … total and made non-decreasing.
+    Returns states [N, D, state_len] with contiguous channels, zero before the start of a shorter sequence, and without
+    a gradient.
     """
     function = "causal_conv1d_varlen_states"
     if not isinstance(x, Tensor) or not isinstance(cu_seqlens, Tensor):
@@ -40,4 +40,4 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     return states.contiguous().mT
 
 
-causal_conv1d_varlen_states_ref = causal_conv1d_varlen_states  # which is plain torch
+causal_conv1d_varlen_states_ref = causal_conv1d_varlen_states  # it is plain torch itself

@@ -1,5 +1,5 @@
-"""causal_conv1d.cpp_functions: what the package's compiled part does, without autograd. mamba-ssm and fla make autograd
-functions of their own from it.
+"""causal_conv1d.cpp_functions: the package's compiled functions, without autograd. mamba-ssm and fla build autograd
+functions of their own on them.
 """
 
 import torch
@@ -18,7 +18,7 @@ def causal_conv1d_fwd_function(
     final_states_out: Tensor | None,
     silu_activation: bool,
 ) -> Tensor:
-    """out of `causal_conv1d_fn`; the final states are written to final_states_out where it is given."""
+    """The first result of `causal_conv1d_fn`; final states are written to final_states_out if it is given."""
     activation, wanted = "silu" if silu_activation else None, final_states_out is not None
     result = causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, wanted, final_states_out, activation)
     return result[0] if isinstance(result, tuple) else result
@@ -36,7 +36,7 @@ def causal_conv1d_bwd_function(
     return_dinitial_states: bool,
     silu_activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias and dinitial_states; None for what there is not. dx is written to where it is given."""
+    """dx, dweight, dbias and dinitial_states, None for inputs that are absent. dx is written to if it is given."""
     wanted = {"x": x, "weight": weight, "bias": bias}
     wanted |= {"initial_states": initial_states} if return_dinitial_states else {}
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in wanted.items() if tensor is not None}

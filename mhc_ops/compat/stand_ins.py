@@ -1,6 +1,6 @@
-"""Modules under another library's names, for programs that import it by name: put into sys.modules and taken out again.
+"""Stand-ins: modules under another library's name, put into sys.modules for programs that import that library.
 
-Nothing is written to disk, and nothing is there before `put` or `fill` is called.
+Nothing is written to disk, and nothing happens before `put` or `fill` is called.
 """
 
 import importlib.machinery
@@ -12,15 +12,15 @@ from types import ModuleType
 from typing import Any
 
 _ours: dict[str, ModuleType] = {}
-_wanted: dict[str, Mapping[str, Any]] = {}  # by `fill`
+_wanted: dict[str, Mapping[str, Any]] = {}  # what `fill` was given
 _filled: list[tuple[ModuleType, str]] = []
 
 
 def put(modules: Mapping[str, Mapping[str, Any]], packages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Make `import name` find these: {module's name: what is in it}, parents before children. Again is as once.
+    """Make `import name` find these modules: {name: contents}, parents before children. A second call does nothing.
 
-    packages: what else there is of the library, put only where it is not installed; where it is, its own is kept.
-    RuntimeError where a library's own module of such a name is loaded: whoever has imported it would keep it.
+    packages: the library's other modules, put only if it is not installed.
+    RuntimeError if the library's own module of such a name is loaded: programs that imported it would keep it.
     """
     top = next(iter(packages or modules)).partition(".")[0]
     installed = top not in _ours and (top in sys.modules or importlib.util.find_spec(top) is not None)
@@ -51,7 +51,7 @@ def _put(name: str, content: Mapping[str, Any], is_package: bool) -> None:
 
 
 def fill(name: str, content: Mapping[str, Any]) -> None:
-    """Give the module `name` what it lacks of this: now where it is loaded, else when the program imports it."""
+    """Add to the module `name` what it lacks of this content: now if it is loaded, else when it is imported."""
     _wanted[name] = content
     if name in sys.modules:
         _fill(sys.modules[name])
@@ -67,7 +67,7 @@ def _fill(module: ModuleType) -> None:
 
 
 class _FillingFinder(MetaPathFinder):
-    """Finds a library's own module, and fills it as soon as it has run."""
+    """Finds a library's own module, and fills it after it has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -88,8 +88,8 @@ _FINDER = _FillingFinder()
 
 
 def remove(top: str) -> None:
-    """Take out what `put` and `fill` have put of this library. Whoever has imported a function keeps it. Again is as
-    once."""
+    """Take out what `put` and `fill` added for this library. Functions that were imported before stay where they are. A
+    second call does nothing."""
     for name in [name for name in _wanted if name.partition(".")[0] == top]:
         del _wanted[name]
     if not _wanted and _FINDER in sys.meta_path:

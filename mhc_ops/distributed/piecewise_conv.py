@@ -1,19 +1,22 @@
 """A convolution over a sequence in pieces, forward and backward.
 
-A token sees S = (W − 1)·dilation tokens back, so a piece needs the S rows before it, its history (pieces.py). While
-they travel, all rows are computed without them, which is right but for the first S rows of a piece. An output is made
-of its own W inputs in a fixed order, so that a second call, on the history and these few rows alone, has the bits of
-the whole sequence; its rows replace the others. What waits for the history is a launch on 2·S rows, no second pass.
+A token sees S = (W − 1)·dilation tokens back, so a piece needs the S rows before it, its history (row_exchange.py).
 
-Backward, the gradient of the history is computed first, by a call on the history and the first 2·S rows of a piece,
-which also has the final dx of the first S of them. It travels while a call on all rows runs. That call has wrong terms
-from the first S rows, whose taps on the history were missing. Of dx they reach only rows that are replaced; out of the
-sums over tokens (dweight, dbias, dgamma) a call on the first 2·S rows without history takes them again, in fp32.
+Forward: while the history travels, a first call computes all rows without it. Only the first S rows of a piece are
+wrong then. A second call, on the history and these S rows, replaces them. An output is a sum of its own W inputs in a
+fixed order, so the result has the bits of the whole sequence. Only a launch on 2·S rows waits for the history.
 
-One call that waits for the history and takes it as its state would be fewer launches, but nothing would run meanwhile,
-short_conv takes no state, and packed sequences would need one each. The small calls take time on the host: 0.11 ms
-instead of 0.02 for a forward, 0.39 instead of 0.07 with its backward (a CPU core, without kernels and network), which
-long pieces hide.
+Backward: a first call, on the history and the first 2·S rows of a piece, computes the gradient of the history and the
+final dx of the first S rows. That gradient travels while a second call runs on all rows, without the history. The
+second call is wrong in terms of the first S rows: their dx is replaced, and a third call, on the first 2·S rows without
+the history, gives what is subtracted from the sums over tokens (dweight, dbias, dgamma), in fp32.
+
+One call that waits for the history and takes it as its state would be fewer launches. But nothing would run meanwhile,
+short_conv takes no state, and packed sequences would need a state each. Host time of a call (one CPU core, without
+kernels and network), which long pieces hide:
+
+    one process       forward 0.02 ms, with backward 0.07 ms
+    in pieces         forward 0.11 ms, with backward 0.39 ms
 """
 
 from collections.abc import Callable, Sequence
@@ -26,28 +29,27 @@ from ..conv import contracts, prepare
 from ..core.call import Request, run
 from ..core.op import Op
 from ..core.precision import accumulate
-from . import pieces
-from .agree import STEPS, Call, agreed
-from .pieces import Plan
+from .agree import STEPS, Statement, agreed
+from .row_exchange import Routing, add_tails, all_sum, histories, send_back, send_tails
 
 Tensors = dict[str, Tensor | None]
 PARAMETERS = ("weight", "bias", "gamma")
 
 
 class Conv(NamedTuple):
-    """One of the two functions: what is called for y and for the gradients, and the options of both."""
+    """causal_conv1d or short_conv: the requests of its forward and backward, and the options of both."""
 
     forward_request: Callable[..., Any]
     backward_request: Callable[..., Any]
-    op: Op  # of the gradients
+    op: Op  # the op of the backward
     options: dict[str, Any]
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-        """y, and what the kernel leaves for its backward."""
+        """y, and what the kernel keeps for its backward."""
         return run(self.forward_request, **tensors, **self.options)
 
     def backward(self, tensors: Tensors, dy: Tensor, left: Tensor | None = None) -> Tensors:
-        """The gradients by the names of the inputs; those of parameters are wide, as they are still to be added."""
+        """Gradients by the names of the inputs. Those of parameters are fp32 or wider: calls are still to be summed."""
         tensors = {name: _wide(value) if name in PARAMETERS else value for name, value in tensors.items()}
         if left is None and "inv_rms" in self.op.inputs:
             _, left = self.forward(tensors)
@@ -88,13 +90,13 @@ def _short_conv_backward(dy: Tensor, left: Tensor | None, **arguments: Any) -> A
 
 
 def _backward_request(op: Op, backend: str, **values: Any) -> Request:
-    """Inputs were checked by the forward, and torch.compile does not trace those checks in a backward."""
+    """A request without checks: the forward made them, and torch.compile does not trace them in a backward."""
     inputs = {name: values[name] for name in op.inputs}
     return Request(op, backend, inputs, op.outputs._fields)
 
 
 def _reference_gradients(forward: Callable[..., Any], op: Op, dy: Tensor, **arguments: Any) -> tuple[Any, ...]:
-    """None where there is no such input."""
+    """Gradients in the order of the op's outputs; None for an input that is absent."""
     names = [name.removeprefix("d") for name in op.outputs._fields]
     leaves = {name: arguments[name].detach().requires_grad_() for name in names if arguments.get(name) is not None}
     with torch.enable_grad():
@@ -111,57 +113,59 @@ def short_conv(options: dict[str, Any]) -> Conv:
     return Conv(_short_conv, _short_conv_backward, contracts.short_conv_bwd, options)
 
 
-# The rows of one call: all tensors that it takes, by name
+# The tensors of one call on some of the rows, by name
 
 
-def _slice(rows: Tensor, plan: Plan, i: int, count: int) -> Tensor:
-    """The first rows of piece i."""
-    return rows[:, i * plan.length : i * plan.length + count]
+def _slice(rows: Tensor, routing: Routing, i: int, count: int) -> Tensor:
+    """The first `count` rows of piece i."""
+    return rows[:, i * routing.length : i * routing.length + count]
 
 
-def _window(given: Tensors, plan: Plan, i: int, count: int, history: Tensor | None, ids: Tensor | None) -> Tensors:
-    """The first rows of piece i with its history before them, or without."""
+def _window(
+    given: Tensors, routing: Routing, i: int, count: int, history: Tensor | None, ids: Tensor | None
+) -> Tensors:
+    """The tensors of a call on the first `count` rows of piece i, after its history if one is given."""
     tensors = dict(given)
     x, residual, seq_idx, cu_seqlens = (given.get(name) for name in ("x", "residual", "seq_idx", "cu_seqlens"))
     assert x is not None
-    begin = plan.starts[i]
+    begin = routing.starts[i]
     if history is not None:
         begin -= history.shape[1]
-    tensors["x"] = _behind(history, _slice(x, plan, i, count))
+    tensors["x"] = _after(history, _slice(x, routing, i, count))
     if residual is not None:
         nothing = None if history is None else residual.new_zeros(history.shape)
-        tensors["residual"] = _behind(nothing, _slice(residual, plan, i, count))
+        tensors["residual"] = _after(nothing, _slice(residual, routing, i, count))
     if seq_idx is not None:
-        tensors["seq_idx"] = _behind(ids, _slice(seq_idx, plan, i, count))
+        tensors["seq_idx"] = _after(ids, _slice(seq_idx, routing, i, count))
     if cu_seqlens is not None:
-        tensors["cu_seqlens"] = cu_seqlens - begin  # what is out of range counts as the nearest that is not
+        tensors["cu_seqlens"] = cu_seqlens - begin  # the op clamps positions outside of the window
     elif "initial_state" in given and (history is None or begin > 0):
         tensors["initial_state"] = None
     return tensors
 
 
-def _behind(first: Tensor | None, then: Tensor) -> Tensor:
+def _after(first: Tensor | None, then: Tensor) -> Tensor:
     return then if first is None else torch.cat([first, then], 1)
 
 
-def _wholes(given: Tensors, plan: Plan) -> list[Tensors]:
-    """All rows without their histories. Two pieces are two rows of a batch; with cu_seqlens, which allows only one, a
-    call each, whose results are copied together (seq_idx does without)."""
-    count = len(plan.starts)
+def _wholes(given: Tensors, routing: Routing) -> list[Tensors]:
+    """The calls on all rows, without histories. Two pieces are one call on twice the batch; with cu_seqlens, where the
+    batch must be 1, each piece is a call of its own."""
+    count = len(routing.starts)
     if given.get("cu_seqlens") is not None or count == 1:
-        return [_window(given, plan, i, plan.length, None, None) for i in range(count)]
+        return [_window(given, routing, i, routing.length, None, None) for i in range(count)]
     tensors = dict(given)
     for name in ("x", "residual", "seq_idx"):
         rows = given.get(name)
         if rows is not None:
-            tensors[name] = rows.unflatten(1, (count, plan.length)).flatten(0, 1)
+            tensors[name] = rows.unflatten(1, (count, routing.length)).flatten(0, 1)
     if "initial_state" in given:
         tensors["initial_state"] = None
     return [tensors]
 
 
 def _as_wholes(rows: Tensor, wholes: Sequence[Tensors]) -> list[Tensor]:
-    """Rows as [B, L, ...], shaped as x of the calls on all rows."""
+    """Rows [B, L, ...] in the shapes of x in the calls on all rows."""
     shapes = [x.shape for x in (whole["x"] for whole in wholes) if x is not None]
     if len(shapes) == 1:
         return [rows.view(shapes[0])]
@@ -169,41 +173,50 @@ def _as_wholes(rows: Tensor, wholes: Sequence[Tensors]) -> list[Tensor]:
 
 
 def _joined(parts: Sequence[Tensor], x: Tensor) -> Tensor:
-    """The results of the calls on all rows, as [B, L, ...]"""
+    """The results of the calls on all rows as one tensor [B, L, ...]."""
     return parts[0].reshape(x.shape) if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
-def _incomplete(given: Tensors, plan: Plan) -> list[int]:
-    """The pieces whose first rows the call on all rows has wrong."""
+def _incomplete(given: Tensors, routing: Routing) -> list[int]:
+    """The pieces whose first rows are wrong in the call on all rows."""
     dense_state = given.get("initial_state") is not None and given.get("cu_seqlens") is None
-    return [i for i, start in enumerate(plan.starts) if start > 0 or dense_state]
+    return [i for i, start in enumerate(routing.starts) if start > 0 or dense_state]
 
 
-class InPieces(torch.autograd.Function):
-    """y of this rank's rows. names: of the tensors; x, residual and seq_idx are its rows, all else is of everyone.
-    call: on which the ranks have agreed; none: no rows of x, as `agreed` returns them"""
+class PiecewiseConv(torch.autograd.Function):
+    """y of this rank's rows.
+
+    statement: the one on which the ranks have agreed   none: the empty tensor of `agreed`   names: of the tensors. x,
+    residual and seq_idx are this rank's rows, all others are the same on every rank.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, conv: Conv, plan: Plan, call: Call, none: Tensor, names: tuple[str, ...], *tensors: Tensor | None
+        ctx: Any,
+        conv: Conv,
+        routing: Routing,
+        statement: Statement,
+        none: Tensor,
+        names: tuple[str, ...],
+        *tensors: Tensor | None,
     ) -> Tensor:
         given: Tensors = dict(zip(names, tensors))
         x, seq_idx = given["x"], given.get("seq_idx")
         assert x is not None
-        under_way = pieces.send_tails(x, plan, call.group, none)
-        ids_under_way = None if seq_idx is None else pieces.send_tails(seq_idx, plan, call.group, seq_idx[:, :0])
-        results = [] if plan.short else [conv.forward(whole) for whole in _wholes(given, plan)]
-        before = pieces.histories(under_way, plan)
-        ids = [None] * len(before) if ids_under_way is None else pieces.histories(ids_under_way, plan)
-        if plan.short:
-            windows = [_window(given, plan, i, plan.length, before[i], ids[i]) for i in range(len(before))]
-            y = torch.cat([conv.forward(window)[0][:, n:] for window, n in zip(windows, plan.histories)], 1)
+        under_way = send_tails(x, routing, statement.group, none)
+        ids_under_way = None if seq_idx is None else send_tails(seq_idx, routing, statement.group, seq_idx[:, :0])
+        results = [] if routing.short else [conv.forward(whole) for whole in _wholes(given, routing)]
+        before = histories(under_way, routing)
+        ids = [None] * len(before) if ids_under_way is None else histories(ids_under_way, routing)
+        if routing.short:
+            windows = [_window(given, routing, i, routing.length, before[i], ids[i]) for i in range(len(before))]
+            y = torch.cat([conv.forward(window)[0][:, n:] for window, n in zip(windows, routing.histories)], 1)
         else:
             y = _joined([y for y, _ in results], x)
-            for i in _incomplete(given, plan):
-                window = _window(given, plan, i, plan.reach, before[i], ids[i])
-                _slice(y, plan, i, plan.reach).copy_(conv.forward(window)[0][:, plan.histories[i] :])
-        ctx.conv, ctx.plan, ctx.call, ctx.names = conv, plan, call, names
+            for i in _incomplete(given, routing):
+                window = _window(given, routing, i, routing.reach, before[i], ids[i])
+                _slice(y, routing, i, routing.reach).copy_(conv.forward(window)[0][:, routing.histories[i] :])
+        ctx.conv, ctx.routing, ctx.statement, ctx.names = conv, routing, statement, names
         ctx.save_for_backward(*tensors, *before, *ids, *[left for _, left in results])
         return y
 
@@ -211,37 +224,37 @@ class InPieces(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError("a convolution over a sequence in pieces has no second derivative")
-        conv, plan, count = ctx.conv, ctx.plan, len(ctx.plan.starts)
+        conv, routing, count = ctx.conv, ctx.routing, len(ctx.routing.starts)
         saved = list(ctx.saved_tensors)
         given: Tensors = dict(zip(ctx.names, saved))
         before, ids, left = (saved[len(ctx.names) :][k * count : (k + 1) * count] for k in range(3))
         dy = dy.contiguous()
 
         firsts: dict[int, Tensors] = {}
-        for i in range(count) if plan.short else _incomplete(given, plan):
-            window = _window(given, plan, i, plan.window, before[i], ids[i])
+        for i in range(count) if routing.short else _incomplete(given, routing):
+            window = _window(given, routing, i, routing.window, before[i], ids[i])
             silent = dy.new_zeros(before[i].shape)
-            firsts[i] = conv.backward(window, torch.cat([silent, _slice(dy, plan, i, plan.window)], 1))
-        # Nothing is a part of dy too: what does not depend on dy a compiler would send in its forward.
-        dhistories = [_dx(firsts[i])[:, :n] if i in firsts else dy[:, :n] for i, n in enumerate(plan.histories)]
-        under_way = pieces.send_back(dhistories, plan, ctx.call.backward())
+            firsts[i] = conv.backward(window, torch.cat([silent, _slice(dy, routing, i, routing.window)], 1))
+        # An empty history takes its gradient from dy: a compiler would send what does not depend on dy in the forward.
+        dhistories = [_dx(firsts[i])[:, :n] if i in firsts else dy[:, :n] for i, n in enumerate(routing.histories)]
+        under_way = send_back(dhistories, routing, ctx.statement.backward())
 
-        wholes = _wholes(given, plan)
-        if plan.short:
+        wholes = _wholes(given, routing)
+        if routing.short:
             results: list[Tensors] = []
             wrong: list[Tensors] = []
-            dx = torch.cat([_dx(firsts[i])[:, n:] for i, n in enumerate(plan.histories)], 1)
+            dx = torch.cat([_dx(firsts[i])[:, n:] for i, n in enumerate(routing.histories)], 1)
         else:
             parts = zip(wholes, _as_wholes(dy, wholes), left)
             results = [conv.backward(whole, part, kept) for whole, part, kept in parts]
-            windows = {i: _window(given, plan, i, plan.window, None, None) for i in firsts}
-            wrong = [conv.backward(windows[i], _slice(dy, plan, i, plan.window).contiguous()) for i in firsts]
+            windows = {i: _window(given, routing, i, routing.window, None, None) for i in firsts}
+            wrong = [conv.backward(windows[i], _slice(dy, routing, i, routing.window).contiguous()) for i in firsts]
             dx = _joined([_dx(result) for result in results], dy)
             for i, first in firsts.items():
-                n = plan.histories[i]
-                _slice(dx, plan, i, plan.reach).copy_(_dx(first)[:, n : n + plan.reach])
+                n = routing.histories[i]
+                _slice(dx, routing, i, routing.reach).copy_(_dx(first)[:, n : n + routing.reach])
 
-        found: Tensors = {"x": dx, "initial_state": _dinitial_state(given, plan, firsts, results)}
+        found: Tensors = {"x": dx, "initial_state": _dinitial_state(given, routing, firsts, results)}
         for name in PARAMETERS:
             found[name] = _total(given.get(name), name, [*results, *firsts.values()], wrong)
         if given.get("residual") is not None:
@@ -250,7 +263,7 @@ class InPieces(torch.autograd.Function):
                 for part, whole in zip(_as_wholes(dy, wholes), wholes)
             ]
             found["residual"] = _joined(real, dy)
-        pieces.add_tails(dx, under_way, plan)
+        add_tails(dx, under_way, routing)
         return None, None, None, None, None, *[found.get(name) for name in ctx.names]
 
 
@@ -261,7 +274,7 @@ def _dx(gradients: Tensors) -> Tensor:
 
 
 def _total(parameter: Tensor | None, name: str, parts: Sequence[Tensors], wrong: Sequence[Tensors]) -> Tensor | None:
-    """The gradient of a parameter: what these calls found, without the terms that are wrong."""
+    """The gradient of a parameter: the sum of `parts` minus the terms in `wrong`."""
     if parameter is None:
         return None
     total, *others = [share for share in (part[name] for part in parts) if share is not None]
@@ -273,16 +286,16 @@ def _total(parameter: Tensor | None, name: str, parts: Sequence[Tensors], wrong:
 
 
 def _dinitial_state(
-    given: Tensors, plan: Plan, firsts: dict[int, Tensors], results: Sequence[Tensors]
+    given: Tensors, routing: Routing, firsts: dict[int, Tensors], results: Sequence[Tensors]
 ) -> Tensor | None:
-    """This rank's share: a sequence that began before a piece takes its initial state in the history of that piece."""
+    """This rank's share. If a sequence begins before a piece, its initial state was read in the history of it."""
     state, cu_seqlens = given.get("initial_state"), given.get("cu_seqlens")
     if state is None:
         return None
     shares: list[Tensor] = []
-    for i, (start, rows) in enumerate(zip(plan.starts, plan.histories)):
+    for i, (start, rows) in enumerate(zip(routing.starts, routing.histories)):
         with_history = firsts[i]["initial_state"] if i in firsts and (cu_seqlens is not None or start == rows) else None
-        within = results[i]["initial_state"] if cu_seqlens is not None and not plan.short else None
+        within = results[i]["initial_state"] if cu_seqlens is not None and not routing.short else None
         if with_history is not None and within is not None:
             assert cu_seqlens is not None
             begins = cu_seqlens.cummax(0).values[:-1, None, None]
@@ -293,30 +306,30 @@ def _dinitial_state(
 
 
 class SumOfRanks(torch.autograd.Function):
-    """Of a tensor that every rank has a share of; of its cotangent too every rank has a share. call: of the backward"""
+    """Sum the shares of all ranks. Every rank has a share of the cotangent too. statement: about the backward"""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, call: Call) -> Tensor:
-        ctx.call = call
-        return pieces.all_sum(share, call.group)
+    def forward(ctx: Any, share: Tensor, statement: Statement) -> Tensor:
+        ctx.statement = statement
+        return all_sum(share, statement.group)
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
-        none = agreed(ctx.call, dtotal)
-        return SumOfRanks.apply(torch.cat([none, dtotal], 1), ctx.call), None
+        none = agreed(ctx.statement, dtotal)
+        return SumOfRanks.apply(torch.cat([none, dtotal], 1), ctx.statement), None
 
 
 def final_state(
     x: Tensor,
-    S: int,
     cu_seqlens: Tensor | None,
     initial_state: Tensor | None,
-    plan: Plan,
-    ranks: pieces.Ranks,
-    call: Call,
+    routing: Routing,
+    world: int,
+    statement: Statement,
 ) -> Tensor:
-    """[N, D, S] on all ranks: of every sequence the last inputs, from whoever has them, before its begin the state."""
-    everything = ranks.world * x.shape[1]
+    """[N, D, S] on all ranks: the last S inputs of every sequence, each from the rank that has it. Before the start of
+    the sequence they are those of its initial state."""
+    S, everything = routing.reach, world * x.shape[1]
     if cu_seqlens is None:
         bounds = torch.tensor([[0, everything]], device=x.device).expand(x.shape[0], 2)
     else:
@@ -325,11 +338,13 @@ def final_state(
     begin, end = bounds[:, :1], bounds[:, 1:]
     time = end - S + torch.arange(S, device=x.device)
     row = torch.full_like(time, -1)
-    for i, start in enumerate(plan.starts):
-        row = torch.where((time >= start) & (time < start + plan.length), time - start + i * plan.length, row)
+    for i, start in enumerate(routing.starts):
+        row = torch.where((time >= start) & (time < start + routing.length), time - start + i * routing.length, row)
     sequence = torch.arange(len(time), device=x.device)[:, None] if cu_seqlens is None else 0
     mine = (row >= 0) & (time >= begin)
-    state = SumOfRanks.apply(torch.where(mine[..., None], x[sequence, row.clamp(min=0)], 0), call.backward(STEPS[2]))
+    state = SumOfRanks.apply(
+        torch.where(mine[..., None], x[sequence, row.clamp(min=0)], 0), statement.backward(STEPS[2])
+    )
     if initial_state is not None:
         older = (S + time - begin).clamp(0, S - 1)[..., None].expand_as(state)
         state = torch.where((time < begin)[..., None], initial_state.transpose(1, 2).gather(1, older), state)

@@ -1,4 +1,4 @@
-"""Context parallel: causal_conv1d and short_conv over a sequence that lies in pieces on the ranks of a group."""
+"""Context parallel: causal_conv1d and short_conv of a sequence whose pieces lie on the ranks of a group."""
 
 import warnings
 from typing import Any, Literal, overload
@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..conv import prepare
 from ..core.backend import choose
 from ..core.call import run
-from . import agree, in_pieces, pieces
-from .in_pieces import InPieces, Tensors
+from . import agree, piecewise_conv, row_exchange
+from .piecewise_conv import PiecewiseConv, Tensors
+from .row_exchange import Ranks, Routing
 
 
 @overload
@@ -89,25 +90,25 @@ def causal_conv1d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`mhc_ops.causal_conv1d` of a sequence in pieces: y of this rank's tokens, with the bits of one process.
 
-    Arguments are those of that function, of which x, residual and seq_idx are this rank's tokens of the sequence and
-    all others the same on every rank. group: a process group or a mesh of one dimension. layout: "contiguous", rank r
-    has piece r of the sequence; "zigzag", of 2·world pieces rank r has r and 2·world − 1 − r, one behind the other.
-    All ranks have equally many tokens (`shard_sequence` cuts); the sequence has world times as many.
+    Arguments are those of that function. x, residual and seq_idx are this rank's tokens; all others are the same on
+    every rank. All ranks have equally many tokens (`shard_sequence` cuts a sequence).
 
+    group: a process group or a mesh of one dimension
+    layout: "contiguous": rank r has piece r; "zigzag": of 2·world pieces rank r has r and 2·world − 1 − r, concatenated
     cu_seqlens: positions in the whole sequence. Packed sequences may begin, end and cross pieces anywhere.
-    seq_idx: this rank's tokens of the ids of the whole sequence.
-    initial_state: of the whole sequence, or of every packed one; with seq_idx, of the sequence of the very first token.
-    With output_final_state, final_state is that of the whole sequence or of every packed one, on every rank.
-    Gradients of weight, bias and initial_state are this rank's share: their sum over the group is the gradient. So is
-    the gradient of final_state the sum of what it is on each rank. Those of x and residual are whole.
+    initial_state: of the whole sequence, or of every packed one; with seq_idx, of the sequence of the very first token
+    With output_final_state, every rank gets final_state of the whole sequence, or of every packed one.
 
-    All ranks make the same calls in the same order, forward and backward. They ask one another in each, by a message
-    between the hosts, and where two differ in what they call or give, in types or in sizes, there is an error on every
-    rank; where one comes to none, after the timeout of the group. Values are not compared. In a group of one this is
+    Gradients of x and residual are complete. Gradients of weight, bias and initial_state are this rank's share: the
+    gradient is their sum over the group. The cotangent of final_state is likewise the sum over the ranks.
+
+    All ranks make the same calls in the same order, forward and backward. Each call begins with a message between the
+    hosts. If two ranks differ in function, arguments given, types or sizes, every rank raises an error; if a rank does
+    not come, the others raise one after the timeout of the group. Values are not compared. In a group of one this is
     mhc_ops.causal_conv1d, and a warning says so.
     """
     function = "causal_conv1d"
-    here = pieces.ranks(function, group, layout)
+    here = row_exchange.ranks(function, group, layout)
     options: dict[str, Any] = {"activation": activation, "dilation": dilation, "backend": backend}
     tensors: Tensors = {
         "x": x,
@@ -135,14 +136,13 @@ def causal_conv1d(
         initial_state=initial_state,
         output_final_state=output_final_state,
     )
-    call = agree.call(
+    statement, none, routing = _agree(
         function,
-        here.group,
+        here,
         x,
-        number=number,
-        **agree.sizes(x, weight),
-        layout=agree.LAYOUTS.index(layout),
+        weight,
         dilation=dilation,
+        number=number,
         activation=int(activation is not None),
         bias=int(bias is not None),
         residual=int(residual is not None),
@@ -151,16 +151,15 @@ def causal_conv1d(
         initial_state=int(initial_state is not None),
         output_final_state=int(output_final_state),
     )
-    none = agree.agreed(call, x)
-    S = (weight.shape[1] - 1) * dilation
-    plan = pieces.plan(here.rank, here.world, layout, pieces.check_length(call, here), S)
-    if S == 0:
-        tensors["cu_seqlens"] = None if cu_seqlens is None else plan.local(cu_seqlens)
+    if routing.reach == 0:
+        tensors["cu_seqlens"] = None if cu_seqlens is None else routing.local(cu_seqlens)
         return run(prepare.causal_conv1d, **tensors, **options, output_final_state=bool(output_final_state))
-    options["backend"] = choose(function, "conv", backend, x.device)  # the backward's too
-    conv = in_pieces.causal_conv1d(options)
-    y = InPieces.apply(conv, plan, call, none, tuple(tensors), *tensors.values())
-    return (y, in_pieces.final_state(x, S, cu_seqlens, initial_state, plan, here, call)) if output_final_state else y
+    options["backend"] = choose(function, "conv", backend, x.device)  # for the backward too
+    conv = piecewise_conv.causal_conv1d(options)
+    y = PiecewiseConv.apply(conv, routing, statement, none, tuple(tensors), *tensors.values())
+    if not output_final_state:
+        return y
+    return y, piecewise_conv.final_state(x, cu_seqlens, initial_state, routing, here.world, statement)
 
 
 def short_conv(
@@ -180,7 +179,7 @@ def short_conv(
     x: [B, L, n, D], this rank's tokens; group, layout and gradients as in `mhc_ops.distributed.causal_conv1d`.
     """
     function = "short_conv"
-    here = pieces.ranks(function, group, layout)
+    here = row_exchange.ranks(function, group, layout)
     options: dict[str, Any] = {
         "dilation": dilation,
         "residual": bool(residual),
@@ -194,24 +193,41 @@ def short_conv(
     number = agree.next_number(here.group)
     _check_plain(function, x)
     prepare.check_short_conv(x, gamma, weight, dilation, norm_eps)
-    call = agree.call(
+    statement, none, routing = _agree(
+        function, here, x, weight, dilation=dilation, number=number, residual=int(bool(residual))
+    )
+    if routing.reach == 0:
+        return run(prepare.short_conv, **tensors, **options)
+    options["backend"] = choose(function, "conv", backend, x.device)
+    conv = piecewise_conv.short_conv(options)
+    return PiecewiseConv.apply(conv, routing, statement, none, tuple(tensors), *tensors.values())
+
+
+def _agree(
+    function: str, here: Ranks, x: Tensor, weight: Tensor, *, dilation: int, **fields: int
+) -> tuple[agree.Statement, Tensor, Routing]:
+    """The statement on which all ranks agree, the empty tensor of `agreed`, and the rows that ranks exchange.
+
+    x: [B, L, D] or [B, L, n, D]   fields: of the statement, besides sizes, layout and dilation
+    """
+    B, L, *streams, D = x.shape
+    W = weight.shape[1]
+    statement = agree.Statement.about(
         function,
         here.group,
         x,
-        number=number,
-        **agree.sizes(x, weight),
-        layout=agree.LAYOUTS.index(layout),
+        B=B,
+        L=L,
+        n=streams[0] if streams else 0,
+        D=D,
+        W=W,
         dilation=dilation,
-        residual=int(bool(residual)),
+        layout=agree.LAYOUTS.index(here.layout),
+        **fields,
     )
-    none = agree.agreed(call, x)
-    S = (weight.shape[1] - 1) * dilation
-    plan = pieces.plan(here.rank, here.world, layout, pieces.check_length(call, here), S)
-    if S == 0:
-        return run(prepare.short_conv, **tensors, **options)
-    options["backend"] = choose(function, "conv", backend, x.device)
-    conv = in_pieces.short_conv(options)
-    return InPieces.apply(conv, plan, call, none, tuple(tensors), *tensors.values())
+    none = agree.agreed(statement, x)
+    length = row_exchange.check_length(statement, here)
+    return statement, none, row_exchange.routing(here.rank, here.world, here.layout, length, (W - 1) * dilation)
 
 
 def _check_plain(function: str, x: object) -> None:

@@ -1,0 +1,385 @@
+"""The convolution over a sequence in pieces: the bits of one process, and its gradients."""
+
+import re
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_process import close_in_parts
+from processes import run, run_each
+from sending import Sending
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mhc_ops
+from mhc_ops import distributed
+from mhc_ops.core import call
+from mhc_ops.core.op import Op
+from mhc_ops.distributed.row_exchange import pieces_of
+from mhc_ops.measure import accuracy
+from mhc_ops.measure.conv_cases import PLACES, ConvCase
+
+
+@dataclass(frozen=True)
+class Packed(ConvCase):
+    """A case with these boundaries."""
+
+    bounds: tuple[int, ...] = ()
+
+    def _drawn(self, normal, generator):
+        tensors = super()._drawn(normal, generator) | {"cu_seqlens": torch.tensor(self.bounds)}
+        if "initial_state" in tensors:
+            state = normal(len(self.bounds) - 1, self.D, (self.W - 1) * self.dilation)
+            tensors["initial_state"] = state.to(self.dtype)
+        return tensors
+
+    def __str__(self):
+        return f"{super().__str__()} {self.bounds}"
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LAYOUTS = ("contiguous", "zigzag")
+ROWS = ("x", "residual", "seq_idx")  # of these each rank has its own tokens
+
+
+def shard(tensor, layout):
+    return distributed.shard_sequence(tensor, group=dist.group.WORLD, layout=layout)
+
+
+def gathered(tensor, layout):
+    """The whole sequence, from the tokens of each rank."""
+    world = dist.get_world_size()
+    parts = [torch.empty_like(tensor) for _ in range(world)]
+    dist.all_gather(parts, tensor.contiguous())
+    pieces = {}
+    for rank, part in enumerate(parts):
+        mine = pieces_of(rank, world, layout)
+        pieces |= zip(mine, part.chunk(len(mine), 1))
+    return torch.cat([pieces[i] for i in sorted(pieces)], 1)
+
+
+def summed(tensor):
+    total = tensor.double()
+    dist.all_reduce(total)
+    return total.to(tensor.dtype)
+
+
+def in_pieces(case, backend, layout, ran):
+    """The results of the case by name: those of this rank's tokens, or this rank's share."""
+    subject = case.subject
+    given = {name: shard(t, layout) if name in ROWS else t.detach().clone() for name, t in ran.tensors.items()}
+    leaves = {name: t.detach().clone() for name, t in given.items()}
+    wanted = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf.is_floating_point()}
+    common = {"backend": backend, "group": dist.group.WORLD, "layout": layout, "dilation": case.dilation}
+    if case.n:
+        outputs = distributed.short_conv(**leaves, **common, residual=case.residual, norm_eps=case.norm_eps)
+    else:
+        own = {"activation": "silu" if case.silu else None, "output_final_state": "final_state" in subject.outputs}
+        outputs = distributed.causal_conv1d(**leaves, **common, **own)
+    outputs = dict(zip(subject.outputs, outputs if isinstance(outputs, tuple) else (outputs,)))
+    cotangents = dict(zip(subject.outputs, ran.cotangents))
+    given = {"y": shard(cotangents["y"], layout)}
+    if "final_state" in outputs:  # every rank has a share of its cotangent
+        given["final_state"] = cotangents["final_state"] * (dist.get_rank() == 1)
+    found = torch.autograd.grad([outputs[name] for name in given], list(wanted.values()), list(given.values()))
+    return {name: o.detach() for name, o in outputs.items()} | {f"d{n}": g for n, g in zip(wanted, found)}
+
+
+def wrong(case, backend, layout):
+    """What is wrong with this case, as words."""
+    ran = accuracy.run_case(case, backend)
+    whole = in_pieces(case, backend, layout, ran)
+    for name, result in whole.items():
+        if name == "y" or name.removeprefix("d") in ROWS:
+            whole[name] = gathered(result, layout)
+        elif name != "final_state":
+            whole[name] = summed(result)
+    if dist.get_rank() > 0:
+        return []
+    outputs = [name for name in ("y", "final_state") if name in whole]
+    told = [f"{name} has other bits" for name in outputs if not torch.equal(whole[name], ran.results[name])]
+    told += bits_of_dx(case, layout, whole["dx"], ran.results["dx"])
+    exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents)
+    for name, result in whole.items():
+        if not close_in_parts(result, exact[name]):
+            told.append(f"{name} is off by {(result.double() - exact[name].value).abs().max():.3g}")
+    return [f"{layout} {dist.get_world_size()} {backend} {case}: {words}" for words in told]
+
+
+def bits_of_dx(case, layout, dx, expected):
+    """dx has the bits of one process but where the parts of two ranks meet, in the last S rows of a piece."""
+    count = dist.get_world_size() * len(pieces_of(0, 1, layout))
+    length, S = case.L // count, (case.W - 1) * case.dilation
+    if case.places in ("states", "cu_seqlens states"):
+        return []  # the gradient of the final state is added
+    inner = [slice(i * length, (i + 1) * length - (S if i < count - 1 else 0)) for i in range(count)]
+    inner = [rows for rows in inner if rows.start < rows.stop]
+    return [f"dx has other bits in {rows}" for rows in inner if not torch.equal(dx[:, rows], expected[:, rows])]
+
+
+def all_wrong(cases, backend, layouts=LAYOUTS):
+    return [words for case in cases for layout in layouts for words in wrong(case, backend, layout)]
+
+
+def packed_cases(world):
+    """Sequences that cross pieces, and pieces shorter than the tail. A zigzag's pieces are half as long."""
+    P = 2 * world  # L is a multiple
+    L, half = 11 * P, 11 * P // 2
+    # sequences that begin and end right before and after the start of a piece, an empty one there, padding first
+    close = (1, half - 2, half - 1, half - 1, half + 2, L - 1)
+    impossible = (-3, 4, 2, L - 5, 9, L + 7)
+    states = {"dilation": 2, "places": "cu_seqlens states", "residual": True}
+    return [
+        *(
+            Packed(1, L, 5, 3, dtype, **states, bounds=bounds)
+            for bounds in (close, impossible)
+            for dtype in (FP32, BF16)
+        ),
+        *(ConvCase(1, L, 5, 3, FP32, dilation=2, places=places, residual=True) for places in PLACES),
+        *(ConvCase(1, rows * P, 5, 4, FP32, dilation=2, places=p) for rows in (1, 3, 5) for p in ("", *PLACES)),
+        *(ConvCase(2, rows * P, 5, 3, FP32, dilation=2, n=2) for rows in (1, 3, 9)),
+        ConvCase(2, 9 * P, 5, 3, BF16, places="seq_idx states"),
+    ]
+
+
+DENSE = [  # for two ranks
+    *(ConvCase(2, 36, 5, W, FP32) for W in range(1, 9)),
+    *(ConvCase(2, 32, 6, 3, dtype, dilation=d, residual=d > 1) for d in (1, 2, 3) for dtype in (FP32, BF16)),
+    *(ConvCase(2, 28, 5, scale=scale) for scale in (1e-3, 1e3)),
+    ConvCase(2, 28, 5, silu=False, bias=False, dtype=FP32),
+    ConvCase(2, 28, 5, parameter_dtype=BF16),
+    *(ConvCase(1, 44, 5, 4, BF16, places=places) for places in PLACES),
+    *(ConvCase(2, L, 5, 3, BF16, dilation=2, n=2) for L in (12, 36)),
+    ConvCase(1, 36, 6, 4, FP32, n=3, residual=True, norm_eps=0.0),
+    ConvCase(1, 36, 6, 1, FP32, n=3, residual=True),
+    ConvCase(1, 36, 6, 1, FP32, places="cu_seqlens"),
+]
+
+
+def held(world, cases, backend, layouts=LAYOUTS):
+    found = run(world, all_wrong, cases, backend, layouts)
+    assert not found[0], "\n".join(found[0])
+
+
+@pytest.mark.parametrize("backend", ["reference", "hip"])
+def test_2_ranks(backend):
+    held(2, [case for case in (*packed_cases(2), *DENSE) if case.runs_on(backend)], backend)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_reference_of_more_ranks(world):
+    held(world, packed_cases(world), "reference")
+
+
+# A launch takes a tenth of a second in the interpreter, so every way once
+INTERPRETED = {
+    "contiguous": [
+        ConvCase(1, 12, 3, 3, FP32, n=2, residual=True),
+        Packed(1, 14, 3, 3, BF16, places="cu_seqlens states", bounds=(1, 6, 6, 8, 13)),
+    ],
+    "zigzag": [ConvCase(1, 20, 3, 2, FP32, places="seq_idx states")],
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_triton(layout):
+    held(2, INTERPRETED[layout], "triton", (layout,))
+
+
+def sent_by(call):
+    """Bytes, without the message in which the ranks agree; and the result."""
+    with Sending() as sending:
+        result = call()
+    assert set(sending.bytes) <= {"all-to-all"}
+    return sending.bytes.total(), result
+
+
+def sent_bytes():
+    """Forward and backward, and what tail_bytes says; of several shapes."""
+    rank, group, found = dist.get_rank(), dist.group.WORLD, []
+    here = {"rank": rank, "world": 3}
+    for layout in LAYOUTS:
+        for shape, W, dilation, ids in (((2, 12, 5), 4, 2, False), ((1, 12, 3), 3, 1, True), ((2, 2, 4), 3, 2, False)):
+            x, weight = torch.randn(shape, dtype=BF16, requires_grad=True), torch.randn(shape[2], W)
+            seq_idx = torch.zeros(shape[:2], dtype=torch.int32) if ids else None
+            common = {"dilation": dilation, "layout": layout}
+            given = {"seq_idx": seq_idx, "group": group, "backend": "reference", **common}
+            forward, y = sent_by(partial(distributed.causal_conv1d, x, weight, **given))
+            backward, _ = sent_by(partial(y.sum().backward, retain_graph=True))
+            found.append((forward, backward))
+            assert found[-1] == distributed.tail_bytes(shape, 2, W, seq_idx=ids, **common, **here), (layout, shape)
+    x, weight = torch.randn(1, 8, 2, 3, requires_grad=True), torch.randn(6, 3)
+    forward, _ = sent_by(partial(distributed.short_conv, x, torch.ones(2, 3), weight, group=group))
+    assert forward == distributed.tail_bytes(x.shape, 4, 3, **here)[0]
+    # S rows of [B, D] to the next rank, and as many back from it
+    rows = 6 * 2 * 5 * 2
+    assert found[0] == (rows * (rank < 2), rows * (rank > 0)), found[0]
+
+
+def test_sent_bytes():
+    run(3, sent_bytes)
+
+
+class Order(TorchDispatchMode):
+    """What is begun, in order: an exchange, the wait for it, and calls of the convolution by the rows they take."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "_c10d_functional":
+            self.seen.append({"all_to_all_single": "send", "wait_tensor": "wait"}[function._opname])
+        elif function.namespace == "mhc_ops":
+            self.seen.append(args[0].shape[1])
+        return function(*args, **(kwargs or {}))
+
+
+def rows_are_computed_while_others_travel():
+    """Rows are sent first and awaited when all others are computed. Afterwards come only the S first rows of each piece
+    that has a history. Backward the gradients of the history, from a call on it and 2·S rows, go first."""
+    L, S, rank = 20, 2, dist.get_rank()
+    x, weight = torch.randn(1, L, 3, requires_grad=True), torch.randn(3, S + 1, requires_grad=True)
+    for layout in LAYOUTS:
+        with Order() as forward:
+            y = distributed.causal_conv1d(x, weight, group=dist.group.WORLD, layout=layout, backend="hip")
+        with Order() as backward:
+            y.sum().backward()
+        # A zigzag's two pieces are two rows of a batch. All pieces of a sequence but the first have a history.
+        length, pieces = (L, rank) if layout == "contiguous" else (L // 2, 1 + rank)
+        assert forward.seen == ["send", length, "wait", *[2 * S] * pieces], forward.seen
+        assert backward.seen == [*[3 * S] * pieces, "send", length, *[2 * S] * pieces, "wait"], backward.seen
+
+
+def wrong_use_is_told():
+    rank, group, weight = dist.get_rank(), dist.group.WORLD, torch.randn(3, 4)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("context", "other"))
+    whole = DTensor.from_local(torch.randn(1, 8, 3), mesh["context"], [Shard(1)])
+
+    def conv(x, **options):
+        x = torch.randn(1, x, 3) if isinstance(x, int) else x
+        return distributed.causal_conv1d(x, weight, **{"group": group, **options})
+
+    def short_conv():
+        distributed.short_conv(torch.randn(1, 3 + rank, 1, 3), torch.ones(1, 3), weight, group=group)
+
+    def twice():
+        x = torch.randn(1, 8, 3, requires_grad=True)
+        torch.autograd.grad(conv(x, activation="silu").sum(), x, create_graph=True)
+
+    assert conv(8, group=mesh["context"]).shape == (1, 8, 3)
+    same = "all ranks of the group must make the same call, got"
+    state, cut = torch.randn(1, 3, 2), partial(distributed.shard_sequence, torch.randn(1, 6, 3), group=group)
+    wrong = [
+        (partial(conv, 5 if rank else 6), f"{same} L 6 on rank 0 and L 5 on rank 1: pad the sequence"),
+        (short_conv, f"{same} L 3 on rank 0 and L 4 on rank 1: pad the sequence"),
+        (partial(conv, 0), "every rank must have tokens"),
+        (partial(conv, 7, layout="zigzag"), "a rank must have an even number of tokens with layout='zigzag', got 7"),
+        (partial(conv, 8, layout="ring"), "layout must be 'contiguous' or 'zigzag', got 'ring'"),
+        (partial(conv, 8, group=mesh), "group must be one dimension of the mesh"),
+        (
+            partial(conv, 8, group=None),
+            "group must be a ProcessGroup that this rank is in or a DeviceMesh, got NoneType",
+        ),
+        (partial(conv, whole), "x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor"),
+        (partial(conv, 8, initial_state=state), "initial_state must be [1, 3, 3], got [1, 3, 2]"),
+        (partial(cut, layout="zigzag"), "4 pieces do not divide a sequence of 6 tokens: pad it"),
+    ]
+    functions = "causal_conv1d|short_conv|shard_sequence"
+    for use, words in wrong:
+        with pytest.raises((TypeError, ValueError), match=f"^({functions}): {re.escape(words)}"):
+            use()
+    with pytest.raises(
+        NotImplementedError, match=r"^a convolution over a sequence in pieces has no second derivative$"
+    ):
+        twice()
+
+
+def a_group_of_one_is_the_plain_function_and_told():
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    mine = groups[dist.get_rank()]
+    x, streams, gamma, weight = torch.randn(1, 7, 6), torch.randn(1, 7, 2, 3), torch.ones(2, 3), torch.randn(6, 3)
+    with pytest.warns() as told:
+        found = distributed.causal_conv1d(x, weight, group=mine, layout="zigzag", output_final_state=True)
+        found += (distributed.short_conv(streams, gamma, weight, group=mine),)
+    expected = *mhc_ops.causal_conv1d(x, weight, output_final_state=True), mhc_ops.short_conv(streams, gamma, weight)
+    assert all(map(torch.equal, found, expected))
+    words = "a group of one rank has nothing to exchange: this is mhc_ops."
+    functions = ("causal_conv1d", "short_conv")
+    assert [str(one.message) for one in told] == [f"{function}: {words}{function}" for function in functions]
+
+
+def compiled():
+    """One graph has the bits of the eager call, the next one too, for any length. A compiler could have ranks that only
+    give or only take send in another call than the others, who would then wait."""
+    group, weight = dist.group.WORLD, torch.randn(3, 3, requires_grad=True)
+
+    def conv(x, weight, seq_idx):
+        return distributed.causal_conv1d(x, weight, seq_idx=seq_idx, activation="silu", group=group, backend="hip")
+
+    in_one_graph = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    for L in (8, 11):
+        x, seq_idx = torch.randn(1, L, 3, requires_grad=True), torch.zeros(1, L, dtype=torch.int32)
+        ys = [function(x, weight, seq_idx) for function in (in_one_graph, conv)]
+        dist.barrier()
+        found = [(y, *torch.autograd.grad(y.square().sum(), (x, weight))) for y in ys]
+        assert all(map(torch.equal, *found)), L
+
+
+def test_torch_compile_makes_one_graph():
+    run(2, compiled)
+
+
+def nan_stays_in_its_sequence():
+    """NaN in padding and in the tokens of one sequence is, in y and dx, where it is in one process."""
+    x, group = torch.ones(1, 24, 3), dist.group.WORLD
+    ids = torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2 + [2] * 8 + [-1] * 3], dtype=torch.int32)
+    x[:, 5:13] = x[:, 21:] = torch.nan
+
+    def where(function, x, ids):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf, torch.ones(3, 3), seq_idx=ids, activation="silu", backend="reference")
+        return y.isnan(), torch.autograd.grad(y, leaf, torch.ones_like(y))[0].isnan()
+
+    whole = where(mhc_ops.causal_conv1d, x, ids)
+    for layout in LAYOUTS:
+        conv = partial(distributed.causal_conv1d, layout=layout, group=group)
+        for one, own in zip(whole, where(conv, shard(x, layout), shard(ids, layout))):
+            assert torch.equal(shard(one, layout), own), layout
+
+
+def the_backward_uses_the_backend_of_its_forward():
+    """The forward ran in a block of use_backend, the backward outside of it."""
+    used, launch = [], Op.launch
+    x, weight = torch.randn(1, 12, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    with mhc_ops.use_backend("hip"):
+        y = distributed.causal_conv1d(x, weight, group=dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Op, "launch", lambda self, **inputs: used.append(inputs["backend"]) or launch(self, **inputs))
+        call.forget()  # kept calls do not launch this way
+        y.sum().backward()
+    assert set(used) == {"hip"}, used
+
+
+def test_two_ranks():
+    checks = [rows_are_computed_while_others_travel, wrong_use_is_told, nan_stays_in_its_sequence]
+    more = [a_group_of_one_is_the_plain_function_and_told, the_backward_uses_the_backend_of_its_forward]
+    run_each(2, *checks, *more)
+
+
+def in_a_mesh():
+    """Each row of a mesh of data and context has the bits of one process on its own sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    x = torch.randn(2, 1, 16, 3, generator=torch.Generator().manual_seed(0))[mesh["data"].get_local_rank()]
+    weight = torch.ones(3, 4)
+    cut = partial(distributed.shard_sequence, group=mesh["context"], layout="zigzag")
+    y = distributed.causal_conv1d(cut(x), weight, group=mesh["context"], layout="zigzag")
+    assert torch.equal(y, cut(mhc_ops.causal_conv1d(x, weight)))
+
+
+def test_one_dimension_of_a_mesh():
+    run(4, in_a_mesh)
