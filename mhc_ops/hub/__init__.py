@@ -58,7 +58,7 @@ def _init() -> str:
     """The public names of these folders, imported as the package itself does."""
     public = {name: getattr(mhc_ops, name).__module__.split(".") for name in mhc_ops.__all__ if _is_in_a_folder(name)}
     lines = [
-        f'"""mhc_ops {mhc_ops.__version__}: {(mhc_ops.__doc__ or "").strip()}"""',
+        f'"""mhc_ops {mhc_ops.__version__}: {(mhc_ops.__doc__ or "").splitlines()[0]}"""',
         "",
         "from . import layers",
         "from .core.backend import read_environment",

@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).parent / "program.py"
 def test_program_uses_every_public_name():
     attributes = [node for node in ast.walk(ast.parse(PROGRAM.read_text())) if isinstance(node, ast.Attribute)]
     used = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "mhc_ops"}
-    assert set(mhc_ops.__all__) <= used
+    assert {*mhc_ops.__all__, *mhc_ops.guide.__all__, *mhc_ops.MODULES} <= used
 
 
 def test_strict_program_against_the_wheel(tmp_path):
