@@ -1,11 +1,12 @@
-"""The public names: each stands on docs/api.md once, and the guide's are imported as its snippets import them."""
+"""The public names: each stands on docs/api.md once and is known to type checkers; the guide's import as it does it."""
 
+import ast
 import re
 from pathlib import Path
 
 import mhc_ops
 
-API = Path(__file__).parents[1] / "docs" / "api.md"
+ROOT = Path(__file__).parents[1]
 OF_MHC_OPS = re.compile(r"^\.\. currentmodule:: mhc_ops\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -14,7 +15,7 @@ def described(text):
 
 
 def test_every_name_is_described_once():
-    new, guide = API.read_text(encoding="utf-8").split("## The guide's names")
+    new, guide = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").split("## The guide's names")
     assert sorted(described(new)) == mhc_ops.__all__
     assert sorted(described(guide)) == mhc_ops.guide.__all__
 
@@ -25,3 +26,11 @@ def test_the_guides_names_are_imported_as_it_does():
         exec(f"from mhc_ops import {name}", found)
         assert found[name] is getattr(mhc_ops.guide, name)
         assert name not in mhc_ops.__all__
+
+
+def test_the_typed_program_uses_every_name():
+    """Which tests/test_release.py checks against the wheel."""
+    tree = ast.parse((ROOT / "tests" / "typing" / "program.py").read_text())
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "mhc_ops"}
+    assert {*mhc_ops.__all__, *mhc_ops.guide.__all__, *mhc_ops.MODULES} <= used
