@@ -20,7 +20,8 @@ import mhc_ops
 ROOT = Path(__file__).parents[1]
 OF_GIT = (".ci/", ".clang-format", ".github/", ".gitignore", ".pre-commit-config.yaml")  # not in the sdist
 MADE = ("PKG-INFO", "setup.cfg", "mhc_ops.egg-info/")  # by setuptools
-BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; "  # an isolated build has none: the version is read, not run
+BUILD = WITHOUT_TORCH + "from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 OPTIONAL = {"tilelang": "tilelang", "triton": "triton", "hub.benchmark": "kernels"}  # modules: the package they need
 IMPORT_ALL = """
 import importlib, importlib.util, pkgutil, sys, mhc_ops
