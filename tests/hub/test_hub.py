@@ -261,8 +261,8 @@ def test_kernelize_the_convolutions_of_transformers(folder):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99], ids=["none", "half", "nearly all"])
-def test_a_full_disk_leaves_nothing_behind(share, tmp_path, monkeypatch, capsys):
-    """And does not hinder a second try."""
+def test_a_full_disk_leaves_nothing(share, tmp_path, monkeypatch, capsys):
+    """A second try succeeds."""
     most, written = share * len(hub.folder()), []
 
     def write_text(path, text, **options):
@@ -281,7 +281,7 @@ def test_a_full_disk_leaves_nothing_behind(share, tmp_path, monkeypatch, capsys)
 
 
 def test_what_is_in_the_folder_stays(tmp_path, capsys):
-    """And nothing is written beside it."""
+    """Nothing is written beside it."""
     (tmp_path / "build" / "mine").mkdir(parents=True)
     assert cli.main(["hub", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"mhc-ops hub: {tmp_path}/build is there already\n"
