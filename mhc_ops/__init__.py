@@ -1,4 +1,7 @@
-"""Fused operators for mHC (manifold-constrained hyper-connections) and channel-last causal conv1d."""
+"""Fused operators for mHC (manifold-constrained hyper-connections) and channel-last causal conv1d.
+
+`__all__` has the names for new code. The names of the original guide (`mhc_ops.guide`) can be imported from here too.
+"""
 
 import importlib
 from types import ModuleType
@@ -7,24 +10,13 @@ from typing import TYPE_CHECKING
 from .conv.modules import ShortConv
 from .conv.ops import causal_conv1d, causal_conv1d_update, short_conv
 from .core.backend import read_environment, use_backend
-from .mhc.guide import (
-    MHCBackwardTileLang,
-    MHCForwardPreTileLang,
-    mhc_backward_manual,
-    mhc_backward_tilelang,
-    mhc_backward_triton,
-    mhc_forward_pre_tilelang,
-    mhc_forward_pre_triton,
-    mhc_forward_pre_triton_optimized,
-)
+from .guide import *  # noqa: F403  the names of its __all__, which type checkers re-export
 from .mhc.metrics import Metrics, metrics
-from .mhc.modules import HyperConnection, HyperHead, MHCBlock
+from .mhc.modules import HyperConnection, HyperHead
 from .mhc.ops import (
     Carry,
-    mhc_backward,
     mhc_enter,
     mhc_expand,
-    mhc_forward_pre,
     mhc_head,
     mhc_layer,
     mhc_leave,
@@ -40,13 +32,14 @@ from .mhc.ops import (
 from .mhc.stack import HyperStack
 from .mhc.warmup import warmup
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # pyproject.toml reads it here
 read_environment()
 
-# Imported when they are first asked for: `import mhc_ops` is to load no more of torch than the operators need.
+# These load when they are first used, because `import mhc_ops` loads no more of torch than the operators need.
 MODULES = ("compat", "convert", "distributed", "hub")
 if TYPE_CHECKING:
-    from . import compat, convert
+    from . import compat as compat
+    from . import convert as convert
     from . import distributed as distributed
     from . import hub as hub
 else:
@@ -66,26 +59,13 @@ __all__ = [
     "HyperConnection",
     "HyperHead",
     "HyperStack",
-    "MHCBackwardTileLang",
-    "MHCBlock",
-    "MHCForwardPreTileLang",
     "Metrics",
     "ShortConv",
     "causal_conv1d",
     "causal_conv1d_update",
-    "compat",
-    "convert",
     "metrics",
-    "mhc_backward",
-    "mhc_backward_manual",
-    "mhc_backward_tilelang",
-    "mhc_backward_triton",
     "mhc_enter",
     "mhc_expand",
-    "mhc_forward_pre",
-    "mhc_forward_pre_tilelang",
-    "mhc_forward_pre_triton",
-    "mhc_forward_pre_triton_optimized",
     "mhc_head",
     "mhc_layer",
     "mhc_leave",

@@ -1,10 +1,13 @@
-"""Layers for `kernels.kernelize`: each is the `forward` of the class of its name in transformers, on that class's own
-attributes. It has no state and no methods, as the hub demands: it is bound to modules that exist."""
+"""Layers for `kernels.kernelize`. Each is the `forward` of the class or function of its name in transformers.
+
+`kernelize` binds it to existing modules, so it reads their attributes. The hub allows a layer no state and no methods.
+"""
 
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..conv import ops as conv
 from ..mhc.ops import mhc_head, mhc_mean, mhc_pre
 
 
@@ -39,7 +42,7 @@ class DeepseekV4HyperHead(nn.Module):
 
 
 class Glm5NextTextHyperConnection(DeepseekV4HyperConnection):
-    """As DeepSeek's."""
+    """The same class as DeepSeek's."""
 
 
 class Glm5NextTextHyperHead(nn.Module):
@@ -74,4 +77,42 @@ class HYV4HyperConnection(nn.Module):
 
 
 class HYV4HyperHead(DeepseekV4HyperHead):
-    """As DeepSeek's."""
+    """The same class as DeepSeek's."""
+
+
+class causal_conv1d_fn(nn.Module):
+    """hidden_states [B, D, L], weight [D, W], bias [D]: [B, D, L]. Of the other arguments it reads seq_idx and, without
+    seq_idx, cu_seqlens."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        seq_idx = kwargs.get("seq_idx")
+        cu_seqlens = kwargs.get("cu_seqlens") if seq_idx is None else None
+        x = hidden_states.mT
+        return conv.causal_conv1d(x, weight, bias, activation=activation, seq_idx=seq_idx, cu_seqlens=cu_seqlens).mT
+
+
+class causal_conv1d_update(nn.Module):
+    """hidden_states [B, D, T], conv_state [B, D, W] or one shorter, written in place: the next T outputs [B, D, T]."""
+
+    can_torch_compile = True
+    has_backward = False  # a decoding step carries no gradient
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        return conv.causal_conv1d_update(hidden_states.mT, conv_state, weight, bias, activation=activation).mT

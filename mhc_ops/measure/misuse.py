@@ -37,7 +37,7 @@ from .unusual import HOOKS, KEEPING, LAYOUTS_AND_KINDS, OF_LAYOUT, calls, leaf, 
 
 LONGEST = 600.0  # seconds without an answer; in the interpreter a case takes up to 10 on a machine that is idle
 _OPS = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-OURS = {*mhc_ops.__all__, *(op for family, op in _OPS if family == mhc_ops.__name__)}
+OURS = {*mhc_ops.__all__, *mhc_ops.guide.__all__, *(op for family, op in _OPS if family == mhc_ops.__name__)}
 OF_AUTOGRAD = "Inference tensors cannot be saved for backward"
 REFUSALS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 

@@ -17,6 +17,8 @@ from . import fuzz, selection
 from .cases import Case, laid_out
 from .conv_cases import AnyCase
 
+PUBLIC = (*mhc_ops.__all__, *mhc_ops.guide.__all__)
+
 
 class Subclass(Tensor):
     """A class of its own, and nothing else."""
@@ -180,8 +182,8 @@ def calls(device: torch.device) -> dict[str, dict[str, Any]]:
     carry, sizes, shape = mhc_ops.Carry(x, h_post, h_res, None, None, False), {"n": n, "D": D}, {"B": 1, "S": T}
     made, made_for_shape = {**sizes, "device": device}, {**shape, **sizes, "device": device}
     return {
-        **{name: pre for name in mhc_ops.__all__ if name.startswith(("mhc_forward_pre", "mhc_maps", "mhc_enter"))},
-        **{name: back for name in mhc_ops.__all__ if name.startswith("mhc_backward")},
+        **{name: pre for name in PUBLIC if name.startswith(("mhc_forward_pre", "mhc_maps", "mhc_enter"))},
+        **{name: back for name in PUBLIC if name.startswith("mhc_backward")},
         **dict.fromkeys(("MHCForwardPreTileLang", "MHCBackwardTileLang"), made_for_shape),
         **dict.fromkeys(("HyperHead", "MHCBlock", "ShortConv"), made),
         "mhc_pre": pre,

@@ -28,7 +28,7 @@ ALLOWED = {
     "modules": {"core", "options", "ops", "recompute"},
     "stack": {"core", "modules", "recompute"},
     "metrics": {"core", "options", "ops", "modules", "recompute"},
-    "guide": {"core", "options", "ops"},
+    "guide": {"core", "options", "ops", "modules"},
     "composed": set(),
     "kernels": {"core", "options", "composed", "kernels"},
     "compat": {"core", "ops", "public", "compat"},
@@ -63,7 +63,7 @@ def layer(parts):
         return "public", None
     if parts[0] in ("convert", "hub") and parts[1:] in (("command",), ("checkpoint",)):
         return "command", None
-    if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "distributed", "hub"):
+    if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "distributed", "guide", "hub"):
         return parts[0], None
     family, *rest = parts
     if not rest:

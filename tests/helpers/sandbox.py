@@ -32,7 +32,6 @@ case "$name $*" in
     pytest*) [ "${TRITON_INTERPRET:-}" = 1 ] && exit ${INTERPRETED:-0}; exit 99 ;;
     ruff*) exit ${RUFF:-0} ;;
     mypy*) exit ${MYPY:-0} ;;
-    nvidia-smi*) echo "GPU 0: stub" ;;
 esac
 """
 
@@ -54,18 +53,14 @@ class Sandbox:
         for file in FILES:
             (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, self.folder / file)
-        for made in (self.stubs, self.packages):
-            made.mkdir()
+        self.stubs.mkdir(), self.packages.mkdir()
         self.stub("python", PYTHON.format(python=shlex.quote(sys.executable)))
         self.stub("tool", TOOL)
-        self.hide("nvidia-smi")
+        self.stub("nvidia-smi", "#!/bin/sh\nexit 1\n")
 
     def stub(self, name: str, text: str) -> None:
         (self.stubs / name).write_text(text)
         (self.stubs / name).chmod(0o755)
-
-    def hide(self, name: str) -> None:
-        self.stub(name, "#!/bin/sh\nexit 1\n")
 
     def torch(self, hip: str | None, sees_gpu: bool = True) -> None:
         """Install a PyTorch for the stub Python."""
@@ -78,18 +73,9 @@ class Sandbox:
     def run(self, script: str, *arguments: str, **settings: str) -> Done:
         log = self.folder.parent / "log"
         log.unlink(missing_ok=True)
-        kept = {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
-        environment = {
-            **kept,
-            "PATH": f"{self.stubs}:{os.environ['PATH']}",
-            "PYTHON": str(self.stubs / "python"),
-            "STUBS": str(self.stubs),
-            "PACKAGES": str(self.packages),
-            "LOG": str(log),
-            "KFD": str(self.kfd),
-            **settings,
-        }
-        done = subprocess.run(
-            ["bash", str(self.folder / script), *arguments], env=environment, capture_output=True, text=True
-        )
+        environment = {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
+        environment |= {"PATH": f"{self.stubs}:{os.environ['PATH']}", "PYTHON": f"{self.stubs}/python", "LOG": str(log)}
+        environment |= {"STUBS": str(self.stubs), "PACKAGES": str(self.packages), "KFD": str(self.kfd), **settings}
+        command = ["bash", str(self.folder / script), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         return Done(done.returncode, done.stderr, log.read_text().splitlines() if log.exists() else [])

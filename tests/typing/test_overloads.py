@@ -83,7 +83,7 @@ def test_overloads_and_implementation(file, name):
 @pytest.mark.parametrize(("protocol", "name"), [("ForwardPre", "mhc_forward_pre"), ("Backward", "mhc_backward")])
 def test_the_guide_has_the_signatures_of_the_ops(protocol, name):
     """But for the backend, which is in its names."""
-    of_guide, of_ops = functions("mhc/guide.py", protocol)["__call__"], functions("mhc/ops.py")[name]
+    of_guide, of_ops = functions("guide.py", protocol)["__call__"], functions("mhc/ops.py")[name]
     typed = [function for function in of_ops if is_overload(function)] or of_ops
     assert len(of_guide) == len(typed)
     for one, other in zip(of_guide, typed):

@@ -1,4 +1,4 @@
-"""The names of the original guide; its snippets run with only the import line changed."""
+"""The names of the original guide: its snippets run with only the import line changed to `from mhc_ops import …`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
@@ -6,9 +6,24 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 import torch
 from torch import Tensor
 
-from ..core.check import check_shapes
-from .ops import Six, Three, mhc_backward, mhc_forward_pre
-from .options import DEFAULTS
+from .core.check import check_shapes
+from .mhc.modules import MHCBlock
+from .mhc.ops import Six, Three, mhc_backward, mhc_forward_pre
+from .mhc.options import DEFAULTS
+
+__all__ = [
+    "MHCBackwardTileLang",
+    "MHCBlock",
+    "MHCForwardPreTileLang",
+    "mhc_backward",
+    "mhc_backward_manual",
+    "mhc_backward_tilelang",
+    "mhc_backward_triton",
+    "mhc_forward_pre",
+    "mhc_forward_pre_tilelang",
+    "mhc_forward_pre_triton",
+    "mhc_forward_pre_triton_optimized",
+]
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
@@ -82,7 +97,7 @@ class Backward(Protocol):
 
 
 def _on(backend: str, function: Callable[..., Any], name: str) -> Any:
-    """The function on this backend, under a name of its own; typed where it is assigned."""
+    """Bind the backend and name the result. The assignments below give its type."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return function(*arguments, **options, backend=backend)
@@ -97,13 +112,12 @@ mhc_forward_pre_triton_optimized = mhc_forward_pre_triton  # one pair of kernels
 mhc_forward_pre_tilelang: ForwardPre = _on("tilelang", mhc_forward_pre, "mhc_forward_pre_tilelang")
 mhc_backward_triton: Backward = _on("triton", mhc_backward, "mhc_backward_triton")
 mhc_backward_tilelang: Backward = _on("tilelang", mhc_backward, "mhc_backward_tilelang")
-mhc_backward_manual: Backward = _on(
-    "reference", mhc_backward, "mhc_backward_manual"
-)  # the gradient written out in torch
+# The gradient written out in torch.
+mhc_backward_manual: Backward = _on("reference", mhc_backward, "mhc_backward_manual")
 
 
 class _ForShape:
-    """A function for x of one shape; making it compiles its kernels for x of this type."""
+    """A function for x of one shape. The constructor compiles its kernels for x of this type."""
 
     function: Callable[..., Any] = staticmethod(mhc_forward_pre_tilelang)
 
@@ -159,7 +173,7 @@ class MHCBackwardTileLang(_ForShape):
             h_mix=h_mix,
             h_pre=None,
             h_post=None,
-            dh_in=h_in,  # any of the right shape
+            dh_in=h_in,  # only the shapes of the cotangents matter
             dh_post=h_post,
             dh_res=h_res,
             gamma=gamma,
