@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import warnings
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +48,7 @@ from mhc_ops.measure.report import Refused, progress, say
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name: stages have different parameters
 COLUMNS = ("step", "loss", "tokens_per_second")
+REACHED = 60  # seconds until torchrun's store, which is there before a worker starts, counts as gone
 
 
 # Drills.
@@ -314,8 +316,9 @@ def main(arguments: list[str]) -> int:
             say(f"{here} processes of this machine cannot share {gpus} GPUs: try --device cpu")
             return 2
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    end_with(os.getppid())  # without torchrun, which holds the store, a worker does not pass the rendezvous
-    store, rank, world = next(dist.rendezvous("env://"))
+    end_with(os.getppid())  # a torchrun that ended before this line is not seen here, but its store is not reached
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=REACHED)))
+    store.set_timeout(dist.distributed_c10d.default_pg_timeout)
     # torchrun's default rendezvous uses one store for all attempts, which keeps addresses of lost workers.
     store = dist.PrefixStore(f"attempt {options.attempt}", store)
     backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -263,6 +264,20 @@ def test_a_worker_ends_when_its_agent_is_killed():
     assert here.poll(600)
     with pytest.raises(EOFError):  # no process is left that could send
         here.recv()
+
+
+def test_a_worker_ends_that_starts_after_its_agent_was_killed(tmp_path, monkeypatch):
+    """It has another parent by then. torchrun's store is gone, and the worker does not wait for it for half an hour."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    gone = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**gone, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(example, "REACHED", 1)
+    with pytest.raises(dist.DistNetworkError):
+        example.main(["--device", "cpu", "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
 
 
 def test_losses_before_the_checkpoint_are_kept_whatever_ends_the_process(tmp_path, monkeypatch):
