@@ -38,7 +38,7 @@ class Request(NamedTuple):
     returns: str | tuple[str | None, ...]
 
 
-class Kept(NamedTuple):
+class KeptCall(NamedTuple):
     """A Call, which of the public function's tensors it takes, and whether a tensor or a tuple is returned."""
 
     call: Call
@@ -111,14 +111,14 @@ def first_call(prepared: Any, tensors: list[Tensor], key: tuple[Any, ...]) -> An
     taken = [places[id(prepared.inputs[name])] for name in names]
     copied = [(place, name) for place, name in enumerate(names) if laid_out[name] is not prepared.inputs[name]]
     call = Call(prepared.op, prepared.backend, prepared.inputs, returns, repeated=True)
-    kept = Kept(call, None if taken == list(range(len(tensors))) else taken, copied, single, missing)
+    kept = KeptCall(call, None if taken == list(range(len(tensors))) else taken, copied, single, missing)
     if len(_calls) >= MOST_KEYS:
         _calls.clear()
     _calls.setdefault(key, Alike()).add(tensors, kept)
     return kept(tensors)
 
 
-def kept_calls() -> list[Kept]:
+def kept_calls() -> list[KeptCall]:
     return [kept for alike in _calls.values() for _, kept in alike]
 
 

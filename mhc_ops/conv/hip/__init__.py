@@ -18,19 +18,20 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WIDTHS = (2, 3, 4)
 
 
-def _struct(pointers: str) -> type[ctypes.Structure]:
+def _struct(name: str, pointers: str) -> type[ctypes.Structure]:
     """As in conv.h: pointers, sizes, type and activation."""
     sizes = ("B", "L", "D", "W", "x_batch_stride", "x_token_stride")
     fields = [
-        *[(name, ctypes.c_void_p) for name in pointers.split()],
-        *[(name, ctypes.c_int64) for name in sizes],
-        *[(name, ctypes.c_int32) for name in ("type", "silu")],
+        *[(pointer, ctypes.c_void_p) for pointer in pointers.split()],
+        *[(size, ctypes.c_int64) for size in sizes],
+        *[(number, ctypes.c_int32) for number in ("type", "silu")],
     ]
-    return type("Call", (ctypes.Structure,), {"_fields_": fields})
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-Forward = _struct("x weight bias seq_idx initial_state y final_state")
+Forward = _struct("ConvForward", "x weight bias seq_idx initial_state y final_state")
 Backward = _struct(
+    "ConvBackward",
     "x weight bias seq_idx initial_state dy dfinal_state dx dweight dbias dinitial_state workspace",
 )
 

@@ -8,7 +8,8 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .rows import (
+from .states import fill_dinitial_state, packing
+from .walk import (
     filtered,
     filtered_back,
     load_filter,
@@ -20,7 +21,6 @@ from .rows import (
     under_taps,
     walk,
 )
-from .states import fill_dinitial_state, packing
 
 
 # dfinal_state[sequence] where the final state holds x[t], else 0

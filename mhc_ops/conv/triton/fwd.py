@@ -6,8 +6,8 @@ import triton.language as tl
 from ...core import device
 from ...core.launch import launch
 from . import configs
-from .rows import filtered, load_filter, load_id, load_row, partition_rows, rows_before, sigmoid, under_taps, walk
 from .states import fill_final_state, packing
+from .walk import filtered, load_filter, load_id, load_row, partition_rows, rows_before, sigmoid, under_taps, walk
 
 
 # y[t] = act(bias + Σ_k weight[k]·x[t − (W−1−k)·dilation]) + residual[t];  0 at padding

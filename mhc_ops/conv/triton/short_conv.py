@@ -17,7 +17,7 @@ from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
 from . import configs
 from .bwd import add_partials
-from .rows import filtered, filtered_back, load_filter, load_row, partition_rows, sigmoid, through_activation, walk
+from .walk import filtered, filtered_back, load_filter, load_row, partition_rows, sigmoid, through_activation, walk
 
 
 # inv_rms[row] = rsqrt(Σ_d x[row, d]² / D + norm_eps)

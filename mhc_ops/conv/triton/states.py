@@ -11,7 +11,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .rows import filtered, load_filter, load_id, load_row, load_state, through_activation
+from .walk import filtered, load_filter, load_id, load_row, load_state, through_activation
 
 # A program finds the sequences of 512 tokens and compares them with 128 bounds at a time, one for each thread: 408
 # instructions on sm_90, against 891 with 1024 tokens and 256 bounds.

@@ -7,7 +7,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .rows import sigmoid
+from .walk import sigmoid
 
 
 # y[t] = act(bias + Σ_k weight[k]·input[t − (W−1−k)·dilation]). Inputs before these T tokens are in the state: the one
