@@ -6,6 +6,7 @@ A state [N, D, S] has its channels side by side: in memory, which is what kernel
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
@@ -45,7 +46,7 @@ def packing_kernel(given_ptr, bounds_ptr, ids_ptr, L, N, BLOCK_T: tl.constexpr, 
     tl.store(ids_ptr + t, tl.where(reached <= N, reached - 1, -1), mask=t < L)
 
 
-def packing(cu_seqlens: torch.Tensor, L: int) -> tuple[torch.Tensor, torch.Tensor]:
+def packing(cu_seqlens: Tensor, L: int) -> tuple[Tensor, Tensor]:
     """ids [L] and bounds [N + 1], as the kernel says."""
     ids = torch.empty(L, dtype=torch.int32, device=cu_seqlens.device)
     bounds = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
@@ -97,7 +98,7 @@ def final_state_kernel(x_ptr, bounds_ptr, state_ptr, final_ptr, L, D, x_batch, x
     tl.store(final_ptr + (b * S + s) * D + d, row.to(final_ptr.dtype.element_ty), mask=d < D)
 
 
-def fill_final_state(*, x, bounds, initial_state, final_state):
+def fill_final_state(*, x: Tensor, bounds: Tensor | None, initial_state: Tensor | None, final_state: Tensor) -> None:
     N, D, S = final_state.shape
     block_d = configs.channels(D, device.of(x.device))
     launch(
@@ -179,7 +180,20 @@ def dinitial_state_kernel(
     tl.store(dinitial_ptr + (b * S + s) * D + d, total.to(dinitial_ptr.dtype.element_ty), mask=in_row)
 
 
-def fill_dinitial_state(*, x, weight, bias, seq_idx, bounds, initial_state, dy, dfinal, silu, dilation, dinitial_state):
+def fill_dinitial_state(
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    bounds: Tensor | None,
+    initial_state: Tensor | None,
+    dy: Tensor,
+    dfinal: Tensor | None,
+    silu: bool,
+    dilation: int,
+    dinitial_state: Tensor,
+) -> None:
     """dfinal: [N, S, D]"""
     N, D, S = dinitial_state.shape
     block_d = configs.channels(D, device.of(x.device))

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
@@ -88,8 +89,18 @@ def causal_conv1d_update_kernel(
 
 
 def causal_conv1d_update_(
-    *, x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu, dilation, pad_slot_id, y
-):
+    *,
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache_seqlens: Tensor | None,
+    conv_state_indices: Tensor | None,
+    silu: bool,
+    dilation: int,
+    pad_slot_id: int,
+    y: Tensor,
+) -> None:
     if not x.numel():
         return
     B, D = x.shape[0], x.shape[-1]
