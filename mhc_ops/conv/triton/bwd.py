@@ -1,4 +1,5 @@
-"""Causal conv1d, backward: one pass over x and dy; the sums over tokens are kept per program and added in order."""
+"""Causal conv1d, backward: one pass over x and dy. Each program sums over its tokens; a second kernel adds the sums in
+order."""
 
 from typing import Any, NamedTuple
 

@@ -1,8 +1,8 @@
-"""ShortConv: RMSNorm of each stream, causal convolution, SiLU and residual, without storing anything in between.
+"""ShortConv: RMSNorm of each stream, causal convolution, SiLU and residual, with nothing stored in between.
 
-Forward: one kernel for inv_rms, one that marches as the convolution does and normalises each row as it comes. Backward,
-dx of a token needs a mean over its whole stream, which no program sees: a first launch stores the sum over each block
-of channels, a second one adds these up, and a third writes dx. With v = x·inv_rms:
+Forward: one kernel computes inv_rms, a second walks as the convolution does and normalises each row it loads. Backward:
+dx of a token needs a mean over its whole stream, which no program sees. A first launch stores the sum over each block
+of channels, a second adds these, a third writes dx. With v = x·inv_rms:
 
   z[t] = Σ_k weight[k]·gamma·v[t − (W−1−k)·dilation]    g = dy·silu'(z)    dv[t] = Σ_k weight[k]·g[t + (W−1−k)·dilation]
   dx = inv_rms·(gamma·dv − v·mean_d(gamma·dv·v)), + dy    dgamma = Σ_t dv·v    dweight[k] = gamma·Σ_t g[t]·v[t − …]
@@ -352,13 +352,13 @@ def short_conv_bwd(
 
 
 def partition_streams(x: Tensor, weight: Tensor, dilation: int, kernel: configs.Kernel) -> Pieces:
-    """Sequences are [stream, batch]."""
+    """The pieces of all streams. Sequences are [stream, batch]."""
     B, L, n, D = x.shape
     return partition_rows(x, kernel=kernel, sequences=n * B, L=L, D=D, W=weight.shape[1], dilation=dilation)
 
 
 def shared_arguments(x: Tensor, weight: Tensor, dilation: int, residual: bool, pieces: Pieces) -> dict[str, Any]:
-    """What forward and backward kernel take alike."""
+    """The arguments that the forward and the backward kernel share."""
     B, L, n, D = x.shape
     return {
         "B": B,

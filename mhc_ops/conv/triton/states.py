@@ -1,6 +1,6 @@
 """States and packing: final states, the gradient of initial states, where packed sequences begin and end.
 
-A state [N, D, S] has its channels side by side: in memory, which is what kernels see, it is [N, S, D].
+A state [N, D, S] has its channels side by side: kernels see [N, S, D].
 """
 
 import torch
@@ -26,7 +26,7 @@ def greater(one, other):
 
 
 # bounds[i] = the greatest of cu_seqlens[0] to cu_seqlens[i], within 0 and L: they never decrease
-# ids[t] = the sequence of t, i where bounds[i] ≤ t < bounds[i + 1], −1 for tokens of none
+# ids[t] = the sequence i of token t, bounds[i] ≤ t < bounds[i + 1]; −1 for padding
 @triton.jit(do_not_specialize=["L", "N"])
 def packing_kernel(given_ptr, bounds_ptr, ids_ptr, L, N, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
     first = tl.program_id(0) * BLOCK_T
@@ -47,7 +47,7 @@ def packing_kernel(given_ptr, bounds_ptr, ids_ptr, L, N, BLOCK_T: tl.constexpr, 
 
 
 def packing(cu_seqlens: Tensor, L: int) -> tuple[Tensor, Tensor]:
-    """ids [L] and bounds [N + 1], as the kernel says."""
+    """ids [L] and bounds [N + 1], as defined above the kernel."""
     ids = torch.empty(L, dtype=torch.int32, device=cu_seqlens.device)
     bounds = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
     launch(
@@ -119,8 +119,8 @@ def fill_final_state(*, x: Tensor, bounds: Tensor | None, initial_state: Tensor 
 
 
 # dinitial_state[b, s] = Σ_k weight[k]·g[s − S + (W−1−k)·dilation], + dfinal_state[b, s − length] where s ≥ length: the
-# final state of a sequence that is shorter than S still holds a part of the initial one. With ids, g of the tokens of
-# the sequence of token 0.
+# final state of a sequence shorter than S holds a part of the initial one. With ids, only tokens of the sequence of
+# token 0 count.
 @triton.jit(do_not_specialize=["L", "dilation"])
 def dinitial_state_kernel(
     x_ptr,

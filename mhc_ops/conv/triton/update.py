@@ -1,4 +1,4 @@
-"""Causal conv1d, one decoding step: a few tokens per sequence, the state changed in place."""
+"""Causal conv1d, one decoding step: a few tokens per sequence, in place on the state."""
 
 import triton
 import triton.language as tl
@@ -75,7 +75,7 @@ def causal_conv1d_update_kernel(
             z *= sigmoid(z, CUDA)
         y = tl.where(in_use, z, 0.0).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + (b * T + t) * D + d, y, mask=in_row)
-    tl.debug_barrier()  # the taps of all threads are read before a state is written
+    tl.debug_barrier()  # all threads read their taps before one writes the state
     if before_ptr is not None:
         for t in range(tl.maximum(T - length, 0), T):
             row = tl.load(x_ptr + (none + t) * x_row, mask=written, other=0.0)

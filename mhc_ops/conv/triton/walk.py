@@ -1,8 +1,8 @@
 """Walking through time, as forward and backward do.
 
-A program owns a block of channels and a range of rows of one phase: the tokens t = phase + dilation·row, because taps
-only ever reach tokens of the same phase. It keeps the last W − 1 rows in registers, so every element of x is loaded
-once, whatever W and the dilation.
+A program owns a block of channels and a range of rows of one phase: the tokens t = phase + dilation·row. Taps reach
+only tokens of the same phase. The last W − 1 rows stay in registers, so every element of x is loaded once for any W and
+dilation.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from . import configs
 
 
 class Pieces(NamedTuple):
-    """The rows of all sequences in pieces: a range of rows of one phase of one sequence. One program walks through a
-    piece for each block of channels."""
+    """How the rows of all sequences are cut into pieces. A piece is a range of rows of one phase of one sequence; one
+    program per block of channels walks through it."""
 
     march: configs.March
     ranges: int  # of one phase of one sequence
@@ -30,7 +30,7 @@ class Pieces(NamedTuple):
         return self.total * self.blocks
 
     def arguments(self, D: int) -> dict[str, Any]:
-        """What every kernel that walks takes, by its names."""
+        """The arguments that every walking kernel takes, by name."""
         return {
             "rows_each": self.march.rows,
             "ranges": self.ranges,
@@ -51,7 +51,7 @@ def partition_rows(
         D=D,
         W=W,
         itemsize=x.element_size(),
-        aligned=D % 16 == 0 and x.stride(1) % 16 == 0,  # Triton knows of multiples of 16
+        aligned=D % 16 == 0 and x.stride(1) % 16 == 0,  # Triton specialises on multiples of 16
         on=device.of(x.device),
     )
     ranges = cdiv(cdiv(L, dilation), march.rows)
@@ -101,7 +101,7 @@ def load_id(ids_ptr, t, L):
     return tl.load(ids_ptr + t, mask=(t >= 0) & (t < L), other=-1)
 
 
-# What the initial state of a sequence holds for the time `back` tokens before its start, else 0
+# The initial state of a sequence at the time `back` tokens before its start; 0 outside of the state
 @triton.jit
 def load_state(state_ptr, sequence, back, S, D, d, present):
     row = sequence.to(tl.int64) * S + S - back
@@ -182,8 +182,8 @@ def load_filter(weight_ptr, bias_ptr, d, in_row, W: tl.constexpr):
     return weight, bias
 
 
-# σ(z) to 2^-22. Triton's own takes 14 instructions, which is what limits a kernel that reads and writes 2 bytes each.
-# For any finite z: where −z·log2(e) overflows, ex2 of ∓inf is 0 or inf, rcp of 1 is exactly 1 and of inf 0.
+# σ(z) to 2^-22. Triton's own takes 14 instructions, which would limit a kernel that reads and writes 2 bytes each.
+# It holds for any finite z: where −z·log2(e) overflows, ex2 of ∓inf is 0 or inf, rcp of 1 is exactly 1 and of inf 0.
 @triton.jit
 def sigmoid(z, CUDA: tl.constexpr):
     if CUDA:
