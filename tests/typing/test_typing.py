@@ -50,8 +50,6 @@ def environment_with(wheel, folder):
 
 
 def run(*command, cwd):
-    environment = {
-        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-    }  # the wheel, not this tree
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # not this tree
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
