@@ -97,23 +97,15 @@ def kernel(monkeypatch):
     monkeypatch.setattr(backends, "_INTERPRETED", False)
     monkeypatch.setattr(backends, "load", lambda family, backend, name, device: launchers[name])
     found.stray, found.checks = stray, []
-    call.forget()
-    yield found
-    call.forget()
-
-
-def prepared(kernel):
-    def prepare(x, amount, backend):
-        kernel.checks.append(x.shape)
-        options = Options(amount=amount)
-        return Request(scaled_fwd, "triton", {"x": x, "options": options}, "y")
-
-    return prepare
+    return found
 
 
 @pytest.fixture
 def scaled(kernel):
-    prepare = prepared(kernel)
+    def prepare(x, amount, backend):
+        kernel.checks.append(x.shape)
+        return Request(scaled_fwd, "triton", {"x": x, "options": Options(amount=amount)}, "y")
+
     return lambda x, amount=2.0, backend=None: run(prepare, x=x, amount=amount, backend=backend)
 
 
