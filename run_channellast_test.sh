@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the channel-last conv kernels with their test program, for the device that is here, and run it.
-# Options of the compiler can be given in CONV_FLAGS, e.g. CONV_FLAGS="-DMHC_CONV_BWD_ROWS_16=8".
+# Build the channel-last conv kernels with their test program for this machine's device, and run it.
+# CONV_FLAGS holds further options of the compiler, e.g. CONV_FLAGS="-DMHC_CONV_BWD_ROWS_16=8".
 set -euo pipefail
 
 usage() {
@@ -22,7 +22,7 @@ esac
 
 root=$(cd "$(dirname "$0")" && pwd)
 source=$root/mhc_ops/conv/hip
-kfd=${KFD:-/dev/kfd} # what every AMD GPU that can compute has
+kfd=${KFD:-/dev/kfd} # there with every AMD GPU that computes
 has() { command -v "$1" >/dev/null 2>&1; }
 target=${CONV_TARGET:-}
 if [ -z "$target" ]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Hashes of every output and gradient of the cases of `mhc-ops check`, to be compared before and after a change that is
-to change no result: scripts/bits.py [--backend NAME] [--device cuda] [--only SUBSTRING] [--part I/N] BITS.json,
+"""Hashes every output and gradient of the cases of `mhc-ops check`, to compare before and after a change that must not
+change results: scripts/bits.py [--backend NAME] [--device cuda] [--only SUBSTRING] [--part I/N] BITS.json,
 then scripts/bits.py --compare BEFORE.json AFTER.json, which exits with 1 where a hash differs.
 
 For Triton's kernels on a CPU: TRITON_INTERPRET=1 scripts/bits.py --backend triton BITS.json (an hour; --only, or
@@ -40,7 +40,7 @@ def record(options: argparse.Namespace) -> None:
             small = next(iter(case.inputs().values())).numel() <= options.largest
             if options.only in str(case) and small and selection.runs(case, backend, device):
                 found |= hashes(case, backend, device)
-                files.write(options.files[0], json.dumps(found, indent=1) + "\n")  # what is there if somebody ends it
+                files.write(options.files[0], json.dumps(found, indent=1) + "\n")  # kept if the run is stopped
                 print(f"\r{len(found)}", end="", file=sys.stderr, flush=True)
     print(f"\r{len(found)} hashes")
 

@@ -4,7 +4,7 @@
     python scripts/compile_table.py [--targets sm_80 gfx942 ...] [--jobs 8] > docs/gpus.md
 
 No GPU is needed. Exits with 1 where a kernel fails to compile, spills, or takes more shared memory than the GPU has.
-`./run_tests.sh` compiles more configs, on fewer GPUs. The table takes a quarter of an hour on two cores.
+`./run_tests.sh` compiles more configs for fewer GPUs. The table takes a quarter of an hour on two cores.
 """
 
 import argparse
@@ -49,7 +49,7 @@ Item = tuple[str, str, tuple]
 
 
 def compiled(item: Item) -> tuple[Item, list[Compiled] | str]:
-    """What a family's launchers start for one config on one target, or why that failed."""
+    """The kernels that a family's launchers start for one config on one target, or why that failed."""
     target, family, config = item
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, compiling_for(target, patch) as kernels:

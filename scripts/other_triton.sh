@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compile the kernels with another triton than the pinned one: scripts/other_triton.sh 3.6.0 [options of pytest]
-# It goes into a folder of its own; .venv keeps the pinned one.
+# That triton has a folder of its own; .venv keeps the pinned one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh

@@ -1,8 +1,8 @@
-"""The contracts of the convolution kernels and how their gradients are made of one another.
+"""The contracts of the convolution kernels, and which op is whose gradient.
 
-A backend's launcher has the contract's name and takes its inputs and its outputs by their names. Inputs are checked. x
-and residual are [B, L, D] with channels side by side and otherwise any strides; states are [N, D, S] with channels side
-by side, S = (W − 1)·dilation; all else is contiguous, cotangents too.
+A backend's launcher has the contract's name and takes checked inputs and the outputs by their names. x and residual are
+[B, L, D] with channels side by side and free other strides. States are [N, D, S] with channels side by side and
+S = (W − 1)·dilation. All else is contiguous, cotangents too.
 """
 
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from ..core.op import op
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """Channels side by side; other strides are free."""
+    """x with channels side by side. Its other strides are free."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _as_state(state: Tensor) -> Tensor:
-    """[N, D, S] with channels side by side, as final_state has them."""
+    """The state [N, D, S] with channels side by side, as final_state has them."""
     rows = state.transpose(1, 2)
     return state if rows.is_contiguous() else rows.contiguous().transpose(1, 2)
 
@@ -29,14 +29,14 @@ LAYOUTS = {"x": _channels_last, "residual": _channels_last, "initial_state": _as
 
 
 class ConvOutputs(NamedTuple):
-    """final_state is empty unless it is asked for."""
+    """final_state is empty without output_final_state."""
 
     y: Tensor
     final_state: Tensor
 
 
 class ConvGradients(NamedTuple):
-    """What there is nothing to differentiate for is empty: dbias, dinitial_state."""
+    """dbias and dinitial_state are empty without bias and initial_state."""
 
     dx: Tensor
     dweight: Tensor
@@ -113,7 +113,7 @@ def causal_conv1d_gradient(
         silu=silu,
         dilation=dilation,
         dy=dy,
-        dfinal_state=dfinal_state if output_final_state else None,  # not of the empty stand-in
+        dfinal_state=dfinal_state if output_final_state else None,  # else of an empty tensor
     )
     return {
         "x": gradients.dx,
@@ -129,7 +129,7 @@ def without_padding(dy: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | Non
     if seq_idx is not None:
         return torch.where((seq_idx >= 0)[..., None], dy, 0)
     if cu_seqlens is not None:
-        t = cu_seqlens.new_ones(dy.shape[1]).cumsum(0) - 1  # of cu_seqlens: a DTensor where that is one
+        t = cu_seqlens.new_ones(dy.shape[1]).cumsum(0) - 1  # a DTensor if cu_seqlens is one
         return torch.where(((t >= cu_seqlens[0]) & (t < cu_seqlens.max()))[:, None], dy, 0)  # they may decrease
     return dy
 
@@ -150,7 +150,7 @@ def causal_conv1d_update_(
     dilation: int,
     pad_slot_id: int,
 ) -> UpdateOutputs:
-    """y is shaped as x, [B, D] or [B, T, D]. x and conv_state [slots, D, length] have any strides; x enters it."""
+    """y has the shape of x, [B, D] or [B, T, D]. x enters conv_state [slots, D, length]; both have any strides."""
     return UpdateOutputs(y=torch.empty_like(x, memory_format=torch.contiguous_format))
 
 

@@ -10,25 +10,24 @@ from .ops import short_conv
 class ShortConv(nn.Module):
     """A short causal convolution over the streams of an mHC model: `y = ShortConv(n, D)(x)` for x [B, L, n, D].
 
-    Each stream is normalised over its D channels (RMSNorm with a weight of its own), each of the n·D channels is
-    filtered over time with its own `width` taps, `dilation` tokens apart, the last of them on the token itself; then
-    SiLU and, with residual=True, + x:
+    RMSNorm with a weight per stream normalises each stream over its D channels. Each of the n·D channels is then
+    filtered over time by its own `width` taps, `dilation` tokens apart, the last of them on the token itself. SiLU
+    follows and, with residual=True, + x:
 
         y = x + silu(conv(rmsnorm(x)))
 
-    This is how Engram lets a token see the few before it: what it looked up in its memory is one [D] vector per stream,
-    and its ShortConv runs over them before they are added to the streams, beside the mHC layers and outside of them.
-    A token sees (width − 1)·dilation tokens back and none ahead. There is no state between calls: give it whole
-    sequences.
+    Engram lets a token see the few before it this way: it looks up one [D] vector per stream in its memory, and its
+    ShortConv runs over these before they are added to the streams, outside of the mHC layers. A token sees
+    (width − 1)·dilation tokens back and none ahead. There is no state between calls: pass whole sequences.
 
     >>> conv = ShortConv(4, 64, width=4, dilation=3)
     >>> conv(torch.randn(2, 10, 4, 64)).shape
     torch.Size([2, 10, 4, 64])
 
-    Parameters: norm_weight [n, D], ones at first, and weight [n·D, width], uniform within ±1/√width as in nn.Conv1d;
-    there is no bias. They have the dtype given, else torch's default, as in every module of torch. With weight zero and
-    residual=True the module is the identity, which is a way to add it to a model that is already trained:
-    `nn.init.zeros_(conv.weight)`. From there weight learns at once, norm_weight once it moved.
+    Parameters: norm_weight [n, D], ones at first, and weight [n·D, width], uniform within ±1/√width as in nn.Conv1d.
+    There is no bias. Their dtype is the one given, else torch's default. With weight zero and residual=True the module
+    is the identity, so it can be added to a trained model: `nn.init.zeros_(conv.weight)`. From there weight learns at
+    once, and norm_weight once weight has moved.
     """
 
     norm_weight: nn.Parameter
@@ -79,7 +78,7 @@ class ShortConv(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """n=4, D=64, width=4, dilation=1, what differs from the defaults, and the backend where one was named."""
+        """n=4, D=64, width=4, dilation=1, then options that differ from their defaults, and a named backend."""
         words = [f"n={self.n}", f"D={self.D}", f"width={self.width}", f"dilation={self.dilation}"]
         words += [] if self.residual else ["residual=False"]
         words += [] if self.norm_eps == 1e-5 else [f"norm_eps={self.norm_eps}"]

@@ -1,5 +1,5 @@
-"""What the public functions do first: check the input, choose a backend, and name the op that is to be called, or
-return what the reference does. Eager calls that are like an earlier one skip this (core/call.py)."""
+"""The first step of the public functions: check the input, choose a backend, and return a Request or the reference's
+result. Eager calls that are like an earlier one skip it (core/call.py)."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..core.check import (
 )
 from . import contracts, reference
 
-MAX_WIDTH = 8  # of the kernels; the reference takes any
+MAX_WIDTH = 8  # for kernels; the reference takes any
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -111,7 +111,7 @@ def causal_conv1d_update(
             f"{function}: conv_state must have a slot for each of {B} sequences, got {conv_state.shape[0]}"
         )
     check_whole(function, "pad_slot_id", pad_slot_id)
-    if not torch.compiler.is_compiling():  # the op itself looks again
+    if not torch.compiler.is_compiling():  # the op itself checks again
         check_writable(function, "conv_state", conv_state)
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
@@ -235,9 +235,9 @@ def _check_weight(function: str, weight: Tensor, D: int) -> None:
 
 
 def within(L: int, dilation: int) -> int:
-    """A dilation that does the same without states: from L on, every tap but the last is before the first token.
+    """The dilation, at most L: from there on every tap but the last lies before the first token.
 
-    The memory and the programs of a call grow with it.
+    The memory and the programs of a call grow with the dilation.
     """
     return L if dilation > L > 0 else dilation
 

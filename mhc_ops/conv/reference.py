@@ -44,9 +44,9 @@ def causal_conv1d(
 
 
 def silu_of(z: Tensor) -> Tensor:
-    """z·σ(z). F.silu and sigmoid round the last few elements of a call on a CPU differently than the others, so that a
-    sequence in pieces would not have the bits of the whole; exp rounds them all alike. −|z| keeps it from overflowing,
-    and is written so that each side, 0 included, has all its derivatives: that of abs at 0 is 0.
+    """z·σ(z). On a CPU, F.silu and sigmoid round the last few elements of a call differently, so a sequence in pieces
+    would not have the bits of the whole. exp rounds all elements alike. exp(−|z|) does not overflow; it is written
+    without abs, whose derivative at 0 is 0.
     """
     positive = z >= 0
     decay = torch.exp(torch.where(positive, -z, z))
@@ -59,17 +59,17 @@ Taps = tuple[list[Tensor], Tensor, Tensor | None]
 def dense(x: Tensor, state: Tensor | None, seq_idx: Tensor | None, W: int, dilation: int) -> Taps:
     """What lies under each of the W taps, [B, L, D] each; the final state; which tokens are no padding (None: all).
 
-    Selected, not multiplied: a NaN of another sequence or in padding stays where it is.
+    Values are selected, not multiplied by 0, so a NaN stays within its sequence or padding.
     """
     B, L, D = x.shape
     S = (W - 1) * dilation
     before = x.new_zeros(B, S, D) if state is None else state
     everything = torch.cat([before, x], 1)
     taps = [everything[:, k * dilation : k * dilation + L] for k in range(W)]
-    last = everything[:, L:].clone(memory_format=torch.contiguous_format)  # a view would keep everything in memory
+    last = everything[:, L:].clone(memory_format=torch.contiguous_format)  # a view would keep all of it in memory
     if seq_idx is None or L == 0:
         return taps, last, None
-    ids = torch.cat([seq_idx[:, :1].expand(B, S), seq_idx], 1)  # the state is of the sequence of token 0
+    ids = torch.cat([seq_idx[:, :1].expand(B, S), seq_idx], 1)  # the state belongs to the sequence of token 0
     real = (seq_idx >= 0)[..., None]
     for k in range(W):
         same = ids[:, k * dilation : k * dilation + L] == seq_idx
@@ -80,7 +80,7 @@ def dense(x: Tensor, state: Tensor | None, seq_idx: Tensor | None, W: int, dilat
 def packed(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, W: int, dilation: int) -> Taps:
     """The same for sequences cu_seqlens[i] to cu_seqlens[i + 1] of x [1, L, D], each with its own states.
 
-    A boundary counts as within 0 and L, and as no smaller than those before it.
+    A boundary is clamped to 0 and L, and to no less than the ones before it.
     """
     _, L, D = x.shape
     N, S = cu_seqlens.numel() - 1, (W - 1) * dilation
@@ -90,7 +90,7 @@ def packed(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, W: int, dilation
     begin, end = bounds[:-1], bounds[1:]
 
     def at(time: Tensor, sequence: Tensor, start: Tensor) -> Tensor:
-        """Rows of everything: a token from the start of its sequence on, before it the state."""
+        """Rows of everything: the token at this time, before the start of its sequence the state."""
         return torch.where(time >= start, 1 + N * S + time, 1 + sequence * S + S + time - start)
 
     t = torch.arange(L, device=x.device)
@@ -119,9 +119,9 @@ def causal_conv1d_update(
 ) -> tuple[Tensor, Tensor]:
     """y of a few tokens x [B, T, D], and what state [slots, length, D] is after them.
 
-    Without cache_seqlens the newest input is last and older ones shift out. With it, the state is a ring: the input at
-    time t, counted from the sequence's begin, is at t modulo length, and cache_seqlens inputs came before these.
-    A sequence whose slot is pad_slot_id or is not there, or whose cache_seqlens is negative, is padding.
+    Without cache_seqlens the newest input is last and older ones shift out. With it, the state is a ring: cache_seqlens
+    inputs came before these, and the input at time t of its sequence is at t modulo length.
+    A sequence is padding where its slot is pad_slot_id or missing, or its cache_seqlens negative.
     """
     B, T, D = x.shape
     N, length, S = len(state), state.shape[1], (weight.shape[1] - 1) * dilation
@@ -132,7 +132,7 @@ def causal_conv1d_update(
     if cache_seqlens is not None:
         real, turned = real & (cache_seqlens >= 0), cache_seqlens.long()[:, None] % length
     rows = torch.where(real, rows, N)
-    slots_and_spare = torch.cat([state, state.new_zeros(1, length, D)])  # what padding takes and leaves
+    slots_and_spare = torch.cat([state, state.new_zeros(1, length, D)])  # padding uses the spare one
     mine = slots_and_spare[rows]
     if cache_seqlens is not None:  # oldest first
         turn = (torch.arange(length, device=x.device) + turned) % length
@@ -154,7 +154,7 @@ def short_conv(x: Tensor, gamma: Tensor, weight: Tensor, norm_eps: float, dilati
     rmsnorm(x) = gamma · x · rsqrt(mean(x²) + norm_eps), of each stream over its D channels
     """
     with without_autocast(x):
-        wide = accumulate(x)  # once: the parts of dx meet before they are rounded
+        wide = accumulate(x)  # once, so that the parts of dx are added before they are rounded
         inv_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps)
         normed = (wide * inv_rms * gamma.to(wide.dtype)).flatten(-2)
         added = wide.flatten(-2) if residual else None

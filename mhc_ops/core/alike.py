@@ -1,8 +1,8 @@
 """Tensors that are like earlier ones: what was found for those holds for them.
 
-They are compared by the guards of torch.compile, in C++, a third of the time of a key in Python: class, shape, strides,
+The guards of torch.compile compare them in C++, in a third of the time of a key in Python: class, shape, strides,
 type, device, whether a gradient is needed, and the bits by which torch tells kinds of tensors apart (negated,
-inference, within a transform). On tensors without sizes or strides the guards abort the process: they see none.
+inference, within a transform). On tensors without sizes or strides the guards abort the process; they never get one.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MOST = 16  # types, strides, with and without gradients; guards are tried one by
 
 
 class Alike(list[tuple[Any, Any]]):
-    """Guards of tensors, and what was found for them. Whoever asks has looked that every tensor `is_readable`."""
+    """Guards of tensors, and what was found for them. The caller has checked that every tensor `is_readable`."""
 
     def find(self, tensors: Sequence[Tensor]) -> Any:
         """What was found for tensors like these, or None."""

@@ -1,7 +1,7 @@
 """Choose a backend, say why one cannot run, load a launcher by name.
 
-The first of these that is set: the `backend` argument, `use_backend(...)`, MHC_OPS_BACKEND, the device's own choice.
-What was asked for and cannot run raises; nothing falls back.
+The first of these that is set decides: the `backend` argument, `use_backend(...)`, MHC_OPS_BACKEND, the device.
+A chosen backend that cannot run raises; nothing falls back.
 """
 
 import contextlib
@@ -22,32 +22,32 @@ import torch
 
 from . import device as devices
 
-PACKAGE = __name__.rsplit(".", 2)[0]  # mhc_ops, or what a copy of it is imported as
+PACKAGE = __name__.rsplit(".", 2)[0]  # mhc_ops, or the name of a copy
 BACKENDS = ("reference", "triton", "tilelang", "hip")
 Choice = tuple[tuple[str, str], ...]  # a backend for each family that was given one: (("mhc", "triton"),)
 
-# The oldest Triton that compiles every kernel, and the first torch that brings it.
+# The oldest Triton that compiles every kernel, and the first torch that ships it.
 TRITON = {"cuda": ((3, 6), "2.10"), "hip": ((3, 7), "2.12")}
 TILELANG = (0, 1, 15)
 OLDEST_GPU = (8, 0)
 
-# Read at import, so that the choice can be traced by torch.compile.
+# Read at import, so that torch.compile can trace the choice.
 _INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "tilelang", "numpy")}
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 _COMPILERS = (os.environ.get("CXX"), "c++", "g++", "clang++")
 _CXX = next((name for name in _COMPILERS if name and shutil.which(name)), None)
 _NVCC = shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
 _FOLDERS: dict[str, frozenset[str]] = {}
-_environment: Choice = ()  # what MHC_OPS_BACKEND says
-wrong_environment = ""  # what is wrong with it: an import does not fail, a call that would take its choice does
-# What use_backend says, kept twice. Each asyncio task and each thread has its own context, but torch.compile cannot
-# trace a ContextVar; it can trace (and guard on) a thread's own attribute, which holds the open scopes, newest first.
+_environment: Choice = ()  # the choice of MHC_OPS_BACKEND
+wrong_environment = ""  # its error: the import succeeds, a call that needs this choice raises
+# The choice of use_backend, kept twice. Each asyncio task and each thread has its own context, but torch.compile cannot
+# trace a ContextVar. It can trace, and guard on, a thread's own attribute, which holds the open scopes, newest first.
 _in_context: contextvars.ContextVar[Choice] = contextvars.ContextVar("mhc_ops_backend")
 _in_thread = threading.local()
 
 
 def triton_version() -> str | None:
-    """As the package itself says it: wheels come under many names (triton, pytorch-triton-rocm, triton-windows)."""
+    """The version in the package itself, because wheels have many names (triton, pytorch-triton-rocm, ...)."""
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         return None
@@ -63,7 +63,7 @@ def _version(package: str) -> str | None:
 
 
 def too_old(package: str, version: str | None, oldest: tuple[int, ...], brought_by: str = "") -> dict[str, str]:
-    """{package: sentence} where this version is too old. An unknown version is taken as it is."""
+    """{package: sentence} where this version is too old. An unknown version counts as new enough."""
     if version is None or tuple(map(int, re.findall(r"\d+", version)[:3])) >= oldest:
         return {}
     return {package: f"{package} {version} is installed, the kernels need {'.'.join(map(str, oldest))}{brought_by}"}
@@ -81,10 +81,10 @@ _TOO_OLD = {**triton_too_old(), **too_old("tilelang", _version("tilelang"), TILE
 
 
 def register_family(family: str) -> None:
-    """Look up which kernel folders mhc_ops/<family>/ has. To add a backend, add a folder."""
+    """Looks up which kernel folders mhc_ops/<family>/ has. To add a backend, add a folder."""
     package = importlib.import_module(f"{PACKAGE}.{family}")
     folders = frozenset(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
-    found = sorted({**_FOLDERS, family: folders}.items())  # in this order, whichever is imported first
+    found = sorted({**_FOLDERS, family: folders}.items())  # the order does not depend on imports
     _FOLDERS.clear()
     _FOLDERS.update(found)
 
@@ -97,10 +97,10 @@ def families() -> tuple[str, ...]:
 def use_backend(name: str | None = None, **families: str) -> Iterator[None]:
     """Use a backend for every call in a with block that does not name its own: `with mhc_ops.use_backend("triton"):`
 
-    By family, `use_backend(conv="hip")` or `use_backend("triton", conv="hip")`: the families are mhc and conv, and
-    the others keep what they had. Each thread and each asyncio task has its own choice. torch.compile sees the
-    thread's, so tasks of one thread that overlap pass `backend` to what they compile; so do functions under
-    torch.utils.checkpoint, which runs them again in autograd's threads.
+    A family, mhc or conv, can have its own: `use_backend(conv="hip")` or `use_backend("triton", conv="hip")`. A family
+    that is not named keeps its choice. Each thread and each asyncio task has its own choice. torch.compile sees the
+    thread's, so overlapping tasks of one thread pass `backend` to what they compile. Functions under
+    torch.utils.checkpoint pass it too: autograd's threads run them again.
     """
     with scope(_merge("use_backend", chosen(), name, families)):
         yield
@@ -116,8 +116,8 @@ def scope(choice: Choice) -> Iterator[None]:
         yield
     finally:
         scopes = list(getattr(_in_thread, "scopes", ()))
-        if choice in scopes:  # where another thread ends the scope of a generator, it is not
-            scopes.remove(choice)  # the newest that is equal: scopes of tasks need not end in the order of a stack
+        if choice in scopes:  # not if another thread ends the scope of a generator
+            scopes.remove(choice)  # the newest equal one: scopes of tasks may end in any order
         _in_thread.scopes = tuple(scopes)
         _set_in_context(before)
 
@@ -142,7 +142,7 @@ def _read(variable: str, text: str) -> Choice:
 
 
 def chosen() -> Choice:
-    """What use_backend or MHC_OPS_BACKEND say here."""
+    """The choice of use_backend or MHC_OPS_BACKEND here."""
     if torch.compiler.is_compiling():
         scopes = getattr(_in_thread, "scopes", ())
         return scopes[0] if scopes else _environment
@@ -150,7 +150,7 @@ def chosen() -> Choice:
 
 
 def chosen_by_caller() -> Choice:
-    """The same where nothing is compiled."""
+    """`chosen()` in code that is not compiled."""
     return _in_context.get(_environment)
 
 
@@ -210,7 +210,7 @@ def why_not(family: str, backend: str, device: torch.device | str) -> str | None
             return (
                 "tilelang compiles with nvcc of the CUDA toolkit, which is not there (put it on PATH or set CUDA_HOME)"
             )
-        # A trace cannot look at a GPU: there, `load` says it when the graph first runs.
+        # A trace cannot look at a GPU. `load` does when the graph first runs.
         return None if torch.compiler.is_compiling() else _why_not_gpu(device)
     if backend == "triton" and device.type == "cpu":
         return _why_not_interpreted()
@@ -243,7 +243,7 @@ def _why_not_gpu(device: torch.device) -> str | None:
 
 @functools.cache
 def _why_not_this_gpu(device: torch.device) -> str | None:
-    if not torch.cuda.is_available():  # a question about a GPU that is not here
+    if not torch.cuda.is_available():  # the question is about a GPU that is not here
         return None
     gpu = devices.of(device)
     if gpu.kind != "cuda" or gpu.capability >= OLDEST_GPU:

@@ -1,11 +1,12 @@
-"""What public functions have in common: check and prepare once, then call the same op again.
+"""How a public function calls its op: it checks and prepares once, then repeats the same Call.
 
     def mhc_post(x, h_out, h_post, h_res, *, backend=None):
         return run(_prepare_post, x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend=backend)
 
-`_prepare_post` checks, chooses a backend and says what is to be done: a Request, or the result itself where that is
-the reference's. Eager calls whose arguments are alike (shapes, strides, types, devices, numbers, chosen backend) find
-the Call of an earlier one, whose checks hold for them too.
+`_prepare_post` checks, chooses a backend and returns a Request, or the reference's result. A Request names an op with
+its tensors; a Call (core/op.py) is the same without them; a KeptCall also knows which of the public function's tensors
+the op takes. Eager calls with like arguments (shapes, strides, types, devices, numbers, chosen backend) find the
+KeptCall of an earlier one. Its checks hold for them too.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from .alike import Alike
 from .modes import is_plain, watched
 from .op import Call, Op
 
-MOST_KEYS = 10_000  # token counts are part of them
+MOST_KEYS = 10_000  # a key holds a token count
 CONSTANTS = frozenset((int, float, bool, str, type(None)))
 STRIDED = torch.strided
 
@@ -29,8 +30,7 @@ _calls: dict[Any, Alike] = {}
 
 
 class Request(NamedTuple):
-    """returns: the output or outputs that the public function returns, in order, None in the place of one that is not
-    there."""
+    """returns: the output or outputs that the public function returns, in order; None stands for a missing one."""
 
     op: Op
     backend: str
@@ -38,14 +38,14 @@ class Request(NamedTuple):
     returns: str | tuple[str | None, ...]
 
 
-class Kept(NamedTuple):
-    """A Call, which of the public function's tensors it takes, and whether a tensor or a tuple is returned."""
+class KeptCall(NamedTuple):
+    """A Call, and how the public function's tensors and results map to it."""
 
     call: Call
     taken: list[int] | None  # None: all, in this order
-    copied: list[tuple[int, str]]  # those that are first copied, and their names
-    single: bool
-    missing: list[int]  # places of what is returned where None stands
+    copied: list[tuple[int, str]]  # place and name of each tensor that is copied first
+    single: bool  # one tensor is returned, not a tuple
+    missing: list[int]  # places of the returned tuple that hold None
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         if self.taken is not None:
@@ -63,7 +63,7 @@ class Kept(NamedTuple):
 
 
 def run(prepare: Callable[..., Any], **arguments: Any) -> Any:
-    """prepare(**arguments), and what that asks for."""
+    """Calls prepare(**arguments) and carries out its Request."""
     if watched() or forward_ad._current_level >= 0:
         return answer(prepare(**arguments))
     words: list[Any] = [prepare, backends.chosen_by_caller()]
@@ -77,10 +77,10 @@ def run(prepare: Callable[..., Any], **arguments: Any) -> Any:
             tensors.append(argument)
         elif kind in CONSTANTS:
             words += name, kind, argument
-        else:  # there is more to it
+        else:  # unknown type: do not keep this call
             return answer(prepare(**arguments))
     if tensors:
-        words.append(tensors[0].numel())  # token counts differ most: few calls are left to be told apart by guards
+        words.append(tensors[0].numel())  # token counts differ most; few calls are left for the guards
     key = tuple(words)
     for guards, kept in _calls.get(key, ()):
         if guards.check(*tensors):
@@ -89,7 +89,7 @@ def run(prepare: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def answer(prepared: Any) -> Any:
-    """The result of a Request, where nothing is known of it from before."""
+    """Carries out a Request without keeping anything."""
     if not isinstance(prepared, Request):
         return prepared
     outputs = prepared.op(backend=prepared.backend, **prepared.op.laid_out(prepared.inputs))
@@ -101,7 +101,7 @@ def answer(prepared: Any) -> Any:
 def first_call(prepared: Any, tensors: list[Tensor], key: tuple[Any, ...]) -> Any:
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
     if not isinstance(prepared, Request) or len(places) < len(tensors) or not all(map(is_plain, tensors)):
-        return answer(prepared)  # of a tensor that is given twice it cannot be told which of two the next call means
+        return answer(prepared)  # one tensor passed twice is not kept either: the next call may pass two
     single = isinstance(prepared.returns, str)
     places_of = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
     returns = tuple(name for name in places_of if name is not None)
@@ -111,17 +111,17 @@ def first_call(prepared: Any, tensors: list[Tensor], key: tuple[Any, ...]) -> An
     taken = [places[id(prepared.inputs[name])] for name in names]
     copied = [(place, name) for place, name in enumerate(names) if laid_out[name] is not prepared.inputs[name]]
     call = Call(prepared.op, prepared.backend, prepared.inputs, returns, repeated=True)
-    kept = Kept(call, None if taken == list(range(len(tensors))) else taken, copied, single, missing)
+    kept = KeptCall(call, None if taken == list(range(len(tensors))) else taken, copied, single, missing)
     if len(_calls) >= MOST_KEYS:
         _calls.clear()
     _calls.setdefault(key, Alike()).add(tensors, kept)
     return kept(tensors)
 
 
-def kept_calls() -> list[Kept]:
+def kept_calls() -> list[KeptCall]:
     return [kept for alike in _calls.values() for _, kept in alike]
 
 
 def forget() -> None:
-    """Drop all calls; tests that change configs do."""
+    """Drops all kept calls. Tests that change configs do."""
     _calls.clear()

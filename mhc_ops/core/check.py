@@ -9,7 +9,7 @@ from torch import Tensor
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KERNEL_FLOATS = FLOATS[:3]
 MOST_FINITE = sys.float_info.max
-LARGEST = 2**63 - 1  # whole number that a kernel takes
+LARGEST = 2**63 - 1  # the largest whole number that a kernel takes
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -22,7 +22,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def check_tensors(function: str, **arguments: object) -> None:
-    """Each is a dense tensor of a float type, on the device of the first. Optional ones are left out by the caller."""
+    """Each is a dense tensor of a float type, on the device of the first. The caller leaves out missing ones."""
     first_name, first = next(iter(arguments.items()))
     for name, value in arguments.items():
         check_tensor(function, name, value, FLOATS)
@@ -42,13 +42,13 @@ def check_tensor(function: str, name: str, value: object, allowed: Sequence[torc
 
 
 def check_memory(function: str, name: str, tensor: Tensor) -> None:
-    """Its storage is there: FSDP takes it away between two uses."""
+    """The tensor has its storage: FSDP frees it between two uses."""
     if not tensor.data_ptr() and tensor.numel() and tensor.device.type != "meta":
-        raise ValueError(f"{function}: {name} must have memory, but its storage was given back")
+        raise ValueError(f"{function}: {name} must have memory, but its storage was freed")
 
 
 def check_writable(function: str, name: str, tensor: Tensor) -> None:
-    """Of a tensor that is written to: every element has memory of its own, and torch may know of the change."""
+    """A tensor that is written to has memory of its own for each element, and torch may count the write."""
     if overlaps_itself(tensor):
         raise ValueError(f"{function}: {name} must have memory of its own for each element: pass {name}.contiguous()")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -56,13 +56,13 @@ def check_writable(function: str, name: str, tensor: Tensor) -> None:
 
 
 def check_in_memory(function: str, name: str, tensor: Tensor, context: str) -> None:
-    """Of a tensor that kernels write to: its values are what is in memory."""
+    """A tensor that kernels write to holds its values in memory."""
     if tensor.is_neg() or tensor._is_zerotensor():
         raise ValueError(f"{function}: {name} must be no negated view{context}: pass {name}.resolve_neg()")
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements may share memory: no, where each dimension steps over all that smaller steps reach."""
+    """Whether two elements may share memory. Not where each dimension steps over all that smaller strides reach."""
     if not tensor.numel():
         return False
     reach = 0
@@ -109,7 +109,7 @@ def check_count(function: str, name: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """A number as it is or, where it has more digits than anybody reads, how many."""
+    """A number as it is; of a very long one, how many bits it has."""
     if not isinstance(value, int) or abs(value) < 10**30:
         return str(value)
     return f"one of {value.bit_length()} bits"
@@ -128,7 +128,7 @@ def check_word(function: str, name: str, value: object, allowed: Sequence[str]) 
 
 
 def check_numbers(function: str, **values: object) -> tuple[float, ...]:
-    """The finite values as floats, as kernels are compiled for the type of a number. An eps is 0 or more."""
+    """The finite values as floats, because kernels are compiled for the type of a number. An eps is 0 or more."""
     for name, value in values.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise TypeError(f"{function}: {name} must be a number, got {type(value).__name__}")

@@ -1,6 +1,6 @@
-"""Repair Triton's interpreter: bf16 becomes exact, and sums are made in one order on every CPU.
+"""Repair Triton's interpreter: bf16 becomes exact, and sums have one order on every CPU.
 
-The interpreter truncates bf16 in casts and computes on raw bits elsewhere (seen in triton 3.6 to 3.9): without this,
+The interpreter truncates bf16 in casts and computes on raw bits elsewhere (triton 3.6 to 3.9). Without this module,
 `TRITON_INTERPRET=1` gives plausible nonsense for bf16 tensors.
 
 It multiplies matrices with numpy's BLAS, whose order of summation depends on the CPU, the shapes and the threads. A
@@ -17,21 +17,21 @@ def is_bf16(handle):
 
 
 def widen(handle):
-    """bf16, which the interpreter keeps as uint16, to fp32; anything else as it is."""
+    """Widens bf16, which the interpreter keeps as uint16, to fp32. Other types stay."""
     if not is_bf16(handle):
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def narrow(data):
-    """fp32 to bf16 bits, to nearest even; NaN stays NaN."""
+    """Rounds fp32 to bf16 bits, to nearest even. NaN stays NaN."""
     bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16)
 
 
 def in_fp32(method):
-    """Compute on widened operands; round where the result would have been bf16."""
+    """Computes on widened operands, and rounds where the result would be bf16."""
 
     def wrapped(self, *operands, **options):
         result = method(self, *map(widen, operands), **options)
@@ -43,7 +43,7 @@ def in_fp32(method):
 
 
 def added(terms, axis):
-    """The sum along one axis, by halves: its order depends on the number of terms alone, which is a power of two."""
+    """The sum along one axis, by halves. Its order depends only on the number of terms, a power of two."""
     while terms.shape[axis] > 1:
         low, high = np.split(terms, 2, axis=axis)
         terms = low + high

@@ -1,4 +1,4 @@
-"""Launch Triton kernels by the names of their arguments, and let whoever records see what was launched."""
+"""Launch Triton kernels by the names of their arguments, and record the launches for a replay."""
 
 import contextlib
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 
 COMPILE_OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_cooperative_grid"))
 
-MOST_DESCRIPTORS = 1024  # of one argument: as many addresses as its tensors have in a training step of a deep model
+MOST_DESCRIPTORS = 1024  # per argument: a training step of a deep model has about as many addresses
 
 Start = Callable[[Any, Sequence[Any]], None]  # start(stream, arguments)
 Described = Mapping[int, dict[str, Any]]
@@ -19,7 +19,7 @@ _recording = threading.local()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """launch(kernel, (blocks,), x_ptr=x, T=T, BLOCK_T=16, num_warps=4): each argument of the kernel, and options."""
+    """launch(kernel, (blocks,), x_ptr=x, T=T, BLOCK_T=16, num_warps=4): every argument of the kernel, and options."""
     options = {name: arguments.pop(name) for name in COMPILE_OPTIONS & arguments.keys()}
     names = kernel.arg_names
     if arguments.keys() != set(names):
@@ -37,7 +37,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
 
 
 def record(launches: list[Any] | None) -> list[Any] | None:
-    """Append what this thread launches from now on to the list; the list that was in place before."""
+    """Appends this thread's launches to the list from now on. Returns the list used before."""
     before = getattr(_recording, "launches", None)
     _recording.launches = launches
     return before
@@ -45,7 +45,7 @@ def record(launches: list[Any] | None) -> list[Any] | None:
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[Callable[[], Any]]]:
-    """Within it, this thread launches nothing: a call compiles one of the kernels that would have been."""
+    """Within it, this thread's launches are not executed; each becomes a function that compiles its kernel."""
     found: list[Callable[[], Any]] = []
     _recording.compilations = found
     try:
@@ -55,11 +55,12 @@ def collected() -> Iterator[list[Callable[[], Any]]]:
 
 
 def starter(compiled: Any, grid: tuple[int, int, int], described: Described = NONE) -> Start:
-    """Start this compiled kernel on other tensors: by the C function beneath `compiled[grid]`, where Triton has the one
-    that is known here, with what stays the same; it saves two thirds of a launch. Whoever hooks into Triton's launches,
-    as its profiler does, is served by `compiled[grid]`.
+    """A function that starts this compiled kernel on other tensors.
 
-    described: which arguments are descriptors, and what these hold besides the tensor; `start` takes its address."""
+    It calls the C function beneath `compiled[grid]`, which saves two thirds of a launch. It calls `compiled[grid]`
+    itself where this Triton's C function is unknown, and while a launch hook is set, as Triton's profiler sets one.
+    described: what each descriptor among the arguments holds besides its tensor, by its place. `start` takes the
+      tensor's address there."""
     slow = compiled[grid]
 
     def start_slowly(stream: Any, arguments: Sequence[Any]) -> None:
@@ -119,8 +120,8 @@ def _quick(launch: Callable[..., None], compiled: Any, grid: tuple[int, int, int
 
 
 def _describing(compiled: Any, grid: tuple[int, int, int], described: Described) -> Start | None:
-    """As `_quick`, without the function that Triton puts before the one in C where there are descriptors: that makes
-    each of them anew, which takes as long as two launches. Of a recorded launch only the tensors' addresses change."""
+    """As `_quick`, for a kernel with descriptors. Triton's own wrapper makes each descriptor anew, which takes as long
+    as two launches. In a recorded launch only addresses change, so descriptors are kept by address."""
     if not inspect.isfunction(compiled.run.launch):
         return None
     names = inspect.getclosurevars(compiled.run.launch)
@@ -147,7 +148,7 @@ def _describing(compiled: Any, grid: tuple[int, int, int], described: Described)
 
 
 class Made(dict[int, list[Any]]):
-    """What a descriptor is to the C function, by the address of its tensor."""
+    """The C function's arguments for a descriptor, by the address of its tensor."""
 
     def __init__(self, make: Callable[..., list[Any]], rest: dict[str, Any], meta: Any) -> None:
         self.make, self.rest, self.meta = make, rest, meta
@@ -169,7 +170,7 @@ class Address:
 
 
 class Descriptor:
-    """What Triton asks of a TensorDescriptor when it starts a kernel, of a tensor that is known by its address."""
+    """Stands for a TensorDescriptor whose tensor is known by its address alone."""
 
     def __init__(self, address: int, rest: dict[str, Any]) -> None:
         self.__dict__ = {**rest, "base": Address(address)}

@@ -1,4 +1,4 @@
-"""How kernels take a tensor: what they read and write is memory, and what torch knows of a tensor besides is lost."""
+"""How kernels take a tensor. They see its memory alone, not torch's bits of it."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ Layout = Callable[[Tensor], Tensor]  # returns the tensor itself where it is alr
 
 
 def any_layout(tensor: Tensor) -> Tensor:
-    """Of a tensor whose strides the op takes as they are."""
+    """The op takes the tensor's strides as they are."""
     return tensor
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """With its values in memory. torch negates by a bit (z.conj().imag) and has zeros without memory."""
+    """The tensor with its values in memory. torch negates by a bit (z.conj().imag) and has zeros without memory."""
     if torch.compiler.is_compiling() or not (tensor.is_neg() or tensor._is_zerotensor()):
-        return tensor  # where torch calls the op, it resolves both before
+        return tensor  # torch resolves both before it calls the op
     return tensor.clone()

@@ -1,6 +1,6 @@
-"""Declare an op once; torch sees one custom op, eager calls launch directly.
+"""Declare an op once: torch sees one custom op, eager calls launch directly.
 
-A contract is a typed function that allocates the outputs; inputs and outputs go by their names from here to the kernel:
+A contract is a typed function that allocates the outputs. Inputs and outputs keep their names from here to the kernel:
 
     class PostOutputs(NamedTuple):
         x_next: Tensor
@@ -9,14 +9,14 @@ A contract is a typed function that allocates the outputs; inputs and outputs go
     def mhc_post_fwd(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor) -> PostOutputs:
         return PostOutputs(x_next=torch.empty_like(x))
 
-Its signature is the schema (an input that is itself a NamedTuple, as PreOptions, stands there by its fields) and its
-body is the fake. The real call allocates with it and hands inputs and outputs to
-`mhc_ops.<family>.<backend>.mhc_post_fwd`, which only fills.
+Its signature is the schema; an input that is itself a NamedTuple, as PreOptions, enters it field by field. Its body is
+the fake. The real call allocates with it and hands inputs and outputs to `mhc_ops.<family>.<backend>.mhc_post_fwd`,
+which fills the outputs.
 
     mhc_post_fwd.gradient_is(mhc_post_bwd, residual=True)
 
-The names say what the gradient needs: inputs and outputs, which are kept for it, and d<output>, the cotangents. Where
-it is more than one op, it is written as a function: see `Op.gradient`.
+The names say what the gradient needs: inputs and outputs, which are kept for it, and d<output>, the cotangents. A
+gradient of more than one op is a function: see `Op.gradient`.
 """
 
 import inspect
@@ -57,14 +57,17 @@ def op(
     unwritten: tuple[str, ...] = (),
     layouts: Mapping[str, Layout] = ALL_CONTIGUOUS,
 ) -> Callable[[Callable[..., Any]], "Op"]:
-    """Decorator: make an Op of a contract. mutates: the inputs that its launchers write to; unwritten: the outputs, of
-    one element of storage, that they do not, because nobody reads them; layouts: of inputs that need not be contiguous.
+    """Decorator: makes an Op of a contract.
+
+    mutates: the inputs that launchers write to.
+    unwritten: outputs with one element of storage that launchers leave as they are, because no code reads them.
+    layouts: how launchers take an input; contiguous without an entry.
     """
     return lambda contract: Op(family, contract, mutates, unwritten, layouts)
 
 
 class Op:
-    """Call it as op(backend=..., x=x, ...), every input by its name; tensors are checked by the caller."""
+    """Called as op(backend=..., x=x, ...), every input by its name. The caller has checked the tensors."""
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class Op:
         if family not in backends.families():
             backends.register_family(family)
         schema = _schema(signature, self.outputs, mutates)
-        # Two copies of the package do not share ops; and of a name that ends with _ DTensor returns the first input.
+        # Two copies of the package do not share ops. For a name that ends with _, DTensor returns the first input.
         name = f"{backends.PACKAGE.replace('.', '_')}::{self.name.removesuffix('_')}"
         self.traced = torch.library.custom_op(name, self._flat, mutates_args=mutates, schema=schema)
         self.traced.register_fake(self._fake)
@@ -99,7 +102,7 @@ class Op:
             self.traced.register_vmap(self._no_vmap)
 
     def __call__(self, *, backend: str, **inputs: Any) -> Any:
-        """All outputs, on the path that fits what the inputs are and who watches."""
+        """All outputs: directly where nothing watches the call, else through torch's dispatcher."""
         tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
         if torch.compiler.is_compiling():
             if traced_under_derivatives():
@@ -112,14 +115,14 @@ class Op:
         return self.outputs(*call(tensors))
 
     def taken(self, name: str, tensor: Tensor) -> Tensor:
-        """An input, or what is kept under its name for the gradient, as kernels take it."""
+        """The tensor of this name, an input or a kept one, as kernels take it."""
         return self.layouts.get(name, Tensor.contiguous)(resolved(tensor))
 
     def laid_out(self, inputs: Inputs) -> Inputs:
         return {name: self.taken(name, value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
     def apart(self, inputs: Inputs) -> Inputs:
-        """Inputs that lie in memory which the op writes to are read from copies."""
+        """Replaces inputs that share memory with a written one by copies."""
         found = dict(inputs)
         for name, value in inputs.items():
             if name not in self.mutates and isinstance(value, Tensor):
@@ -140,7 +143,7 @@ class Op:
         return outputs
 
     def dispatched(self, *, backend: str, **inputs: Any) -> Any:
-        """By torch, or by torch.func while one of its transforms is under way."""
+        """Called through torch, or through torch.func within one of its transforms."""
         flat = [*self.flattened(inputs), backend]
         if any(is_dtensor(value) for value in flat):
             register_shardings()
@@ -152,10 +155,10 @@ class Op:
         return self.named(self.traced(*flat))
 
     def once(self, *, backend: str, **inputs: Any) -> Any:
-        """Within a backward that torch keeps for a second derivative (create_graph), which is then refused.
+        """The op within a backward under create_graph; a second derivative through it raises.
 
-        Not by torch's once_differentiable: its node leads to none of the inputs, so torch.autograd.grad does not come
-        across it, and gradients through it are left out in silence.
+        torch's once_differentiable would not raise: its node leads to none of the inputs, so torch.autograd.grad never
+        reaches it and leaves gradients out in silence.
         """
         assert self.transformed is not None
         return self.named(self.transformed.apply(*self.flattened(inputs), backend))
@@ -164,7 +167,7 @@ class Op:
         return self.named(self.traced(*self.flattened(inputs), backend))
 
     def flattened(self, inputs: Inputs) -> list[Any]:
-        """In the order of the schema."""
+        """The inputs in the order of the schema."""
         if inputs.keys() != self.inputs.keys():
             raise TypeError(f"{self.name}: takes {list(self.inputs)}, got {list(inputs)}")
         flat: list[Any] = []
@@ -183,12 +186,12 @@ class Op:
 
     def _flat(self, *flat_and_backend: Any) -> Any:
         *flat, backend = flat_and_backend
-        inputs = self.laid_out(self.unflattened(flat))  # others than the public functions may call it
+        inputs = self.laid_out(self.unflattened(flat))  # graphs call it without the public function
         for name in self.mutates:
             check_writable(self.name, name, inputs[name])
         outputs = self.launch(backend=backend, **self.apart(inputs) if self.mutates else inputs)
-        for name in self.unwritten:  # torch's checks of an op read what nobody else does
-            if getattr(outputs, name).numel():  # else there is no storage
+        for name in self.unwritten:  # torch's checks of an op read every output
+            if getattr(outputs, name).numel():  # an empty one has no storage
                 getattr(outputs, name).as_strided((1,), (1,)).zero_()
         return _plain(outputs)
 
@@ -205,9 +208,9 @@ class Op:
         raise NotImplementedError(f"{self.name}: vmap of an op that writes to its inputs {IN_REFERENCE}")
 
     def _for_transforms(self, setup: Callable[..., None], back: Callable[..., Any]) -> type[torch.autograd.Function]:
-        """The op as torch.func takes it: torch's own autograd for custom ops does not work there.
+        """The op for torch.func, where torch's own autograd for custom ops does not work.
 
-        Eager calls do not go this way, since torch binds the arguments of such a function anew in every call (10 µs).
+        Eager calls do not use it: torch binds the arguments of such a function in every call, which takes 10 µs.
         """
 
         class Transformed(torch.autograd.Function):
@@ -226,17 +229,17 @@ class Op:
     def gradient(self, differentiate: Callable[..., Gradients]) -> Callable[..., Gradients]:
         """Decorator of the gradient: `differentiate(run, <names>)` returns gradients by the names of inputs.
 
-        Names are inputs and outputs of the op, which are kept for it; d<output>, the cotangents, each contiguous, or
-        None where nothing used that output; and `given`, the names of the tensors among the inputs. No gradient flows
-        through outputs whose cotangent is not asked for. `run(other_op, x=x, ...)` calls another op on the path and
-        backend of the forward. Where nothing used any output, there is no gradient.
+        A name is an input or output of the op, which is kept for the gradient; d<output>, a contiguous cotangent, None
+        for an unused output; or `given`, the names of the tensors among the inputs. An output whose cotangent is not
+        named carries no gradient. `run(other_op, x=x, ...)` calls another op on the path and backend of the forward.
+        `differentiate` is not called where no output is used.
         """
         _, *names = inspect.signature(differentiate).parameters
         self._register(names, differentiate)
         return differentiate
 
     def gradient_is(self, backward: "Op", renamed: dict[str, str] | None = None, **fixed: Any) -> None:
-        """The gradient is this op, on inputs of the same names; `renamed` or `fixed` are those that it has besides."""
+        """The gradient is the op `backward` on inputs of the same names. `renamed` and `fixed` give the others."""
         names = {name: (renamed or {}).get(name, name) for name in backward.inputs if name not in fixed}
 
         def differentiate(run: Callable[..., Any], **values: Any) -> Gradients:
@@ -276,10 +279,11 @@ class Op:
 
 
 class Call:
-    """One eager call of an op without its tensors, which are a list in the order of `names`.
+    """An eager call of an op without its tensors. They come as a list in the order of `names`.
 
-    inputs: of this call, or of one like it that is first laid out. returns: the outputs that the caller wants; what the
-    gradient needs besides is kept by autograd alone. repeated: whether there will be others like it."""
+    inputs: those of this call, or of a like one before they are laid out.
+    returns: the outputs that the caller wants. Autograd keeps what the gradient needs besides.
+    repeated: whether like calls will follow."""
 
     def __init__(self, op: Op, backend: str, inputs: Inputs, returns: tuple[str, ...], repeated: bool = False):
         self.op, self.backend, self.returns, self.repeated = op, backend, returns, repeated
@@ -299,7 +303,7 @@ class Call:
         self.forward: Any = self._direct(partial(self.launched, returns))
         self.forward_keeping: Any = self._direct(partial(self.launched, (*returns, *hidden)))
         self.backward: Any = partial(self.differentiated, partial(Op.launch, backend=backend))
-        self.alike: dict[tuple[bool, ...], Alike] = {}  # by which cotangents there are: how the backward runs
+        self.alike: dict[tuple[bool, ...], Alike] = {}  # how the backward runs, by which cotangents are given
         if op.mutates:
             self.forward = partial(self.written, self.forward)
 
@@ -307,9 +311,9 @@ class Call:
         return Replay(function) if self.replays else function
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What is returned, in the order of `returns`."""
+        """The results, in the order of `returns`."""
         if self.differentiable and torch.is_grad_enabled():
-            # Not through torch.autograd.Function.apply, which looks for transforms once more.
+            # torch.autograd.Function.apply would look for transforms once more.
             return super(torch.autograd.Function, self.op.function).apply(self, *tensors)  # type: ignore[misc]
         return self.forward(tensors)
 
@@ -318,14 +322,14 @@ class Call:
         return [getattr(results, name) for name in outputs]
 
     def written(self, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-        """Of an op that writes to its inputs, of which torch is to know."""
+        """Runs an op that writes to its inputs, and tells torch that it did."""
         inputs = dict(zip(self.names, tensors))
         results = forward(list(self.op.apart(inputs).values()))
         torch.autograd.graph.increment_version([inputs[name] for name in self.op.mutates])
         return results
 
     def keep(self, ctx: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """For the backward. results: what is returned, then what the gradient needs besides."""
+        """Saves tensors for the backward. results: what is returned, then what the gradient needs besides."""
         everything = (*tensors, *results)
         kept = [everything[place] for place in self.places]
         if not self.saved:
@@ -339,7 +343,7 @@ class Call:
     def gradients(
         self, ctx: Any, cotangents: Sequence[Tensor | None], back: Callable[..., Sequence[Tensor | None]] | None
     ) -> Sequence[Tensor | None]:
-        """One for each of `names`. cotangents: one for each of `returns`; back: None to launch directly."""
+        """One gradient for each of `names`. cotangents: one for each of `returns`. back: None launches directly."""
         there = tuple([cotangent is not None for cotangent in cotangents])
         if True not in there:
             return [None] * len(self.names)
@@ -366,7 +370,7 @@ class Call:
         return found(tensors)
 
     def brought_back(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What is kept, then the cotangents, as kernels take them: hooks of autograd return what they like."""
+        """Kept tensors, then cotangents, as kernels take them: a hook of autograd may return any tensor."""
         found: list[Tensor | None] = []
         for name, tensor, kind in zip(self.kept, tensors, self.saved):
             assert tensor is not None
@@ -375,7 +379,7 @@ class Call:
                 (shape, _, place), (was, _, before) = _kind(tensor), kind
                 raise ValueError(
                     f"{self.op.name}: {name} must come back to the backward as it was kept, {list(was)} on {before}, "
-                    f"got {list(shape)} on {place} (of saved_tensors_hooks?)"
+                    f"got {list(shape)} on {place} (from saved_tensors_hooks?)"
                 )
             found.append(self.op.taken(name, tensor))
         for name, tensor in zip(self.returns, tensors[len(self.kept) :]):
@@ -385,7 +389,7 @@ class Call:
         return found
 
     def differentiated(self, run: Callable[..., Any], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """tensors: what is kept, then the cotangents, as in `gradients`."""
+        """The gradients. tensors: those kept, then the cotangents."""
         op = self.op
         assert op.differentiate is not None
         values: Inputs = dict.fromkeys(f"d{name}" for name in op.varying)
@@ -401,7 +405,7 @@ class Call:
 
 
 class Eager(torch.autograd.Function):
-    """Of a Call; each op has one of its own name."""
+    """The autograd node of a Call. Each op has a subclass of its own name."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -418,7 +422,7 @@ class Eager(torch.autograd.Function):
 
 
 def by_input(gradients: Any) -> Gradients:
-    """The outputs of a backward op, dx as x and so on."""
+    """The outputs of a backward op by the inputs' names: dx under x."""
     return {name.removeprefix("d"): gradient for name, gradient in gradients._asdict().items()}
 
 
@@ -431,12 +435,12 @@ def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _plain(outputs: Any) -> Any:
-    """As a custom op returns them."""
+    """The outputs as a custom op returns them."""
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _schema(signature: inspect.Signature, outputs: Any, mutates: tuple[str, ...]) -> str:
-    """Of the contract with every group of options by its fields, and the backend at the end."""
+    """The contract's schema, each group of options field by field, the backend last."""
     kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
     for name, parameter in signature.parameters.items():
         fields = inspect.get_annotations(parameter.annotation) if hasattr(parameter.annotation, "_fields") else {}

@@ -1,11 +1,11 @@
-"""What references compute in."""
+"""The types that references compute in."""
 
 import torch
 from torch import Tensor
 
 
 def accumulate(x: Tensor) -> Tensor:
-    """x in the type that sums are kept in: fp32, and fp64 stays."""
+    """x in the type of its sums: fp64 stays, all else is fp32."""
     return x if x.dtype == torch.float64 else x.float()
 
 

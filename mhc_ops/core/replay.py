@@ -1,9 +1,9 @@
 """Replay the launches of a call that is like an earlier one.
 
 What a launcher does follows from the shapes, strides, types and alignments of its tensors and from its numbers. The
-first call records which compiled kernels it started, with which grids and arguments, and what it allocated. A later
-call that is alike allocates what is returned, takes one workspace for all the rest and starts the same kernels on its
-own tensors: no checks, no configs, no binding and hashing of arguments.
+first call records the compiled kernels, grids and arguments that it started and the tensors that it allocated. A like
+call allocates its results and one workspace, and starts the same kernels on its own tensors. It checks nothing, asks no
+config, and neither binds nor hashes arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .launch import Start, record, starter
 
-ALIGNMENT = 512  # bytes, as torch's allocators give on a GPU
-MOST_PLANS = 64  # of one function: a plan for each way in which its tensors are aligned
+ALIGNMENT = 512  # bytes, as torch's allocators align on a GPU
+MOST_PLANS = 64  # per function: one for each way in which its tensors are aligned
 
 Tensors = Sequence[Tensor | None]
 Function = Callable[[Tensors], Tensors]
@@ -28,14 +28,14 @@ def _empty(device: torch.device | str, shape: tuple[int, ...], stride: tuple[int
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-# Without torch's dispatcher, a third of the time; what code that torch.compile writes allocates with.
+# Skips torch's dispatcher and takes a third of the time. Code that torch.compile generates allocates with it too.
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", partial(_empty, "cuda"))
 
 
 class Replay:
     """A function from tensors to tensors that does nothing but allocate and launch.
 
-    Its tensors have the same shapes, strides and types in every call; alignments may differ, and some tensors be None.
+    Its tensors have the same shapes, strides and types in every call. Alignments may differ, and some may be None.
     """
 
     def __init__(self, function: Function) -> None:
@@ -54,7 +54,7 @@ class Replay:
 
     def first_call(self, tensors: Tensors, addresses: list[int], key: Any) -> Tensors:
         there = [address for address in addresses if address]
-        if len(set(there)) < len(there):  # which need not be so in the next call
+        if len(set(there)) < len(there):  # tensors share memory here; in the next call they may not
             return self.function(tensors)
         with Recorder() as recorder:
             results = self.function(tensors)
@@ -67,8 +67,8 @@ class Replay:
 class Plan:
     """The launches of a call: which kernels, and where each argument comes from.
 
-    The tensors are numbered: those given, those made and returned, then the pieces of one workspace; behind their
-    addresses come the numbers that are the same in every call, so that the arguments of a launch are a selection."""
+    One list holds the addresses of the given tensors, of the returned ones and of the scratch tensors within the
+    workspace, then the numbers, which are the same in every call. A launch selects its arguments from that list."""
 
     def __init__(self, launches: list[Any], given: Tensors, made: list[Tensor], results: Tensors):
         found = {result.data_ptr(): result for result in results if result is not None}
@@ -125,7 +125,7 @@ class Plan:
         stream = torch._C._cuda_getCurrentRawStream(self.index) if self.index >= 0 else None
         for start, arguments in self.launches:
             start(stream, arguments(addresses))
-        tensors = [*given, *made, None]  # the last is what −1 finds
+        tensors = [*given, *made, None]  # place −1 is None
         return [tensors[place] for place in self.results]
 
 
@@ -134,7 +134,7 @@ def _has_memory(argument: Any) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees what a call allocates and launches. What else torch does in it could not be replayed."""
+    """Sees what a call allocates and launches. A call in which torch does anything else cannot be replayed."""
 
     ALLOCATIONS = tuple(getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new_empty", "empty_strided"))
 
@@ -165,5 +165,5 @@ class Recorder(TorchDispatchMode):
             return None
         try:
             return Plan(self.launches, given, self.made, results)
-        except LookupError:  # an argument is none of these tensors
+        except LookupError:  # an argument belongs to no tensor of the call
             return None

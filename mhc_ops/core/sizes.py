@@ -1,4 +1,4 @@
-"""Whole-number helpers of the launchers. Triton's own cdiv and next_power_of_2 take 6 µs a call on the host."""
+"""Whole-number helpers of the launchers. Triton's own cdiv and next_power_of_2 take 6 µs per call on the host."""
 
 
 def cdiv(value: int, divisor: int) -> int:

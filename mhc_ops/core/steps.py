@@ -1,6 +1,6 @@
-"""A computation as named steps, so that each can be looked at, and done differently, by itself.
+"""A computation as named steps. Each can be inspected and changed by itself.
 
-A step has the name of what it computes, and its arguments have the names of what it reads:
+A step has the name of the value it computes; its arguments have the names of the values it reads:
 
     steps_of(m=lambda h_mix, inv_rms: h_mix * inv_rms[..., None], z=lambda m, alphas, bias: m * alphas + bias)
 """
@@ -23,10 +23,10 @@ class Step:
     name: str
     reads: tuple[str, ...]
     compute: Callable[..., Any]
-    is_sum: bool = False  # of what it reads
+    is_sum: bool = False  # it adds what it reads
 
     def names(self) -> set[str]:
-        """All by which a change reaches it."""
+        """The names by which a change reaches this step."""
         return {self.name, *self.reads, *(f"{read} for {self.name}" for read in self.reads)}
 
 
@@ -38,12 +38,12 @@ def steps_of(**functions: Callable[..., Any]) -> Steps:
 
 
 def total(name: str, *terms: str) -> Step:
-    """The sum of these values, in this order."""
+    """A step that adds these values, in this order."""
     return Step(name, terms, lambda first, *others: sum(others, first), is_sum=True)
 
 
 def renamed(steps: Sequence[Step], **names: str) -> Steps:
-    """The same steps between values that have other names: renamed(steps, x="x_next") reads x_next for x."""
+    """The same steps on values with other names: renamed(steps, x="x_next") reads x_next for x."""
 
     def new(step: Step) -> Step:
         reads = tuple(names.get(read, read) for read in step.reads)
@@ -53,7 +53,7 @@ def renamed(steps: Sequence[Step], **names: str) -> Steps:
 
 
 def leading_to(steps: Sequence[Step], last: str) -> Steps:
-    """Those that a value is computed from, and its own."""
+    """The steps that a value is computed from, its own included."""
     needed, found = {last}, []
     for step in reversed(steps):
         if step.name in needed:
@@ -68,7 +68,7 @@ def evaluate(
     """Every value by its name.
 
     changes: by the name of an input or a step ("h_mix"), or of what one step reads ("x for h_mix").
-    right: all values without changes; those that no change reaches are taken from there.
+    right: all values without changes. A value that no change reaches is taken from there.
     """
     values: Values = {}
     reached = set(changes)
@@ -89,14 +89,15 @@ def evaluate(
 
 
 def gradients(steps: Sequence[Step], wanted: Collection[str], outputs: Collection[str]) -> Steps:
-    """From "cotangent of" each output to d<value> of all that is wanted, what is read last first. dx is the sum of
-    a term for each step that reads x, "dx via h_mix", which autograd computes.
+    """The steps from "cotangent of" each output to d<value> of every wanted value, last read first.
+
+    dx is the sum of one term per step that reads x, "dx via h_mix", which autograd computes.
     """
     depends, terms = set(wanted), {name: [f"cotangent of {name}"] for name in outputs}
     for step in steps:
         depends |= {step.name} if depends.intersection(step.reads) else set()
     found: list[Step] = []
-    arriving: dict[str, str] = {}  # by the name of a step, its gradient; that of a summand is that of the sum
+    arriving: dict[str, str] = {}  # the gradient of each step; a summand has that of its sum
     for step in reversed(steps):
         if step.name in terms:
             arriving[step.name] = f"d{step.name}"
@@ -114,7 +115,7 @@ def gradients(steps: Sequence[Step], wanted: Collection[str], outputs: Collectio
 
 
 def _backward(compute: Callable[..., torch.Tensor], k: int, *reads: Any) -> torch.Tensor:
-    """The gradient of a step's k-th argument; the last of `reads` is that of what the step computes."""
+    """The gradient of a step's k-th argument. The last of `reads` is the gradient of the step's own value."""
     *arguments, gradient = reads
     with torch.enable_grad():
         leaf = arguments[k] = arguments[k].detach().requires_grad_()
@@ -122,7 +123,7 @@ def _backward(compute: Callable[..., torch.Tensor], k: int, *reads: Any) -> torc
 
 
 class Computation:
-    """Steps on their inputs, to be run again with changes. right: all values without."""
+    """Steps on their inputs, to be run again with changes. right: all values without changes."""
 
     def __init__(self, steps: Steps, inputs: Values) -> None:
         self.steps, self.inputs = steps, inputs
@@ -135,16 +136,16 @@ class Computation:
             return evaluate(self.steps, self.inputs, changes, self.right)
 
     def value(self, name: str, changes: Mapping[str, Change]) -> torch.Tensor:
-        """One alone, for which much less may be run."""
+        """One value. Only the steps that lead to it run."""
         with torch.no_grad():
             return evaluate(leading_to(self.steps, name), self.inputs, changes, self.right)[name]
 
     def depends(self, step: Step, read: str) -> bool:
-        """Whether its value does: a term of a gradient is given all that its step is, whatever it needs."""
+        """Whether the step's value depends on `read`: a term of a gradient reads all that its step does."""
         return not torch.equal(self.value(step.name, {f"{read} for {step.name}": zeros}), self.right[step.name])
 
     def sum_of(self, step: str) -> str:
-        """The one that it is a term of, else itself."""
+        """The sum that this step is a term of, else the step."""
         return next((name for name, terms in self.sums.items() if step in terms), step)
 
 
@@ -164,7 +165,7 @@ def zeros(right: torch.Tensor, values: Values) -> torch.Tensor:
 
 
 def at(index: Any, change: Change, shape: Sequence[int] = ()) -> Change:
-    """The change there alone. shape: that the value has for the index, if another."""
+    """Applies the change at this index alone. shape: the value's shape for the index, where it differs."""
 
     def changed(value: torch.Tensor, values: Values) -> torch.Tensor:
         kept = value.reshape(*(shape or value.shape)).clone()

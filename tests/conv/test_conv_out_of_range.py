@@ -1,6 +1,7 @@
 """Boundaries, slots and lengths that no tensor has: nothing outside is read or written, the same in every backend."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -25,6 +26,10 @@ def where(request):
 
 def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def normals(device, *shapes):
+    return [normal(*shape).to(device) for shape in shapes]
 
 
 def among_nan(tensor, device, margin=7):
@@ -80,7 +85,7 @@ def test_boundaries(given, meant, where):
 
 def test_boundaries_of_64_bits(where):
     backend, device = where
-    x, weight = normal(1, L, D).to(device), normal(D, W).to(device)
+    x, weight = normals(device, (1, L, D), (D, W))
     run = partial(mhc_ops.causal_conv1d, x, weight, backend=backend)
     given = torch.tensor([-(2**63), 3, 2**40, 2**63 - 1], device=device)
     assert torch.equal(run(cu_seqlens=given), run(cu_seqlens=torch.tensor([0, 3, 9, 9], device=device)))
@@ -93,11 +98,6 @@ def test_nothing_is_written_outside(where):
         pytest.skip("torch allocates its outputs")
     from mhc_ops.conv import triton as launchers
 
-    def states_among_nan():
-        """[N, D, S] with channels side by side"""
-        rows, around = among_nan(torch.zeros(4, W - 1, D), device)
-        return rows.mT, around
-
     inputs = {
         "x": normal(1, L, D).to(device),
         "weight": normal(D, W).to(device),
@@ -109,21 +109,20 @@ def test_nothing_is_written_outside(where):
         "dilation": 1,
     }
     y, around_y = among_nan(torch.zeros(1, L, D), device)
-    last, around_last = states_among_nan()
-    launchers.causal_conv1d_fwd(**inputs, residual=None, output_final_state=True, y=y, final_state=last)
+    last, around_last = among_nan(torch.zeros(4, W - 1, D), device)
+    launchers.causal_conv1d_fwd(**inputs, residual=None, output_final_state=True, y=y, final_state=last.mT)
     dx, around_dx = among_nan(torch.zeros(1, L, D), device)
-    dstate, around_dstate = states_among_nan()
+    dstate, around_dstate = among_nan(torch.zeros(4, W - 1, D), device)
     launchers.causal_conv1d_bwd(
         **inputs,
         dy=torch.ones_like(y),
-        dfinal_state=last.contiguous(),
+        dfinal_state=last.mT.contiguous(),
         dx=dx,
         dweight=torch.empty_like(inputs["weight"]),
         dbias=y.new_empty(0),
-        dinitial_state=dstate,
+        dinitial_state=dstate.mT,  # channels side by side
     )
-    pairs = (y, around_y), (last, around_last), (dx, around_dx), (dstate, around_dstate)
-    for inner, around in pairs:
+    for inner, around in (y, around_y), (last, around_last), (dx, around_dx), (dstate, around_dstate):
         assert not inner.isnan().any()
         assert around.isnan().sum() == around.numel() - inner.numel()
 
@@ -139,55 +138,43 @@ UPDATES = [
 ]
 
 
-@pytest.mark.parametrize(("T", "dtype"), [(None, torch.int32), (6, torch.int64)], ids=str)
 @pytest.mark.parametrize(("slots", "lengths", "real"), UPDATES, ids=str)
-def test_update(slots, lengths, real, T, dtype, where):
+def test_update(slots, lengths, real, where):
     """A slot that is not there and a negative length are padding: y is zero, and no state is touched."""
     backend, device = where
-    x, weight = normal(*((4, D) if T is None else (4, T, D))).to(device), normal(D, W).to(device)
-    before = normal(4, D, 4)
-    state, around = among_nan(before, device)
+    for dtype, shape in ((torch.int32, (4, D)), (torch.int64, (4, 6, D))):
+        x, weight, expected = normals(device, shape, (D, W), (4, D, 4))
+        state, around = among_nan(expected, device)
 
-    def index(values):
-        return None if values is None else torch.tensor(values, dtype=dtype, device=device)
+        def index(values, dtype=dtype):
+            return None if values is None else torch.tensor(values, dtype=dtype, device=device)
 
-    update = partial(mhc_ops.causal_conv1d_update, weight=weight, activation="silu", backend=backend)
-    y = update(x, state, cache_seqlens=index(lengths), conv_state_indices=index(slots))
-    others = [b for b in range(4) if b not in real]
-    assert not y[others].any()
-    expected = before.to(device)
-    used = real if slots is None else [slots[b] for b in real]
-    alone = expected[used]
-    of_real = None if lengths is None else index([lengths[b] for b in real])
-    assert torch.equal(y[real], update(x[real], alone, cache_seqlens=of_real))
-    expected[used] = alone
-    assert torch.equal(state, expected)
-    assert around.isnan().sum() == around.numel() - state.numel()
+        update = partial(mhc_ops.causal_conv1d_update, weight=weight, activation="silu", backend=backend)
+        y = update(x, state, cache_seqlens=index(lengths), conv_state_indices=index(slots))
+        assert not y[[b for b in range(4) if b not in real]].any()
+        used = real if slots is None else [slots[b] for b in real]
+        alone = expected[used]
+        of_real = None if lengths is None else index([lengths[b] for b in real])
+        assert torch.equal(y[real], update(x[real], alone, cache_seqlens=of_real))
+        expected[used] = alone
+        assert torch.equal(state, expected)
+        assert around.isnan().sum() == around.numel() - state.numel()
 
 
 def test_update_of_lengths_past_32_bits(where):
-    """A ring that has seen many tokens: only the length modulo its own matters."""
+    """Only the length modulo that of the ring matters. And pad_slot_id is about conv_state_indices alone."""
     backend, device = where
-    x, weight, state = normal(3, D).to(device), normal(D, W).to(device), normal(3, D, 4).to(device)
+    x, weight, state = normals(device, (3, D), (D, W), (3, D, 4))
     other = state.clone()
     update = partial(mhc_ops.causal_conv1d_update, x, weight=weight, backend=backend)
+    assert torch.equal(update(conv_state=state.clone(), pad_slot_id=1), update(conv_state=state.clone()))
     y = update(conv_state=state, cache_seqlens=torch.tensor([2**63 - 1, 2**40 + 2, 5], device=device))
     assert torch.equal(y, update(conv_state=other, cache_seqlens=torch.tensor([3, 2, 1], device=device)))
     assert torch.equal(state, other)
 
 
-def test_update_without_slots_has_no_padding(where):
-    """pad_slot_id is about conv_state_indices alone."""
-    backend, device = where
-    x, weight, state = normal(3, D).to(device), normal(D, W).to(device), normal(3, D, 4).to(device)
-    update = partial(mhc_ops.causal_conv1d_update, x, weight=weight, backend=backend)
-    assert torch.equal(update(conv_state=state.clone(), pad_slot_id=1), update(conv_state=state.clone()))
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("given", "meant"), BOUNDARIES, ids=[str(given) for given, _ in BOUNDARIES])
-def test_varlen_states(given, meant, dtype):
+def test_varlen_states():
     x, _ = among_nan(normal(L, D), "cpu")
-    states = [causal_conv1d_varlen_states(x, torch.tensor(bounds, dtype=dtype), 4) for bounds in (given, meant)]
-    assert torch.equal(*states)
-    assert not states[0].isnan().any()
+    for dtype, two in product((torch.int32, torch.int64), BOUNDARIES):
+        states = [causal_conv1d_varlen_states(x, torch.tensor(bounds, dtype=dtype), 4) for bounds in two]
+        assert torch.equal(*states) and not states[0].isnan().any(), two

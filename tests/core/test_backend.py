@@ -2,8 +2,6 @@
 
 import asyncio
 import contextvars
-import os
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -23,33 +21,38 @@ def inputs():
     return cases.Case(cases.MHC_FORWARD_PRE, (3,), 2, 5).inputs()
 
 
-def test_device_chooses():
-    assert backend.choose("f", "mhc", None, CPU) == "reference"
-    assert backend.choose("f", "mhc", None, CUDA) == "triton"
+def chosen(family="mhc", device=CPU):
+    return backend.choose("f", family, None, device)
 
 
-def test_scope_and_argument():
+def test_argument_then_scope_then_device():
+    assert (chosen(), chosen(device=CUDA)) == ("reference", "triton")
     with mhc_ops.use_backend("reference"):
-        assert backend.choose("f", "mhc", None, CUDA) == "reference"
+        assert chosen(device=CUDA) == "reference"
         assert backend.choose("f", "mhc", "triton", CUDA) == "triton"
         with mhc_ops.use_backend("triton"):
-            assert backend.choose("f", "mhc", None, CUDA) == "triton"
-        assert backend.choose("f", "mhc", None, CUDA) == "reference"
-    assert backend.choose("f", "mhc", None, CUDA) == "triton"
-
-
-def test_scope_ends_on_error():
+            assert chosen(device=CUDA) == "triton"
+        assert chosen(device=CUDA) == "reference"
     with pytest.raises(KeyError), mhc_ops.use_backend("reference"):
         raise KeyError
-    assert backend.choose("f", "mhc", None, CUDA) == "triton"
+    assert chosen(device=CUDA) == "triton", "a scope ends on an error too"
 
 
-def chosen(family="mhc"):
-    return backend.choose("f", family, None, CPU)
+def test_scope_by_family():
+    with mhc_ops.use_backend(conv="hip"):
+        assert (chosen("mhc"), chosen("conv")) == ("reference", "hip")
+        with mhc_ops.use_backend(mhc="reference"):
+            assert (chosen("mhc"), chosen("conv")) == ("reference", "hip")
+        with mhc_ops.use_backend("reference"):
+            assert (chosen("mhc"), chosen("conv")) == ("reference", "reference")
+    with mhc_ops.use_backend("triton", conv="reference"):
+        assert (chosen("mhc", CUDA), chosen("conv")) == ("triton", "reference")
+    with mhc_ops.use_backend("hip"), pytest.raises(RuntimeError, match="there are no hip kernels for mhc"):
+        chosen("mhc")
 
 
 def test_scopes_of_threads_are_their_own():
-    """The first to begin is the first to end; neither sees the other, and nothing is left behind."""
+    """The first to begin is the first to end; neither sees the other, and nothing remains."""
     began, ended = threading.Event(), threading.Event()
     seen = []
 
@@ -71,8 +74,7 @@ def test_scopes_of_threads_are_their_own():
     assert backend.choose("f", "mhc", None, CUDA) == "triton"
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "after it, compiled"])
-def test_scopes_of_tasks_are_their_own(compiled):
+def test_scopes_of_tasks_are_their_own():
     """In eager. What torch.compile sees is the thread's, and is as before once all tasks have ended."""
     torch.compiler.reset()
     conv = torch.compile(lambda x: x + len(chosen("conv")), fullgraph=True, backend="eager")
@@ -92,12 +94,10 @@ def test_scopes_of_tasks_are_their_own(compiled):
         second.set()
         return inside, await task, chosen("conv")
 
-    if compiled:
-        assert conv(torch.zeros(())) == len("reference")
+    assert conv(torch.zeros(())) == len("reference")
     assert asyncio.run(both()) == ("reference", "hip", "reference")
-    assert backend.choose("f", "mhc", None, CUDA) == "triton"
-    if compiled:
-        assert conv(torch.zeros(())) == len("reference")
+    assert chosen(device=CUDA) == "triton"
+    assert conv(torch.zeros(())) == len("reference")
 
 
 LENGTHS = {name: len(name) for name in backend.BACKENDS}  # what a compiled function can return of a name
@@ -115,11 +115,10 @@ def scoped(x):
         return *before, *inside, *lengths(x)
 
 
-@pytest.mark.parametrize("function", [lengths, scoped])
-def test_scopes_are_traced(function):
-    """Around a compiled function and inside of it, in one graph, with the values of eager; nothing is left behind."""
+def test_scopes_are_traced():
+    """Around a compiled function and inside of it, in one graph, with the values of eager; nothing remains."""
     torch.compiler.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    compiled = torch.compile(scoped, fullgraph=True, backend="eager")
     x = torch.zeros((), dtype=torch.int64)
 
     def in_scopes(call):
@@ -131,48 +130,29 @@ def test_scopes_are_traced(function):
             yield call(x)
         yield call(x)
 
-    assert list(in_scopes(compiled)) == list(in_scopes(function))
+    assert list(in_scopes(compiled)) == list(in_scopes(scoped))
     seen = []
     with mhc_ops.use_backend(conv="hip"):
         thread = threading.Thread(target=lambda: seen.append(compiled(x)))
         thread.start()
         thread.join()
-    assert seen == [function(x)]
+    assert seen == [scoped(x)]
 
 
-def test_scope_by_family():
-    with mhc_ops.use_backend(conv="hip"):
-        assert (chosen("mhc"), chosen("conv")) == ("reference", "hip")
-        with mhc_ops.use_backend(mhc="reference"):
-            assert (chosen("mhc"), chosen("conv")) == ("reference", "hip")
-        with mhc_ops.use_backend("reference"):
-            assert (chosen("mhc"), chosen("conv")) == ("reference", "reference")
-    with mhc_ops.use_backend("triton", conv="reference"):
-        assert chosen("conv") == "reference"
-        assert backend.choose("f", "mhc", None, CUDA) == "triton"
-    with mhc_ops.use_backend("hip"), pytest.raises(RuntimeError, match="there are no hip kernels for mhc"):
-        chosen("mhc")
+ONE_OF = "one of reference, triton, tilelang, hip"
 
 
-@pytest.mark.parametrize(
-    ("name", "families", "message"),
-    [
-        ("cuda", {}, "backend must be one of reference, triton, tilelang, hip, got 'cuda'"),
-        (None, {"conv": "cuda"}, "backend must be one of reference, triton, tilelang, hip, got 'cuda'"),
+def test_names_that_are_not_there(inputs):
+    for name, families, message in (
+        ("cuda", {}, f"backend must be {ONE_OF}, got 'cuda'"),
+        (None, {"conv": "cuda"}, f"backend must be {ONE_OF}, got 'cuda'"),
         (None, {"attention": "hip"}, "family must be one of conv, mhc, got 'attention'"),
-        (None, {}, "name a backend, one of reference, triton, tilelang, hip"),
-    ],
-)
-def test_scope_says_what_is_allowed(name, families, message):
-    with pytest.raises(ValueError, match=f"^use_backend: {message}$"), mhc_ops.use_backend(name, **families):
-        pass
-
-
-def test_environment_variable_is_read_at_import():
-    code = "import mhc_ops; from mhc_ops.core import backend; print(backend.chosen())"
-    environment = {**os.environ, "MHC_OPS_BACKEND": "conv:hip"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout == "(('conv', 'hip'),)\n"
+        (None, {}, f"name a backend, {ONE_OF}"),
+    ):
+        with pytest.raises(ValueError, match=f"^use_backend: {message}$"), mhc_ops.use_backend(name, **families):
+            pass
+    with pytest.raises(ValueError, match=f"^mhc_forward_pre: backend must be {ONE_OF}, got 'cuda'$"):
+        mhc_ops.mhc_forward_pre(**inputs, backend="cuda")
 
 
 @pytest.fixture
@@ -186,50 +166,36 @@ def environment(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("", {"mhc": "triton", "conv": "triton"}),
-        ("reference", {"mhc": "reference", "conv": "reference"}),
-        ("conv:reference", {"mhc": "triton", "conv": "reference"}),
-        ("conv:reference,mhc:triton", {"mhc": "triton", "conv": "reference"}),
-        (" reference, conv:triton ", {"mhc": "reference", "conv": "triton"}),
-    ],
-)
-def test_environment_variable(value, expected, environment):
-    environment(value)
-    fresh = contextvars.Context()  # one in which no scope was ever opened
-    assert {family: fresh.run(backend.choose, "f", family, None, CUDA) for family in expected} == expected
+def test_environment_variable(environment):
+    for value, expected in {
+        "": ("triton", "triton"),
+        "reference": ("reference", "reference"),
+        "conv:reference": ("triton", "reference"),
+        "conv:reference,mhc:triton": ("triton", "reference"),
+        " reference, conv:triton ": ("reference", "triton"),
+    }.items():
+        environment(value)
+        fresh = contextvars.Context()  # one in which no scope was ever opened
+        assert tuple(fresh.run(chosen, family, CUDA) for family in ("mhc", "conv")) == expected, value
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("cuda", "backend must be one of reference, triton, tilelang, hip, got 'cuda'"),
-        ("conv:cuda", "backend must be one of reference, triton, tilelang, hip, got 'cuda'"),
-        ("conf:hip", "family must be one of conv, mhc, got 'conf'"),
-        ("triton,hip", "more than one backend for all families: triton, hip"),
-    ],
-)
-def test_wrong_environment_variable(value, message, environment):
-    """Whoever would take its choice is told."""
-    environment(value)
-    fresh = contextvars.Context()
-    with pytest.raises(ValueError, match=f"^MHC_OPS_BACKEND: {message}$"):
-        fresh.run(backend.choose, "f", "mhc", None, CUDA)
-    assert fresh.run(backend.choose, "f", "mhc", "reference", CUDA) == "reference"
-    with mhc_ops.use_backend(conv="reference"):
-        assert backend.choose("f", "conv", None, CUDA) == "reference"
-        with pytest.raises(ValueError, match=r"^MHC_OPS_BACKEND: "):
-            backend.choose("f", "mhc", None, CUDA)
-
-
-def test_unknown_name(inputs):
-    message = r"^mhc_forward_pre: backend must be one of reference, triton, tilelang, hip, got 'cuda'$"
-    with pytest.raises(ValueError, match=message):
-        mhc_ops.mhc_forward_pre(**inputs, backend="cuda")
-    with pytest.raises(ValueError, match=r"^use_backend: backend must be one of"), mhc_ops.use_backend("cuda"):
-        pass
+def test_wrong_environment_variable(environment):
+    """A call that would take its choice raises."""
+    for value, message in {
+        "cuda": f"backend must be {ONE_OF}, got 'cuda'",
+        "conv:cuda": f"backend must be {ONE_OF}, got 'cuda'",
+        "conf:hip": "family must be one of conv, mhc, got 'conf'",
+        "triton,hip": "more than one backend for all families: triton, hip",
+    }.items():
+        environment(value)
+        fresh = contextvars.Context()
+        with pytest.raises(ValueError, match=f"^MHC_OPS_BACKEND: {message}$"):
+            fresh.run(chosen, "mhc", CUDA)
+        assert fresh.run(backend.choose, "f", "mhc", "reference", CUDA) == "reference"
+        with mhc_ops.use_backend(conv="reference"):
+            assert chosen("conv", CUDA) == "reference"
+            with pytest.raises(ValueError, match=r"^MHC_OPS_BACKEND: "):
+                chosen("mhc", CUDA)
 
 
 @pytest.mark.skipif(backend._INTERPRETED, reason="the interpreter takes CPU tensors")
@@ -240,37 +206,42 @@ def test_triton_on_cpu_says_why(inputs):
         mhc_ops.mhc_forward_pre(**inputs)
 
 
-def test_missing_package_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(backend._INSTALLED, "triton", False)
-    with pytest.raises(RuntimeError, match=r"the package triton is not installed \(pip install 'mhc-ops\[triton\]'\)"):
-        backend.choose("f", "mhc", None, CUDA)
+def test_what_is_missing_is_said(monkeypatch):
+    def refused(message, name, device=CUDA, family="mhc"):
+        with pytest.raises(RuntimeError, match=f"^f: backend {name!r} cannot run here: {message}"):
+            backend.choose("f", family, name, device)
 
-
-def test_tilelang_says_what_is_missing(monkeypatch, inputs):
+    refused("there are no hip kernels for mhc", "hip")
+    refused("triton runs on CUDA and ROCm devices, the tensors are on mps", "triton", torch.device("mps"))
     monkeypatch.setitem(backend._INSTALLED, "tilelang", True)
-    with pytest.raises(RuntimeError, match="tilelang runs on CUDA and ROCm devices, the tensors are on cpu"):
-        mhc_ops.mhc_forward_pre(**inputs, backend="tilelang")
+    refused("tilelang runs on CUDA and ROCm devices, the tensors are on cpu", "tilelang", CPU)
     monkeypatch.setattr(backend, "_NVCC", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    with pytest.raises(RuntimeError, match="tilelang compiles with nvcc of the CUDA toolkit, which is not there"):
-        backend.choose("f", "mhc", "tilelang", CUDA)
-    monkeypatch.setitem(backend._INSTALLED, "tilelang", False)
-    with pytest.raises(RuntimeError, match=r"tilelang is not installed \(pip install 'mhc-ops\[tilelang\]'\)"):
-        mhc_ops.mhc_forward_pre(**inputs, backend="tilelang")
+    refused("tilelang compiles with nvcc of the CUDA toolkit, which is not there", "tilelang")
+    for name in ("tilelang", "triton"):
+        monkeypatch.setitem(backend._INSTALLED, name, False)
+        refused(rf"the package {name} is not installed \(pip install 'mhc-ops\[{name}\]'\)", name)
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "_INTERPRETED", True)
+    monkeypatch.setitem(backend._INSTALLED, "numpy", False)
+    refused(r"triton's interpreter needs numpy, which is not installed \(pip install numpy\)$", "triton", CPU)
+    with pytest.raises(NotImplementedError, match="nothing: the triton backend of mhc does not have it"):
+        backend.load("mhc", "triton", "nothing", CUDA)
 
 
-TRITON_WHEELS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows")
-
-
-@pytest.mark.parametrize("wheel", TRITON_WHEELS)
 @pytest.mark.parametrize(
-    ("hip", "version", "expected"),
+    ("wheel", "hip", "version", "expected"),
     [
-        (None, "3.2.0", "triton 3.2.0 is installed, the kernels need 3.6 (torch 2.10 or newer brings it)"),
-        (None, "3.6.0", None),
-        ("7.1", "3.6.0", "triton 3.6.0 is installed, the kernels need 3.7 (torch 2.12 or newer brings it)"),
-        ("7.1", "3.7.0+git1", None),
-        ("7.1", "3.10.0", None),
+        ("triton", None, "3.2.0", "triton 3.2.0 is installed, the kernels need 3.6 (torch 2.10 or newer brings it)"),
+        ("pytorch-triton", None, "3.6.0", None),
+        (
+            "triton-rocm",
+            "7.1",
+            "3.6.0",
+            "triton 3.6.0 is installed, the kernels need 3.7 (torch 2.12 or newer brings it)",
+        ),
+        ("pytorch-triton-rocm", "7.1", "3.7.0+git1", None),
+        ("triton-windows", "7.1", "3.10.0", None),
     ],
 )
 def test_old_triton_under_any_name(wheel, hip, version, expected, monkeypatch, tmp_path):
@@ -292,17 +263,13 @@ def test_old_tilelang():
     assert backend.too_old("tilelang", None, backend.TILELANG) == {}
 
 
-def test_interpreter_without_numpy(monkeypatch):
-    monkeypatch.setattr(backend, "_INTERPRETED", True)
-    monkeypatch.setitem(backend._INSTALLED, "numpy", False)
-    message = r"triton's interpreter needs numpy, which is not installed \(pip install numpy\)$"
-    with pytest.raises(RuntimeError, match=message):
-        backend.choose("f", "mhc", "triton", CPU)
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU of another kind, as torch would describe it."""
+
+    def clear():
+        for cached in (device.of, backend._why_not_this_gpu, backend.load):
+            cached.cache_clear()
 
     def with_capability(major, minor):
         shared = {"shared_memory_per_block": 2**16, "shared_memory_per_block_optin": 2**16}
@@ -310,16 +277,14 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        for cached in (device.of, backend._why_not_this_gpu, backend.load):
-            cached.cache_clear()
         monkeypatch.setitem(backend._INSTALLED, "triton", True)
         monkeypatch.setattr(backend, "_TOO_OLD", {})
+        clear()
         return torch.device("cuda", 0)
 
     yield with_capability
     monkeypatch.undo()
-    for cached in (device.of, backend._why_not_this_gpu, backend.load):
-        cached.cache_clear()
+    clear()
 
 
 def test_gpu_that_is_too_old(gpu):
@@ -331,11 +296,8 @@ def test_gpu_that_is_too_old(gpu):
     assert "sm_75" in backend.why_not("conv", "triton", "cuda")
     with pytest.raises(RuntimeError, match=message):  # what runs where a graph was traced
         backend.load("mhc", "triton", "mhc_post_fwd", old)
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (12, 1)])
-def test_gpu_that_is_new_enough(capability, gpu):
-    assert backend.choose("mhc_pre", "mhc", None, gpu(*capability)) == "triton"
+    for capability in ((8, 0), (8, 6), (12, 1)):
+        assert backend.choose("mhc_pre", "mhc", None, gpu(*capability)) == "triton"
 
 
 def test_a_graph_does_not_look_at_the_gpu(monkeypatch):
@@ -344,19 +306,3 @@ def test_a_graph_does_not_look_at_the_gpu(monkeypatch):
     names = {"triton": 1}
     traced = torch.compile(lambda x: x + names[backend.choose("f", "mhc", None, CUDA)], fullgraph=True, backend="eager")
     assert traced(torch.zeros(())) == 1
-
-
-def test_missing_folder():
-    with pytest.raises(RuntimeError, match="there are no hip kernels for mhc"):
-        backend.choose("f", "mhc", "hip", CUDA)
-
-
-def test_other_device():
-    with pytest.raises(RuntimeError, match="triton runs on CUDA and ROCm devices, the tensors are on mps"):
-        backend.choose("f", "mhc", "triton", torch.device("mps"))
-
-
-def test_missing_launcher():
-    pytest.importorskip("triton")
-    with pytest.raises(NotImplementedError, match="nothing: the triton backend of mhc does not have it"):
-        backend.load("mhc", "triton", "nothing", CUDA)

@@ -97,42 +97,25 @@ def kernel(monkeypatch):
     monkeypatch.setattr(backends, "_INTERPRETED", False)
     monkeypatch.setattr(backends, "load", lambda family, backend, name, device: launchers[name])
     found.stray, found.checks = stray, []
-    call.forget()
-    yield found
-    call.forget()
-
-
-def prepared(kernel):
-    def prepare(x, amount, backend):
-        kernel.checks.append(x.shape)
-        options = Options(amount=amount)
-        return Request(scaled_fwd, "triton", {"x": x, "options": options}, "y")
-
-    return prepare
+    return found
 
 
 @pytest.fixture
 def scaled(kernel):
-    prepare = prepared(kernel)
+    def prepare(x, amount, backend):
+        kernel.checks.append(x.shape)
+        return Request(scaled_fwd, "triton", {"x": x, "options": Options(amount=amount)}, "y")
+
     return lambda x, amount=2.0, backend=None: run(prepare, x=x, amount=amount, backend=backend)
 
 
-def test_the_schema_spells_out_the_options():
+def test_names_that_are_missing_or_unknown(kernel):
     expected = "mhc_ops::scaled_fwd(Tensor x, float amount, SymInt block, str backend) -> (Tensor, Tensor)"
     assert str(scaled_fwd.traced._opoverload._schema) == expected
-
-
-def test_a_gradient_that_asks_for_what_there_is_not():
     with pytest.raises(TypeError, match="asks for \\['phi'\\]"):
         scaled_fwd.gradient(lambda run, phi, dy: {})
-
-
-def test_a_kernel_argument_that_is_missing_or_unknown(kernel):
     with pytest.raises(TypeError, match=r"kernel: missing \['y_ptr'\], unknown \['z_ptr'\]"):
         launch(kernel, (1,), x_ptr=1, between_ptr=2, z_ptr=3, amount=4, BLOCK=5, num_warps=4)
-
-
-def test_an_input_that_is_missing_or_unknown(kernel):
     with pytest.raises(TypeError):
         scaled_fwd(x=torch.zeros(3), backend="triton")
     with pytest.raises(TypeError):
@@ -172,23 +155,14 @@ def test_with_and_without_gradients(kernel, scaled):
     assert len(kernel.checks) == 2, "nothing is differentiated under no_grad: as without gradients"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"amount": 6.0},
-        {"amount": 2},
-        {"x": torch.zeros(65)},
-        {"x": torch.zeros(64, dtype=torch.bfloat16)},
-        {"x": torch.zeros(65)[1:]},
-        {"x": torch.zeros(128)[::2]},
-        {"x": torch.zeros(64, device="meta")},
-    ],
-    ids=["number", "kind of number", "shape", "type", "alignment", "strides", "device"],
-)
-def test_what_makes_another_call(change, kernel, scaled):
+def test_what_makes_another_call(kernel, scaled):
+    """A number, its kind, a shape, a type, an alignment, strides, a device."""
     scaled(torch.zeros(64))
-    scaled(**{"x": torch.zeros(64), **change})
-    assert kernel.bound == 2
+    others = (torch.zeros(65), torch.zeros(64).bfloat16(), torch.zeros(65)[1:], torch.zeros(128)[::2])
+    changes = [{"amount": 6.0}, {"amount": 2}, *({"x": x} for x in (*others, torch.zeros(64, device="meta")))]
+    for bound, change in enumerate(changes, start=2):
+        scaled(**{"x": torch.zeros(64), **change})
+        assert kernel.bound == bound, change
 
 
 def test_the_alignment_of_a_cotangent_makes_another_call(kernel, scaled):
@@ -198,19 +172,16 @@ def test_the_alignment_of_a_cotangent_makes_another_call(kernel, scaled):
     assert kernel.bound == 1 + 2, "forward, and two alignments of dy; an expanded one is copied"
 
 
+def elsewhere(tensor):
+    """With another alignment."""
+    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].copy_(tensor)
+
+
 def test_what_hooks_bring_back_is_looked_at(kernel, scaled):
-    """Offloading and checkpointing may bring a kept tensor back elsewhere: here with another alignment."""
-
-    def elsewhere(tensor):
-        moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:]
-        return moved.copy_(tensor)
-
-    def here(tensor):
-        return tensor
-
-    for hook in (here, here, elsewhere):
+    """Offloading and checkpointing may bring a kept tensor back elsewhere."""
+    for hook in (torch.Tensor.detach, torch.Tensor.detach, elsewhere):
         x = torch.ones(64, requires_grad=True)
-        with saved_tensors_hooks(here, hook):
+        with saved_tensors_hooks(torch.Tensor.detach, hook):
             y = scaled(x)
         torch.autograd.grad(y, x, torch.ones(64))
     assert kernel.bound == 1 + 2
@@ -233,7 +204,7 @@ def test_what_hooks_change_is_laid_out_and_replayed(kernel, scaled):
             step(hook)
 
 
-def test_gradients_behind_a_call_without_them(kernel, scaled):
+def test_gradients_after_a_call_without_them(kernel, scaled):
     """The copy that is laid out without gradients needs none; the next one does."""
     x = torch.ones(2, 128, requires_grad=True)[:, ::2]
     with torch.no_grad():
@@ -241,12 +212,13 @@ def test_gradients_behind_a_call_without_them(kernel, scaled):
     assert scaled(x).requires_grad
 
 
-@pytest.mark.parametrize("stray", [lambda y: y.zero_(), lambda y: y + 1], ids=["in place", "new"])
-def test_what_torch_does_besides_is_never_left_out(stray, kernel, scaled):
-    kernel.stray.append(stray)
-    for _ in range(3):
-        scaled(torch.zeros(64))
-    assert (kernel.bound, len(kernel.checks)) == (3, 1)
+def test_what_torch_does_besides_is_never_left_out(kernel, scaled):
+    for size, stray in ((64, lambda y: y.zero_()), (32, lambda y: y + 1)):  # in place, and new
+        kernel.stray[:], kernel.bound = [stray], 0
+        for _ in range(3):
+            scaled(torch.zeros(size))
+        assert kernel.bound == 3
+    assert len(kernel.checks) == 2
 
 
 def test_a_copy_in_another_layout_is_made_each_time(kernel, scaled):
@@ -260,18 +232,20 @@ def test_a_copy_in_another_layout_is_made_each_time(kernel, scaled):
 
 
 def test_a_tensor_that_is_given_twice(kernel):
-    """Of which it cannot be told which of two the next call means."""
+    """The next call may pass two: it is prepared each time."""
+    for taken in ("one", "other"):
 
-    def prepare(x, other, backend):
-        kernel.checks.append(x.shape)
-        return Request(scaled_fwd, "triton", {"x": x, "options": Options()}, "y")
+        def prepare(one, other, backend, taken=taken):
+            kernel.checks.append(None)
+            x = {"one": one, "other": other}[taken]
+            return Request(scaled_fwd, "triton", {"x": x, "options": Options()}, ("y", "kept"))
 
-    x, other = torch.ones(64), torch.zeros(64)
-    run(prepare, x=x, other=x, backend=None)
-    run(prepare, x=x, other=other, backend=None)
-    assert kernel.started[-1][1] == x.data_ptr()
-    run(prepare, x=x, other=x, backend=None)
-    assert (kernel.started[-1][1], len(kernel.checks)) == (x.data_ptr(), 3), "prepared each time"
+        tensors = {"one": torch.ones(64), "other": torch.zeros(64)}
+        x = tensors[taken]
+        for given in ({"one": x, "other": x}, tensors, {"one": x, "other": x}):
+            run(prepare, **given, backend=None)
+            assert kernel.started[-1][1] == x.data_ptr()
+    assert len(kernel.checks) == 6
 
 
 def test_a_plan_allocates_with_plain_tuples(kernel, scaled):
@@ -280,19 +254,6 @@ def test_a_plan_allocates_with_plain_tuples(kernel, scaled):
     (kept,) = call.kept_calls()
     (plan,) = kept.call.forward.plans.values()
     assert [[type(part) for part in layout] for layout in plan.made] == [[tuple, tuple, torch.dtype]]
-
-
-def test_two_inputs_in_one_tensor_are_not_a_rule(kernel):
-    """x is given twice in the first call; in the second it is not."""
-
-    def prepare(one, other, backend):
-        kernel.checks.append(None)
-        return Request(scaled_fwd, "triton", {"x": other, "options": Options()}, ("y", "kept"))
-
-    x, other = torch.ones(64), torch.zeros(64)
-    run(prepare, one=x, other=x, backend=None)
-    run(prepare, one=x, other=other, backend=None)
-    assert kernel.started[-1][1] == other.data_ptr()
 
 
 def test_what_is_kept_is_bounded(kernel, scaled, monkeypatch):
@@ -337,7 +298,7 @@ def test_a_descriptor_is_of_the_tensor_of_its_call():
 
 
 def test_a_descriptor_is_gone_with_its_call():
-    """Also where nobody looks for cycles, as in training loops that switch gc off."""
+    """Also without a search for cycles, as in training loops that switch gc off."""
     gc.disable()
     try:
         descriptor = weakref.ref(Descriptor(64, {"shape": [4]}))
@@ -346,25 +307,20 @@ def test_a_descriptor_is_gone_with_its_call():
         gc.enable()
 
 
-def test_the_interpreter_records_nothing(kernel, scaled, monkeypatch):
-    monkeypatch.setattr(backends, "_INTERPRETED", True)
-    for _ in range(2):
-        scaled(torch.zeros(64))
-    assert (kernel.bound, len(kernel.checks)) == (2, 1), "the checks hold all the same"
-
-
-@pytest.mark.parametrize("how", ["subclass", "mode", "backend"])
-def test_calls_that_are_prepared_each_time(how, kernel, scaled):
+def test_calls_that_are_prepared_each_time(kernel, scaled, monkeypatch):
+    """Of a subclass, within a mode, and where another backend is chosen."""
     for attempt in range(2):
-        if how == "subclass":
-            scaled(torch.zeros(64).as_subclass(type("Own", (torch.Tensor,), {})))
-        elif how == "mode":
-            with torch.overrides.BaseTorchFunctionMode():
-                scaled(torch.zeros(64))
-        else:
-            with backends.use_backend(("triton", "tilelang")[attempt]):
-                scaled(torch.zeros(64))
-    assert len(kernel.checks) == 2
+        scaled(torch.zeros(64).as_subclass(type("Own", (torch.Tensor,), {})))
+        with torch.overrides.BaseTorchFunctionMode():
+            scaled(torch.zeros(64))
+        with backends.use_backend(("triton", "tilelang")[attempt]):
+            scaled(torch.zeros(64))
+    assert len(kernel.checks) == 6
+    monkeypatch.setattr(backends, "_INTERPRETED", True)
+    bound = kernel.bound
+    for _ in range(2):
+        scaled(torch.zeros(32))
+    assert (kernel.bound, len(kernel.checks)) == (bound + 2, 7), "in the interpreter the checks hold all the same"
 
 
 def test_a_second_derivative_says_so(kernel, scaled):

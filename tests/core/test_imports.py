@@ -1,6 +1,7 @@
 """What the syntax trees say: who imports whom, what is called by name; and what importing the package costs."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -39,7 +40,7 @@ ALLOWED = {
     "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
     "cli": {"core", "measure", "command"},
     "__main__": {"cli"},
-    # The last four for type checkers: test_import_loads_nothing_slow.
+    # The last four for type checkers: test_one_import.
     "public": {
         "core",
         "ops",
@@ -71,90 +72,77 @@ def layer(parts):
     return ("kernels" if rest[0] in KERNEL_FOLDERS else rest[0]), family
 
 
-def imports(path):
-    """Module paths inside mhc_ops that a file imports, as tuples."""
-    here = path.relative_to(PACKAGE).with_suffix("").parts
-    package = here[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(package, tree):
+    """Module paths inside mhc_ops that a file of this package imports, as tuples."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "mhc_ops":
-                    yield tuple(alias.name.split(".")[1:])
+            names = [alias.name.split(".") for alias in node.names]
+            yield from (tuple(rest) for first, *rest in names if first == "mhc_ops")
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                base = package[: len(package) - node.level + 1] + tuple(
-                    (node.module or "").split(".") if node.module else ()
-                )
-            elif (node.module or "").split(".")[0] == "mhc_ops":
-                base = tuple(node.module.split(".")[1:])
-            else:
+            module = node.module.split(".") if node.module else []
+            if not node.level and module[0] != "mhc_ops":
                 continue
+            base = (*package[: len(package) - node.level + 1], *module) if node.level else tuple(module[1:])
             for alias in node.names:
                 target = PACKAGE.joinpath(*base, alias.name)
                 is_module = target.is_dir() or target.with_suffix(".py").exists()
                 yield (*base, alias.name) if is_module else base
 
 
-FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_one_way(path):
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    if parts[-1] == "__init__":
-        parts = parts[:-1]
-    own_layer, own_family = layer(parts)
-    assert own_layer in ALLOWED, f"{path.name}: say in this test which layer it is"
-    for target in imports(path):
-        target_layer, target_family = layer(target)
-        assert target_layer in ALLOWED[own_layer], f"{'.'.join(parts)} must not import {'.'.join(target)}"
-        if own_family and target_family:
-            assert own_family == target_family, "families never import each other"
+def test_imports_go_one_way():
+    for path, tree in TREES.items():
+        here = path.with_suffix("").parts
+        own_layer, own_family = layer(here[:-1] if here[-1] == "__init__" else here)
+        assert own_layer in ALLOWED, f"{path}: say in this test which layer it is"
+        for target in imports(here[:-1], tree):
+            target_layer, target_family = layer(target)
+            assert target_layer in ALLOWED[own_layer], f"{path} must not import {'.'.join(target)}"
+            assert not own_family or target_family in (own_family, None), f"{path}: families never import each other"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_long_lists_of_arguments_are_named(path):
+def test_long_lists_of_arguments_are_named():
     """In kernels too, where no type checker sees that two pointers are swapped."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    assert [f"{path.name}:{call.lineno}" for call in calls if len(call.args) > MOST_POSITIONAL] == []
+    calls = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert [f"{path}:{call.lineno}" for path, call in calls if len(call.args) > MOST_POSITIONAL] == []
 
 
-def test_import_loads_nothing_slow():
-    slow = (
-        "triton",
-        "tilelang",
-        "torch._dynamo",
-        "torch.distributed.tensor",
-        *(f"mhc_ops.{name}" for name in mhc_ops.MODULES),
-    )
-    code = f"import sys, mhc_ops; print([m for m in {slow} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+def test_launchers_are_typed():
+    """mypy does not read the body of a function without annotations; kernels are meant by that, launchers are not."""
+    for path, tree in TREES.items():
+        if path.parts[:2] == ("conv", "triton"):
+            functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
+            assert [function.name for function in functions if function.returns is None] == [], path
 
 
 def test_public_names_exist():
     assert sorted(mhc_ops.__all__) == mhc_ops.__all__
     assert all(hasattr(mhc_ops, name) for name in mhc_ops.__all__)
+    with pytest.raises(AttributeError, match=r"^module 'mhc_ops' has no attribute 'distribute'$"):
+        mhc_ops.distribute  # noqa: B018
 
 
 WITH_ONE_IMPORT = """
 import operator, sys
 import mhc_ops
-assert set(sys.argv[1].split()) <= set(dir(mhc_ops))
-print([name for name in sys.argv[2].split() if not operator.attrgetter(name)(mhc_ops)])
+from mhc_ops.core import backend
+slow, offered, names = (words.split() for words in sys.argv[1:])
+print([name for name in slow if name in sys.modules], backend.chosen(), set(offered) <= set(dir(mhc_ops)))
+print([name for name in names if not operator.attrgetter(name)(mhc_ops)])
 """
 
 
-def test_what_pages_write_is_there_with_one_import():
-    """mhc_ops.compat.fla, mhc_ops.distributed.fully_shard and all others; an editor offers the modules."""
+def test_one_import():
+    """It loads nothing slow, reads MHC_OPS_BACKEND, and offers what pages write: mhc_ops.distributed.fully_shard."""
+    ours = [f"mhc_ops.{name}" for name in mhc_ops.MODULES]
+    slow = ["triton", "tilelang", "torch._dynamo", "torch.distributed.tensor", *ours]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     text = " ".join(page.read_text(encoding="utf-8") for page in pages)
     names = sorted({*re.findall(r"(?<!\w)mhc_ops\.(\w+(?:\.[a-z]\w*)*)", text), *mhc_ops.MODULES})
     assert len(names) > 10
-    command = [sys.executable, "-c", WITH_ONE_IMPORT, " ".join(mhc_ops.MODULES), " ".join(names)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
-
-
-def test_a_name_that_is_not_there():
-    with pytest.raises(AttributeError, match=r"^module 'mhc_ops' has no attribute 'distribute'$"):
-        mhc_ops.distribute  # noqa: B018
+    command = [sys.executable, "-c", WITH_ONE_IMPORT, *map(" ".join, (slow, mhc_ops.MODULES, names))]
+    environment = {**os.environ, "MHC_OPS_BACKEND": "conv:hip"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "[] (('conv', 'hip'),) True\n[]\n", done.stdout + done.stderr

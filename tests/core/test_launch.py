@@ -13,15 +13,10 @@ def compiled():
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     run = object.__new__(driver.CudaLauncher)
     calls = []
-    attributes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
-    attributes |= {"global_scratch_align": 1, "profile_scratch_align": 1, "num_ctas": 1}
-    attributes |= {"launch_cooperative_grid": False, "launch_pdl": False}
-    attributes |= {
-        "arg_annotations": object(),
-        "kernel_signature": b"signature",
-        "launch": lambda *all: calls.append(all),
-    }
-    vars(run).update(attributes)
+    zeros = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    ones = ("global_scratch_align", "profile_scratch_align", "num_ctas")
+    vars(run).update(dict.fromkeys(zeros, 0) | dict.fromkeys(ones, 1), arg_annotations=object())
+    vars(run).update(kernel_signature=b"signature", launch=lambda *all: calls.append(all))
     return Compiled(run, calls)
 
 
@@ -32,7 +27,7 @@ class Compiled:
         self.run, self.calls = run, calls
 
     def __getitem__(self, grid):
-        """As triton.compiler.CompiledKernel has it, where nobody hooks into launches."""
+        """As triton.compiler.CompiledKernel has it, without launch hooks."""
 
         def slow(*arguments, stream):
             self.run(*grid, stream, self.function, self.packed_metadata, None, None, None, *arguments)
@@ -65,15 +60,13 @@ def test_who_hooks_into_launches_is_served(compiled, monkeypatch):
     assert (seen, len(compiled.calls)) == (["quick"], 1)
 
 
-@pytest.mark.parametrize("attribute", ["global_scratch_size", "profile_scratch_size"])
-def test_a_kernel_with_scratch_memory_goes_the_long_way(attribute, compiled):
-    setattr(compiled.run, attribute, 64)
-    assert launch._c_launcher(compiled, (1, 1, 1)) is None
-
-
-def test_an_unknown_triton_goes_the_long_way(compiled, monkeypatch):
+def test_what_is_not_known_goes_the_long_way(compiled, monkeypatch):
     import triton
 
+    for attribute in ("global_scratch_size", "profile_scratch_size"):
+        monkeypatch.setitem(vars(compiled.run), attribute, 64)
+        assert launch._c_launcher(compiled, (1, 1, 1)) is None
+        monkeypatch.undo()
     monkeypatch.setattr(triton, "__version__", "9.9.0")
     assert launch._c_launcher(compiled, (1, 1, 1)) is None
     launch.starter(compiled, (1, 1, 1))(0, ARGUMENTS)
@@ -129,10 +122,8 @@ def test_a_descriptor_is_made_once_for_an_address(with_descriptors, monkeypatch)
     assert made[4:] == [64, 2048]
 
 
-def test_other_descriptors_than_are_known_go_the_long_way(with_descriptors):
+def test_descriptors_that_are_not_known_go_the_long_way(with_descriptors):
+    """Others than recorded, or made in C."""
     assert launch._c_launcher(with_descriptors, (1, 1, 1), {1: DESCRIBED[1]}) is None
-
-
-def test_descriptors_made_in_c_go_the_long_way(with_descriptors):
     with_descriptors.run.launch = print
     assert launch._c_launcher(with_descriptors, (1, 1, 1), DESCRIBED) is None

@@ -4,7 +4,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -109,13 +109,9 @@ def readable(kernels: list[Kernel]) -> list[Kernel]:
     tool = shutil.which("c++filt") or shutil.which("llvm-cxxfilt-22")
     if tool is None:
         return kernels
-    names = subprocess.run(
-        [tool], input="\n".join(k.name for k in kernels), check=True, capture_output=True, text=True
-    ).stdout.split("\n")
-    return [
-        Kernel(short(name), kernel.registers, kernel.spilled, kernel.shared, kernel.threads)
-        for name, kernel in zip(names, kernels)
-    ]
+    mangled = "\n".join(kernel.name for kernel in kernels)
+    names = subprocess.run([tool], input=mangled, check=True, capture_output=True, text=True).stdout.split("\n")
+    return [replace(kernel, name=short(name)) for name, kernel in zip(names, kernels)]
 
 
 def short(name: str) -> str:

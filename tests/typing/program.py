@@ -1,4 +1,4 @@
-"""What a program of a user sees of every public name; `mypy --strict` reads it, nobody runs it."""
+"""What a user's program sees of every public name. `mypy --strict` reads it; it is not run."""
 
 from typing import Any
 

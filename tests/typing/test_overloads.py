@@ -49,35 +49,23 @@ def is_overload(function):
     return any(written(decorator).endswith("overload") for decorator in function.decorator_list)
 
 
-FILES = [str(file.relative_to(PACKAGE)) for file in sorted(PACKAGE.rglob("*.py"))]
-OVERLOADED = [
-    pytest.param(file, name, id=f"{file} {name}")
-    for file in FILES
-    for name, found in functions(file).items()
-    if any(map(is_overload, found))
-]
-
-
-def test_there_are_overloads():
-    assert len(OVERLOADED) >= 4
-
-
-@pytest.mark.parametrize(("file", "name"), OVERLOADED)
-def test_overloads_and_implementation(file, name):
+def test_overloads_and_implementation():
     """The same parameters in the same order, with the same defaults; an overload may take one by keyword alone, without
     its default, or with a narrower type, which mypy looks at."""
-    *overloads, implementation = functions(file)[name]
-    assert not is_overload(implementation)
-    meant = parameters(implementation)
-    for overload in overloads:
-        assert is_overload(overload)
-        given = parameters(overload)
-        assert list(given) == list(meant)
-        for parameter, (kind, annotation, default) in given.items():
-            of_kind, of_type, of_default = meant[parameter]
-            assert kind in (of_kind, "keyword"), parameter
-            assert default in (None, of_default), parameter
-            assert annotation == of_type or annotation.startswith(("Literal", "Callable")), parameter
+    files = [file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py")]
+    every = [(f"{file} {name}", found) for file in files for name, found in functions(file).items()]
+    overloaded = {name: found for name, found in every if any(map(is_overload, found))}
+    assert len(overloaded) >= 4
+    for name, (*overloads, implementation) in overloaded.items():
+        assert not is_overload(implementation), name
+        meant = parameters(implementation)
+        for overload in overloads:
+            given = parameters(overload)
+            assert is_overload(overload) and list(given) == list(meant), name
+            for parameter, (kind, annotation, default) in given.items():
+                of_kind, of_type, of_default = meant[parameter]
+                assert kind in (of_kind, "keyword") and default in (None, of_default), (name, parameter)
+                assert annotation == of_type or annotation.startswith(("Literal", "Callable")), (name, parameter)
 
 
 @pytest.mark.parametrize(("protocol", "name"), [("ForwardPre", "mhc_forward_pre"), ("Backward", "mhc_backward")])

@@ -1,8 +1,7 @@
 """Channel-last causal conv1d in HIP C++: on ROCm, and on CPU tensors the same kernels with fibers for threads.
 
-conv_fwd.h and conv_bwd.h are the kernels, conv.hip chooses and launches, platform.h hides the compiler, tuning.h has
-the numbers. A state [B, D, S], S = W − 1, has its channels side by side: in memory, which is what kernels see, it is
-[B, S, D].
+conv_fwd.h and conv_bwd.h hold the kernels, walk.h what they share. conv.hip chooses and launches, platform.h hides the
+compiler, tuning.h has the numbers. A state [B, D, S], S = W − 1, has its channels side by side: kernels see [B, S, D].
 """
 
 import ctypes
@@ -18,19 +17,20 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WIDTHS = (2, 3, 4)
 
 
-def _struct(pointers: str) -> type[ctypes.Structure]:
-    """As in conv.h: pointers, sizes, type and activation."""
+def _struct(name: str, pointers: str) -> type[ctypes.Structure]:
+    """A struct of conv.h: pointers, sizes, type and activation."""
     sizes = ("B", "L", "D", "W", "x_batch_stride", "x_token_stride")
     fields = [
-        *[(name, ctypes.c_void_p) for name in pointers.split()],
-        *[(name, ctypes.c_int64) for name in sizes],
-        *[(name, ctypes.c_int32) for name in ("type", "silu")],
+        *[(pointer, ctypes.c_void_p) for pointer in pointers.split()],
+        *[(size, ctypes.c_int64) for size in sizes],
+        *[(number, ctypes.c_int32) for number in ("type", "silu")],
     ]
-    return type("Call", (ctypes.Structure,), {"_fields_": fields})
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-Forward = _struct("x weight bias seq_idx initial_state y final_state")
+Forward = _struct("ConvForward", "x weight bias seq_idx initial_state y final_state")
 Backward = _struct(
+    "ConvBackward",
     "x weight bias seq_idx initial_state dy dfinal_state dx dweight dbias dinitial_state workspace",
 )
 
@@ -113,7 +113,7 @@ def causal_conv1d_bwd(
 
 
 def _refuse(*, x: Tensor, weight: Tensor, residual: Tensor | None, cu_seqlens: Tensor | None, dilation: int) -> None:
-    """What these kernels do not do, by name."""
+    """Raises an error that names what these kernels do not have."""
     missing = None
     if residual is not None:
         missing = "residual"
@@ -149,10 +149,10 @@ def _run(
     x, weight = tensors["x"], tensors["weight"]
     assert x is not None and weight is not None
     B, L, D = x.shape
-    # The stride of a dimension of size 1 means nothing; 0 is a multiple of what vectors need.
+    # The stride of a dimension of size 1 means nothing. 0 lets kernels use vectors.
     batch_stride, token_stride = (x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1))
     values = {
-        # A tensor that is not wanted has no elements, so its pointer is null.
+        # An unwanted tensor has no elements, and its pointer is null.
         **{name: None if t is None or t.numel() == 0 else t.data_ptr() for name, t in tensors.items()},
         "B": B,
         "L": L,
@@ -163,7 +163,7 @@ def _run(
         "type": TYPES[x.dtype],
         "silu": silu,
     }
-    if values.keys() != {field[0] for field in struct._fields_}:  # ctypes would not say so
+    if values.keys() != {field[0] for field in struct._fields_}:  # ctypes does not check
         raise TypeError(f"{name}: takes {[field[0] for field in struct._fields_]}, got {list(values)}")
     call = struct(**values)
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
@@ -174,7 +174,7 @@ def _run(
 
 
 def _fill(state: Tensor, source: Tensor | None) -> None:
-    """The state after no tokens is the state before them; no state is zeros."""
+    """Fills the state after no tokens: the state before them, or zeros."""
     if state.numel() == 0:
         return
     if source is None:

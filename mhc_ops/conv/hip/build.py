@@ -35,7 +35,7 @@ def cpu_compiler() -> str:
 
 
 def hip_compiler() -> str:
-    """The hipcc that run_channellast_test.sh takes too."""
+    """The hipcc that run_channellast_test.sh uses too."""
     found = subprocess.run(["sh", str(SOURCE / "find_hipcc.sh")], capture_output=True, text=True)
     if found.returncode != 0:
         raise RuntimeError(f"causal_conv1d: {found.stderr.strip()}")
@@ -56,7 +56,7 @@ def hip_library(device: int) -> ctypes.CDLL:
 
 
 def refuse_another_rocm(compiler: str, of_torch: str | None) -> None:
-    """Two HIP runtimes in a process do not know each other's streams. Their names carry the major version."""
+    """Raises an error for a hipcc of another major version: two HIP runtimes do not know each other's streams."""
     found = re.search(r"HIP version: *(\d+)", _version(compiler))
     if found is None or of_torch is None:
         return
@@ -69,7 +69,7 @@ def refuse_another_rocm(compiler: str, of_torch: str | None) -> None:
 
 
 def compiled(command: tuple[str, ...]) -> Path:
-    """The shared library that `command` makes of conv.hip. Takes 20 s or more the first time."""
+    """The shared library that `command` compiles from conv.hip. The first time takes 20 s or more."""
     library = cache_folder() / f"conv_{_key(command)}.so"
     try:
         library.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -82,13 +82,13 @@ def compiled(command: tuple[str, ...]) -> Path:
     except OSError as error:
         raise RuntimeError(
             f"causal_conv1d: cannot keep the compiled kernels in {library.parent} ({error}); "
-            "set MHC_OPS_CACHE to a folder that can be written"
+            "set MHC_OPS_CACHE to a writable folder"
         ) from None
     return library
 
 
 def _refuse_what_others_write(path: Path) -> None:
-    """Code that is loaded runs as whoever loads it: nobody else may be able to put it there."""
+    """Loaded code runs as this user, so no other user may be able to write it."""
     found, me = path.stat(), os.geteuid()
     if found.st_uid not in (me, 0):
         problem = f"belongs to user {found.st_uid}, not to you (user {me}) or root"
@@ -98,7 +98,7 @@ def _refuse_what_others_write(path: Path) -> None:
         return
     remedy = f"delete {path}" if path.is_file() else f"chmod go-w {path} where it is yours"
     raise RuntimeError(
-        f"causal_conv1d: {path} {problem}, so compiled kernels there may be anybody's code; "
+        f"causal_conv1d: {path} {problem}, so compiled kernels there may be another user's code; "
         f"{remedy}, or set MHC_OPS_CACHE to a folder of your own"
     )
 
@@ -128,13 +128,13 @@ def _version(compiler: str) -> str:
 def _locked(path: Path) -> Iterator[None]:
     """One process of many compiles, the others wait for it."""
     with path.open("w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: all compile, and the last one's is kept
+        with contextlib.suppress(OSError):  # without locks all processes compile, and the last result is kept
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _compile(command: tuple[str, ...], library: Path) -> None:
-    # Written beside its place and renamed, so that another process finds all of it or nothing.
+    # Written beside its place and renamed: another process finds all of it or nothing.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         call = [*command, *LIBRARY_FLAGS, str(SOURCE / "conv.hip"), "-o", str(made)]
@@ -147,12 +147,12 @@ def _compile(command: tuple[str, ...], library: Path) -> None:
 
 
 def _with_hash(content: bytes) -> bytes:
-    """A loader does not read beyond the sections, so that a library can end with the hash of what is before."""
+    """The library with its hash at the end. A loader does not read beyond the sections."""
     return content + hashlib.sha256(content).digest()
 
 
 def _is_whole(library: Path) -> bool:
-    """False where it is missing or damaged: to load one that was cut off would end the process with a bus error."""
+    """False where it is missing or damaged. Loading a truncated library ends the process with a bus error."""
     if not library.exists():
         return False
     _refuse_what_others_write(library)

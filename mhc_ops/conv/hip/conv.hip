@@ -10,7 +10,7 @@ using Int = std::integral_constant<int, N>;
 
 constexpr int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-// HIP counts the threads of a launch in 32 bits. Settable, because tests cannot wait for so many.
+// HIP counts the threads of a launch in 32 bits. Tests set a lower limit.
 #ifndef MHC_CONV_THREADS_OF_LAUNCH
 #define MHC_CONV_THREADS_OF_LAUNCH (1ll << 32)
 #endif
@@ -78,7 +78,7 @@ const char* check(int64_t B, int64_t L, int64_t D) {
 
 template <class Launch>
 const char* error_of(Launch launch) {
-    (void)hipGetLastError();  // one that somebody else left behind
+    (void)hipGetLastError();  // an earlier launch may have left one
     launch();
     const hipError_t error = hipGetLastError();
     return error == hipSuccess ? nullptr : hipGetErrorString(error);

@@ -10,7 +10,7 @@
 // same bits.
 #pragma once
 
-#include "rows.h"
+#include "walk.h"
 
 template <class T, bool SEQ>  // at most 4 with ids: 8 of 16 bits spill
 constexpr int kBackwardChannels = sizeof(T) == 4                       ? MHC_CONV_BWD_CHANNELS_32

@@ -4,7 +4,7 @@
 // loaded once; the rows of the next steps are already on their way. No shared memory, no barriers.
 #pragma once
 
-#include "rows.h"
+#include "walk.h"
 
 template <class T>
 constexpr int kForwardChannels = sizeof(T) == 4 ? MHC_CONV_FWD_CHANNELS_32 : MHC_CONV_FWD_CHANNELS_16;

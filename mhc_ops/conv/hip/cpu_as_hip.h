@@ -146,7 +146,7 @@ typedef int hipError_t;
 typedef void* hipStream_t;
 constexpr hipError_t hipSuccess = 0, hipErrorInvalidConfiguration = 9;
 
-// A GPU refuses the same launches. Settable, because tests cannot wait for so many threads.
+// A GPU refuses the same launches. Tests set a lower limit.
 #ifndef MHC_OPS_CPU_THREADS_OF_LAUNCH
 #define MHC_OPS_CPU_THREADS_OF_LAUNCH (1ull << 32)
 #endif

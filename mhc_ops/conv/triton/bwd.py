@@ -1,26 +1,30 @@
-"""Causal conv1d, backward: one pass over x and dy; the sums over tokens are kept per program and added in order."""
+"""Causal conv1d, backward: one pass over x and dy. Each program sums over its tokens; a second kernel adds the sums in
+order."""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .rows import (
+from .states import fill_dinitial_state, packing
+from .walk import (
     filtered,
     filtered_back,
     load_filter,
     load_id,
     load_row,
     partition_rows,
+    piece_of,
     rows_before,
     through_activation,
     under_taps,
-    walk,
 )
-from .states import fill_dinitial_state, packing
 
 
 # dfinal_state[sequence] where the final state holds x[t], else 0
@@ -33,6 +37,20 @@ def kept_in_final_state(dfinal_ptr, bounds_ptr, sequence, t, S, L, D, d, present
     return load_row(dfinal_ptr + (sequence * S + s) * D + d, present & (s >= 0))
 
 
+class ConvAddresses(NamedTuple):
+    """What a program reads and writes, at the first row of its piece. x_step, y_step: from one row to the next."""
+
+    x_ptr: Any
+    x_step: Any
+    ids_ptr: Any
+    bounds_ptr: Any
+    state_ptr: Any
+    dy_ptr: Any
+    dfinal_ptr: Any
+    dx_ptr: Any
+    y_step: Any
+
+
 # Go STEP rows on: g of these rows is added to the first SUMS sums, and dx of the rows W − 1 before them is stored
 @triton.jit
 def step_back(
@@ -41,46 +59,30 @@ def step_back(
     ids,
     before,
     sums,
-    x_ptr,
-    dy_ptr,
-    dx_ptr,
-    x_step,
-    y_step,
+    piece,
+    at,
     weight,
     bias,
-    ids_ptr,
-    bounds_ptr,
-    state_ptr,
-    dfinal_ptr,
-    b,
-    t,
-    rows_here,
-    left,
-    dilation,
-    L,
-    D,
-    d,
-    in_row,
     W: tl.constexpr,
     SILU: tl.constexpr,
     CUDA: tl.constexpr,
     SUMS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    HAS_IDS: tl.constexpr = ids_ptr is not None
+    HAS_IDS: tl.constexpr = at.ids_ptr is not None
     rows, incoming = window, ()
     for r in tl.static_range(STEP):
-        present = in_row & (i + r < left)
-        rows = rows + (load_row(x_ptr + (i + r) * x_step, present),)
-        incoming = incoming + (load_row(dy_ptr + (i + r) * y_step, present),)
+        present = piece.in_row & (i + r < piece.left)
+        rows = rows + (load_row(at.x_ptr + (i + r) * at.x_step, present),)
+        incoming = incoming + (load_row(at.dy_ptr + (i + r) * at.y_step, present),)
         if HAS_IDS:
-            ids = ids + (load_id(ids_ptr, t + (i + r) * dilation, L),)
+            ids = ids + (load_id(at.ids_ptr, piece.t + (i + r) * piece.dilation, piece.L),)
     gs = before
     for r in tl.static_range(STEP):
-        time = t + (i + r) * dilation
+        time = piece.t + (i + r) * piece.dilation
         taps = under_taps(
-            rows=rows, ids=ids, r=r, state_ptr=state_ptr, bounds_ptr=bounds_ptr, t=time, dilation=dilation, D=D,
-            d=d, in_row=in_row, HAS_IDS=HAS_IDS, W=W,
+            piece, rows=rows, ids=ids, r=r, state_ptr=at.state_ptr, bounds_ptr=at.bounds_ptr, t=time,
+            HAS_IDS=HAS_IDS, W=W,
         )  # fmt: skip
         g = through_activation(incoming[r], filtered(taps, weight, bias, W), SILU, CUDA)
         if HAS_IDS:
@@ -98,19 +100,19 @@ def step_back(
             g = gs[r + j]
             reached = reached + (tl.where(ids[r + j] == ids[r], g, 0.0) if HAS_IDS else g,)
         dx = filtered_back(reached, weight, W)
-        present = in_row & (row >= 0) & (row < rows_here)
-        if dfinal_ptr is not None:
-            sequence = ids[r].to(tl.int64) if HAS_IDS else b
-            known, at = present & (sequence >= 0), t + row * dilation
+        present = piece.in_row & (row >= 0) & (row < piece.rows)
+        if at.dfinal_ptr is not None:
+            sequence = ids[r].to(tl.int64) if HAS_IDS else piece.sequence
+            known, time = present & (sequence >= 0), piece.t + row * piece.dilation
             dx += kept_in_final_state(
-                dfinal_ptr=dfinal_ptr, bounds_ptr=bounds_ptr, sequence=sequence, t=at, S=(W - 1) * dilation, L=L, D=D,
-                d=d, present=known,
+                dfinal_ptr=at.dfinal_ptr, bounds_ptr=at.bounds_ptr, sequence=sequence, t=time,
+                S=(W - 1) * piece.dilation, L=piece.L, D=piece.D, d=piece.d, present=known,
             )  # fmt: skip
-        tl.store(dx_ptr + row * y_step, dx.to(dx_ptr.dtype.element_ty), mask=present)
+        tl.store(at.dx_ptr + row * at.y_step, dx.to(at.dx_ptr.dtype.element_ty), mask=present)
     return rows[STEP:], ids[STEP:], gs[STEP:], sums
 
 
-# g[t] = dy[t], behind SiLU dy[t]·σ(z)(1 + z(1 − σ(z)));  0 at padding
+# g[t] = dy[t], with SiLU dy[t]·σ(z)(1 + z(1 − σ(z)));  0 at padding
 # dx[t] = Σ_k weight[k]·g[t + (W−1−k)·dilation], and dfinal_state where the final state holds x[t]
 # partials[piece, k] = Σ_{t in piece} g[t]·x[t − (W−1−k)·dilation];  partials[piece, W] = Σ g[t]
 @triton.jit(do_not_specialize=["L", "rows_each", "ranges", "dilation"])
@@ -141,10 +143,8 @@ def causal_conv1d_bwd_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, piece, b, t, rows_here, left = walk(
-        L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, BLOCK_D=BLOCK_D
-    )
-    in_row = d < D if not EVEN_D else d >= 0
+    piece = piece_of(L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, EVEN_D=EVEN_D, BLOCK_D=BLOCK_D)
+    b, t, d, in_row = piece.sequence, piece.t, piece.d, piece.in_row
     wide, by = t.to(tl.int64), dilation.to(tl.int64)
     x_ptr += b * x_batch + wide * x_row + d
     dy_ptr += b * L * D + wide * D + d
@@ -154,8 +154,11 @@ def causal_conv1d_bwd_kernel(
         ids_ptr += b * L
     weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
     window, ids = rows_before(
-        x_ptr=x_ptr, x_step=x_step, ids_ptr=ids_ptr, state_ptr=state_ptr, sequence=b, t=t, dilation=dilation, L=L, D=D,
-        d=d, in_row=in_row, PACKED=bounds_ptr is not None, W=W,
+        piece, x_ptr=x_ptr, x_step=x_step, ids_ptr=ids_ptr, state_ptr=state_ptr, PACKED=bounds_ptr is not None, W=W
+    )
+    at = ConvAddresses(
+        x_ptr=x_ptr, x_step=x_step, ids_ptr=ids_ptr, bounds_ptr=bounds_ptr, state_ptr=state_ptr, dy_ptr=dy_ptr,
+        dfinal_ptr=dfinal_ptr, dx_ptr=dx_ptr, y_step=y_step,
     )  # fmt: skip
     before, sums = (), ()
     for j in tl.static_range(W - 1):
@@ -164,20 +167,16 @@ def causal_conv1d_bwd_kernel(
         sums = sums + (tl.zeros([BLOCK_D], tl.float32),)
     for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         window, ids, before, sums = step_back(
-            i=i, window=window, ids=ids, before=before, sums=sums, x_ptr=x_ptr, dy_ptr=dy_ptr, dx_ptr=dx_ptr,
-            x_step=x_step, y_step=y_step, weight=weight, bias=bias, ids_ptr=ids_ptr, bounds_ptr=bounds_ptr,
-            state_ptr=state_ptr, dfinal_ptr=dfinal_ptr, b=b, t=t, rows_here=rows_here, left=left, dilation=dilation,
-            L=L, D=D, d=d, in_row=in_row, W=W, SILU=SILU, CUDA=CUDA, SUMS=SUMS, STEP=STEP,
+            i=i, window=window, ids=ids, before=before, sums=sums, piece=piece, at=at, weight=weight, bias=bias,
+            W=W, SILU=SILU, CUDA=CUDA, SUMS=SUMS, STEP=STEP,
         )  # fmt: skip
     # dx of the last rows takes g of the W − 1 rows after them, which belong to the sums of the next range
     step_back(
-        i=rows_each, window=window, ids=ids, before=before, sums=sums, x_ptr=x_ptr, dy_ptr=dy_ptr, dx_ptr=dx_ptr,
-        x_step=x_step, y_step=y_step, weight=weight, bias=bias, ids_ptr=ids_ptr, bounds_ptr=bounds_ptr,
-        state_ptr=state_ptr, dfinal_ptr=dfinal_ptr, b=b, t=t, rows_here=rows_here, left=left, dilation=dilation,
-        L=L, D=D, d=d, in_row=in_row, W=W, SILU=SILU, CUDA=CUDA, SUMS=0, STEP=W - 1,
+        i=rows_each, window=window, ids=ids, before=before, sums=sums, piece=piece, at=at, weight=weight, bias=bias,
+        W=W, SILU=SILU, CUDA=CUDA, SUMS=0, STEP=W - 1,
     )  # fmt: skip
     for k in tl.static_range(SUMS):
-        tl.store(partials_ptr + (piece * SUMS + k) * D + d, sums[k], mask=in_row)
+        tl.store(partials_ptr + (piece.number * SUMS + k) * D + d, sums[k], mask=in_row)
 
 
 # dweight[d, k] = Σ_piece partials[piece, k, d];  dbias[d] = Σ_piece partials[piece, W, d], of each stream
@@ -209,8 +208,8 @@ def causal_conv1d_sums_kernel(
         tl.store(dbias_ptr + channel, result.to(dbias_ptr.dtype.element_ty), mask=d < D)
 
 
-def add_partials(*, partials, streams, dweight, dbias):
-    """partials [streams·pieces, W or W + 1, D] to dweight [streams·D, W] and dbias [streams·D] or None."""
+def add_partials(*, partials: Tensor, streams: int, dweight: Tensor, dbias: Tensor | None) -> None:
+    """Adds partials [streams·pieces, W or W + 1, D] up to dweight [streams·D, W] and dbias [streams·D]."""
     pieces, count, D = partials.shape
     tile = configs.sums(device.of(partials.device))
     launch(
@@ -231,21 +230,21 @@ def add_partials(*, partials, streams, dweight, dbias):
 
 def causal_conv1d_bwd(
     *,
-    x,
-    weight,
-    bias,
-    seq_idx,
-    cu_seqlens,
-    initial_state,
-    silu,
-    dilation,
-    dy,
-    dfinal_state,
-    dx,
-    dweight,
-    dbias,
-    dinitial_state,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    silu: bool,
+    dilation: int,
+    dy: Tensor,
+    dfinal_state: Tensor | None,
+    dx: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    dinitial_state: Tensor,
+) -> None:
     B, L, D = x.shape
     ids, bounds = (seq_idx, None) if cu_seqlens is None else packing(cu_seqlens, L)
     dfinal = None if dfinal_state is None else dfinal_state.transpose(1, 2).contiguous()  # channels side by side
@@ -272,12 +271,12 @@ def causal_conv1d_bwd(
     kernel = configs.Kernel.BACKWARD if ids is None else configs.Kernel.BACKWARD_WITH_IDS
     if with_states:
         kernel = configs.Kernel.BACKWARD_WITH_STATES
-    partition = partition_rows(x, kernel=kernel, sequences=B, L=L, D=D, W=W, dilation=dilation)
+    pieces = partition_rows(x, kernel=kernel, sequences=B, L=L, D=D, W=W, dilation=dilation)
     count = W if bias is None else W + 1
-    partials = torch.empty((partition.pieces, count, D), dtype=torch.float32, device=x.device)
+    partials = torch.empty((pieces.total, count, D), dtype=torch.float32, device=x.device)
     launch(
         causal_conv1d_bwd_kernel,
-        (partition.programs,),
+        (pieces.programs,),
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=bias,
@@ -297,6 +296,6 @@ def causal_conv1d_bwd(
         SILU=silu,
         CUDA=device.of(x.device).kind == "cuda",
         SUMS=count,
-        **partition.arguments(D),
+        **pieces.arguments(D),
     )
     add_partials(partials=partials, streams=1, dweight=dweight, dbias=None if bias is None else dbias)

@@ -1,8 +1,8 @@
-"""Block sizes, warps and stages, each chosen by a pure function of shape and device, with the measurement behind it.
+"""Block sizes, warps and stages, each chosen by a pure function of shape and device, beside its measurement.
 
 Measured on an H200, torch 2.11, triton 3.6, bf16, W = 4, cold L2, unless a line says otherwise. L and B are never
-compiled in. The interpreter (kind "cpu") wants few, large programs. What is chosen for other GPUs is compiled for them
-in the tests, without spills and within their shared memory, but was not timed there.
+compiled in. The interpreter (kind "cpu") is fastest with few, large programs. Tests compile the configs of other GPUs,
+without spills and within their shared memory; they were not timed.
 """
 
 import enum
@@ -25,7 +25,7 @@ class March:
 
 
 class Kernel(enum.Enum):
-    """The kernels that march. With `ids` a token knows its sequence, with `states` a tap may be in one."""
+    """The kernels that walk. WITH_IDS: a token knows its sequence. WITH_STATES: a tap may lie in a state."""
 
     FORWARD = enum.auto()
     FORWARD_WITH_STATES = enum.auto()
@@ -36,7 +36,7 @@ class Kernel(enum.Enum):
     SHORT_BACKWARD = enum.auto()
 
 
-# How often the channels of a thread are halved, because the kernel holds more per channel than others and would spill
+# How often the channels of a thread are halved, because the kernel holds more per channel and would spill
 HALVINGS = {
     Kernel.FORWARD: 0,
     Kernel.FORWARD_WITH_STATES: 1,
@@ -46,29 +46,30 @@ HALVINGS = {
     Kernel.SHORT_FORWARD: 0,
     Kernel.SHORT_BACKWARD: 1,
 }
-# Here a tap has loads of its own, and Triton's coalescing pass follows each through all that depends on it, so that
-# rows a step are what compiling takes. On sm_90, forward and backward: W = 4 with 4 rows 49 s, with 2 rows 2 s; W = 8
-# with 8 rows 6 minutes (forward), with 4 rows 17 s, with 2 rows 11 s. And 2 rows are faster: packed sequences with
-# states, 32768×2560, forward 323 → 222 µs, with the backward 1059 → 661; W = 8 at 8192×4096 349 → 359 and 883 → 880.
+# Each tap has loads of its own here, and Triton's coalescing pass follows each load through all that depends on it, so
+# rows per step decide the time to compile. On sm_90, forward and backward:
+#   W = 4: 4 rows 49 s, 2 rows 2 s          W = 8: 8 rows 6 minutes (forward), 4 rows 17 s, 2 rows 11 s
+# 2 rows also run faster. 4 → 2 rows, packed sequences with states, forward and with the backward:
+#   32768×2560: 323 → 222 µs, 1059 → 661    8192×4096, W = 8: 349 → 359, 883 → 880
 WITH_STATES = (Kernel.FORWARD_WITH_STATES, Kernel.BACKWARD_WITH_STATES)
 # The most rows that one program walks through
 MOST_ROWS = dict.fromkeys(Kernel, 128) | {Kernel.FORWARD: 64, Kernel.BACKWARD: 512}
-# These keep so little in registers that on NVIDIA GPUs wide filters and more rows a step fit too.
+# These keep little in registers: on NVIDIA GPUs wide filters and more rows per step fit too.
 SMALL_KERNELS = (Kernel.FORWARD, Kernel.SHORT_FORWARD)
 
 
 @lru_cache(maxsize=4096)
 def march(*, kernel: Kernel, rows: int, D: int, W: int, itemsize: int, aligned: bool, on: Device) -> March:
-    """`rows` of D channels in all. 16 bytes a thread (forward: 8), up to 4 warps side by side.
+    """`rows` of D channels in all. 16 bytes per thread (forward: 8), up to 4 warps side by side. Measured, in µs:
 
-    Forward, with SiLU: 142.2 µs at 8×4096×4096 (91 % of a copy) and 28.8 at 4×2048×2560, with 512 channels, 8 rows a
-    step, 3 stages, 64 rows; 16 bytes a thread 149.3 and 34.4, 4 stages 148.0 and 29.7, none 147.0 and 30.6, 128 rows
-    146.0 and 31.0, 4 rows a step 144.4 and 29.7.
-    Backward, with SiLU: 208.3 µs (92 %) with 512 channels, 4 rows a step, 3 stages, 512 rows; 256 rows 216.1, 4 stages
-    215.7, 2 stages 257.3, 8 bytes a thread 256.5. At 4×2048×2560 that would leave multiprocessors idle: 8 bytes a
-    thread and 128 rows take 54.5 (4 stages 53.1, and 51.3 with 64 rows).
-    ShortConv at 2×4096×4×4096: forward 219.2 µs with 512 channels, 8 rows a step, 4 stages, 128 rows; 3 stages and 64
-    rows 220.5. Backward 560.9 with 128 channels, 3 stages, 128 rows; 256 channels 577.9, 64 rows 592.9."""
+    forward with SiLU, 512 channels, 8 rows per step, 3 stages, 64 rows: 142.2 at 8×4096×4096 (91 % of a copy), 28.8 at
+      4×2048×2560. 16 bytes per thread 149.3 and 34.4, 4 stages 148.0 and 29.7, no stages 147.0 and 30.6, 128 rows 146.0
+      and 31.0, 4 rows per step 144.4 and 29.7.
+    backward with SiLU, 512 channels, 4 rows per step, 3 stages, 512 rows: 208.3 (92 %). 256 rows 216.1, 4 stages 215.7,
+      2 stages 257.3, 8 bytes per thread 256.5. At 4×2048×2560 that leaves multiprocessors idle: 8 bytes per thread and
+      128 rows take 54.5 (4 stages 53.1, and 51.3 with 64 rows).
+    ShortConv at 2×4096×4×4096: forward 219.2 with 512 channels, 8 rows per step, 4 stages, 128 rows; 3 stages and 64
+      rows 220.5. Backward 560.9 with 128 channels, 3 stages, 128 rows; 256 channels 577.9, 64 rows 592.9."""
     roomy = kernel in SMALL_KERNELS and on.kind != "hip"
     step = 8 if roomy or W > 5 else 4  # at least W − 1, to be copied ahead
     if kernel in WITH_STATES:
@@ -77,7 +78,7 @@ def march(*, kernel: Kernel, rows: int, D: int, W: int, itemsize: int, aligned: 
         return March(block_d=min(4096, next_power_of_2(D)), rows=16, step=step, warps=4, stages=1)
     of_warp = on.warp * channels_of_thread(kernel, W=W, itemsize=itemsize, aligned=aligned, roomy=roomy)
     each = rows_each(rows * cdiv(D, of_warp), most=MOST_ROWS[kernel], processors=on.processors)
-    if kernel is Kernel.BACKWARD and each < 128:  # multiprocessors would be idle: more programs, of fewer channels
+    if kernel is Kernel.BACKWARD and each < 128:  # more programs of fewer channels keep multiprocessors busy
         of_warp = max(on.warp, of_warp // 2)
         each = rows_each(rows * cdiv(D, of_warp), most=128, processors=on.processors)
     stages = 4 if kernel is Kernel.SHORT_FORWARD else 3
@@ -90,7 +91,7 @@ def march(*, kernel: Kernel, rows: int, D: int, W: int, itemsize: int, aligned: 
 
 
 def channels_of_thread(kernel: Kernel, *, W: int, itemsize: int, aligned: bool, roomy: bool) -> int:
-    """As many as are loaded at once, halved for each reason why the kernel would spill; at least one."""
+    """As many as one load takes, halved for each reason to spill; at least one."""
     channels = 4 if kernel is Kernel.FORWARD else 16 // itemsize
     halvings = HALVINGS[kernel]
     if not aligned:  # an address for each channel
@@ -101,19 +102,19 @@ def channels_of_thread(kernel: Kernel, *, W: int, itemsize: int, aligned: bool, 
 
 
 def power_of_2_in(number: int) -> int:
-    """The greatest that divides it."""
+    """The greatest power of two that divides it."""
     return number & -number
 
 
 def rows_each(rows: int, *, most: int, processors: int) -> int:
     """Rows of a program: a power of two from 16 to `most` that gives every multiprocessor 7 programs.
 
-    rows: of all programs, those of each block of channels counted"""
+    rows: those of all programs, counted per block of channels."""
     return max(16, min(most, floor_power_of_2(rows // (7 * processors))))
 
 
 def channels(D: int, on: Device) -> int:
-    """Of a program in the small kernels: states and decoding."""
+    """Channels of a program in the small kernels: states and decoding."""
     return min(4096 if on.kind == "cpu" else 128, max(32, next_power_of_2(D)))
 
 
@@ -123,8 +124,8 @@ UPDATE_WARPS = 1
 
 @lru_cache
 def sums(on: Device) -> March:
-    """The sum of the programs' partial sums, `rows` of them at a time: 8.2 µs for 128 pieces of 4096 channels; 32
-    of them at a time 8.4, 8 warps 8.6."""
+    """Adds the programs' partial sums, `rows` at a time: 8.2 µs for 128 pieces of 4096 channels; 32 rows 8.4, 8 warps
+    8.6."""
     return March(block_d=4096 if on.kind == "cpu" else 32, rows=64, step=1, warps=4, stages=1)
 
 

@@ -2,12 +2,13 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from . import configs
-from .rows import filtered, load_filter, load_id, load_row, partition_rows, rows_before, sigmoid, under_taps, walk
 from .states import fill_final_state, packing
+from .walk import filtered, load_filter, load_id, load_row, partition_rows, piece_of, rows_before, sigmoid, under_taps
 
 
 # y[t] = act(bias + Σ_k weight[k]·x[t − (W−1−k)·dilation]) + residual[t];  0 at padding
@@ -39,8 +40,8 @@ def causal_conv1d_fwd_kernel(
     STAGES: tl.constexpr,
 ):
     HAS_IDS: tl.constexpr = ids_ptr is not None
-    d, _, b, t, rows_here, _ = walk(L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, BLOCK_D=BLOCK_D)
-    in_row = d < D if not EVEN_D else d >= 0
+    piece = piece_of(L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, EVEN_D=EVEN_D, BLOCK_D=BLOCK_D)
+    b, t, d, in_row = piece.sequence, piece.t, piece.d, piece.in_row
     wide, by = t.to(tl.int64), dilation.to(tl.int64)
     x_ptr += b * x_batch + wide * x_row + d
     y_ptr += b * L * D + wide * D + d
@@ -51,25 +52,24 @@ def causal_conv1d_fwd_kernel(
         ids_ptr += b * L
     weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
     window, ids = rows_before(
-        x_ptr=x_ptr, x_step=x_step, ids_ptr=ids_ptr, state_ptr=state_ptr, sequence=b, t=t, dilation=dilation, L=L, D=D,
-        d=d, in_row=in_row, PACKED=bounds_ptr is not None, W=W,
-    )  # fmt: skip
+        piece, x_ptr=x_ptr, x_step=x_step, ids_ptr=ids_ptr, state_ptr=state_ptr, PACKED=bounds_ptr is not None, W=W
+    )
     for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         rows, all_ids = window, ids
         for r in tl.static_range(STEP):
-            rows = rows + (load_row(x_ptr + (i + r) * x_step, in_row & (i + r < rows_here)),)
+            rows = rows + (load_row(x_ptr + (i + r) * x_step, in_row & (i + r < piece.rows)),)
             if HAS_IDS:
                 all_ids = all_ids + (load_id(ids_ptr, t + (i + r) * dilation, L),)
         for r in tl.static_range(STEP):
             time = t + (i + r) * dilation
             taps = under_taps(
-                rows=rows, ids=all_ids, r=r, state_ptr=state_ptr, bounds_ptr=bounds_ptr, t=time, dilation=dilation, D=D,
-                d=d, in_row=in_row, HAS_IDS=HAS_IDS, W=W,
+                piece, rows=rows, ids=all_ids, r=r, state_ptr=state_ptr, bounds_ptr=bounds_ptr, t=time,
+                HAS_IDS=HAS_IDS, W=W,
             )  # fmt: skip
             y = filtered(taps, weight, bias, W)
             if SILU:
                 y *= sigmoid(y, CUDA)
-            present = in_row & (i + r < rows_here)
+            present = in_row & (i + r < piece.rows)
             if residual_ptr is not None:
                 y += load_row(residual_ptr + (i + r) * residual_step, present)
             if HAS_IDS:
@@ -81,19 +81,19 @@ def causal_conv1d_fwd_kernel(
 
 def causal_conv1d_fwd(
     *,
-    x,
-    weight,
-    bias,
-    residual,
-    seq_idx,
-    cu_seqlens,
-    initial_state,
-    silu,
-    dilation,
-    output_final_state,
-    y,
-    final_state,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    silu: bool,
+    dilation: int,
+    output_final_state: bool,
+    y: Tensor,
+    final_state: Tensor,
+) -> None:
     B, L, D = x.shape
     ids, bounds = (seq_idx, None) if cu_seqlens is None else packing(cu_seqlens, L)
     if output_final_state and final_state.numel():
@@ -103,10 +103,10 @@ def causal_conv1d_fwd(
     W = weight.shape[1]
     plain = bounds is None or initial_state is None
     kernel = configs.Kernel.FORWARD if plain else configs.Kernel.FORWARD_WITH_STATES
-    partition = partition_rows(x, kernel=kernel, sequences=B, L=L, D=D, W=W, dilation=dilation)
+    pieces = partition_rows(x, kernel=kernel, sequences=B, L=L, D=D, W=W, dilation=dilation)
     launch(
         causal_conv1d_fwd_kernel,
-        (partition.programs,),
+        (pieces.programs,),
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=bias,
@@ -125,5 +125,5 @@ def causal_conv1d_fwd(
         W=W,
         SILU=silu,
         CUDA=device.of(x.device).kind == "cuda",
-        **partition.arguments(D),
+        **pieces.arguments(D),
     )

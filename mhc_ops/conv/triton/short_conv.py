@@ -1,23 +1,36 @@
-"""ShortConv: RMSNorm of each stream, causal convolution, SiLU and residual, without storing anything in between.
+"""ShortConv: RMSNorm of each stream, causal convolution, SiLU and residual, with nothing stored in between.
 
-Forward: one kernel for inv_rms, one that marches as the convolution does and normalises each row as it comes. Backward,
-dx of a token needs a mean over its whole stream, which no program sees: a first launch stores the sum over each block
-of channels, a second one adds these up, and a third writes dx. With v = x·inv_rms:
+Forward: one kernel computes inv_rms, a second walks as the convolution does and normalises each row it loads. Backward:
+dx of a token needs a mean over its whole stream, which no program sees. A first launch stores the sum over each block
+of channels, a second adds these, a third writes dx. With v = x·inv_rms:
 
   z[t] = Σ_k weight[k]·gamma·v[t − (W−1−k)·dilation]    g = dy·silu'(z)    dv[t] = Σ_k weight[k]·g[t + (W−1−k)·dilation]
   dx = inv_rms·(gamma·dv − v·mean_d(gamma·dv·v)), + dy    dgamma = Σ_t dv·v    dweight[k] = gamma·Σ_t g[t]·v[t − …]
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
 from . import configs
 from .bwd import add_partials
-from .rows import filtered, filtered_back, load_filter, load_row, partition_rows, sigmoid, through_activation, walk
+from .walk import (
+    Pieces,
+    filtered,
+    filtered_back,
+    load_filter,
+    load_row,
+    partition_rows,
+    piece_of,
+    sigmoid,
+    through_activation,
+)
 
 
 # inv_rms[row] = rsqrt(Σ_d x[row, d]² / D + norm_eps)
@@ -32,15 +45,15 @@ def inv_rms_kernel(x_ptr, inv_rms_ptr, rows, D, norm_eps, BLOCK_R: tl.constexpr,
     tl.store(inv_rms_ptr + row, tl.rsqrt(tl.sum(squares, axis=1) / D + norm_eps), mask=row < rows)
 
 
-# The W − 1 normalised rows before time t
+# The W − 1 normalised rows before the piece
 @triton.jit
-def normed_before(x_ptr, inv_rms_ptr, x_step, inv_step, t, dilation, L, in_row, W: tl.constexpr):
+def normed_before(piece, x_ptr, inv_rms_ptr, x_step, inv_step, W: tl.constexpr):
     window = ()
     for j in tl.static_range(W - 1):
         back = W - 1 - j
-        time = t - back * dilation
-        there = (time >= 0) & (time < L)
-        x = load_row(x_ptr - back * x_step, in_row & there)
+        time = piece.t - back * piece.dilation
+        there = (time >= 0) & (time < piece.L)
+        x = load_row(x_ptr - back * x_step, piece.in_row & there)
         window = window + (x * load_row(inv_rms_ptr - back * inv_step, there),)
     return window
 
@@ -77,12 +90,9 @@ def short_conv_fwd_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, _, sequence, t, rows_here, _ = walk(
-        L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, BLOCK_D=BLOCK_D
-    )
-    stream, b = sequence // B, sequence % B
-    in_row = d < D if not EVEN_D else d >= 0
-    token = (b * L + t) * n + stream
+    piece = piece_of(L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, EVEN_D=EVEN_D, BLOCK_D=BLOCK_D)
+    d, in_row, stream, b = piece.d, piece.in_row, piece.sequence // B, piece.sequence % B
+    token = (b * L + piece.t) * n + stream
     inv_step = dilation.to(tl.int64) * n
     x_step = inv_step * D
     x_ptr += token * D + d
@@ -91,14 +101,11 @@ def short_conv_fwd_kernel(
     gamma = load_row(gamma_ptr + stream * D + d, in_row)
     weight, none = load_filter(weight_ptr + stream * D * W, None, d, in_row, W)
     weight = scaled(weight, gamma, W)
-    window = normed_before(
-        x_ptr=x_ptr, inv_rms_ptr=inv_rms_ptr, x_step=x_step, inv_step=inv_step, t=t, dilation=dilation, L=L,
-        in_row=in_row, W=W,
-    )  # fmt: skip
+    window = normed_before(piece, x_ptr=x_ptr, inv_rms_ptr=inv_rms_ptr, x_step=x_step, inv_step=inv_step, W=W)
     for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         rows, raw = window, ()
         for r in tl.static_range(STEP):
-            there = i + r < rows_here
+            there = i + r < piece.rows
             x = load_row(x_ptr + (i + r) * x_step, in_row & there)
             raw = raw + (x,)
             rows = rows + (x * load_row(inv_rms_ptr + (i + r) * inv_step, there),)
@@ -107,8 +114,21 @@ def short_conv_fwd_kernel(
             y *= sigmoid(y, CUDA)
             if RESIDUAL:
                 y += raw[r]
-            tl.store(y_ptr + (i + r) * x_step, y.to(y_ptr.dtype.element_ty), mask=in_row & (i + r < rows_here))
+            tl.store(y_ptr + (i + r) * x_step, y.to(y_ptr.dtype.element_ty), mask=in_row & (i + r < piece.rows))
         window = rows[STEP:]
+
+
+class ShortConvAddresses(NamedTuple):
+    """What a program reads and writes, at the first row of its piece, and the steps from one row to the next."""
+
+    x_ptr: Any
+    inv_rms_ptr: Any
+    dy_ptr: Any
+    dots_ptr: Any
+    dx_ptr: Any
+    x_step: Any
+    inv_step: Any
+    dots_step: Any
 
 
 # Go STEP rows on. Without dx_ptr, Σ_d gamma·dv·v of the rows W − 1 before them is stored, over this block of channels;
@@ -120,22 +140,12 @@ def short_step_back(
     before,
     before_dy,
     sums,
-    x_ptr,
-    dy_ptr,
-    dx_ptr,
-    inv_rms_ptr,
-    dots_ptr,
-    x_step,
-    inv_step,
-    dots_step,
+    piece,
+    at,
     weight,
     of_taps,
     none,
     gamma,
-    rows_here,
-    left,
-    D,
-    in_row,
     W: tl.constexpr,
     RESIDUAL: tl.constexpr,
     CUDA: tl.constexpr,
@@ -144,21 +154,21 @@ def short_step_back(
 ):
     rows, incoming, gs = window, before_dy, before
     for r in tl.static_range(STEP):
-        there = i + r < left
-        x = load_row(x_ptr + (i + r) * x_step, in_row & there)
-        rows = rows + (x * load_row(inv_rms_ptr + (i + r) * inv_step, there),)
-        incoming = incoming + (load_row(dy_ptr + (i + r) * x_step, in_row & there),)
+        there = i + r < piece.left
+        x = load_row(at.x_ptr + (i + r) * at.x_step, piece.in_row & there)
+        rows = rows + (x * load_row(at.inv_rms_ptr + (i + r) * at.inv_step, there),)
+        incoming = incoming + (load_row(at.dy_ptr + (i + r) * at.x_step, piece.in_row & there),)
     for r in tl.static_range(STEP):
         taps = rows[r : r + W]
         g = through_activation(incoming[r + W - 1], filtered(taps, of_taps, none, W), True, CUDA)
         gs = gs + (g,)
         # the row W − 1 before this one is complete
         row = i + r - (W - 1)
-        mine = (row >= 0) & (row < rows_here)
+        mine = (row >= 0) & (row < piece.rows)
         v, dv = taps[0], filtered_back(gs[r : r + W], weight, W)
-        if dx_ptr is None:
-            dot = tl.sum(tl.where(in_row, gamma * dv * v, 0.0), axis=0)
-            tl.store(dots_ptr + row * dots_step, dot, mask=mine)
+        if at.dx_ptr is None:
+            dot = tl.sum(tl.where(piece.in_row, gamma * dv * v, 0.0), axis=0)
+            tl.store(at.dots_ptr + row * at.dots_step, dot, mask=mine)
         else:
             if SUMS > 0:
                 new_sums = ()
@@ -166,11 +176,11 @@ def short_step_back(
                     new_sums = new_sums + (sums[k] + g * taps[k],)
                 sums = new_sums + (sums[W],)
             sums = sums[:W] + (sums[W] + tl.where(mine, dv * v, 0.0),)
-            dot = load_row(dots_ptr + row * inv_step, mine)
-            dx = load_row(inv_rms_ptr + row * inv_step, mine) * (gamma * dv - v * (dot / D))
+            dot = load_row(at.dots_ptr + row * at.inv_step, mine)
+            dx = load_row(at.inv_rms_ptr + row * at.inv_step, mine) * (gamma * dv - v * (dot / piece.D))
             if RESIDUAL:
                 dx += incoming[r]
-            tl.store(dx_ptr + row * x_step, dx.to(dx_ptr.dtype.element_ty), mask=in_row & mine)
+            tl.store(at.dx_ptr + row * at.x_step, dx.to(at.dx_ptr.dtype.element_ty), mask=piece.in_row & mine)
     return rows[STEP:], gs[STEP:], incoming[STEP:], sums
 
 
@@ -201,12 +211,9 @@ def short_conv_bwd_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    d, piece, sequence, t, rows_here, left = walk(
-        L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, BLOCK_D=BLOCK_D
-    )
-    stream, b = sequence // B, sequence % B
-    in_row = d < D if not EVEN_D else d >= 0
-    token = (b * L + t) * n + stream
+    piece = piece_of(L=L, D=D, rows_each=rows_each, ranges=ranges, dilation=dilation, EVEN_D=EVEN_D, BLOCK_D=BLOCK_D)
+    d, in_row, stream, b = piece.d, piece.in_row, piece.sequence // B, piece.sequence % B
+    token = (b * L + piece.t) * n + stream
     inv_step = dilation.to(tl.int64) * n
     x_step, dots_step = inv_step * D, inv_step * tl.cdiv(D, BLOCK_D)
     x_ptr += token * D + d
@@ -220,9 +227,10 @@ def short_conv_bwd_kernel(
     gamma = load_row(gamma_ptr + stream * D + d, in_row)
     weight, none = load_filter(weight_ptr + stream * D * W, None, d, in_row, W)
     of_taps = scaled(weight, gamma, W)
-    window = normed_before(
-        x_ptr=x_ptr, inv_rms_ptr=inv_rms_ptr, x_step=x_step, inv_step=inv_step, t=t, dilation=dilation, L=L,
-        in_row=in_row, W=W,
+    window = normed_before(piece, x_ptr=x_ptr, inv_rms_ptr=inv_rms_ptr, x_step=x_step, inv_step=inv_step, W=W)
+    at = ShortConvAddresses(
+        x_ptr=x_ptr, inv_rms_ptr=inv_rms_ptr, dy_ptr=dy_ptr, dots_ptr=dots_ptr, dx_ptr=dx_ptr,
+        x_step=x_step, inv_step=inv_step, dots_step=dots_step,
     )  # fmt: skip
     before, before_dy, sums = (), (), ()
     for j in tl.static_range(W - 1):
@@ -232,21 +240,17 @@ def short_conv_bwd_kernel(
         sums = sums + (tl.zeros([BLOCK_D], tl.float32),)
     for i in tl.range(0, rows_each, STEP, num_stages=STAGES):
         window, before, before_dy, sums = short_step_back(
-            i=i, window=window, before=before, before_dy=before_dy, sums=sums, x_ptr=x_ptr, dy_ptr=dy_ptr,
-            dx_ptr=dx_ptr, inv_rms_ptr=inv_rms_ptr, dots_ptr=dots_ptr, x_step=x_step, inv_step=inv_step,
-            dots_step=dots_step, weight=weight, of_taps=of_taps, none=none, gamma=gamma, rows_here=rows_here, left=left,
-            D=D, in_row=in_row, W=W, RESIDUAL=RESIDUAL, CUDA=CUDA, SUMS=W + 1, STEP=STEP,
+            i=i, window=window, before=before, before_dy=before_dy, sums=sums, piece=piece, at=at, weight=weight,
+            of_taps=of_taps, none=none, gamma=gamma, W=W, RESIDUAL=RESIDUAL, CUDA=CUDA, SUMS=W + 1, STEP=STEP,
         )  # fmt: skip
     window, before, before_dy, sums = short_step_back(
-        i=rows_each, window=window, before=before, before_dy=before_dy, sums=sums, x_ptr=x_ptr, dy_ptr=dy_ptr,
-        dx_ptr=dx_ptr, inv_rms_ptr=inv_rms_ptr, dots_ptr=dots_ptr, x_step=x_step, inv_step=inv_step,
-        dots_step=dots_step, weight=weight, of_taps=of_taps, none=none, gamma=gamma, rows_here=rows_here, left=left,
-        D=D, in_row=in_row, W=W, RESIDUAL=RESIDUAL, CUDA=CUDA, SUMS=0, STEP=W - 1,
+        i=rows_each, window=window, before=before, before_dy=before_dy, sums=sums, piece=piece, at=at, weight=weight,
+        of_taps=of_taps, none=none, gamma=gamma, W=W, RESIDUAL=RESIDUAL, CUDA=CUDA, SUMS=0, STEP=W - 1,
     )  # fmt: skip
     if dx_ptr is not None:
         for k in tl.static_range(W + 1):
             total = sums[k] * gamma if k < W else sums[k]
-            tl.store(partials_ptr + (piece * (W + 1) + k) * D + d, total, mask=in_row)
+            tl.store(partials_ptr + (piece.number * (W + 1) + k) * D + d, total, mask=in_row)
 
 
 # dots[row] = Σ_block partials[row, block]
@@ -259,7 +263,17 @@ def add_dots_kernel(partials_ptr, dots_ptr, rows, blocks, BLOCK_R: tl.constexpr,
     tl.store(dots_ptr + row, total, mask=row < rows)
 
 
-def short_conv_fwd(*, x, gamma, weight, norm_eps, dilation, residual, y, inv_rms):
+def short_conv_fwd(
+    *,
+    x: Tensor,
+    gamma: Tensor,
+    weight: Tensor,
+    norm_eps: float,
+    dilation: int,
+    residual: bool,
+    y: Tensor,
+    inv_rms: Tensor,
+) -> None:
     if not x.numel():
         return
     D, rows = x.shape[3], inv_rms.numel()
@@ -276,35 +290,47 @@ def short_conv_fwd(*, x, gamma, weight, norm_eps, dilation, residual, y, inv_rms
         BLOCK_D=tile.block_d,
         num_warps=tile.warps,
     )
-    partition = partition_streams(x, weight, dilation, configs.Kernel.SHORT_FORWARD)
+    pieces = partition_streams(x, weight, dilation, configs.Kernel.SHORT_FORWARD)
     launch(
         short_conv_fwd_kernel,
-        (partition.programs,),
+        (pieces.programs,),
         x_ptr=x,
         gamma_ptr=gamma,
         weight_ptr=weight,
         inv_rms_ptr=inv_rms,
         y_ptr=y,
-        **shared_arguments(x, weight, dilation, residual, partition),
+        **shared_arguments(x, weight, dilation, residual, pieces),
     )
 
 
-def short_conv_bwd(*, x, gamma, weight, dilation, residual, inv_rms, dy, dx, dgamma, dweight):
+def short_conv_bwd(
+    *,
+    x: Tensor,
+    gamma: Tensor,
+    weight: Tensor,
+    dilation: int,
+    residual: bool,
+    inv_rms: Tensor,
+    dy: Tensor,
+    dx: Tensor,
+    dgamma: Tensor,
+    dweight: Tensor,
+) -> None:
     if not x.numel():
         dgamma.zero_()
         dweight.zero_()
         return
     (_, _, n, D), W, rows = x.shape, weight.shape[1], inv_rms.numel()
-    partition = partition_streams(x, weight, dilation, configs.Kernel.SHORT_BACKWARD)
+    pieces = partition_streams(x, weight, dilation, configs.Kernel.SHORT_BACKWARD)
     arguments = {
         "x_ptr": x,
         "gamma_ptr": gamma,
         "weight_ptr": weight,
         "inv_rms_ptr": inv_rms,
         "dy_ptr": dy,
-        **shared_arguments(x, weight, dilation, residual, partition),
+        **shared_arguments(x, weight, dilation, residual, pieces),
     }
-    grid, blocks = (partition.programs,), partition.blocks
+    grid, blocks = (pieces.programs,), pieces.blocks
     of_blocks = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
     launch(short_conv_bwd_kernel, grid, dots_ptr=of_blocks, dx_ptr=None, partials_ptr=None, **arguments)
     dots = torch.empty_like(inv_rms)
@@ -320,19 +346,19 @@ def short_conv_bwd(*, x, gamma, weight, dilation, residual, inv_rms, dy, dx, dga
         BLOCK_B=next_power_of_2(blocks),
         num_warps=tile.warps,
     )
-    partials = torch.empty((partition.pieces, W + 1, D), dtype=torch.float32, device=x.device)
+    partials = torch.empty((pieces.total, W + 1, D), dtype=torch.float32, device=x.device)
     launch(short_conv_bwd_kernel, grid, dots_ptr=dots, dx_ptr=dx, partials_ptr=partials, **arguments)
     add_partials(partials=partials, streams=n, dweight=dweight, dbias=dgamma)
 
 
-def partition_streams(x, weight, dilation, kernel):
-    """Sequences are [stream, batch]."""
+def partition_streams(x: Tensor, weight: Tensor, dilation: int, kernel: configs.Kernel) -> Pieces:
+    """The pieces of all streams. Sequences are [stream, batch]."""
     B, L, n, D = x.shape
     return partition_rows(x, kernel=kernel, sequences=n * B, L=L, D=D, W=weight.shape[1], dilation=dilation)
 
 
-def shared_arguments(x, weight, dilation, residual, partition):
-    """What forward and backward kernel take alike."""
+def shared_arguments(x: Tensor, weight: Tensor, dilation: int, residual: bool, pieces: Pieces) -> dict[str, Any]:
+    """The arguments that the forward and the backward kernel share."""
     B, L, n, D = x.shape
     return {
         "B": B,
@@ -343,5 +369,5 @@ def shared_arguments(x, weight, dilation, residual, partition):
         "W": weight.shape[1],
         "RESIDUAL": residual,
         "CUDA": device.of(x.device).kind == "cuda",
-        **partition.arguments(D),
+        **pieces.arguments(D),
     }

@@ -1,17 +1,18 @@
 """States and packing: final states, the gradient of initial states, where packed sequences begin and end.
 
-A state [N, D, S] has its channels side by side: in memory, which is what kernels see, it is [N, S, D].
+A state [N, D, S] has its channels side by side: kernels see [N, S, D].
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .rows import filtered, load_filter, load_id, load_row, load_state, through_activation
+from .walk import filtered, load_filter, load_id, load_row, load_state, through_activation
 
 # A program finds the sequences of 512 tokens and compares them with 128 bounds at a time, one for each thread: 408
 # instructions on sm_90, against 891 with 1024 tokens and 256 bounds.
@@ -25,7 +26,7 @@ def greater(one, other):
 
 
 # bounds[i] = the greatest of cu_seqlens[0] to cu_seqlens[i], within 0 and L: they never decrease
-# ids[t] = the sequence of t, i where bounds[i] ≤ t < bounds[i + 1], −1 for tokens of none
+# ids[t] = the sequence i of token t, bounds[i] ≤ t < bounds[i + 1]; −1 for padding
 @triton.jit(do_not_specialize=["L", "N"])
 def packing_kernel(given_ptr, bounds_ptr, ids_ptr, L, N, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
     first = tl.program_id(0) * BLOCK_T
@@ -45,8 +46,8 @@ def packing_kernel(given_ptr, bounds_ptr, ids_ptr, L, N, BLOCK_T: tl.constexpr, 
     tl.store(ids_ptr + t, tl.where(reached <= N, reached - 1, -1), mask=t < L)
 
 
-def packing(cu_seqlens: torch.Tensor, L: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids [L] and bounds [N + 1], as the kernel says."""
+def packing(cu_seqlens: Tensor, L: int) -> tuple[Tensor, Tensor]:
+    """ids [L] and bounds [N + 1], as defined above the kernel."""
     ids = torch.empty(L, dtype=torch.int32, device=cu_seqlens.device)
     bounds = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
     launch(
@@ -97,7 +98,7 @@ def final_state_kernel(x_ptr, bounds_ptr, state_ptr, final_ptr, L, D, x_batch, x
     tl.store(final_ptr + (b * S + s) * D + d, row.to(final_ptr.dtype.element_ty), mask=d < D)
 
 
-def fill_final_state(*, x, bounds, initial_state, final_state):
+def fill_final_state(*, x: Tensor, bounds: Tensor | None, initial_state: Tensor | None, final_state: Tensor) -> None:
     N, D, S = final_state.shape
     block_d = configs.channels(D, device.of(x.device))
     launch(
@@ -118,8 +119,8 @@ def fill_final_state(*, x, bounds, initial_state, final_state):
 
 
 # dinitial_state[b, s] = Σ_k weight[k]·g[s − S + (W−1−k)·dilation], + dfinal_state[b, s − length] where s ≥ length: the
-# final state of a sequence that is shorter than S still holds a part of the initial one. With ids, g of the tokens of
-# the sequence of token 0.
+# final state of a sequence shorter than S holds a part of the initial one. With ids, only tokens of the sequence of
+# token 0 count.
 @triton.jit(do_not_specialize=["L", "dilation"])
 def dinitial_state_kernel(
     x_ptr,
@@ -179,7 +180,20 @@ def dinitial_state_kernel(
     tl.store(dinitial_ptr + (b * S + s) * D + d, total.to(dinitial_ptr.dtype.element_ty), mask=in_row)
 
 
-def fill_dinitial_state(*, x, weight, bias, seq_idx, bounds, initial_state, dy, dfinal, silu, dilation, dinitial_state):
+def fill_dinitial_state(
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    bounds: Tensor | None,
+    initial_state: Tensor | None,
+    dy: Tensor,
+    dfinal: Tensor | None,
+    silu: bool,
+    dilation: int,
+    dinitial_state: Tensor,
+) -> None:
     """dfinal: [N, S, D]"""
     N, D, S = dinitial_state.shape
     block_d = configs.channels(D, device.of(x.device))

@@ -1,13 +1,14 @@
-"""Causal conv1d, one decoding step: a few tokens per sequence, the state changed in place."""
+"""Causal conv1d, one decoding step: a few tokens per sequence, in place on the state."""
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .rows import sigmoid
+from .walk import sigmoid
 
 
 # y[t] = act(bias + Σ_k weight[k]·input[t − (W−1−k)·dilation]). Inputs before these T tokens are in the state: the one
@@ -74,7 +75,7 @@ def causal_conv1d_update_kernel(
             z *= sigmoid(z, CUDA)
         y = tl.where(in_use, z, 0.0).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + (b * T + t) * D + d, y, mask=in_row)
-    tl.debug_barrier()  # the taps of all threads are read before a state is written
+    tl.debug_barrier()  # all threads read their taps before one writes the state
     if before_ptr is not None:
         for t in range(tl.maximum(T - length, 0), T):
             row = tl.load(x_ptr + (none + t) * x_row, mask=written, other=0.0)
@@ -88,8 +89,18 @@ def causal_conv1d_update_kernel(
 
 
 def causal_conv1d_update_(
-    *, x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu, dilation, pad_slot_id, y
-):
+    *,
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache_seqlens: Tensor | None,
+    conv_state_indices: Tensor | None,
+    silu: bool,
+    dilation: int,
+    pad_slot_id: int,
+    y: Tensor,
+) -> None:
     if not x.numel():
         return
     B, D = x.shape[0], x.shape[-1]

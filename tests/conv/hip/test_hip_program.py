@@ -1,4 +1,4 @@
-"""run_channellast_test.sh and the program behind it, in its CPU build."""
+"""run_channellast_test.sh and its program, in the CPU build."""
 
 import os
 import re
@@ -19,9 +19,8 @@ PRESETS = ("Tiny", "Small", "Medium", "Large", "No Bias", "With SiLU")
 
 def script(*arguments, flags=FAST, root=ROOT, **settings):
     environment = {**os.environ, "CONV_TARGET": "cpu", "CONV_FLAGS": flags, **settings}
-    return subprocess.run(
-        [root / "run_channellast_test.sh", *arguments], env=environment, capture_output=True, text=True
-    )
+    command = [root / "run_channellast_test.sh", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,18 +35,8 @@ def test_every_case(tmp_path):
     """All types and widths, by the library that CPU tensors use."""
     library = build.compiled((build.cpu_compiler(), *build.CPU_FLAGS))
     program = tmp_path / "channellast_test"
-    toolchain.run(
-        build.cpu_compiler(),
-        *build.CPU_FLAGS,
-        f"-I{build.SOURCE}",
-        PROGRAM,
-        "-x",
-        "none",
-        library,
-        f"-Wl,-rpath,{library.parent}",
-        "-o",
-        program,
-    )
+    compile_it = (build.cpu_compiler(), *build.CPU_FLAGS, f"-I{build.SOURCE}", PROGRAM)
+    toolchain.run(*compile_it, "-x", "none", library, f"-Wl,-rpath,{library.parent}", "-o", program)
     printed = toolchain.run(program, 1)
     assert "Accuracy Summary: 6 / 6 PASSED" in printed
     passed, cases = map(int, re.search(r"More cases: (\d+) / (\d+) PASSED", printed).groups())
@@ -112,8 +101,8 @@ def test_sanitizers():
     assert "6 / 6 PASSED" in done.stdout
 
 
-@pytest.mark.parametrize("arguments, code", [(["--help"], 0), (["-h"], 0), (["--fast"], 2), (["-a", "-p"], 2)])
-def test_options(arguments, code):
-    done = script(*arguments)
-    assert done.returncode == code
-    assert "usage: run_channellast_test.sh [--all | --accuracy | -a" in (done.stderr if code else done.stdout)
+def test_options():
+    for arguments, code in ((["--help"], 0), (["-h"], 0), (["--fast"], 2), (["-a", "-p"], 2)):
+        done = script(*arguments)
+        assert done.returncode == code
+        assert "usage: run_channellast_test.sh [--all | --accuracy | -a" in (done.stderr if code else done.stdout)

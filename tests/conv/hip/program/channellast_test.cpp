@@ -127,7 +127,7 @@ bool passes(const Case& c, bool quiet) {
 
 __global__ void nothing() {}
 
-// An error that an earlier launch left behind is not blamed on these.
+// The error of an earlier launch is not blamed on these.
 void survive_an_older_error() {
     const Case c = presets().front();
     Device<float> device(c, make_inputs(c, [](double value) { return value; }));

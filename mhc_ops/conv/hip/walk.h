@@ -1,5 +1,4 @@
-// What both kernels share: where a thread stands, how it loads and stores its channels of a row, how rows are fetched
-// ahead of their use.
+// What both kernels share: where a thread stands, and how it loads and stores its channels of a row.
 #pragma once
 
 #include <type_traits>
@@ -34,7 +33,7 @@ struct Place {
     }
 };
 
-// Kernels with seq_idx also keep ids: they may have the registers of one block more.
+// Kernels with seq_idx also keep ids, so they may use the registers of one block more.
 constexpr int fewer_with_ids(int blocks, bool seq) { return seq && blocks > 1 ? blocks - 1 : blocks; }
 
 // V values as they are in memory, moved in one access.

@@ -1,36 +1,36 @@
-"""Marching through time: the walk that forward and backward share.
+"""Walking through time, as forward and backward do.
 
-A program owns a block of channels and a range of rows of one phase: the tokens t = phase + dilation·row, because taps
-only ever reach tokens of the same phase. It keeps the last W − 1 rows in registers, so every element of x is loaded
-once, whatever W and the dilation.
+A program owns a block of channels and a range of rows of one phase: the tokens t = phase + dilation·row. Taps reach
+only tokens of the same phase. The last W − 1 rows stay in registers, so every element of x is loaded once for any W and
+dilation.
 """
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.sizes import cdiv
 from . import configs
 
 
-class Partition(NamedTuple):
-    """The rows of all sequences in pieces: a range of rows of one phase of one sequence. One program walks through a
-    piece for each block of channels."""
+class Pieces(NamedTuple):
+    """How the rows of all sequences are cut into pieces. A piece is a range of rows of one phase of one sequence; one
+    program per block of channels walks through it."""
 
     march: configs.March
     ranges: int  # of one phase of one sequence
-    pieces: int
+    total: int
     blocks: int  # of channels
 
     @property
     def programs(self) -> int:
-        return self.pieces * self.blocks
+        return self.total * self.blocks
 
     def arguments(self, D: int) -> dict[str, Any]:
-        """What every kernel that walks takes, by its names."""
+        """The arguments that every walking kernel takes, by name."""
         return {
             "rows_each": self.march.rows,
             "ranges": self.ranges,
@@ -43,32 +43,50 @@ class Partition(NamedTuple):
 
 
 def partition_rows(
-    x: torch.Tensor, *, kernel: configs.Kernel, sequences: int, L: int, D: int, W: int, dilation: int
-) -> Partition:
+    x: Tensor, *, kernel: configs.Kernel, sequences: int, L: int, D: int, W: int, dilation: int
+) -> Pieces:
     march = configs.march(
         kernel=kernel,
         rows=sequences * L,
         D=D,
         W=W,
         itemsize=x.element_size(),
-        aligned=D % 16 == 0 and x.stride(1) % 16 == 0,  # Triton knows of multiples of 16
+        aligned=D % 16 == 0 and x.stride(1) % 16 == 0,  # Triton specialises on multiples of 16
         on=device.of(x.device),
     )
     ranges = cdiv(cdiv(L, dilation), march.rows)
-    return Partition(march, ranges, pieces=sequences * dilation * ranges, blocks=cdiv(D, march.block_d))
+    return Pieces(march, ranges, total=sequences * dilation * ranges, blocks=cdiv(D, march.block_d))
 
 
-# Of this program: its channels, piece and sequence; the time of its first row; how many rows it has; how many there are
-# from its first one to the end of the sequence
+class Piece(NamedTuple):
+    """What one program walks through, as kernels see it."""
+
+    number: Any  # among all pieces
+    sequence: Any
+    t: Any  # the time of the first row
+    rows: Any  # of this piece
+    left: Any  # rows from the first one to the end of the sequence
+    d: Any  # channels
+    in_row: Any  # those that exist
+    L: Any
+    D: Any
+    dilation: Any
+
+
+# The piece of this program
 @triton.jit
-def walk(L, D, rows_each, ranges, dilation, BLOCK_D: tl.constexpr):
+def piece_of(L, D, rows_each, ranges, dilation, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr):
     blocks = tl.cdiv(D, BLOCK_D)
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    piece = (tl.program_id(0) // blocks).to(tl.int64)
-    sequence, phase = piece // ranges // dilation, (piece // ranges % dilation).to(tl.int32)
-    first = (piece % ranges).to(tl.int32) * rows_each
+    number = (tl.program_id(0) // blocks).to(tl.int64)
+    sequence, phase = number // ranges // dilation, (number // ranges % dilation).to(tl.int32)
+    first = (number % ranges).to(tl.int32) * rows_each
     left = tl.cdiv(L - phase, dilation) - first
-    return d, piece, sequence, phase + first * dilation, tl.minimum(rows_each, left), left
+    t, rows = phase + first * dilation, tl.minimum(rows_each, left)
+    in_row = d < D if not EVEN_D else d >= 0
+    return Piece(
+        number=number, sequence=sequence, t=t, rows=rows, left=left, d=d, in_row=in_row, L=L, D=D, dilation=dilation
+    )  # fmt: skip
 
 
 # A row in fp32 where `present`, else 0
@@ -83,43 +101,41 @@ def load_id(ids_ptr, t, L):
     return tl.load(ids_ptr + t, mask=(t >= 0) & (t < L), other=-1)
 
 
-# What the initial state of a sequence holds for the time `back` tokens before its start, else 0
+# The initial state of a sequence at the time `back` tokens before its start; 0 outside of the state
 @triton.jit
 def load_state(state_ptr, sequence, back, S, D, d, present):
     row = sequence.to(tl.int64) * S + S - back
     return load_row(state_ptr + row * D + d, present & (back > 0) & (back <= S))
 
 
-# The W − 1 rows before time t: of x, before time 0 of the initial state; and their sequences, which for the state is
-# that of token 0
+# The W − 1 rows before the piece, and their sequences. Rows before time 0 are those of the initial state, which belongs
+# to the sequence of token 0.
 @triton.jit
-def rows_before(
-    x_ptr, x_step, ids_ptr, state_ptr, sequence, t, dilation, L, D, d, in_row, PACKED: tl.constexpr, W: tl.constexpr
-):
+def rows_before(piece, x_ptr, x_step, ids_ptr, state_ptr, PACKED: tl.constexpr, W: tl.constexpr):
     window, ids = (), ()
     for j in tl.static_range(W - 1):
         back = W - 1 - j
-        time = t - back * dilation
-        row = load_row(x_ptr - back * x_step, in_row & (time >= 0) & (time < L))
+        time = piece.t - back * piece.dilation
+        row = load_row(x_ptr - back * x_step, piece.in_row & (time >= 0) & (time < piece.L))
         if state_ptr is not None and not PACKED:
-            S = (W - 1) * dilation
-            state = load_state(state_ptr, sequence=sequence, back=-time, S=S, D=D, d=d, present=in_row)
+            S = (W - 1) * piece.dilation
+            state = load_state(
+                state_ptr, sequence=piece.sequence, back=-time, S=S, D=piece.D, d=piece.d, present=piece.in_row
+            )
             row = tl.where(time >= 0, row, state)
         window = window + (row,)
         if ids_ptr is not None:
             known = time
             if state_ptr is not None and not PACKED:
                 known = tl.maximum(time, 0)
-            ids = ids + (load_id(ids_ptr, known, L),)
+            ids = ids + (load_id(ids_ptr, known, piece.L),)
     return window, ids
 
 
 # What the taps of the row at index r + W − 1 of `rows`, at time t, multiply: rows of its own sequence, else 0. With
 # packed sequences and initial states, a tap that reaches to before the start of its sequence takes a row of the state.
 @triton.jit
-def under_taps(
-    rows, ids, r: tl.constexpr, state_ptr, bounds_ptr, t, dilation, D, d, in_row, HAS_IDS: tl.constexpr, W: tl.constexpr
-):
+def under_taps(piece, rows, ids, r: tl.constexpr, state_ptr, bounds_ptr, t, HAS_IDS: tl.constexpr, W: tl.constexpr):
     taps = ()
     for k in tl.static_range(W):
         tap = rows[r + k]
@@ -128,9 +144,9 @@ def under_taps(
             tap = tl.where((own >= 0) & (ids[r + k] == own), tap, 0.0)
             if state_ptr is not None and bounds_ptr is not None:
                 start = tl.load(bounds_ptr + own, mask=own >= 0, other=0)
-                back = start - (t - (W - 1 - k) * dilation)
-                S = (W - 1) * dilation
-                state = load_state(state_ptr, sequence=own, back=back, S=S, D=D, d=d, present=in_row & (own >= 0))
+                back = start - (t - (W - 1 - k) * piece.dilation)
+                S, present = (W - 1) * piece.dilation, piece.in_row & (own >= 0)
+                state = load_state(state_ptr, sequence=own, back=back, S=S, D=piece.D, d=piece.d, present=present)
                 tap = tl.where((own >= 0) & (back > 0), state, tap)
         taps = taps + (tap,)
     return taps
@@ -166,8 +182,8 @@ def load_filter(weight_ptr, bias_ptr, d, in_row, W: tl.constexpr):
     return weight, bias
 
 
-# σ(z) to 2^-22. Triton's own takes 14 instructions, which is what limits a kernel that reads and writes 2 bytes each.
-# For any finite z: where −z·log2(e) overflows, ex2 of ∓inf is 0 or inf, rcp of 1 is exactly 1 and of inf 0.
+# σ(z) to 2^-22. Triton's own takes 14 instructions, which would limit a kernel that reads and writes 2 bytes each.
+# It holds for any finite z: where −z·log2(e) overflows, ex2 of ∓inf is 0 or inf, rcp of 1 is exactly 1 and of inf 0.
 @triton.jit
 def sigmoid(z, CUDA: tl.constexpr):
     if CUDA:
@@ -183,7 +199,7 @@ def sigmoid(z, CUDA: tl.constexpr):
     return tl.sigmoid(z)
 
 
-# g = dy, or dy·σ(z)(1 + z(1 − σ(z))) behind SiLU. In this order: 1 + z − z·σ(z) loses the 1 where z is large.
+# g = dy, or with SiLU dy·σ(z)(1 + z(1 − σ(z))). In this order: 1 + z − z·σ(z) loses the 1 where z is large.
 @triton.jit
 def through_activation(dy, z, SILU: tl.constexpr, CUDA: tl.constexpr):
     if SILU:

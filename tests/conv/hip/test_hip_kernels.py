@@ -1,0 +1,190 @@
+"""backend="hip" against fp64: on a ROCm GPU where there is one, and always on CPU tensors, by the same kernels."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from conv_oracle import IDS, RETURNS, Case, gradients, loop
+
+import mhc_ops
+from mhc_ops.conv import contracts, hip
+from mhc_ops.conv.hip import build
+from mhc_ops.core import backend
+from mhc_ops.measure import accuracy
+from mhc_ops.measure.conv_cases import CHECK, ConvCase
+
+pytestmark = pytest.mark.skipif(not backend._CXX, reason="needs a C++ compiler")
+PLACES = ("states", "seq_idx", "seq_idx states")
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROCM = (pytest.mark.gpu, pytest.mark.skipif(torch.version.hip is None, reason="needs a ROCm build of PyTorch"))
+SMALL = [
+    *(ConvCase(2, 300, D, W, silu=W % 2 == 0, places=p) for W, D, p in product((2, 3, 4), (64, 65), ("", *PLACES))),
+    *(ConvCase(2, L, D, places="states") for L, D in product((1, 2, 3, 5), (5, 24))),
+    *(
+        ConvCase(2, 30, D, W, places="states", unused=(unused,))
+        for W, D, unused in product((2, 3, 4), (64, 65), ("y", "final_state"))
+    ),
+    *(case for case in CHECK if case.runs_on("hip")),
+]
+LARGE = [
+    *(ConvCase(3, 1000, D, silu=silu) for D, silu in product((4096, 4097), (False, True))),
+    *(ConvCase(1, 3000, 1024, places=places) for places in PLACES),
+    ConvCase(2_000, 1, 8),
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=ROCM, id="rocm")])
+def device(request):
+    return request.param
+
+
+def assert_accurate(case, device):
+    """y, the final state and every gradient, in every type; what `mhc-ops check` has in its own."""
+    for dtype in (case.dtype,) if case in CHECK else TYPES:
+        rows = accuracy.measure(replace(case, dtype=dtype), "hip", device)
+        assert {"y", "dx", "dweight"} <= {row.output for row in rows}
+        assert [row for row in rows if not row.passed] == []
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_accuracy(case, device, poisoned):
+    assert_accurate(case, device)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=ROCM, id=str(case)) for case in LARGE])
+def test_accuracy_of_large_sizes(case, poisoned):
+    assert_accurate(case, "cuda")
+
+
+def test_same_bits_twice(device):
+    for dtype in TYPES:
+        case = ConvCase(2, 700, 257, 4, dtype, places="states")
+        tensors = case.inputs(device)
+        cotangents = accuracy.random_cotangents(case.subject, accuracy.run(case.subject, tensors, "hip"))
+        once, again = (accuracy.run(case.subject, tensors, "hip", cotangents) for _ in range(2))
+        assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+def conv(*tensors, **options):
+    return mhc_ops.causal_conv1d(*tensors, **options, activation="silu", backend="hip")
+
+
+def assert_right(call, exact, tensors):
+    """Outputs and gradients of `call` are those of `exact` in fp64."""
+    outputs, _ = gradients(call, tensors)
+    cotangents = [torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype) for o in outputs]
+    outputs, grads = gradients(call, tensors, cotangents)
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    expected, right = gradients(exact, wide, [cotangent.double() for cotangent in cotangents])
+    assert all(accuracy.close(one, other) for one, other in zip(outputs, expected))
+    assert [name for name in right if not accuracy.close(grads[name], right[name])] == []
+
+
+@pytest.mark.parametrize("W", [2, 4])
+def test_seq_idx_with_a_state(W, device):
+    """The state is of the sequence of token 0, wherever that goes on; where token 0 is padding, of none."""
+    case = Case(W=W, state=True, ids=(RETURNS[0], IDS[1]))
+    options, ids = case.options(), case.options()["seq_idx"].to(device)
+    for dtype in TYPES:
+        tensors = {name: tensor.to(device) for name, tensor in case.inputs(dtype).items()}
+        assert_right(
+            lambda **t: (conv(**t, seq_idx=ids),), lambda **t: loop(**t, **{**options, "seq_idx": ids})[:1], tensors
+        )
+
+
+def conv_of_a_part(first, backend, x, weight):
+    return (mhc_ops.causal_conv1d(x[..., first : first + 24], weight, activation="silu", backend=backend),)
+
+
+@pytest.mark.parametrize("first", [0, 1, 8])
+def test_rows_of_a_wider_tensor_and_weights_of_another_type(first, device):
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(2, 37, 32, generator=generator), torch.randn(24, 4, generator=generator)
+    for dtype, of_weight in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        tensors = {"x": x.to(device, dtype), "weight": weight.to(device, of_weight)}
+        calls = [partial(conv_of_a_part, first, backend) for backend in ("hip", "reference")]
+        assert_right(*calls, tensors)
+
+
+def test_strides_of_single_rows():
+    x, weight = torch.randn(1, 1, 24).as_strided((1, 1, 24), (3, 5, 1)), torch.randn(24, 4)
+    y = mhc_ops.causal_conv1d(x, weight, backend="hip")
+    torch.testing.assert_close(y[0, 0], x[0, 0] * weight[:, 3])
+
+
+def test_padding_keeps_its_nan():
+    ids = torch.tensor([[0] * 5 + [-1] * 5 + [1] * 5 + [-1] * 3], dtype=torch.int32)
+    x, dy = torch.randn(1, 18, 8), torch.randn(1, 18, 8)
+    x[ids < 0] = dy[ids < 0] = float("nan")
+    leaves = [t.requires_grad_() for t in (x, torch.randn(8, 4), torch.randn(8))]
+    y = conv(*leaves, seq_idx=ids)
+    grads = torch.autograd.grad(y, leaves, dy)
+    assert all(result.isfinite().all() for result in (y, *grads))
+    assert not y[ids < 0].any() and not grads[0][ids < 0].any()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (2, 4, 0)])
+def test_nothing_to_do(shape):
+    B, L, D = shape
+    before = torch.randn(B, 3, D).mT.requires_grad_()
+    leaves = [t.requires_grad_() for t in (torch.randn(shape), torch.randn(D, 4), torch.randn(D))]
+    y, after = conv(*leaves, initial_state=before, output_final_state=True)
+    grads = torch.autograd.grad((y, after), (*leaves, before), (torch.ones_like(y), torch.ones_like(after)))
+    assert not grads[1].any() and not grads[2].any()
+    if L == 0:
+        assert torch.equal(after, before) and torch.equal(grads[3], torch.ones_like(after))
+
+
+def test_what_is_missing_is_named():
+    x, weight = torch.randn(1, 4, 8), torch.randn(8, 4)
+    for name, wanted in {
+        r"dilation \(got 2\)": {"dilation": 2},
+        "residual": {"residual": x},
+        "cu_seqlens": {"cu_seqlens": torch.tensor([0, 4])},
+        r"width 5 \(2 to 4\)": {"weight": torch.randn(8, 5)},
+    }.items():
+        with pytest.raises(
+            NotImplementedError, match=f"^causal_conv1d: the hip backend has no {name}; use backend=.tri"
+        ):
+            conv(**{"x": x, "weight": weight, **wanted})
+    with pytest.raises(NotImplementedError, match="the hip backend of conv does not have it"):
+        mhc_ops.causal_conv1d_update(x[0], torch.zeros(4, 8, 3), weight, backend="hip")
+    for wrong, error, message in (
+        ({"x": x.double()}, NotImplementedError, "the hip backend has no float64"),
+        ({"x": x.to("meta")}, RuntimeError, "runs on ROCm and on CPU tensors, the tensors are on meta"),
+    ):
+        inputs = dict.fromkeys(contracts.causal_conv1d_fwd.inputs) | {"x": x, "weight": weight, "dilation": 1, **wrong}
+        with pytest.raises(error, match=message):
+            hip.causal_conv1d_fwd(**inputs, y=x, final_state=x)
+
+
+def test_a_pointer_that_is_missing_or_unknown():
+    x, weight = torch.randn(1, 4, 8), torch.randn(8, 4)
+    every = dict.fromkeys([field for field, _ in hip.Forward._fields_[:7]], x)
+    for tensors in ({"x": x, "weight": weight}, {**every, "z": x}):
+        with pytest.raises(TypeError, match=r"conv_forward: takes \['x', 'weight', 'bias', "):
+            hip._run(build.cpu_library(), "conv_forward", hip.Forward, tensors, silu=True)
+
+
+def test_where_it_cannot_run(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    reason = backend.why_not("conv", "hip", "cuda")
+    assert reason == "hip runs on ROCm devices and on CPU tensors, the tensors are on a CUDA device"
+    monkeypatch.setattr(backend, "_CXX", None)
+    with pytest.raises(RuntimeError, match=r"backend 'hip' cannot run here: .* there is no C\+\+ compiler"):
+        conv(torch.zeros(1, 2, 4), torch.zeros(4, 2))
+
+
+@pytest.mark.gpu
+@ROCM[1]
+def test_runs_on_its_stream_and_gpu_and_agrees_with_triton():
+    tensors = ConvCase(2, 100, 64, dtype=torch.float32).inputs("cuda")
+    expected = conv(**tensors)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(conv(**tensors), expected)
+    torch.testing.assert_close(mhc_ops.causal_conv1d(**tensors, activation="silu", backend="triton"), expected)
+    if torch.cuda.device_count() > 1:
+        other = conv(**{name: tensor.to("cuda:1") for name, tensor in tensors.items()})
+        assert torch.equal(other.to("cuda:0"), expected)
