@@ -121,48 +121,6 @@ def test_repr():
     assert repr(HyperHead(4, 64)) == "HyperHead(n=4, D=64)"
 
 
-@pytest.mark.parametrize("module", [MHCBlock, HyperHead, lambda n, D: HyperConnection(nn.Identity(), n, D)])
-def test_sizes_are_checked(module):
-    with pytest.raises(ValueError, match=r": n must be at least 1, got 0$"):
-        module(0, 8)
-    with pytest.raises(TypeError, match=r": n must be an int, got NoneType$"):
-        module(None, 8)
-    with pytest.raises(TypeError, match=r": D must be an int, got float$"):
-        module(2, 8.0)
-    with pytest.raises(TypeError, match=r": x must be a torch.Tensor, got list$"):
-        module(2, 8)([1.0])
-    with pytest.raises(ValueError, match=r": x must be \[\.\.\., 2, 8\], got \[3, 4, 8\]$"):
-        module(2, 8)(torch.zeros(3, 4, 8))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"sinkhorn_iters": 0}, ValueError, "sinkhorn_iters must be at least 1, got 0"),
-        ({"sinkhorn_iters": 2.5}, TypeError, "sinkhorn_iters must be an int, got float"),
-        ({"post_mult": 0}, ValueError, "post_mult must be above 0, got 0.0"),
-        ({"post_mult": "2"}, TypeError, "post_mult must be a number, got str"),
-        ({"post_mult": float("nan")}, ValueError, "post_mult must be finite, got nan"),
-        ({"hc_eps": 1.5}, ValueError, "hc_eps must be below 1, got 1.5"),
-        ({"hc_eps": -0.5}, ValueError, "hc_eps must be finite and 0 or more, got -0.5"),
-        ({"norm_eps": -1e-6}, ValueError, "norm_eps must be finite and 0 or more, got -1e-06"),
-        ({"norm_eps": "1e-6"}, TypeError, "norm_eps must be a number, got str"),
-        ({"sinkhorn_eps": float("nan")}, ValueError, "sinkhorn_eps must be finite and 0 or more, got nan"),
-        ({"sinkhorn_eps": True}, TypeError, "sinkhorn_eps must be a number, got bool"),
-        ({"layer": None}, TypeError, "layer must be callable, got NoneType"),
-    ],
-)
-def test_options_are_checked(options, error, message):
-    with pytest.raises(error, match=f"^HyperConnection: {message}$"):
-        HyperConnection(**{"layer": nn.Identity(), "n": 2, "D": 8, **options})
-
-
-@pytest.mark.parametrize("module", [MHCBlock, HyperHead])
-def test_norm_eps_of_the_others_is_checked(module):
-    with pytest.raises(ValueError, match=f"^{module.__name__}: norm_eps must be finite and 0 or more, got nan$"):
-        module(2, 8, norm_eps=float("nan"))
-
-
 def test_a_layer_may_have_an_argument_named_x():
     module = HyperConnection(lambda h, *, x: h * x, 2, 8)
     streams = torch.randn(3, 2, 8)

@@ -1,4 +1,4 @@
-"""mHC pre without Sinkhorn in Triton, in the interpreter and on a GPU; test_ops.py has what holds for every op."""
+"""mHC pre without Sinkhorn in Triton, in the interpreter and on a GPU; test_kernels.py has what holds for every op."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,38 +18,6 @@ from mhc_ops.mhc.triton import configs
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 SUBJECT = cases.MHC_FORWARD_PRE
 Case = partial(cases.Case, SUBJECT)
-
-ACCURACY = [
-    *(Case((37,), n, 96, dtype) for n in range(1, 9) for dtype in (bf16, fp16, fp32)),
-    *(Case((5, 3), 4, D, bf16) for D in (1, 7, 64, 160, 257)),
-    *(Case((19,), 4, 160, dtype, scale=scale) for dtype in (bf16, fp16, fp32) for scale in (1e-3, 1e3)),
-    *(Case((130,), n, 257, bf16, gamma=False) for n in (1, 3, 4)),
-    Case((), 4, 33, bf16),
-    Case((1,), 2, 700, fp32),
-    Case((70,), 4, 32, bf16, parameter_dtype=bf16),
-    Case((70,), 3, 32, fp32, parameter_dtype=fp16),
-    Case((70,), 3, 32, bf16, parameter_dtype=torch.float64),
-    Case((3,), 4, 2100, bf16),
-]
-
-
-def assert_accurate(case, on):
-    rows = accuracy.measure(case, "triton", on)
-    assert all(row.passed for row in rows), "\n".join(
-        f"{r.output} {r.relative_error:.1e}" for r in rows if not r.passed
-    )
-
-
-@pytest.mark.parametrize("case", ACCURACY, ids=str)
-def test_exact_to_one_rounding(case, kernel_device, poisoned):
-    assert_accurate(case, kernel_device)
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("case", ACCURACY, ids=str)
-def test_exact_at_any_seed(case, seed):
-    assert_accurate(replace(case, seed=case.seed + seed), "cpu")
 
 
 def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypatch):

@@ -92,46 +92,6 @@ class Ahead:
         return []
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.parametrize("where", [{}, {"device": "cpu"}, {"device": "cuda", "backend": "reference"}], ids=str)
-def test_without_kernels_there_is_nothing_to_compile(where, no_gpu):
-    """The same line of a program does for a laptop and for a GPU."""
-    assert mhc_ops.warmup(4, 64, torch.bfloat16, **where) == 0
-
-
-@pytest.mark.parametrize("backend", [None, "triton"])
-def test_a_gpu_that_is_not_there_is_said(backend, no_gpu):
-    with pytest.raises(ValueError, match=r"^warmup: device must be there, got cuda:0 and torch sees no GPU; without "):
-        mhc_ops.warmup(4, 64, device="cuda:0", backend=backend)
-
-
-def test_triton_without_a_gpu_is_said(no_gpu, monkeypatch):
-    monkeypatch.setattr(backends, "_INTERPRETED", False)
-    with pytest.raises(RuntimeError, match=r"^warmup: backend 'triton' cannot run here: "):
-        mhc_ops.warmup(4, 64, backend="triton")
-
-
-@pytest.mark.parametrize("name", ["dtype", "parameter_dtype"])
-def test_a_type_that_is_none_is_named(name):
-    with pytest.raises(TypeError, match=rf"^warmup: {name} must be a torch.dtype, got str$"):
-        mhc_ops.warmup(4, 64, **{name: "bfloat16"})
-
-
-def test_what_tilelang_lacks_is_said(monkeypatch):
-    monkeypatch.setattr(mhc_ops.mhc.warmup, "choose", lambda *_: "tilelang")
-    with pytest.raises(NotImplementedError, match=r"^warmup with layer_norm: backend 'tilelang' does not have it"):
-        mhc_ops.warmup(4, 24, layer_norm=True, device="cpu")
-
-
-def test_a_typo_is_named():
-    with pytest.raises(TypeError, match=r"warmup\(\) got an unexpected keyword argument 'sinkhorn_iter'"):
-        mhc_ops.warmup(4, 24, device="cpu", backend="reference", sinkhorn_iter=3)
-
-
 @pytest.mark.gpu
 def test_the_first_step_compiles_nothing(monkeypatch, tmp_path):
     """On a GPU, with an empty cache: after the warm-up, no kernel is compiled any more."""
