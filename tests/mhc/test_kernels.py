@@ -100,7 +100,9 @@ LARGE_STACK = [
     ),
     *(cases.Case(subject, (2048,), 4, D, bf16) for subject in cases.NORMED for D in (2560, 4096, 7168, 12288)),
     *(cases.Case(subject, (2048,), 4, 7168, bf16) for subject in (cases.MHC_MAPS, cases.MHC_READ, cases.MHC_NEXT)),
-]
+    *(cases.Case(subject, (T,), 4, D, bf16) for subject in (cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED)
+      for T, D in ((1300, 7168), (4001, 1280), (16897, 256))),
+]  # fmt: skip
 # TileLang's kernels take seconds each to compile: the sizes of `mhc-ops check`, those that fill a GPU, and each n above
 # 4 with one type. The other tests below share few sizes.
 FEWER = [
@@ -245,8 +247,7 @@ def test_expanded_cotangents(subject, kernels):
     backend, device = kernels
     tensors = cases.Case(subject, (6,), 3, 40, fp32).inputs(device)
     outputs = accuracy.run(subject, tensors, backend)
-    count = len(subject.outputs) - subject.intermediates
-    expanded = [outputs[name].new_ones(()).expand_as(outputs[name]) for name in subject.outputs[:count]]
+    expanded = [outputs[name].new_ones(()).expand_as(outputs[name]) for name in subject.differentiable]
     results = accuracy.run(subject, tensors, backend, expanded)
     exact = accuracy.truth(subject, tensors, expanded, outputs)
     names = [name for name in exact if name != "dlogits"]  # the sum of a Sinkhorn matrix is constant: no gradient
@@ -278,11 +279,10 @@ def test_bad_values_stay_in_their_token(subject, value, kernels):
     tensors["x"][5, 1, 7] = value
     outputs = accuracy.run(subject, tensors, backend)
     others = [0, 1, 2, 3, 4, 6, 7]
-    count = len(subject.outputs) - subject.intermediates
-    for name in subject.outputs[:count]:
+    for name in subject.differentiable:
         assert torch.equal(outputs[name][others], clean[name][others])
         assert not outputs[name][5].isfinite().all()
-    cotangents = [torch.ones_like(outputs[name]) for name in subject.outputs[:count]]
+    cotangents = [torch.ones_like(outputs[name]) for name in subject.differentiable]
     dx = accuracy.run(subject, tensors, backend, cotangents)["dx"]
     assert dx[others].isfinite().all()
     if subject is not cases.MHC_POST:  # whose dx does not depend on x
@@ -306,8 +306,7 @@ def test_no_cotangent_at_all(subject, kernels):
     backend, device = kernels
     tensors = cases.Case(subject, (3,), 3, 40, fp32).inputs(device)
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-    count = len(subject.outputs) - subject.intermediates
-    outputs = subject.call(**leaves, backend=backend)[:count]
+    outputs = subject.call(**leaves, backend=backend)[: len(subject.differentiable)]
     sum(Dropped.apply(output).sum() for output in outputs).backward()
     assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
 

@@ -87,7 +87,7 @@ def test_recompute_does_not_run_layers_again(place):
 
 
 def test_recompute_forgets_what_it_made(kernel_device):
-    """Of each x when the backward has passed its boundary, not at the end, also of a graph that is kept; a second
+    """An x is dropped when the backward has passed its boundary, not at the end, also where the graph is kept. A second
     backward makes it again."""
     place = ("triton", kernel_device)
     alive, made = [], []
@@ -120,7 +120,7 @@ def test_recompute_forgets_what_it_made(kernel_device):
     assert not any(not storage.expired() for storage in made)
 
 
-def test_nothing_is_held_behind_the_backward():
+def test_nothing_is_held_after_the_backward():
     """No cycle of Python objects: a GPU's memory would be full before they are looked for."""
     place = REFERENCE
     stack, found = HyperStack(*connections(place, 4), recompute=3), []
