@@ -2,9 +2,9 @@
 
 Every partition of gl.warp_specialize is a thread. What it shows: shapes, orders, offsets, masks, and whether the
 barriers' phases and byte counts fit together. Copies are as late as they may be: one into shared memory, which is NaN
-from its start, happens when somebody waits for its barrier; one out of it when its thread waits for stores. So is an
-asynchronous product: it is taken when it is waited for. So a tile that is read too early, or overwritten too early,
-shows. So does a store to shared memory without a fence before the copy or product that reads it. What it does not show:
+from its start, happens when a thread waits for its barrier; one out of it when its thread waits for stores. An
+asynchronous product is taken when it is waited for. So a tile that is read too early, or overwritten too early, shows.
+So does a store to shared memory without a fence before the copy or product that reads it. What it does not show:
 layouts, the warps of a partition (barriers between them), what a GPU's memory model allows, and the roundings of matrix
 units.
 """
@@ -111,9 +111,6 @@ class Memory:
     def index(self, i):
         return Memory(self.tensor[int(i)], self.unfenced)
 
-    def slice(self, start, length, dim=0):
-        return Memory(self.tensor.narrow(dim, start, length), self.unfenced)
-
     def permute(self, order):
         return Memory(self.tensor.permute(order), self.unfenced)
 
@@ -211,7 +208,7 @@ class Program:
 
     def meaning(self, value):
         if isinstance(value, JITFunction):
-            return Later(self, value)
+            return lambda *given, **named: self.function(value)(*given, **named)  # later: they may call one another
         if isinstance(value, gl.constexpr):
             return value.value
         try:
@@ -223,17 +220,12 @@ class Program:
         inert = {
             name: (lambda *_, **__: None)
             for name in ("SliceLayout", "DotOperandLayout", "BlockedLayout", "NVMMADistributedLayout",
-                         "NVMMASharedLayout", "SwizzledSharedLayout", "DistributedLinearLayout", "AutoLayout")
+                         "NVMMASharedLayout", "SwizzledSharedLayout", "DistributedLinearLayout")
         }  # fmt: skip
         language = types.SimpleNamespace(
             **inert,
-            bfloat16=torch.bfloat16,
-            float16=torch.float16,
-            float32=torch.float32,
-            int32=torch.int32,
-            int64=torch.int64,
+            **{name: getattr(torch, name) for name in ("bfloat16", "float32", "int64", "reshape", "permute", "where")},
             static_range=range,
-            static_assert=_check,
             program_id=lambda axis: Int(self.at[axis]),
             num_programs=lambda axis: Int(self.grid[axis]),
             cdiv=lambda a, b: Int(-(-a // b)),
@@ -243,20 +235,13 @@ class Program:
             warp_specialize=self.warp_specialize,
             arange=lambda start, end, layout=None: torch.arange(start, end),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
-            full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
             expand_dims=torch.unsqueeze,
             convert_layout=lambda value, layout, assert_trivial=False: value,
-            set_auto_layout=lambda value, layout: value,
-            reshape=torch.reshape,
-            permute=torch.permute,
             split=lambda value: (value[..., 0], value[..., 1]),
             join=lambda a, b: torch.stack([a, b], dim=-1),
-            where=torch.where,
             broadcast=torch.broadcast_tensors,
             sum=lambda value, axis: torch.sum(value, dim=axis),
             fma=lambda a, b, c: fma(a, b, c),
-            minimum=lambda a, b: Int(min(a, b)),
-            maximum=lambda a, b: Int(max(a, b)),
             inline_asm_elementwise=_assembly,
             load=_load,
             store=_store,
@@ -278,7 +263,7 @@ class Program:
 
         def copy_out(descriptor, at, memory):
             assert memory.shape == descriptor.block_shape and memory.dtype == descriptor.dtype
-            assert not self.unfenced, "stores to shared memory without a fence behind them"
+            assert not self.unfenced, "stores to shared memory without a fence after them"
 
             def action():
                 to, inside = descriptor.window(at)
@@ -342,16 +327,6 @@ class Program:
             raise failed[0]
 
 
-class Later:
-    """A kernel's function as a name in another one, made when it is called: functions may call one another."""
-
-    def __init__(self, program, kernel):
-        self.program, self.kernel = program, kernel
-
-    def __call__(self, *arguments, **named):
-        return self.program.function(self.kernel)(*arguments, **named)
-
-
 BARRIERS = ("barrier", "thread_barrier")  # gl.thread_barrier is gl.barrier from triton 3.7 on
 
 
@@ -370,10 +345,6 @@ def _nothing(*_, **__):
     pass
 
 
-def _check(condition, message=""):
-    assert condition, message
-
-
 class Product:
     """An asynchronous product: it reads shared memory when it is waited for."""
 
@@ -388,7 +359,7 @@ class Product:
 
 
 def _warpgroup_mma(a, b, c, use_acc=True, is_async=False):
-    assert not b.unfenced, "a product of shared memory without a fence behind the stores to it"
+    assert not b.unfenced, "a product of shared memory without a fence after the stores to it"
     product = Product(a, b, c if use_acc else None)
     return product if is_async else product.value()
 
@@ -421,7 +392,6 @@ def _turned(tile):
 
 INSTRUCTIONS = {  # by the first instruction, and the type of the result
     ("cvt.rn.bf16x2.f32", torch.bfloat16): lambda tile: tile.to(torch.bfloat16),
-    ("cvt.rn.f16x2.f32", torch.float16): lambda tile: tile.to(torch.float16),
     ("shl.b32", torch.float32): lambda tile: tile.to(torch.float32),
     ("movmatrix.sync.aligned.m8n8.trans.b16", torch.bfloat16): _turned,
 }

@@ -12,6 +12,9 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 STREAMED = [subject for subject in cases.SUBJECTS if subject is not cases.SINKHORN]
 by_subject = pytest.mark.parametrize("subject", STREAMED, ids=lambda subject: subject.name)
 by_any_subject = pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda subject: subject.name)
+by_most_subjects = pytest.mark.parametrize(
+    "subject", [*cases.SUBJECTS, *cases.OF_THE_STACK], ids=lambda subject: subject.name
+)
 on_gpu = pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "tilelang")]
 )
@@ -24,8 +27,22 @@ def needs(backend):
         pytest.skip(reason)
 
 
+def failures(case, backend, device="cpu"):
+    """What is not exact to one rounding."""
+    rows = accuracy.measure(case, backend, device)
+    return [(row.output, row.relative_error) for row in rows if not row.passed]
+
+
 def cotangents_of(subject, tensors, backend):
     return accuracy.random_cotangents(subject, accuracy.run(subject, tensors, backend))
+
+
+def backward_by_hand(function, tensors, outputs, cotangents):
+    """Gradients of mhc_forward_pre by one of the functions that take its intermediates, by name."""
+    kept = [outputs[name] for name in ("inv_rms", "h_mix", "h_pre", "h_post")]
+    x, phi, alpha, bias = (tensors[name] for name in ("x", "phi", "alpha", "bias"))
+    gradients = function(x, phi, alpha, bias, *kept, *cotangents, tensors.get("gamma"))
+    return dict(zip(("dx", "dphi", "dalpha", "dbias", "dgamma"), gradients, strict=True))
 
 
 def leave_out(subject):

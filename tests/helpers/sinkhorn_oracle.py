@@ -3,7 +3,7 @@
 import torch
 
 import mhc_ops
-from mhc_ops.measure import cases
+from mhc_ops.measure import accuracy, cases
 
 SCALES, SEEDS, ITERS = (1.0, 8.0, 20.0, 50.0, 100.0), 3, 20
 
@@ -38,3 +38,16 @@ def assert_right(n, eps, backend, device):
     assert c.isfinite().all() and dz.isfinite().all()
     assert ((c - exact).abs() <= allowed).all()
     assert ((dz - exact_dz).abs() <= allowed * n * dc.abs().amax((-2, -1), keepdim=True)).all()
+
+
+def assert_pre_has_the_sinkhorn_of_its_logits(case, iters, backend, device):
+    """Forward and in the gradient, where half of the matrices are made in logarithms."""
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in case.inputs(device).items()}
+    *_, h_res = mhc_ops.mhc_pre(**leaves, sinkhorn_iters=iters, sinkhorn_eps=0.0, backend=backend)
+    *_, logits = mhc_ops.mhc_forward_pre(**leaves, backend=backend)
+    apart = mhc_ops.sinkhorn(logits, iters, 0.0, backend=backend)
+    assert h_res.isfinite().all() and accuracy.close(h_res, apart.double())
+    dh_res = torch.randn(h_res.shape, generator=torch.Generator().manual_seed(cases.SEED)).to(device)
+    gradients = [torch.autograd.grad(out, list(leaves.values()), dh_res, allow_unused=True) for out in (h_res, apart)]
+    for one, other in zip(*gradients):
+        assert one.isfinite().all() and accuracy.close(one, other.double())

@@ -1,7 +1,7 @@
 """Find values in generated source that are out of date.
 
 TileLang keeps a vector that it has cast under the text of its address and takes it again wherever the same text stands
-in the same block, also behind a store to that address: a value that is read, overwritten and read again is then the
+in the same block, also after a store to that address: a value that is read, overwritten and read again is then the
 first one both times.
 """
 
@@ -15,7 +15,7 @@ _READ_ONLY = re.compile(r"<const [^>]*>\(\w+ \+ ")  # a pointer that a call only
 
 
 def stale_values(source: str) -> list[str]:
-    """Values that are used behind a store to the buffer that they were read from, with the lines of their use."""
+    """Values that are used after a store to the buffer that they were read from, with the lines of their use."""
     buffers = {name for found in _BUFFERS.findall(source) for name in found if name}
     lines = source.splitlines()
     named = [set(_NAMES.findall(line)) for line in lines]
@@ -28,9 +28,9 @@ def stale_values(source: str) -> list[str]:
         if not read:
             continue
         for use in (i for i in range(at + 1, len(lines)) if value[1] in named[i]):
-            # In a loop that the value comes into from outside, a store behind the use comes before the next use.
-            behind = max([use, *(last for first, last in loops if at < first <= use <= last)])
-            if any(read & written[i] for i in range(at + 1, behind)):
+            # In a loop that the value comes into from outside, a store after the use comes before the next use.
+            end = max([use, *(last for first, last in loops if at < first <= use <= last)])
+            if any(read & written[i] for i in range(at + 1, end)):
                 stale.append(f"{value[1]} = {value[2]} in line {use + 1}: {lines[use].strip()}")
     return stale
 

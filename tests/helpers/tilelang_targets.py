@@ -32,19 +32,6 @@ PRODUCTS = ("mhc_pre_project", "mhc_pre_dx")
 
 
 @dataclass(frozen=True)
-class Row:
-    """A kernel on a target. AMD's are only lowered: registers and spills are not known."""
-
-    kernel: str
-    n: int
-    dtype: str
-    target: str
-    registers: int | None
-    shared: int
-    spills: int | None  # bytes
-
-
-@dataclass(frozen=True)
 class Lowered:
     kernel: str
     source: str
@@ -173,13 +160,3 @@ def resources(kernels: list[Lowered], target: str) -> list[tuple[int, int]]:
         memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
         used[number] = (int(re.search(r"Used (\d+) registers", text)[1]), max(map(int, memory.groups())))
     return [used[i] for i in range(len(kernels))]
-
-
-def rows(target: str, chosen: Iterable[cases.Case]) -> Iterator[Row]:
-    """What the kernels of some cases take on a target."""
-    for case in chosen:
-        kernels = [lower(function, target) for function in launched(case, DEVICES[target])]
-        known = resources(kernels, target) if DEVICES[target].kind == "cuda" else [(None, None)] * len(kernels)
-        for kernel, (registers, spills) in zip(kernels, known):
-            dtype = build.NAMES[case.dtype]
-            yield Row(kernel.kernel, case.n, dtype, target, registers, kernel.shared, spills)

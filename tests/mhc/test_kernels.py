@@ -1,18 +1,47 @@
-"""Every mHC op in every kernel backend: exact, for any layout, type and value of its inputs."""
+"""Every mHC op in every backend: exact to one rounding, for any layout, type and value of its inputs."""
 
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import cycle, product
 
 import pytest
 import torch
-from mhc_kernels import STREAMED, bf16, by_any_subject, by_subject, cotangents_of, fp16, fp32, leave_out, needs, on_gpu
+from mhc_kernels import (
+    STREAMED,
+    bf16,
+    by_any_subject,
+    by_most_subjects,
+    by_subject,
+    cotangents_of,
+    failures,
+    fp16,
+    fp32,
+    leave_out,
+    needs,
+    on_gpu,
+)
 
 import mhc_ops
 from mhc_ops.measure import accuracy, cases
 
+Pre = partial(cases.Case, cases.MHC_FORWARD_PRE)
+TYPES = (bf16, fp16, fp32)
+# The others share the kernels of mhc_forward_pre.
+PRE = [
+    *(Pre((37,), n, 96, dtype) for n in range(1, 9) for dtype in TYPES),
+    *(Pre((5, 3), 4, D, bf16) for D in (1, 7, 64, 160, 257)),
+    *(Pre((19,), 4, 160, dtype, scale=scale) for dtype in TYPES for scale in (1e-3, 1e3)),
+    *(Pre((130,), n, 257, bf16, gamma=False) for n in (1, 3, 4)),
+    Pre((), 4, 33, bf16),
+    Pre((1,), 2, 700, fp32),
+    Pre((70,), 4, 32, bf16, parameter_dtype=bf16),
+    Pre((70,), 3, 32, fp32, parameter_dtype=fp16),
+    Pre((70,), 3, 32, bf16, parameter_dtype=torch.float64),
+    Pre((3,), 4, 2100, bf16),
+]
 
-def accuracy_cases(subject):
-    """triton/test_pre.py has more of mhc_forward_pre, whose kernels the others share."""
+
+def small(subject):
     return [
         cases.Case(subject, (37,), 1, 40, bf16),
         cases.Case(subject, (37,), 3, 96, fp32),
@@ -27,29 +56,53 @@ def accuracy_cases(subject):
     ]  # fmt: skip
 
 
-SMALL = [case for subject in STREAMED[1:] for case in accuracy_cases(subject)]
+SMALL = [case for subject in STREAMED[1:] for case in small(subject)]
 SINKHORN = [
     *(cases.Case(cases.SINKHORN, (33,), n, 0, dtype) for n in range(1, 9) for dtype in (fp32, bf16)),
     *(cases.Case(cases.SINKHORN, (65,), n, 0, fp32, sigma=sigma) for sigma in (0.1, 1, 3, 8) for n in (3, 4)),
 ]
 
 
+def of_the_stack(subject):
+    """One token, no dimension of tokens, more than 64, many channels; other scales, parameters and logits."""
+    return [
+        cases.Case(subject, (1,), 4, 96, bf16, parameter_dtype=bf16),
+        cases.Case(subject, (), 3, 20, fp32, gamma=False),
+        cases.Case(subject, (2, 35), 4, 20, bf16, gamma=False, scale=1e3),
+        cases.Case(subject, (3,), 2, 1100, bf16, scale=1e-3),
+        *(cases.Case(subject, (9,), 4, 24, fp32, sigma=sigma) for sigma in (3, 8) if subject is not cases.MHC_READ),
+    ]
+
+
+STACK = [case for subject in cases.OF_THE_STACK for case in of_the_stack(subject)]
+# An odd number of channels; types and gamma in turn, so that each n meets each in some op.
+EVERY_N = [
+    cases.Case(subject, (5,), n, 33, TYPES[(n + turn) % 3], gamma=(n + turn) % 2 == 0)
+    for turn, subject in enumerate(cases.OF_THE_STACK)
+    for n in range(1, 9)
+]
+
+
 # Sizes that only a GPU gets through: many slices and groups of K, full grids, every config with aligned and odd D.
 LARGE = [
-    *(
-        cases.Case(subject, (1500,), n, 512, dtype)
-        for subject in STREAMED
-        for n in range(1, 9)
-        for dtype in (bf16, fp16, fp32)
-    ),
+    *(cases.Case(subject, (1500,), n, 512, dtype) for subject in STREAMED for n in range(1, 9) for dtype in TYPES),
     *(cases.Case(subject, (700,), n, 257, dtype) for subject in STREAMED for n in (3, 4, 8) for dtype in (bf16, fp32)),
     *(cases.Case(subject, (4096,), 4, 2560, bf16, gamma=False) for subject in STREAMED),
     *(cases.Case(subject, (2048,), 4, 4096, bf16) for subject in STREAMED),
     *(cases.Case(subject, (128,), 4, 7168, bf16) for subject in STREAMED),
     *(cases.Case(cases.SINKHORN, (5000,), n, 0, fp32) for n in range(1, 9)),
 ]
-
-
+LARGE_STACK = [
+    *(
+        cases.Case(subject, *(((700,), n, 512) if (n + turn) % 2 else ((300,), n, 257)), TYPES[(n + turn) % 3])
+        for turn, subject in enumerate(cases.OF_THE_STACK)
+        for n in range(1, 9)
+    ),
+    *(cases.Case(subject, (2048,), 4, D, bf16) for subject in cases.NORMED for D in (2560, 4096, 7168, 12288)),
+    *(cases.Case(subject, (2048,), 4, 7168, bf16) for subject in (cases.MHC_MAPS, cases.MHC_READ, cases.MHC_NEXT)),
+    *(cases.Case(subject, (T,), 4, D, bf16) for subject in (cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED)
+      for T, D in ((1300, 7168), (4001, 1280), (16897, 256))),
+]  # fmt: skip
 # TileLang's kernels take seconds each to compile: the sizes of `mhc-ops check`, those that fill a GPU, and each n above
 # 4 with one type. The other tests below share few sizes.
 FEWER = [
@@ -57,45 +110,126 @@ FEWER = [
     *(case for case in LARGE if case.D in (2560, 4096)),
     *(case for case in LARGE if case.D == 512 and case.n > 4 and case.dtype == (bf16, fp32, fp16)[case.n % 3]),
 ]
+ON_GPU = [*(("triton", case) for case in LARGE + LARGE_STACK), *(("tilelang", case) for case in FEWER)]
 
 
-def assert_accurate(case, backend, device):
-    rows = accuracy.measure(case, backend, device)
-    assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
-
-
-@pytest.mark.parametrize("case", [*SMALL, *SINKHORN], ids=str)
+@pytest.mark.parametrize("case", [*PRE, *SMALL, *SINKHORN, *STACK], ids=str)
 def test_exact_to_one_rounding(case, kernel_device, poisoned):
-    pytest.importorskip("triton")
-    assert_accurate(case, "triton", kernel_device)
+    assert failures(case, "triton", kernel_device) == []
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", EVERY_N, ids=str)
+def test_exact_for_every_n(case, poisoned):
+    assert failures(case, "triton", "cpu") == []
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("case", [*SMALL, *SINKHORN], ids=str)
+@pytest.mark.parametrize("case", [*PRE, *SMALL, *SINKHORN], ids=str)
 def test_exact_at_any_seed(case, seed):
-    pytest.importorskip("triton")
-    assert_accurate(replace(case, seed=case.seed + seed), "triton", "cpu")
+    assert failures(replace(case, seed=case.seed + seed), "triton", "cpu") == []
+
+
+@pytest.mark.parametrize("subject", cases.ALL, ids=lambda subject: subject.name)
+def test_the_reference_is_exact(subject):
+    """The truth is its fp64."""
+    drawn = [case for case in (*cases.CHECK, *STACK, *EVERY_N) if case.subject is subject]
+    assert drawn and {str(case): failures(case, "reference") for case in drawn} == {str(case): [] for case in drawn}
+
+
+def assert_same_bits_twice(case, backend, device):
+    first, second = (accuracy.run_case(case, backend, device).results for _ in range(2))
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "case"), [("triton", c) for c in LARGE] + [("tilelang", c) for c in FEWER], ids=str
-)
+@pytest.mark.parametrize(("backend", "case"), ON_GPU, ids=str)
 def test_exact_and_same_bits_twice(backend, case, poisoned):
     needs(backend)
-    assert_accurate(case, backend, "cuda")
-    tensors = case.inputs("cuda")
-    cotangents = cotangents_of(case.subject, tensors, backend)
-    first, second = (accuracy.run(case.subject, tensors, backend, cotangents) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert failures(case, backend, "cuda") == []
+    assert_same_bits_twice(case, backend, "cuda")
 
 
+@by_most_subjects
+def test_same_bits_twice(subject, anywhere):
+    backend, device = anywhere
+    case = cases.Case(subject, *(((70,), 4, 40) if device == "cpu" else ((50,), 4, 200)), bf16)
+    if case.runs_on(backend):
+        assert_same_bits_twice(case, backend, device)
+
+
+# Which outputs have a cotangent
+
+
+def parts_of_the_outputs(subject, T, D, kinds):
+    """A case for each choice of outputs that have a cotangent, at each (n, type)."""
+    return [
+        cases.Case(subject, (T,), n, D, dtype, unused=unused) for n, dtype in kinds for unused in leave_out(subject)
+    ]
+
+
+EVERY_KIND = list(product(range(1, 9), TYPES))
+ODD_KINDS = list(product((4, 8), (bf16, fp32)))
+PARTS = [case for subject in STREAMED for case in parts_of_the_outputs(subject, 70, 64, EVERY_KIND)]
+ODD_PARTS = [case for subject in STREAMED for case in parts_of_the_outputs(subject, 9, 33, ODD_KINDS)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+@pytest.mark.parametrize("case", [*PARTS, *ODD_PARTS], ids=str)
+def test_any_of_the_outputs_may_be_unused(case, backend, poisoned):
+    """Kernels leave out what has no cotangent, each config in its own way."""
+    needs(backend)
+    assert failures(case, backend, "cuda") == []
+
+
+@by_most_subjects
+def test_any_of_the_outputs_may_be_unused_in_turn(subject, place, poisoned):
+    """n and type in turn, beginning with another one for each op; all choices of one op at one size."""
+    kinds = cycle([(1, fp16), (4, bf16), (7, bf16), (8, fp32), (3, bf16), (4, fp32)])
+    for _ in range(cases.ALL.index(subject)):
+        next(kinds)
+    drawn = [cases.Case(subject, (3,), n, 12, dtype, unused=out) for out, (n, dtype) in zip(leave_out(subject), kinds)]
+    if subject is cases.MHC_PRE:
+        drawn += parts_of_the_outputs(subject, 3, 12, [(8, fp32)])
+    assert {str(case): failures(case, *place) for case in drawn} == {str(case): [] for case in drawn}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @by_any_subject
-def test_layouts(subject, place):
+def test_any_of_the_outputs_of_the_reference_may_be_unused(subject, dtype):
+    """For every n."""
+    drawn = parts_of_the_outputs(subject, 9, 20, [(n, dtype) for n in range(1, 9)])
+    assert {str(case): failures(case, "reference") for case in drawn} == {str(case): [] for case in drawn}
+
+
+@by_most_subjects
+def test_empty_batch(subject, anywhere, poisoned):
+    backend, device = anywhere
+    for gamma in (False, True):
+        case = cases.Case(subject, (2, 0), 4, 32, bf16, gamma=gamma)
+        if not case.runs_on(backend):
+            continue
+        tensors = case.inputs(device)
+        results = accuracy.run(subject, tensors, backend, cotangents_of(subject, tensors, backend))
+        assert all(results[name].shape[:2] == (2, 0) for name in subject.outputs)
+        assert all(results[f"d{name}"].shape == tensor.shape for name, tensor in tensors.items())
+        parameters = [name for name in tensors if name in ("phi", "alpha", "bias", "gamma", "layer_norm_weight")]
+        assert all(not results[f"d{name}"].any() for name in parameters)
+
+
+# Layouts and values
+
+
+@pytest.mark.parametrize("subject", [*cases.SUBJECTS, cases.MHC_PRE_NORMED, cases.MHC_READ], ids=lambda s: s.name)
+def test_layouts(subject, kernels):
     """Strided inputs and cotangents give the bits of contiguous ones, and are left as they were."""
-    backend, device = place
-    tensors = cases.Case(subject, (6,), 3, 40, bf16).inputs(device)
+    backend, device = kernels
+    case = cases.Case(subject, (6,), 3, 40, bf16)
+    if not case.runs_on(backend):
+        pytest.skip(f"{backend} does not have it")
+    tensors = case.inputs(device)
     cotangents = cotangents_of(subject, tensors, backend)
     expected = accuracy.run(subject, tensors, backend, cotangents)
     strided = {name: torch.stack([t, t], -1)[..., 0] for name, t in tensors.items()}
@@ -108,86 +242,47 @@ def test_layouts(subject, place):
 
 
 @by_any_subject
-def test_expanded_cotangents(subject, place):
+def test_expanded_cotangents(subject, kernels):
     """The gradient of a sum arrives with stride 0."""
-    backend, device = place
+    backend, device = kernels
     tensors = cases.Case(subject, (6,), 3, 40, fp32).inputs(device)
     outputs = accuracy.run(subject, tensors, backend)
-    count = len(subject.outputs) - subject.intermediates
-    expanded = [outputs[name].new_ones(()).expand_as(outputs[name]) for name in subject.outputs[:count]]
+    expanded = [outputs[name].new_ones(()).expand_as(outputs[name]) for name in subject.differentiable]
     results = accuracy.run(subject, tensors, backend, expanded)
     exact = accuracy.truth(subject, tensors, expanded, outputs)
     names = [name for name in exact if name != "dlogits"]  # the sum of a Sinkhorn matrix is constant: no gradient
     assert all(accuracy.close(results[name], exact[name]) for name in names)
 
 
-def parts_of_the_outputs(subject, T, D, kinds):
-    """A case for each choice of outputs that have a cotangent, at each (n, type)."""
-    return [
-        cases.Case(subject, (T,), n, D, dtype, unused=unused) for n, dtype in kinds for unused in leave_out(subject)
-    ]
-
-
-def in_turn(subject, turn):
-    every = leave_out(subject)
-    kinds = [SOME_KINDS[(turn + index) % len(SOME_KINDS)] for index in range(len(every))]
-    return [cases.Case(subject, (3,), n, 12, dtype, unused=out) for (n, dtype), out in zip(kinds, every)]
-
-
-EVERY_KIND = list(product(range(1, 9), (bf16, fp16, fp32)))
-ODD_KINDS = list(product((4, 8), (bf16, fp32)))
-PARTS = [case for subject in STREAMED for case in parts_of_the_outputs(subject, 70, 64, EVERY_KIND)]
-ODD_PARTS = [case for subject in STREAMED for case in parts_of_the_outputs(subject, 9, 33, ODD_KINDS)]
-# The interpreter takes its time: one kind for each choice of outputs, in turn, and all choices of one op at another.
-SOME_KINDS = [(1, fp16), (4, bf16), (7, bf16), (8, fp32)]
-SOME_PARTS = [
-    *(case for turn, subject in enumerate(STREAMED) for case in in_turn(subject, turn)),
-    *parts_of_the_outputs(cases.MHC_PRE, 3, 12, [(8, fp32)]),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "tilelang"])
-@pytest.mark.parametrize("case", [*PARTS, *ODD_PARTS], ids=str)
-def test_any_of_the_outputs_may_be_unused(case, backend, poisoned):
-    """Kernels leave out what has no cotangent, each config in its own way."""
-    needs(backend)
-    assert_accurate(case, backend, "cuda")
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("case", list(dict.fromkeys(SOME_PARTS)), ids=str)
-def test_any_of_the_outputs_may_be_unused_in_the_interpreter(case, poisoned):
-    pytest.importorskip("triton")
-    assert_accurate(case, "triton", "cpu")
-
-
-@pytest.mark.parametrize("gamma", [False, True])
-@by_any_subject
-def test_empty_batch(subject, gamma, place, poisoned):
+@pytest.mark.parametrize("subject", cases.NORMED, ids=lambda subject: subject.name)
+def test_equal_streams(subject, place):
+    """As mhc_expand makes them: the gradient of h_pre, and all made from it, is what is left of terms that cancel."""
     backend, device = place
-    tensors = cases.Case(subject, (2, 0), 4, 32, bf16, gamma=gamma).inputs(device)
-    results = accuracy.run(subject, tensors, backend, cotangents_of(subject, tensors, backend))
-    assert all(results[name].shape[:2] == (2, 0) for name in subject.outputs)
-    assert all(results[f"d{name}"].shape == tensor.shape for name, tensor in tensors.items())
-    parameters = [name for name in tensors if name in ("phi", "alpha", "bias", "gamma")]
-    assert all(not results[f"d{name}"].any() for name in parameters)
+    case = cases.Case(subject, (6,), 4, 40, fp32)
+    tensors = case.inputs(device)
+    tensors["x"] = mhc_ops.mhc_expand(tensors["x"][:, 0], 4)
+    if "h_res" in tensors:  # what is read is x_next
+        tensors["h_res"] = torch.full_like(tensors["h_res"], 0.25)
+        tensors["h_post"] = torch.ones_like(tensors["h_post"])
+    cotangents = cotangents_of(subject, tensors, backend)
+    results = accuracy.run(subject, tensors, backend, cotangents)
+    exact = accuracy.truth(subject, tensors, cotangents, results)
+    assert [name for name in exact if not accuracy.close(results[name], exact[name])] == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @by_subject
-def test_bad_values_stay_in_their_token(subject, value, place):
-    backend, device = place
+def test_bad_values_stay_in_their_token(subject, value, kernels):
+    backend, device = kernels
     tensors = cases.Case(subject, (8,), 3, 40, bf16).inputs(device)
     clean = accuracy.run(subject, tensors, backend)
     tensors["x"][5, 1, 7] = value
     outputs = accuracy.run(subject, tensors, backend)
     others = [0, 1, 2, 3, 4, 6, 7]
-    count = len(subject.outputs) - subject.intermediates
-    for name in subject.outputs[:count]:
+    for name in subject.differentiable:
         assert torch.equal(outputs[name][others], clean[name][others])
         assert not outputs[name][5].isfinite().all()
-    cotangents = [torch.ones_like(outputs[name]) for name in subject.outputs[:count]]
+    cotangents = [torch.ones_like(outputs[name]) for name in subject.differentiable]
     dx = accuracy.run(subject, tensors, backend, cotangents)["dx"]
     assert dx[others].isfinite().all()
     if subject is not cases.MHC_POST:  # whose dx does not depend on x
@@ -207,19 +302,18 @@ class Dropped(torch.autograd.Function):
 
 
 @by_any_subject
-def test_no_cotangent_at_all(subject, place):
-    backend, device = place
+def test_no_cotangent_at_all(subject, kernels):
+    backend, device = kernels
     tensors = cases.Case(subject, (3,), 3, 40, fp32).inputs(device)
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-    count = len(subject.outputs) - subject.intermediates
-    outputs = subject.call(**leaves, backend=backend)[:count]
+    outputs = subject.call(**leaves, backend=backend)[: len(subject.differentiable)]
     sum(Dropped.apply(output).sum() for output in outputs).backward()
     assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
 
 
 @by_any_subject
-def test_double_backward_raises(subject, place):
-    backend, device = place
+def test_double_backward_raises(subject, kernels):
+    backend, device = kernels
     tensors = cases.Case(subject, (3,), 3, 40, fp32).inputs(device)
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
     first = subject.call(**leaves, backend=backend)[0]
@@ -255,9 +349,9 @@ def test_cuda_graph(subject, backend):
     assert all(torch.equal(results[name], expected[name]) for name in expected)
 
 
-def test_boundary_is_the_composition(place):
+def test_boundary_is_the_composition(kernels):
     """mhc_post_pre is mhc_post, then mhc_pre: the bits of x_next, the maps up to fp32 rounding."""
-    backend, device = place
+    backend, device = kernels
     tensors = cases.Case(cases.MHC_POST_PRE, (70,), 4, 200, bf16).inputs(device)
     x_next, h_in, h_post, h_res = mhc_ops.mhc_post_pre(**tensors, backend=backend)
     of_post = {name: tensors.pop(name) for name in cases.MHC_POST.inputs}
@@ -267,9 +361,9 @@ def test_boundary_is_the_composition(place):
         assert accuracy.close(result, other.double())
 
 
-def test_layer_is_the_composition(place):
+def test_layer_is_the_composition(kernels):
     """mhc_layer gives the bits of mhc_pre and mhc_post, with and without gradients."""
-    backend, device = place
+    backend, device = kernels
     case = cases.Case(cases.MHC_LAYER, (40,), 4, 200, bf16)
     tensors = case.inputs(device)
     h_out = tensors.pop("h_out")
@@ -282,50 +376,35 @@ def test_layer_is_the_composition(place):
         assert torch.equal(results[1], h_in)
 
 
-@pytest.mark.parametrize("sigma", [0.1, 1])
-def test_sinkhorn_sums(sigma, place):
-    """20 iterations: columns sum to 1 within 2e-6 (they come last, eps is 1e-6), rows as in fp64."""
+def test_pre_is_maps_and_read(place):
     backend, device = place
-    logits = cases.Case(cases.SINKHORN, (500,), 4, 0, fp32, sigma=sigma).inputs(device)["logits"]
-    h_res = mhc_ops.sinkhorn(logits, backend=backend).double()
-    exact = mhc_ops.sinkhorn(logits.double(), backend="reference")
-    assert (h_res.sum(-2) - 1).abs().max() < 2e-6
-    assert accuracy.close(h_res.sum(-1).float(), exact.sum(-1))
+    tensors = cases.Case(cases.MHC_PRE, (9,), 4, 40, bf16).inputs(device)
+    h_in, h_post, h_res = mhc_ops.mhc_pre(**tensors, backend=backend)
+    h_pre, *maps = mhc_ops.mhc_maps(**tensors, backend=backend)
+    assert torch.equal(maps[0], h_post)
+    assert torch.equal(maps[1], h_res)
+    assert accuracy.close(mhc_ops.mhc_read(tensors["x"], h_pre, backend=backend), h_in.double())
 
 
-@pytest.mark.parametrize("iters", [1, 2, 7, 50])
-@pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-2])
-def test_sinkhorn_options(iters, eps, place):
-    backend, device = place
-    logits = cases.Case(cases.SINKHORN, (9,), 3, 0, fp32).inputs(device)["logits"].requires_grad_()
-    cotangent = torch.randn(9, 3, 3, generator=torch.Generator().manual_seed(0)).to(device)
-    h_res = mhc_ops.sinkhorn(logits, iters, eps, backend=backend)
-    (dlogits,) = torch.autograd.grad(h_res, logits, cotangent)
-    wide = logits.detach().double().requires_grad_()
-    exact = mhc_ops.sinkhorn(wide, iters, eps, backend="reference")
-    assert accuracy.close(h_res, exact)
-    assert accuracy.close(dlogits, torch.autograd.grad(exact, wide, cotangent.double())[0])
-
-
-def test_pre_options(place):
-    backend, device = place
+def test_pre_options(kernels):
     options = {"norm_eps": 1e-2, "hc_eps": 1e-2, "post_mult": 1.3, "sinkhorn_iters": 3, "sinkhorn_eps": 1e-3}
-    tensors = cases.Case(cases.MHC_PRE, (9,), 3, 40, fp32).inputs(device)
-
-    def run(values, backend):
-        leaves = {name: t.detach().requires_grad_() for name, t in values.items()}
-        outputs = mhc_ops.mhc_pre(**leaves, **options, backend=backend)
-        generator = torch.Generator().manual_seed(0)
-        cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
-        return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), cotangents)]
-
-    exact = run({name: t.double() for name, t in tensors.items()}, "reference")
-    assert all(accuracy.close(result, e) for result, e in zip(run(tensors, backend), exact))
+    case = cases.Case(cases.MHC_PRE.with_options(**options), (9,), 3, 40, fp32)
+    assert failures(case, *kernels) == []
 
 
-def test_h_out_of_another_type(place):
-    """Under autocast a layer returns bf16 beside fp32 streams."""
+def test_layer_norm_eps(place):
     backend, device = place
+    tensors = cases.Case(cases.MHC_PRE_NORMED, (4,), 3, 20, fp32, scale=1e-2).inputs(device)
+    h_in = mhc_ops.mhc_pre(**tensors, layer_norm_eps=1e-2, backend=backend)[0]
+    weight = tensors.pop("layer_norm_weight").double()
+    plain = mhc_ops.mhc_pre(**{name: t.double() for name, t in tensors.items()}, backend="reference")[0]
+    expected = torch.nn.functional.rms_norm(plain, (20,), weight, 1e-2)
+    assert accuracy.close(h_in, expected)
+
+
+def test_h_out_of_another_type(kernels):
+    """Under autocast a layer returns bf16 beside fp32 streams."""
+    backend, device = kernels
     tensors = cases.Case(cases.MHC_POST, (9,), 3, 40, fp32).inputs(device)
     tensors["h_out"] = tensors["h_out"].to(bf16)
     cotangents = cotangents_of(cases.MHC_POST, tensors, backend)

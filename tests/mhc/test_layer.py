@@ -1,102 +1,55 @@
-"""HyperConnection in what torch puts around a layer: autocast, compile, checkpoint, export, FSDP2, CUDA graphs."""
+"""HyperConnection and HyperStack in what torch puts around them: autocast, compile, checkpoint, export, FSDP2, CUDA
+graphs."""
 
 import copy
 
 import processes
 import pytest
 import torch
+from mhc_kernels import bf16, fp32
+from networks import MLP, MODELS, D, N, connections, layers_and_head, step, streams, trained_maps
+from stack_results import assert_close, assert_equal, gradients, random_cotangents
 from torch import nn
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
-from mhc_ops import HyperConnection, HyperHead
-from mhc_ops.measure import accuracy, cases
+from mhc_ops import HyperConnection, HyperStack
+from mhc_ops.measure import cases
 from mhc_ops.mhc import contracts, prepare
 from mhc_ops.mhc.options import PreOptions
 
-N, D = 3, 20
 OPTIONS = tuple(PreOptions())
+by_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(("reference", "cpu"), id="reference"),
-        pytest.param(("triton", "cpu"), marks=pytest.mark.interpreted, id="interpreted"),
-        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu, id="gpu"),
-    ]
-)
-def place(request):
-    """A backend, and a device where it runs."""
-    return request.param
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(self.norm(x))))
-
-
-def trained_maps(module):
-    """Away from the fresh state, so that every gradient is alive."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for part in module.modules():
-            if isinstance(part, (HyperConnection, HyperHead)):
-                part.phi.copy_(torch.randn(part.phi.shape, generator=generator) / part.phi.shape[1] ** 0.5)
-                part.alpha.fill_(1.0)
-    return module
-
-
-def model(place, **options):
-    backend, device = place
-    torch.manual_seed(0)
-    layers = [HyperConnection(MLP(), N, D, backend=backend, **options) for _ in range(2)]
-    return trained_maps(nn.Sequential(*layers, HyperHead(N, D, backend=backend))).to(device)
-
-
-def streams(place, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(2, 4, N, D, generator=generator).to(place[1], dtype).requires_grad_()
-
-
-def step(network, x):
-    """Output, gradient of x, gradients of the parameters."""
-    out = network(x)
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
-    return [out, *torch.autograd.grad(out, [x, *network.parameters()], cotangent)]
-
-
-def assert_close(results, expected):
-    assert all(accuracy.close(result, e.double()) for result, e in zip(results, expected, strict=True))
-
-
-def test_gradients(place):
-    """Two layers and a head against the reference in fp64."""
-    exact = model(("reference", place[1])).double()
-    assert_close(step(model(place), streams(place)), step(exact, streams(place, torch.float64)))
+@by_model
+def test_gradients(model, place):
+    """Against the reference in fp64."""
+    exact = model(("reference", place[1]), depth=2).double()
+    assert_close(step(model(place, depth=2), streams(place)), step(exact, streams(place, torch.float64)))
 
 
 def test_streams_used_elsewhere_too(place):
     def dx(network, x):
         return torch.autograd.grad((network(x) + x.square().mean(-2)).sum(), x)[0]
 
-    exact = dx(model(("reference", place[1])).double(), streams(place, torch.float64))
-    assert_close([dx(model(place), streams(place))], [exact])
+    exact = dx(layers_and_head(("reference", place[1])).double(), streams(place, torch.float64))
+    assert_close([dx(layers_and_head(place), streams(place))], [exact])
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compile(compiler, place, cxx):
-    """One graph, dynamic in the tokens."""
+@pytest.mark.parametrize(
+    ("kind", "depth", "compiler"),
+    [("layers", 1, "aot_eager"), ("layers", 2, "inductor"), ("recompute", 2, "aot_eager"), ("stack", 2, "inductor"),
+     ("shifted", 2, "aot_eager")],
+)  # fmt: skip
+def test_compile(kind, depth, compiler, place, cxx):
+    """One graph, dynamic in the tokens; recompute keeps everything there."""
     torch.compiler.reset()
-    network, x = model(place, sinkhorn_iters=3), streams(place)
+    network, x = MODELS[kind](place, depth=depth), streams(place)
     compiled = torch.compile(network, fullgraph=True, dynamic=True, backend=compiler)
-    assert_close(step(compiled, x), step(network, x))
-    longer = torch.cat([x.detach()] * 2).requires_grad_()
-    assert_close(step(compiled, longer), step(network, longer))
+    for given in (x, torch.cat([x.detach()] * 2).requires_grad_()):
+        assert_close(step(compiled, given), step(network, given))
 
 
 def test_compile_with_a_graph_break_in_the_layer(place):
@@ -107,30 +60,23 @@ def test_compile_with_a_graph_break_in_the_layer(place):
             torch._dynamo.graph_break()
             return super().forward(x)
 
-    network, x = model(place), streams(place)
-    broken = copy.deepcopy(network)
-    for layer in broken[:2]:
-        layer.layer.__class__ = Broken
+    network, x = layers_and_head(place, depth=2), streams(place)
+    broken = layers_and_head(place, depth=2, layer=Broken)
     assert_close(step(torch.compile(broken, backend="aot_eager"), x), step(network, x))
 
 
+@by_model
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpoint(reentrant, place):
+def test_checkpoint(reentrant, model, place):
     network, x = model(place), streams(place)
-
-    def checkpointed(y):
-        return checkpoint(network, y, use_reentrant=reentrant)
-
-    out = checkpointed(x)
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
-    out.backward(cotangent)
-    expected = step(network, streams(place))
-    assert torch.equal(x.grad, expected[1])
-    assert all(torch.equal(p.grad, e) for p, e in zip(network.parameters(), expected[2:]))
+    out = checkpoint(network, x, use_reentrant=reentrant)
+    out.backward(*random_cotangents([out]))
+    assert_equal([x.grad, *(p.grad for p in network.parameters())], step(network, streams(place))[1:])
 
 
-def test_checkpoint_option(place):
-    """Same bits, and nothing of a layer kept but its input."""
+@by_model
+def test_checkpoint_option(model, place):
+    """The same bits; a connection keeps its input and nothing else."""
     kept = []
 
     def keep(tensor):
@@ -138,7 +84,7 @@ def test_checkpoint_option(place):
         return tensor
 
     plain, saving = model(place), model(place, checkpoint=True)
-    assert all(torch.equal(a, b) for a, b in zip(step(plain, streams(place)), step(saving, streams(place))))
+    assert_equal(step(saving, streams(place)), step(plain, streams(place)))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         saving[0](streams(place))
     parameters = {parameter.data_ptr() for parameter in saving.parameters()}
@@ -146,44 +92,105 @@ def test_checkpoint_option(place):
     assert [tuple(tensor.shape) for tensor in kept] in ([], [(2, 4, N, D)])
 
 
-def test_autocast(place):
-    """The layer runs in bf16, the streams and maps stay fp32."""
-    network, x = model(place), streams(place)
-    seen = []
+@by_model
+def test_autocast(model, place):
+    """The layers run in bf16; streams, maps and gradients stay fp32."""
+    network, x, seen = model(place), streams(place), []
     network[0].layer.down.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    with torch.autocast(place[1], torch.bfloat16):
+    with torch.autocast(place[1], bf16):
         out = network(x)
-    assert seen == [torch.bfloat16]
-    assert out.dtype == torch.float32
-    gradients = torch.autograd.grad(out.sum(), [x, *network.parameters()])
-    expected = step(network, x)[1:]
-    for gradient, other in zip(gradients, expected, strict=True):
-        assert (gradient.dtype, gradient.shape) == (other.dtype, other.shape)
+    assert seen == [bf16]
+    assert out.dtype == fp32
+    leaves = [x, *network.parameters()]
+    for gradient, leaf in zip(torch.autograd.grad(out.sum(), leaves), leaves):
+        assert (gradient.dtype, gradient.shape) == (leaf.dtype, leaf.shape)
         assert gradient.isfinite().all()
 
 
-def test_inference_mode(place):
+def test_autocast_of_a_stack(place):
+    """The bits of the sequential."""
+    made, x = connections(place), streams(place)
+    with torch.autocast(place[1], bf16):
+        outputs = [n(x) for n in (nn.Sequential(*made), HyperStack(*made), HyperStack(*made, recompute=2))]
+    leaves = [x, *(p for connection in made for p in connection.parameters())]
+    expected, *results = (gradients(out, leaves) for out in outputs)
+    for result in results:
+        assert_equal(result, expected)
+
+
+@by_model
+def test_inference_mode(model, place):
     network, x = model(place), streams(place)
     with torch.inference_mode():
-        assert torch.equal(network(x), network(x.detach()))
-    assert torch.equal(network(x), network(x.detach()))
+        result = network(x.detach())
+    assert_equal([result, network(x.detach())], [network(x)] * 2)
 
 
-def test_export(place):
+@by_model
+def test_export(model, place):
     network, x = model(place).requires_grad_(False), streams(place).detach()
-    program = torch.export.export(network, (x,))
-    assert_close([program.module()(x)], [network(x)])
+    assert_close([torch.export.export(network, (x,)).module()(x)], [network(x)])
 
 
 @pytest.mark.gpu
-def test_cuda_graph():
+@by_model
+def test_cuda_graph(model):
     place = ("triton", "cuda")
     network = model(place)
     expected = step(network, streams(place))
     # A leaf that took part in a graph on another stream would tie its gradient to that stream, which capture refuses.
     x = streams(place)
     graphed = torch.cuda.make_graphed_callables(copy.deepcopy(network), (x,))
-    assert all(torch.equal(a, b) for a, b in zip(step(graphed, x), expected, strict=True))
+    assert_equal(step(graphed, x), expected)
+
+
+@pytest.mark.gpu
+@by_model
+def test_the_host_does_not_wait(model):
+    """A number copied to the GPU would make it wait, and such a step could not be captured."""
+    place = ("triton", "cuda")
+    network, x = model(place), streams(place)
+    network(x).square().sum().backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        network(x).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def sharded(kind, backend):
+    """On each process of test_fsdp2."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    place = (backend, "cpu")
+    network = MODELS[kind](place, depth=2)
+    mesh, policy = torch.distributed.init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(cast_forward_inputs=False)
+    for connection in network:
+        fully_shard(connection, mesh=mesh, mp_policy=policy)
+    fully_shard(network, mesh=mesh, mp_policy=policy)
+    x = streams(place)
+    with mhc_ops.metrics(network) as health:
+        network(x).square().sum().backward()  # the same x everywhere, so the mean over processes is the gradient
+    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in network.parameters()]
+    return [x.grad, *whole], health.result()
+
+
+@pytest.mark.parametrize("kind", ["layers", "recompute"])
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreted, id="interpreted")]
+)
+def test_fsdp2(backend, kind):
+    """Two processes, every connection sharded over them."""
+    (found, numbers), _ = processes.run(2, sharded, kind, backend)
+    network, x = MODELS[kind]((backend, "cpu"), depth=2), streams((backend, "cpu"))
+    with mhc_ops.metrics(network) as health:
+        network(x).square().sum().backward()
+    assert_close(found, [x.grad, *(p.grad for p in network.parameters())])
+    assert numbers == pytest.approx(health.result(), rel=1e-5, abs=1e-6)
+
+
+# The ops
 
 
 def test_the_link_stays_one_element(kernel_device):
@@ -246,32 +253,7 @@ def test_opcheck_of_the_maps_alone(gamma, kernel_device):
     opcheck(contracts.mhc_mean_bwd.traced, (N, detached[0][:, 0].clone(), "triton"))
 
 
-def sharded(backend):
-    """On each process of test_fsdp2."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
-    place = (backend, "cpu")
-    network, mesh = model(place), torch.distributed.init_device_mesh("cpu", (2,))
-    for layer in network:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(network, mesh=mesh)
-    x = streams(place)
-    network(x).square().sum().backward()  # the same x everywhere, so the mean over processes is the gradient
-    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in network.parameters()]
-    return [x.grad, *whole]
-
-
-@pytest.mark.parametrize(
-    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreted, id="interpreted")]
-)
-def test_fsdp2(backend):
-    """Two processes, parameters sharded over them."""
-    gradients, _ = processes.run(2, sharded, backend)
-    network, x = model((backend, "cpu")), streams((backend, "cpu"))
-    network(x).square().sum().backward()
-    for gradient, expected in zip(gradients, [x.grad, *(p.grad for p in network.parameters())]):
-        assert accuracy.close(gradient, expected.double())
+# The layer
 
 
 def test_a_layer_that_returns_more(place):
@@ -281,7 +263,7 @@ def test_a_layer_that_returns_more(place):
     def layer(h, scale, *, shift):
         return h * scale + shift, "cache"
 
-    wrapped = trained_maps(HyperConnection(layer, N, D, backend=backend)).to(device)
+    (wrapped,) = trained_maps(HyperConnection(layer, N, D, backend=backend).to(device))
     x = streams(place)
     x_next, rest = wrapped(x, 2.0, shift=1.0)
     assert rest == "cache"
@@ -293,16 +275,9 @@ def test_a_layer_that_returns_more(place):
     assert torch.equal(saving(x, 2.0, shift=1.0)[0], x_next)
 
 
-def test_wrong_layer_output():
-    with pytest.raises(ValueError, match=r"^mhc_layer: h_out must be \[2, 4, 20\], got \[2, 4, 3, 20\]$"):
-        HyperConnection(lambda h: h[..., None, :].expand(2, 4, N, D), N, D)(streams(("reference", "cpu")))
-    with pytest.raises(TypeError, match=r"^mhc_layer: h_out must be a torch.Tensor, got NoneType$"):
-        HyperConnection(lambda h: None, N, D)(streams(("reference", "cpu")))
-
-
 def test_mhc_layer_is_the_module(place):
     backend, device = place
-    module = trained_maps(HyperConnection(MLP(), N, D, gamma=True, backend=backend)).to(device)
+    (module,) = trained_maps(HyperConnection(MLP(), N, D, gamma=True, backend=backend).to(device))
     x = streams(place)
     expected = mhc_ops.mhc_layer(x, module.layer, module.phi, module.alpha, module.bias, module.gamma, backend=backend)
     assert torch.equal(module(x), expected)

@@ -1,9 +1,7 @@
 """metrics: what it says is true, and the model does not notice."""
 
-import math
-
 import pytest
-import shifted_oracle as oracle
+import stack_oracle as oracle
 import torch
 from mhc_kernels import needs
 from stack_results import assert_equal
@@ -47,18 +45,14 @@ def connections(residual="sinkhorn", place=("reference", "cpu"), dtype=torch.flo
 
 
 def batches(dtype=torch.float32, device="cpu"):
-    """Of two passes, with different numbers of tokens."""
+    """Two passes, with different numbers of tokens."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(*outer, N, D, generator=generator).to(device, dtype) for outer in ((2, 3), (4,))]
 
 
-def run(model, xs):
-    return run_by(model, model, xs)
-
-
-def run_by(call, model, xs):
+def run(model, xs, call=None):
     """Outputs and gradients of a step with gradient accumulation."""
-    outputs = [call(x) for x in xs]
+    outputs = [(call or model)(x) for x in xs]
     for output in outputs:
         output.float().square().sum().backward()
     return [*outputs, *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -70,83 +64,55 @@ def seen(model, xs):
     return health.result()
 
 
-# Against loops in fp64.
-
-
-def maps_of(connection, x):
-    """Per token: logits of pre, post and res, h_pre, h_post and h_res, as lists of numbers; x is a list of streams."""
-    own = {name: getattr(connection, name).detach() for name in (*PARAMETERS, "gamma")}
-    options = {name: value for name, value in connection.options.items() if name != "layer_norm_eps"}
-    z = oracle.logits(x, len(own["bias"]), *own.values(), options["norm_eps"])
-    h_pre, h_post, h_res = oracle.maps(x, **own, **options)
-    number = lambda column: [row.item() for row in column[:, 0]]  # noqa: E731
-    columns = zip(*map(number, z)), zip(*map(number, h_pre)), zip(*map(number, h_post))
-    flat = [None] * len(x[0]) if h_res is None else zip(*(number(h) for row in h_res for h in row))
-    return list(zip(*columns, flat)), (h_pre, h_post, h_res)
-
-
-def product(one, other):
-    return [[sum(one[i][k] * other[k][j] for k in range(N)) for j in range(N)] for i in range(N)]
+# Against the equations in fp64.
 
 
 def expected(made, xs, shifted):
-    """All but the norms of gradients, from the equations, token by token."""
-    of_connection = [
-        {"rows": [0], "columns": [0], "entropy": [], "res": [], "pre": [], "post": [], "z": []} for _ in made
-    ]
-    gains = {"forward": [], "backward": []}
+    """All but the norms of gradients."""
+    seen, composites = [{"z": [], "pre": [], "post": [], "res": []} for _ in made], []
     for x in xs:
         x = list(x.flatten(0, -3).unbind(1))
-        read = oracle.one_hot(x)
-        composite = [[[float(i == j) for j in range(N)] for i in range(N)] for _ in x[0]]
-        for connection, lists in zip(made, of_connection):
-            tokens, (h_pre, h_post, h_res) = maps_of(connection, x)
-            for t, (z, pre, post, flat) in enumerate(tokens):
-                lists["z"].append(z)
-                lists["pre"] += pre
-                lists["post"] += post
-                if flat is None:
-                    continue
-                h = [flat[i * N : (i + 1) * N] for i in range(N)]
-                lists["res"] += flat
-                lists["rows"] += [abs(sum(row) - 1) for row in h]
-                lists["columns"] += [abs(sum(column) - 1) for column in zip(*h)]
-                lists["entropy"].append(-sum(p * math.log(p) for p in flat) / N)
-                mix = h if connection.options["transposed"] else list(zip(*h))
-                composite[t] = product(mix, composite[t])
+        read, composite = oracle.one_hot(x), torch.eye(N, dtype=torch.float64)
+        for connection, of_one in zip(made, seen):
+            own = {name: getattr(connection, name).detach() for name in (*PARAMETERS, "gamma")}
+            options = connection.options
+            of_one["z"].append(torch.cat(oracle.logits(x, len(own["bias"]), *own.values(), options["norm_eps"]), -1))
+            h_pre, h_post, h_res = oracle.maps(x, **own, **options)
+            of_one["pre"].append(torch.cat(h_pre, -1))
+            of_one["post"].append(torch.cat(h_post, -1))
+            if h_res is not None:
+                of_one["res"].append(torch.stack([torch.cat(row, -1) for row in h_res], 1))
+                composite = (of_one["res"][-1] if options["transposed"] else of_one["res"][-1].mT) @ composite
             with torch.no_grad():
                 h_in = oracle.read(x, read if shifted else h_pre, connection.layer_norm_weight)
-                x = oracle.write(x, connection.layer(h_in), h_post, h_res, connection.options["transposed"])
+                x = oracle.write(x, connection.layer(h_in), h_post, h_res, options["transposed"])
             read = h_pre
-        gains["forward"] += [max(sum(map(abs, row)) for row in whole) for whole in composite]
-        gains["backward"] += [max(sum(map(abs, column)) for column in zip(*whole)) for whole in composite]
-    found = {f"gain_{way}": sum(values) / len(values) for way, values in gains.items()}
-    for number, lists in enumerate(of_connection):
-        found |= {f"{number}/{name}": value for name, value in summary(lists).items()}
-    return found
+        composites.append(composite.expand(len(x[0]), N, N))
+    gains = torch.cat(composites).abs()
+    found = {"gain_forward": gains.sum(-1).amax(-1).mean(), "gain_backward": gains.sum(-2).amax(-1).mean()}
+    for number, of_one in enumerate(seen):
+        values = {name: torch.cat(tensors) for name, tensors in of_one.items() if tensors}
+        found |= {f"{number}/{name}": value for name, value in summary(**values).items()}
+    return {name: float(value) for name, value in found.items()}
 
 
-def summary(lists):
+def summary(z, pre, post, res=None):
     found = {}
-    for which in ("pre", "post"):
-        values = lists[which]
-        found |= {f"h_{which}_mean": sum(values) / len(values)}
-        found |= {f"h_{which}_min": min(values), f"h_{which}_max": max(values)}
-    sections = {"pre": (0, N), "post": (N, 2 * N), "res": (2 * N, None)}
-    for which, (begin, stop) in sections.items():
-        if which != "res" or lists["res"]:
-            far = [abs(z) > 6 for token in lists["z"] for z in token[begin:stop]]
-            found[f"saturated_{which}"] = sum(far) / len(far)
-    if lists["res"]:
-        found |= {"h_res_row_error": max(lists["rows"]), "h_res_column_error": max(lists["columns"])}
-        found |= {"h_res_entropy": sum(lists["entropy"]) / len(lists["entropy"]), "h_res_max": max(lists["res"])}
+    for name, h in (("pre", pre), ("post", post)):
+        found |= {f"h_{name}_mean": h.mean(), f"h_{name}_min": h.min(), f"h_{name}_max": h.max()}
+    for name, rows in {"pre": z[:, :N], "post": z[:, N : 2 * N], "res": z[:, 2 * N :]}.items():
+        found |= {f"saturated_{name}": (rows.abs() > 6).double().mean()} if rows.numel() else {}
+    if res is not None:
+        found |= {"h_res_row_error": (res.sum(-1) - 1).abs().max(), "h_res_max": res.max()}
+        found |= {"h_res_column_error": (res.sum(-2) - 1).abs().max()}
+        found |= {"h_res_entropy": -(res * res.log()).sum((-2, -1)).mean() / N}
     return found
 
 
 def norms(made):
-    """Of gradients of a model that ran without metrics."""
+    """Norms of the gradients of a model that ran without metrics."""
     return {
-        f"{number}/d{which}_norm": math.sqrt(sum(v * v for v in getattr(connection, which).grad.flatten().tolist()))
+        f"{number}/d{which}_norm": getattr(connection, which).grad.norm().item()
         for number, connection in enumerate(made)
         for which in PARAMETERS
     }
@@ -164,7 +130,7 @@ of_any_kind = pytest.mark.parametrize("kind", MODELS)
 @of_any_kind
 @pytest.mark.parametrize("residual", OPTIONS)
 def test_values(residual, kind):
-    """Of two passes with accumulated gradients."""
+    """After two passes with accumulated gradients."""
     model, xs = MODELS[kind](*connections(residual, dtype=torch.float64)), batches(torch.float64)
     found = seen(model, xs)
     unseen = MODELS[kind](*connections(residual, dtype=torch.float64))
@@ -248,12 +214,11 @@ def test_a_selective_checkpoint():
     def step(stack):
         ended = lambda x: stack(x).sum(-2).square()  # noqa: E731
         contexts = lambda: create_selective_checkpoint_contexts(saved)  # noqa: E731
-        return run_by(lambda x: checkpoint(ended, x, use_reentrant=False, context_fn=contexts), stack, batches())
+        return run(stack, batches(), lambda x: checkpoint(ended, x, use_reentrant=False, context_fn=contexts))
 
     alone, stack = step(HyperStack(*connections())), HyperStack(*connections())
     with mhc_ops.metrics(stack):
-        watched = step(stack)
-    assert_equal(watched, alone)
+        assert_equal(step(stack), alone)
 
 
 def test_frozen_parameters():
@@ -285,13 +250,9 @@ def test_nothing_stays():
     assert hooks_of(stack) == before
 
 
-def test_the_model_is_a_connection():
-    found = seen(connections(depth=1)[0], batches())
-    assert found.keys() == NAMES | {"gain_forward", "gain_backward"}
-
-
 def test_parts_of_a_model():
-    """The gain of all connections is of calls of the model itself."""
+    """A connection alone has all numbers; the gain of all connections is that of calls of the model itself."""
+    assert seen(connections(depth=1)[0], batches()).keys() == NAMES | {"gain_forward", "gain_backward"}
     stack, (x, y) = HyperStack(*connections()), batches()
     with mhc_ops.metrics(stack) as health:
         stack[2](x)
@@ -306,8 +267,8 @@ def test_parts_of_a_model():
     assert {name: health.result()[name] for name in gains} == {name: expected[name] for name in gains}
 
 
-def test_a_call_that_fails():
-    """Its maps are no part of those of the next call."""
+def test_calls_that_fail_or_have_no_tokens():
+    """Their maps are no part of those of the next call."""
 
     def fail(layer, inputs):
         raise ArithmeticError
@@ -316,35 +277,19 @@ def test_a_call_that_fails():
     with mhc_ops.metrics(stack) as health:
         with stack[2].layer.register_forward_pre_hook(fail), pytest.raises(ArithmeticError):
             stack(x)
-        run(stack, [x])
+        run(stack, [x[:0], x])
     assert health.result() == pytest.approx(seen(HyperStack(*connections()), [x]), rel=1e-6)
 
 
 def test_shapes_that_change():
-    """As from an encoder to a decoder: two maps, over whose tokens the gain is the mean."""
-    one, other = connections(depth=2)
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other = one, other
-
-        def forward(self, x, y):
-            return self.one(x).sum() + self.other(y).sum()
-
-    (x, y), both = batches(), Both()
+    """As from an encoder to a decoder: two maps; the gain is the mean over the tokens of both."""
+    (x, y), (one, other) = batches(), connections(depth=2)
+    both = nn.ModuleList([one, other])
+    both.forward = lambda x, y: one(x).sum() + other(y).sum()
     with mhc_ops.metrics(both) as health:
         both(x, y)
     gains = [seen(connection, [z])["gain_backward"] for connection, z in ((one, x), (other, y))]
     assert health.result()["gain_backward"] == pytest.approx((6 * gains[0] + 4 * gains[1]) / 10, rel=1e-6)
-
-
-def test_no_tokens():
-    stack, (x, _) = HyperStack(*connections()), batches()
-    with mhc_ops.metrics(stack) as health:
-        run(stack, [x[:0]])
-        run(stack, [x])
-    assert health.result() == seen(HyperStack(*connections()), [x])
 
 
 # The host does not wait.
@@ -389,8 +334,8 @@ def test_tilelang():
 # What is not seen.
 
 
-def test_torch_compile():
-    """The compiled model is not seen and not changed; the model itself is, as are layers that are compiled."""
+def test_torch_compile_and_func():
+    """What they run is not seen and not changed; the model itself is seen, also with compiled layers."""
     stack, (x, _) = HyperStack(*connections()), batches()
     expected = seen(stack, [x])
     compiled = torch.compile(stack, backend="eager", fullgraph=True)
@@ -400,24 +345,13 @@ def test_torch_compile():
             assert torch.equal(compiled(x), out)
         with pytest.raises(RuntimeError, match=r"only under torch.compile or torch.func.*: call the model itself"):
             health.result()
+    with mhc_ops.metrics(stack) as health:
+        torch.func.grad(lambda x: stack(x).sum())(x)
+    with pytest.raises(RuntimeError, match="no connection of the model ran"):
+        health.result()
     stack.zero_grad()
     assert seen(stack, [x]) == expected
     for connection in stack:
         connection.layer = torch.compile(connection.layer, backend="eager", fullgraph=True)
     stack.zero_grad()
     assert seen(stack, [x]) == expected
-
-
-def test_torch_func():
-    stack, (x, _) = HyperStack(*connections()), batches()
-    with mhc_ops.metrics(stack) as health:
-        torch.func.grad(lambda x: stack(x).sum())(x)
-    with pytest.raises(RuntimeError, match="no connection of the model ran"):
-        health.result()
-
-
-def test_what_has_no_connections():
-    with pytest.raises(ValueError, match="metrics: there is no HyperConnection in this Linear"):
-        mhc_ops.metrics(nn.Linear(2, 2)).__enter__()
-    with pytest.raises(TypeError, match=r"metrics: model must be an nn\.Module, got list"):
-        mhc_ops.metrics([]).__enter__()

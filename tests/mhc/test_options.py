@@ -48,14 +48,3 @@ def test_the_schema_has_them_all(op):
     assert {name: found[name] for name in PreOptions._fields} == {
         name: kinds[kind] for name, kind in PreOptions.__annotations__.items()
     }
-
-
-@pytest.mark.parametrize("name", ["mhc_pre", "mhc_post_pre", "mhc_layer"])
-def test_a_typo_is_named(name):
-    function = getattr(mhc_ops, name)
-    x, h = torch.zeros(2, 1, 4), torch.zeros(2, 4)
-    post = (h, torch.zeros(2, 1), torch.zeros(2, 1, 1)) if name == "mhc_post_pre" else ()
-    layer = (lambda h_in: h_in,) if name == "mhc_layer" else ()
-    parameters = (torch.zeros(3, 4), torch.zeros(3), torch.zeros(3))
-    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'norm_ep'$"):
-        function(x, *post, *layer, *parameters, norm_ep=1e-6)

@@ -1,70 +1,26 @@
-"""HyperStack: connections that hand a carry from one to the next."""
+"""HyperStack: connections that hand a carry from one to the next, standard and shifted."""
 
 import copy
 import gc
 from functools import cache
 
-import processes
 import pytest
+import stack_oracle
 import torch
 from mhc_kernels import bf16, fp16, fp32
-from stack_results import PLACES, assert_close, assert_equal, gradients, random_cotangents
+from networks import DEPTH, MLP, D, N, connections, step, streams
+from stack_results import assert_close, assert_equal, exact, gradients
+from sublayers import both_forms, by_options
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
 from mhc_ops.measure import accuracy
+from mhc_ops.mhc import recompute as recomputing
 
-N, D, DEPTH = 3, 20, 3
-
-
-@pytest.fixture(params=PLACES)
-def place(request):
-    if request.param[0] == "triton":
-        pytest.importorskip("triton")
-    return request.param
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-def connections(place, depth=DEPTH, layer=MLP, **options):
-    """The same each time, and away from the fresh state, so that every gradient is alive; every other one with a norm
-    and gamma. Two iterations of Sinkhorn: the interpreter takes its time, and a stack does not know of them."""
-    backend, device = place
-    torch.manual_seed(0)
-    made = [
-        HyperConnection(
-            layer(), N, D, gamma=i % 2 == 0, layer_norm=i % 2 == 0, sinkhorn_iters=2, backend=backend, **options
-        )
-        for i in range(depth)
-    ]
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for connection in made:
-            phi = connection.phi
-            phi.copy_(torch.randn(phi.shape, generator=generator) / phi.shape[1] ** 0.5)
-            connection.alpha.fill_(1.0)
-    return [connection.to(device) for connection in made]
-
-
-def streams(place, dtype=fp32, outer=(2, 4)):
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(*outer, N, D, generator=generator).to(place[1], dtype).requires_grad_()
-
-
-def step(network, x, *extras):
-    """Output, gradient of x, gradients of the parameters."""
-    out = network(x, *extras)
-    return gradients(out, [x, *(p for p in network.parameters() if p.requires_grad)])
+REFERENCE = ("reference", "cpu")
+fp64 = torch.float64
 
 
 def connections_of(place, depth, dtype):
@@ -93,11 +49,6 @@ def test_is_the_sequential(recompute, dtype, place, poisoned):
         assert torch.equal(stack(x), expected[0])
 
 
-def test_keys_of_the_sequential():
-    made = connections(("reference", "cpu"))
-    assert list(HyperStack(*made).state_dict()) == list(nn.Sequential(*made).state_dict())
-
-
 def kept(stack, x):
     """Which x of the stack are still in memory after a forward whose backward is to come."""
     found = []
@@ -115,7 +66,6 @@ def kept(stack, x):
 
 
 def test_recompute_keeps_every_kth_x(kernel_device):
-    pytest.importorskip("triton")
     place = ("triton", kernel_device)
     made, x = connections(place, 5), streams(place)
     for recompute, expected in ((0, range(5)), (1, range(5)), (2, (0, 2, 4)), (3, (0, 3)), (10, (0,))):
@@ -137,9 +87,8 @@ def test_recompute_does_not_run_layers_again(place):
 
 
 def test_recompute_forgets_what_it_made(kernel_device):
-    """Of each x when the backward has passed its boundary, not at the end, also of a graph that is kept; a second
+    """An x is dropped when the backward has passed its boundary, not at the end, also where the graph is kept. A second
     backward makes it again."""
-    pytest.importorskip("triton")
     place = ("triton", kernel_device)
     alive, made = [], []
 
@@ -153,7 +102,7 @@ def test_recompute_forgets_what_it_made(kernel_device):
             alive.append(sum(not storage.expired() for storage in made))
             return dh
 
-    post = mhc_ops.mhc.recompute.mhc_post
+    post = recomputing.mhc_post
 
     def watched_post(*arguments, **options):
         x = post(*arguments, **options)
@@ -163,7 +112,7 @@ def test_recompute_forgets_what_it_made(kernel_device):
     stack = HyperStack(*connections(place, 7, lambda: Watched.apply), recompute=3)
     out = stack(x := streams(place)).sum()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mhc_ops.mhc.recompute, "mhc_post", watched_post)
+        patch.setattr(recomputing, "mhc_post", watched_post)
         once, again = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(once, again)
     assert len(made) == 2 * 4, "x 1, 2, 4 and 5, each once"
@@ -171,9 +120,9 @@ def test_recompute_forgets_what_it_made(kernel_device):
     assert not any(not storage.expired() for storage in made)
 
 
-def test_nothing_is_held_behind_the_backward():
+def test_nothing_is_held_after_the_backward():
     """No cycle of Python objects: a GPU's memory would be full before they are looked for."""
-    place = ("reference", "cpu")
+    place = REFERENCE
     stack, found = HyperStack(*connections(place, 4), recompute=3), []
     for connection in stack:
         connection.register_forward_hook(
@@ -253,7 +202,7 @@ def test_changes_in_place_are_seen(number, recompute, place):
     out = stack(x)
     with torch.no_grad():
         outputs[number].mul_(3)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|was changed in place behind the forward"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|in place \w+ the forward"):
         out.sum().backward()
 
 
@@ -264,16 +213,9 @@ def test_recompute_where_hooks_are_not_allowed(place):
     assert_equal(results, step(stack, x))
 
 
-def test_a_hook_that_returns_something_else():
-    stack = HyperStack(*connections(("reference", "cpu"), 2))
-    stack[1].register_forward_hook(lambda module, inputs, carry: carry.x)
-    with pytest.raises(
-        TypeError, match=r"^HyperStack: connection 1 must return its carry, got Tensor \(of a hook\?\)$"
-    ):
-        stack(streams(("reference", "cpu")))
-
-
-def test_rests_and_extras(place):
+@both_forms
+def test_rests_and_extras(shifted, place):
+    """A layer may return more than h_out; stages of a shifted stack hand on their pair only."""
     backend, device = place
 
     def several(h, scale, *, shift):
@@ -286,64 +228,44 @@ def test_rests_and_extras(place):
         return h * scale - shift
 
     made = [HyperConnection(layer, N, D, backend=backend).to(device) for layer in (several, alone, plain)]
-    x = streams(place)
-    out, rests = HyperStack(*made)(x, 2.0, shift=1.0)
+    stack, x, extras = HyperStack(*made, shifted=shifted), streams(place), {"scale": 2.0, "shift": 1.0}
+    out, rests = stack(x, 2.0, shift=1.0)
     assert rests == [("cache", 7), (), ()]
-    expected = made[2](made[1](made[0](x, 2.0, shift=1.0)[0], 2.0, shift=1.0)[0], 2.0, shift=1.0)
-    assert torch.equal(out, expected)
-    assert torch.equal(HyperStack(made[2])(x, 2.0, shift=1.0), made[2](x, 2.0, shift=1.0))
+    if shifted:
+        pair, rests = stack[:1](x, **extras)
+        assert rests == [("cache", 7)]
+        for stage in (stack[1:](pair, **extras), stack[1:](*pair, 2.0, shift=1.0)):
+            assert torch.equal(stage[0], out)
+        return
+    for connection in made:
+        x_next = connection(x, **extras)
+        x = x_next[0] if isinstance(x_next, tuple) else x_next
+    assert torch.equal(out, x)
+    assert torch.equal(HyperStack(made[2])(x, **extras), made[2](x, **extras))
 
 
-def is_of_some(name):
-    return name.startswith(("0", "2"))
+FROZEN = {
+    "some connections": (lambda name: name.startswith(("0", "2")), (True, False)),
+    "all maps": (lambda name: "layer." not in name, (False,)),
+    "the layers": (lambda name: "layer." in name, (True,)),
+}
 
 
-def is_of_a_layer(name):
-    return "layer." in name
-
-
-def is_of_maps(name):
-    return not is_of_a_layer(name)
-
-
-def test_frozen_parameters(place):
-    """Of some connections, of all maps, of the layers alone; and x that needs no gradient."""
+@pytest.mark.parametrize(("frozen", "of_x"), FROZEN.values(), ids=FROZEN)
+def test_frozen_parameters(frozen, of_x, place):
+    """of_x: whether x needs a gradient."""
     made = connections(place)
     stack, sequential = HyperStack(*made), nn.Sequential(*made)
-    for frozen, of_x in ((is_of_some, True), (is_of_some, False), (is_of_maps, False), (is_of_a_layer, True)):
-        for name, parameter in stack.named_parameters():
-            parameter.requires_grad_(not frozen(name))
-        x = streams(place).requires_grad_(of_x)
+    for name, parameter in stack.named_parameters():
+        parameter.requires_grad_(not frozen(name))
+    for needed in of_x:
+        x = streams(place).requires_grad_(needed)
         leaves = [leaf for leaf in (x, *stack.parameters()) if leaf.requires_grad]
         assert_equal(*(gradients(network(x), leaves) for network in (stack, sequential)))
 
 
-def test_sizes_and_kinds_are_checked():
-    one, other = HyperConnection(nn.Identity(), 4, 8), HyperConnection(nn.Identity(), 2, 8)
-    with pytest.raises(ValueError, match=r"^HyperStack: connection 1 has n=2, D=8, but connection 0 has n=4, D=8$"):
-        HyperStack(one, other)
-    with pytest.raises(ValueError, match=r"^HyperStack: connection 1 has n=2, D=8, but connection 0 has n=4, D=8$"):
-        HyperStack(one).append(other)
-    with pytest.raises(TypeError, match=r"^HyperStack: connection 0 must be a HyperConnection, got Linear$"):
-        HyperStack(nn.Linear(8, 8))
-    with pytest.raises(TypeError, match=r"^HyperStack: connection 0 must be a HyperConnection, got Linear$"):
-        HyperStack(one).insert(0, nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"^HyperStack: connection 1 has n=2, D=8, but connection 0 has n=4, D=8$"):
-        HyperStack(one, copy.deepcopy(one))[1] = other
-    with pytest.raises(ValueError, match=r"^HyperStack: recompute must be 0 or more, got -1$"):
-        HyperStack(one, recompute=-1)
-    with pytest.raises(TypeError, match=r"^HyperStack: recompute must be an int, got bool$"):
-        HyperStack(one, recompute=True)
-    with pytest.raises(ValueError, match=r"^HyperConnection: x must be \[..., 4, 8\], got \[3, 2, 8\]$"):
-        HyperStack(one, recompute=2)(torch.zeros(3, 2, 8))
-    with pytest.raises(TypeError, match=r"^HyperConnection: x must be a torch.Tensor, got list$"):
-        HyperStack(one)([1.0])
-    with pytest.raises(TypeError, match=r"^mhc_leave: h_out must be a torch.Tensor, got NoneType$"):
-        HyperStack(HyperConnection(lambda h: None, 2, 8))(torch.zeros(3, 2, 8))
-
-
 def test_slices_and_repr():
-    made = connections(("reference", "cpu"), 4)
+    made = connections(REFERENCE, 4)
     stack = HyperStack(*made, recompute=3)
     some = stack[1:3]
     assert isinstance(some, HyperStack)
@@ -356,7 +278,8 @@ def test_slices_and_repr():
         assert isinstance(more, HyperStack)
         assert more.recompute == 3
         assert len(more) > 3
-    x = streams(("reference", "cpu"))
+    assert list(stack.state_dict()) == list(nn.Sequential(*made).state_dict())
+    x = streams(REFERENCE)
     assert HyperStack()(x) is x
     assert torch.equal(copy.deepcopy(stack)(x), stack(x))
 
@@ -375,7 +298,7 @@ def test_norm_of_a_connection():
 
 
 def test_norm_of_a_connection_is_rms_norm(place):
-    """As one that stands in front of the layer."""
+    """As nn.RMSNorm before the layer."""
     backend, device = place
     torch.manual_seed(0)
     inner, norm = nn.Linear(D, D), nn.RMSNorm(D, eps=1e-5)
@@ -390,113 +313,99 @@ def test_norm_of_a_connection_is_rms_norm(place):
     assert accuracy.close(fused(x), plain.double()(x.double()))
 
 
-# What torch puts around a stack
+# Shifted
 
 
-@pytest.mark.parametrize(("compiler", "recompute"), [("aot_eager", 2), ("inductor", 0)])
-def test_compile(compiler, recompute, place, cxx):
-    """One graph, dynamic in the tokens; what recompute would leave out is kept."""
-    torch.compiler.reset()
-    stack, x = HyperStack(*connections(place, 2), recompute=recompute), streams(place)
-    compiled = torch.compile(stack, fullgraph=True, dynamic=True, backend=compiler)
-    assert_close(step(compiled, x), step(stack, x))
-    longer = torch.cat([x.detach()] * 2).requires_grad_()
-    assert_close(step(compiled, longer), step(stack, longer))
+@both_forms
+@by_options
+def test_plain_loops(options, shifted):
+    """In fp64; recompute=2 gives the same bits."""
+    made = [c.double() for c in connections(REFERENCE, gamma=True, layer_norm=True, **options)]
+    x = streams(REFERENCE, fp64)
+    names = ("phi", "alpha", "bias", "gamma", "layer_norm_weight")
+    parameters = [{name: getattr(connection, name) for name in names} for connection in made]
+    own = [{"sinkhorn_iters": 2} | options] * 3
+    out = stack_oracle.stack(x, [c.layer for c in made], parameters, own, shifted=shifted)
+    networks = [HyperStack(*made, shifted=shifted, recompute=recompute) for recompute in (0, 2)]
+    leaves = [x, *networks[0].parameters()]
+    truth = exact([stack_oracle.contract(*out) if shifted else out], leaves)
+    results, again = (gradients([network(x)], leaves) for network in networks)
+    assert_close(results, truth)
+    assert_equal(again, results)
+    if not shifted:
+        assert_close(gradients([nn.Sequential(*made)(x)], leaves), truth)
 
 
-def test_export(place):
-    stack, x = HyperStack(*connections(place), recompute=2).requires_grad_(False), streams(place).detach()
-    assert_close([torch.export.export(stack, (x,)).module()(x)], [stack(x)])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=str)
+def test_stages_of_a_pipeline(options):
+    made = connections(REFERENCE, 4, norm_eps=1e-20, **options)
+    whole, x = HyperStack(*made, shifted=True), streams(REFERENCE)
+    leaves = [x, *whole.parameters()]
+    expected = gradients([whole(x)], leaves)
+    for cut in range(1, 4):
+        assert_equal(gradients([whole[cut:](whole[:cut](x))], leaves), expected)
+        assert_equal(gradients([whole[cut:](*whole[:cut](x))], leaves), expected)
+    first = HyperStack(*made[:1], shifted=True, last=False)
+    middle = HyperStack(*made[1:3], shifted=True, first=False, last=False)
+    last = HyperStack(made[3], shifted=True, first=False)
+    assert_equal(gradients([last(middle(first(x)))], leaves), expected)
+    x_next, p = middle(first(x))
+    assert (x_next.shape, p.shape, p.dtype) == ((2, 4, N, D), (2, 4, N), fp32)
+    assert torch.equal((first + middle + last)(x), whole(x))
+    assert [(s.first, s.last) for s in (whole[:2], whole[1:], whole[1:3], whole[:], middle * 2)] == [
+        (True, False), (False, True), (False, False), (True, True), (False, False)]  # fmt: skip
 
 
-@pytest.mark.parametrize("recompute", [0, 2])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpoint(reentrant, recompute, place):
-    stack, x = HyperStack(*connections(place), recompute=recompute), streams(place)
-    out = checkpoint(stack, x, use_reentrant=reentrant)
-    out.backward(*random_cotangents([out]))
-    assert_equal([x.grad, *(p.grad for p in stack.parameters())], sequential_step(place)[1:])
+@pytest.mark.parametrize("dtype", [bf16, fp32, fp64])
+def test_a_shifted_stack_of_nothing(dtype):
+    x = streams(REFERENCE, dtype, (5,))
+    assert torch.equal(HyperStack(shifted=True)(x), x[:, 0])
+    same, p = HyperStack(shifted=True, last=False)(x)
+    assert same is x
+    assert p.tolist() == [[1.0, 0, 0]] * 5
+    assert p.dtype == (fp64 if dtype == fp64 else fp32)
+    assert torch.equal(HyperStack(shifted=True, first=False)(x, p.roll(1, -1)), x[:, 1])
 
 
-@pytest.mark.parametrize("recompute", [0, 2])
-def test_checkpoint_option(recompute, place):
-    saving = HyperStack(*connections(place, checkpoint=True), recompute=recompute)
-    assert_equal(step(saving, streams(place)), sequential_step(place))
+def test_hooks_see_a_shifted_carry():
+    whole, x, seen = HyperStack(*connections(REFERENCE, 2), shifted=True), streams(REFERENCE), []
+    whole[1].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    whole[1].register_full_backward_hook(lambda module, dinputs, doutputs: None)
+    whole(x).sum().backward()
+    assert seen[0].read.shape == (2, 4, N)
+    assert torch.equal(seen[0].x, x)
+    assert x.grad.abs().max() > 0
 
 
-def test_autocast(place):
-    """The layers run in bf16, the streams and maps stay fp32: the bits of the sequential."""
-    made, x = connections(place), streams(place)
-    networks = (nn.Sequential(*made), HyperStack(*made), HyperStack(*made, recompute=2))
-    with torch.autocast(place[1], bf16):
-        outputs = [network(x) for network in networks]
-    assert [out.dtype for out in outputs] == [fp32] * 3
-    leaves = [x, *(p for connection in made for p in connection.parameters())]
-    expected, *results = (gradients(out, leaves) for out in outputs)
-    for result in results:
-        assert_equal(result, expected)
+def test_a_fresh_shifted_model_is_a_residual_network():
+    layers = [nn.Linear(D, D) for _ in range(3)]
+    x = torch.randn(5, D, generator=torch.Generator().manual_seed(0))
+    for options in ({}, {"residual": "identity"}, {"residual": "identity", "post_eps": 0.25}, {"transposed": True}):
+        made = HyperStack(*(HyperConnection(inner, 4, D, norm_eps=1e-20, **options) for inner in layers), shifted=True)
+        expected = x
+        for inner in layers:
+            expected = expected + inner(expected)
+        # h_pre is a sigmoid in fp32 + 1e-6 from a logit, and the columns of h_res sum to 1 up to eps
+        assert torch.allclose(made(mhc_ops.mhc_expand(x, 4)), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_inference_mode(place):
-    stack, x = HyperStack(*connections(place), recompute=2), streams(place)
-    with torch.inference_mode():
-        result = stack(x.detach())
-    assert torch.equal(result, stack(x))
-
-
-@pytest.mark.gpu
-def test_cuda_graph():
-    place = ("triton", "cuda")
-    stack = HyperStack(*connections(place), recompute=2)
-    expected = step(stack, streams(place))
-    x = streams(place)
-    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(stack), (x,))
-    assert_equal(step(graphed, x), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "settings", [{}, {"recompute": 2}, {"shifted": True}, {"shifted": True, "recompute": 2}], ids=str
-)
-def test_the_host_does_not_wait(settings):
-    """A number copied to the GPU would be enough, and neither could such a step be captured."""
-    place = ("triton", "cuda")
-    stack, x = HyperStack(*connections(place), **settings), streams(place)
-    stack(x).square().sum().backward()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        stack(x).square().sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def sharded(backend):
-    """On each process of test_fsdp2."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import DTensor
-
-    place = (backend, "cpu")
-    stack = HyperStack(*connections(place, 2), recompute=2)
-    mesh, policy = torch.distributed.init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(cast_forward_inputs=False)
-    for connection in stack:
-        fully_shard(connection, mesh=mesh, mp_policy=policy)
-    fully_shard(stack, mesh=mesh, mp_policy=policy)
-    x = streams(place)
-    with mhc_ops.metrics(stack) as health:
-        stack(x).square().sum().backward()  # the same x everywhere, so the mean over processes is the gradient
-    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in stack.parameters()]
-    return [x.grad, *whole], health.result()
-
-
-@pytest.mark.parametrize(
-    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreted, id="interpreted")]
-)
-def test_fsdp2(backend):
-    """Two processes, every connection sharded over them."""
-    (found, numbers), _ = processes.run(2, sharded, backend)
-    stack, x = HyperStack(*connections((backend, "cpu"), 2)), streams((backend, "cpu"))
-    with mhc_ops.metrics(stack) as health:
-        stack(x).square().sum().backward()
-    expected = [x.grad, *(p.grad for p in stack.parameters())]
-    assert_close(found, expected)
-    assert numbers == pytest.approx(health.result(), rel=1e-5, abs=1e-6)
+def test_state_and_repr_of_a_shifted_stack():
+    """The keys are those of a standard one; the identity has no rows for a map that it does not have."""
+    options = {"residual": "identity", "post_eps": 1e-6, "layer_norm": True, "gamma": True}
+    stack = HyperStack(*connections(REFERENCE, 2, **options), shifted=True)
+    layer = ("layer.up.weight", "layer.up.bias", "layer.down.weight", "layer.down.bias")
+    own = ("phi", "alpha", "bias", "gamma", "layer_norm_weight", *layer)
+    assert list(stack.state_dict()) == [f"{i}.{name}" for i in range(2) for name in own]
+    assert [tuple(t.shape) for t in list(stack.state_dict().values())[:3]] == [(2 * N, N * D), (2,), (2 * N,)]
+    other, x = copy.deepcopy(stack), streams(REFERENCE)
+    other[0].reset_parameters()
+    other.load_state_dict(stack.state_dict())
+    assert torch.equal(other(x), stack(x))
+    standard, shifted = (HyperStack(*connections(REFERENCE, 2), shifted=shifted) for shifted in (False, True))
+    assert list(shifted.state_dict()) == list(standard.state_dict())
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0.phi"):
+        standard.load_state_dict(stack.state_dict(), strict=False)
+    stage = HyperStack(stack[0], shifted=True, first=False, recompute=2)
+    assert "recompute=2, shifted=True, first=False" in repr(stage)
+    assert "residual='identity'" in repr(stage)
+    assert "transposed=True" in repr(HyperConnection(nn.Identity(), 2, 8, transposed=True))

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from stack_results import assert_equal, gradients, random_cotangents
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -39,21 +40,24 @@ def direct(x, phi, alpha, bias, gamma):
     return mhc_pre_fwd(x=x, **parameters, options=OPTIONS, backend="triton")
 
 
-def gradients(call, tensors):
-    outputs = call(**tensors)
-    cotangents = accuracy.random_cotangents(SUBJECT, dict(zip(SUBJECT.outputs, outputs)), seed=0)
-    return torch.autograd.grad(outputs, list(tensors.values()), cotangents)
+def results(call, tensors):
+    """Outputs and gradients."""
+    return gradients(call(**tensors), [t for t in tensors.values() if t.requires_grad])
+
+
+def detached(device, gamma=True):
+    return {name: tensor.detach() for name, tensor in leaves(device, gamma).items()}
 
 
 @pytest.mark.parametrize("gamma", [False, True])
 def test_opcheck(gamma, kernel_device):
     tensors = leaves(kernel_device, gamma)
-    x, phi, alpha, bias = (tensors[name] for name in ("x", "phi", "alpha", "bias"))
-    opcheck(mhc_pre_fwd.traced, (x, phi, alpha, bias, tensors.get("gamma"), None, *OPTIONS, "triton"))
-    detached = [None if t is None else t.detach() for t in (x, phi, alpha, bias, tensors.get("gamma"), None)]
-    h_in, h_post, _, inv_rms, h_mix, _ = mhc_pre_fwd.traced(*detached, *OPTIONS, "triton")
+    given = [tensors.get(name) for name in (*SUBJECT.inputs, "layer_norm_weight")]
+    opcheck(mhc_pre_fwd.traced, (*given, *OPTIONS, "triton"))
+    given = [None if t is None else t.detach() for t in given]
+    h_in, h_post, _, inv_rms, h_mix, _ = mhc_pre_fwd.traced(*given, *OPTIONS, "triton")
     kept = (None, inv_rms, h_mix)
-    opcheck(mhc_pre_bwd.traced, (*detached, *OPTIONS, *kept, h_in, h_post, None, None, None, "triton"))
+    opcheck(mhc_pre_bwd.traced, (*given, *OPTIONS, *kept, h_in, h_post, None, None, None, "triton"))
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
@@ -62,12 +66,10 @@ def test_compile(compiler, kernel_device, cxx):
     torch.compiler.reset()
     compiled = torch.compile(forward, fullgraph=True, backend=compiler, dynamic=True)
     tensors = leaves(kernel_device)
-    for one, other in zip(gradients(compiled, tensors), gradients(forward, tensors)):
-        assert torch.equal(one, other)
+    assert_equal(results(compiled, tensors), results(forward, tensors))
     with torch.compiler.set_stance("fail_on_recompile"):
         longer = {**tensors, "x": torch.cat([tensors["x"].detach()] * 2).requires_grad_()}
-        for one, other in zip(gradients(compiled, longer), gradients(forward, longer)):
-            assert torch.equal(one, other)
+        assert_equal(results(compiled, longer), results(forward, longer))
 
 
 def test_compile_in_a_scope(kernel_device):
@@ -80,65 +82,47 @@ def test_compile_in_a_scope(kernel_device):
 
     tensors = leaves(kernel_device)
     with mhc_ops.use_backend("triton"):
-        outputs = scoped(tensors)
-    assert all(torch.equal(one, other) for one, other in zip(outputs, forward(**tensors)))
+        assert_equal(scoped(tensors), forward(**tensors))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_compile_the_reference(device, cxx):
     torch.compiler.reset()
-    tensors = leaves(device)
     compiled = replace(SUBJECT, call=torch.compile(SUBJECT.call, fullgraph=True))
-    outputs = accuracy.run(SUBJECT, tensors, "reference")
-    cotangents = accuracy.random_cotangents(SUBJECT, outputs, seed=0)
-    results = accuracy.run(compiled, tensors, "reference", cotangents)
-    for name, exact in accuracy.truth(SUBJECT, tensors, cotangents).items():
-        assert accuracy.close(results[name], exact), name
+    ran = accuracy.run_case(cases.Case(compiled, (6,), 3, 20, torch.float32), "reference", device)
+    for name, exact in accuracy.truth(SUBJECT, ran.tensors, ran.cotangents).items():
+        assert accuracy.close(ran.results[name], exact), name
 
 
-def test_export(kernel_device):
+def test_one_node_for_each_call(kernel_device):
+    """In torch.export and in make_fx; the exported program has the bits of the call."""
+
     class Module(torch.nn.Module):
         def forward(self, x, phi, alpha, bias):
             return forward(x, phi, alpha, bias)
 
-    tensors = {name: t.detach() for name, t in leaves(kernel_device, gamma=False).items()}
+    tensors = detached(kernel_device, gamma=False)
     program = torch.export.export(Module(), tuple(tensors.values()))
-    called = [node for node in program.graph.nodes if node.target == torch.ops.mhc_ops.mhc_pre_fwd.default]
-    assert len(called) == 1
-    assert all(torch.equal(a, b) for a, b in zip(program.module()(*tensors.values()), forward(**tensors)))
-
-
-def test_make_fx_sees_one_node(kernel_device):
-    tensors = [t.detach() for t in leaves(kernel_device).values()]
-    graph = make_fx(forward)(*tensors)
-    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    assert names.count("mhc_ops.mhc_pre_fwd.default") == 1
+    for graph in (program.graph, make_fx(forward)(*detached(kernel_device).values()).graph):
+        called = [node for node in graph.nodes if node.target == torch.ops.mhc_ops.mhc_pre_fwd.default]
+        assert len(called) == 1
+    assert_equal(program.module()(*tensors.values()), forward(**tensors))
 
 
 def test_fake_tensors(kernel_device):
     with FakeTensorMode() as mode:
-        fakes = {name: mode.from_tensor(t.detach()) for name, t in leaves(kernel_device).items()}
+        fakes = {name: mode.from_tensor(t) for name, t in detached(kernel_device).items()}
         h_in, h_post, h_res = forward(**fakes)
     assert (h_in.shape, h_post.shape, h_res.shape) == ((6, 20), (6, 3), (6, 3, 3))
 
 
-@pytest.mark.parametrize("mode", [True, False], ids=["traced", "direct"])
-def test_intermediates_carry_no_gradient(mode, kernel_device):
-    tensors = leaves(kernel_device)
-    outputs = (traced if mode else direct)(*tensors.values())
-    assert [output.requires_grad for output in outputs] == [True] * 3 + [False] * 3
-
-
 def test_direct_and_traced_give_the_same_bits(kernel_device):
+    """Intermediates carry no gradient."""
     tensors = leaves(kernel_device)
     ours, theirs = direct(*tensors.values()), traced(*tensors.values())
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
-    cotangents = [torch.randn_like(output) for output in ours[:3]]
-    for one, other in zip(
-        torch.autograd.grad(ours[:3], list(tensors.values()), cotangents),
-        torch.autograd.grad(theirs[:3], list(tensors.values()), cotangents),
-    ):
-        assert torch.equal(one, other)
+    assert [output.requires_grad for output in (*ours, *theirs)] == ([True] * 3 + [False] * 3) * 2
+    assert_equal(ours[3:], theirs[3:])
+    assert_equal(*(gradients(outputs[:3], list(tensors.values())) for outputs in (ours, theirs)))
 
 
 def test_double_backward_of_the_traced_op_raises(kernel_device):
@@ -152,44 +136,32 @@ def test_double_backward_of_the_traced_op_raises(kernel_device):
 @pytest.mark.parametrize("op", [traced, direct])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_checkpoint(reentrant, op, kernel_device):
-    def call(*tensors):
-        return op(*tensors)[:3]
-
-    def checkpointed(**tensors):
-        return checkpoint(call, *tensors.values(), use_reentrant=reentrant)
-
     tensors = leaves(kernel_device)
-    outputs = checkpointed(**tensors)
-    cotangents = accuracy.random_cotangents(SUBJECT, dict(zip(SUBJECT.outputs, outputs)), seed=0)
-    torch.autograd.backward(outputs, cotangents)
-    for tensor, expected in zip(tensors.values(), gradients(forward, tensors)):
-        assert torch.equal(tensor.grad, expected)
+    outputs = checkpoint(lambda *given: op(*given)[:3], *tensors.values(), use_reentrant=reentrant)
+    torch.autograd.backward(outputs, random_cotangents(outputs))
+    assert_equal([tensor.grad for tensor in tensors.values()], results(forward, tensors)[3:])
 
 
 @pytest.mark.parametrize("frozen", [("x",), ("phi",), ("phi", "alpha", "bias", "gamma")], ids=str)
 def test_frozen_inputs(frozen, kernel_device):
     tensors = leaves(kernel_device)
-    expected = dict(zip(tensors, gradients(forward, tensors)))
-    free = {name: t if name not in frozen else t.detach() for name, t in tensors.items()}
-    outputs = forward(**free)
-    cotangents = accuracy.random_cotangents(SUBJECT, dict(zip(SUBJECT.outputs, outputs)), seed=0)
-    wanted = [name for name in tensors if name not in frozen]
-    for name, gradient in zip(wanted, torch.autograd.grad(outputs, [free[name] for name in wanted], cotangents)):
-        assert torch.equal(gradient, expected[name])
+    expected = results(forward, tensors)
+    wanted = [*expected[:3], *(g for name, g in zip(tensors, expected[3:]) if name not in frozen)]
+    assert_equal(results(forward, {k: t.detach() if k in frozen else t for k, t in tensors.items()}), wanted)
 
 
 def test_autocast_and_inference_mode(kernel_device):
-    tensors = {name: t.detach() for name, t in leaves(kernel_device).items()}
+    tensors = detached(kernel_device)
     expected = forward(**tensors)
     with torch.autocast(kernel_device, torch.bfloat16):
-        assert all(torch.equal(a, b) for a, b in zip(forward(**tensors), expected))
+        assert_equal(forward(**tensors), expected)
     with torch.inference_mode():
-        assert all(torch.equal(a, b) for a, b in zip(forward(**tensors), expected))
+        assert_equal(forward(**tensors), expected)
 
 
 def test_forward_mode_raises(kernel_device):
     """Tangents would be dropped in silence."""
-    tensors = {name: t.detach() for name, t in leaves(kernel_device).items()}
+    tensors = detached(kernel_device)
     message = "mhc_pre_fwd: forward-mode differentiation works with backend='reference' only"
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
         forward(**{**tensors, "x": forward_ad.make_dual(tensors["x"], torch.ones_like(tensors["x"]))})
@@ -210,15 +182,9 @@ def test_only_plain_tensors_are_eager():
     assert seen == [False]
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(("reference", "cpu"), id="reference"),
-        pytest.param(("triton", "cpu"), marks=pytest.mark.interpreted, id="interpreted"),
-        pytest.param(("triton", "cuda"), marks=pytest.mark.gpu, id="triton"),
-    ]
-)
-def energy(request):
-    return energy_of(*request.param)
+@pytest.fixture
+def energy(place):
+    return energy_of(*place)
 
 
 def energy_of(backend, device):
@@ -276,7 +242,7 @@ SECOND = {
 
 
 def penalty(call, x):
-    """Of the gradient, beside what is to be minimised: both have a gradient."""
+    """The energy and the square of its gradient: both have a gradient."""
     value = call(x)
     (gradient,) = torch.autograd.grad(value, x, create_graph=True)
     return value + gradient.square().sum()

@@ -41,13 +41,9 @@ def check_block(block, on):
 
 
 @by_device
-def test_threads(on):
+def test_streams_cover_a_row(on):
     for config in (configs.per_token, configs.per_group, configs.per_column):
         check_threads(config(on), on)
-
-
-@by_device
-def test_streams_cover_a_row(on):
     for D, dtype, other in itertools.product(CHANNELS, TYPES, TYPES):
         threads, vectors = configs.stream.__wrapped__(on, D, dtype, other)
         width = vector(threads, D, dtype, other)
@@ -68,39 +64,27 @@ def test_finish_fits_the_threads_of_a_multiprocessor(on):
         assert resident * threads.block <= 768
 
 
-@pytest.mark.parametrize("M", sorted({M for n in STREAMS for M in maps(n)}))
-def test_sides_of_products(M):
-    rows = configs.padded_maps(M)
-    assert is_power_of_2(rows)
-    assert max(16, M) <= rows <= 128
-    for parts in (1, 2, 3):
-        columns = configs.mix_columns(M, parts)
-        assert columns >= parts * rows
-        assert columns in (16, 32) or columns % 64 == 0
-
-
-def test_orders_of_parts():
-    """Each pair of parts whose order is kept stands once: part p of dh_mix beside part order[...] of phi."""
+def test_sides_of_products():
+    """phi_order: each pair of parts whose order is kept stands once, part p of dh_mix beside part order[...] of phi."""
     assert [configs.phi_order(parts) for parts in (1, 2, 3)] == [(0,), (1, 0, 0), (2, 1, 0, 1, 0, 0)]
-
-
-@pytest.mark.parametrize("n", STREAMS)
-def test_factors_of_a_token(n):
-    for head in (False, True):
+    for n, head in itertools.product(STREAMS, (False, True)):
         assert configs.factors(n, head) % 4 == 0
         assert 0 <= configs.factors(n, head) - (1 + n + (0 if head else n * n)) < 4
+    for M in {M for n in STREAMS for M in maps(n)}:
+        rows = configs.padded_maps(M)
+        assert is_power_of_2(rows)
+        assert max(16, M) <= rows <= 128
+        for parts in (1, 2, 3):
+            columns = configs.mix_columns(M, parts)
+            assert columns >= parts * rows
+            assert columns in (16, 32) or columns % 64 == 0
 
 
 @by_device
-def test_arithmetic(on):
-    for dtype in TYPES:
+def test_products(on):
+    for n, D, dtype in itertools.product(STREAMS, CHANNELS, TYPES):
         exact = configs.arithmetic(dtype, on)
         assert 1 <= exact.x_parts <= exact.parts <= 3
-
-
-@by_device
-def test_project(on):
-    for n, D, dtype in itertools.product(STREAMS, CHANNELS, TYPES):
         for M in maps(n):
             config = configs.project.__wrapped__(M, n * D, dtype, on)
             check_block(config, on)
@@ -112,22 +96,14 @@ def test_project(on):
             assert 1 <= slices <= configs.MOST_SLICES
             assert (slices - 1) * config.slice_k < n * D <= slices * config.slice_k
             assert config.loaders == 0 or n * D % 8 == 0
-            tiles = config.tiles(M, dtype, configs.arithmetic(dtype, on))
-            assert on.kind == "cpu" or config.resident * tiles < on.shared_memory
-
-
-@by_device
-def test_dx(on):
-    for n, D, dtype in itertools.product(STREAMS, CHANNELS, TYPES):
-        for M in maps(n):
+            assert on.kind == "cpu" or config.resident * config.tiles(M, dtype, exact) < on.shared_memory
             config = configs.dx.__wrapped__(n, D, M, dtype, on)
             check_block(config, on)
             assert config.block_t in (16, 32, 64)
             assert config.block_d in (16, 32)
             assert n % config.streams == 0
             assert config.loaders == 0 or D % 8 == 0
-            tiles = config.tiles(n, M, dtype, configs.arithmetic(dtype, on))
-            assert on.kind == "cpu" or config.resident * tiles < on.shared_memory
+            assert on.kind == "cpu" or config.resident * config.tiles(n, M, dtype, exact) < on.shared_memory
 
 
 @by_device

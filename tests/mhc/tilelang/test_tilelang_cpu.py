@@ -4,11 +4,12 @@ The two kernels with matrix products are not among them (no fragments on a CPU):
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from mhc_kernels import STREAMED, leave_out
-from sinkhorn_oracle import assert_right
+from mhc_kernels import STREAMED, backward_by_hand, failures, leave_out
+from sinkhorn_oracle import assert_pre_has_the_sinkhorn_of_its_logits, assert_right
 
 pytest.importorskip("tilelang")
 import mhc_ops
@@ -72,20 +73,15 @@ PARTS = [
 ]
 
 
-def assert_accurate(case):
-    rows = accuracy.measure(case, "tilelang", "cpu")
-    assert all(row.passed for row in rows), rows
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_cpu(case, seed, on_cpu, poisoned):
-    assert_accurate(replace(case, seed=case.seed + seed))
+    assert failures(replace(case, seed=case.seed + seed), "tilelang") == []
 
 
 @pytest.mark.parametrize("case", PARTS, ids=str)
 def test_any_of_the_outputs_may_be_unused(case, on_cpu, poisoned):
-    assert_accurate(case)
+    assert failures(case, "tilelang") == []
 
 
 def test_other_types_and_offsets(on_cpu):
@@ -93,16 +89,14 @@ def test_other_types_and_offsets(on_cpu):
     tensors = cases.Case(cases.MHC_FORWARD_PRE, (9,), 3, 8, torch.float32).inputs()
     x = torch.cat([tensors["x"].new_zeros(1), tensors["x"].flatten()])[1:].view_as(tensors["x"])
     assert x.data_ptr() % 16 != 0
-    *outputs, inv_rms, h_mix, h_pre = mhc_ops.mhc_forward_pre(**tensors | {"x": x}, outflag=True, backend="tilelang")
-    gamma = tensors.pop("gamma")
-    dh_in, dh_post, dh_res = (torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).half() for o in outputs)
-    maps = (inv_rms.double(), h_mix.double(), h_pre, outputs[1], dh_in.double(), dh_post, dh_res, gamma)
-    results = mhc_ops.mhc_backward(**tensors | {"x": x}, **dict(zip(NAMES, maps)), backend="tilelang")
-    exact = mhc_ops.mhc_backward(**tensors, **dict(zip(NAMES, maps)), backend="reference")
-    assert all(accuracy.close(result, e.double()) for result, e in zip(results, exact))
-
-
-NAMES = ("inv_rms", "h_mix", "h_pre", "h_post", "dh_in", "dh_post", "dh_res", "gamma")
+    given = tensors | {"x": x}
+    outputs = accuracy.run(cases.MHC_FORWARD_PRE, given, "tilelang")
+    outputs |= {name: outputs[name].double() for name in ("inv_rms", "h_mix")}
+    dh_in, dh_post, dh_res = accuracy.random_cotangents(cases.MHC_FORWARD_PRE, outputs)
+    cotangents = dh_in.half().double(), dh_post.half(), dh_res.half()
+    results = backward_by_hand(partial(mhc_ops.mhc_backward, backend="tilelang"), given, outputs, cotangents)
+    exact = backward_by_hand(partial(mhc_ops.mhc_backward, backend="reference"), tensors, outputs, cotangents)
+    assert [name for name in exact if not accuracy.close(results[name], exact[name].double())] == []
 
 
 def test_h_out_in_fp64(on_cpu):
@@ -115,22 +109,11 @@ def test_h_out_in_fp64(on_cpu):
     assert all(accuracy.close(results[name].float(), exact[name]) for name in exact)
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-6])
-def test_sinkhorn_of_steep_logits(eps, on_cpu, poisoned):
-    assert_right(4, eps, "tilelang", "cpu")
-
-
-def test_pre_of_steep_logits(on_cpu, poisoned):
-    """What the maps make in logarithms, with its gradient, against that of sinkhorn alone."""
+def test_steep_logits(on_cpu, poisoned):
+    for eps in (0.0, 1e-6):
+        assert_right(4, eps, "tilelang", "cpu")
     case = cases.Case(cases.MHC_PRE, (37,), 4, 24, torch.float32, sigma=80)
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in case.inputs().items()}
-    *_, h_res = mhc_ops.mhc_pre(**leaves, sinkhorn_eps=0.0, backend="tilelang")
-    *_, logits = mhc_ops.mhc_forward_pre(**leaves, backend="tilelang")
-    apart = mhc_ops.sinkhorn(logits, 20, 0.0, backend="tilelang")
-    assert h_res.isfinite().all() and accuracy.close(h_res, apart.double())
-    dh_res = torch.randn(h_res.shape, generator=torch.Generator().manual_seed(cases.SEED))
-    gradients = [torch.autograd.grad(out, list(leaves.values()), dh_res) for out in (h_res, apart)]
-    assert all(accuracy.close(one, other.double()) for one, other in zip(*gradients))
+    assert_pre_has_the_sinkhorn_of_its_logits(case, 20, "tilelang", "cpu")
 
 
 def test_arguments_of_a_kernel_go_by_name():

@@ -29,16 +29,19 @@ LEAVE = """
 """
 
 
+def run(program, cache):
+    """In a process of its own, for which nothing is compiled yet."""
+    env = os.environ | {"TILELANG_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("delay", [0, 0.1])
 def test_leaving_while_a_thread_compiles(delay, tmp_path):
     """Python does not wait for threads of torch's autograd, which call backward kernels first, nor for daemons: one
     that was in TVM's C++ then ended the process with "terminate called without an active exception", "Aborted"."""
-    program = textwrap.dedent(LEAVE.format(delay=delay))
-    nothing_compiled = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=nothing_compiled, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run(LEAVE.format(delay=delay), tmp_path)
 
 
 FORK = """
@@ -56,9 +59,7 @@ FORK = """
 
 def test_a_forked_child_compiles(tmp_path):
     """As workers of a DataLoader do. A fork takes no threads along: the child waited for the one that compiles."""
-    program = textwrap.dedent(FORK)
-    nothing_compiled = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", program], env=nothing_compiled, check=True)
+    run(FORK, tmp_path)
 
 
 def test_one_thread_compiles_for_all(monkeypatch):

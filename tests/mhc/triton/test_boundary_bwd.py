@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon")
 import cross_compile
 import gluon_emulator
 from config_domain import DEVICES, GPUS
-from mhc_kernels import bf16, fp16, fp32
+from mhc_kernels import bf16, failures, fp16, fp32
 
 import mhc_ops
 from mhc_ops.core import device
@@ -165,31 +165,23 @@ def emulated(monkeypatch):
     monkeypatch.setattr(boundary_bwd, "launch", emulating)
 
 
+FORMS = [{"shifted": True}, {"mixed": False}, {"mixed": False, "shifted": True}, {"transposed": True, "shifted": True}]
+by_form = pytest.mark.parametrize("form", [{}, *FORMS], ids=str)
+
+
 @by_norm
-@pytest.mark.parametrize(("T", "slices"), [(1, 1), (70, 1), (150, 2)])
-def test_emulated_against_fp64(T, slices, normed, emulated, monkeypatch):
+@pytest.mark.parametrize(("T", "slices", "form"), [(1, 1, {}), (70, 1, {}), *((150, 2, form) for form in ({}, *FORMS))])
+def test_emulated_against_fp64(T, slices, form, normed, emulated, monkeypatch):
     """5 blocks of tokens a program: every stage is filled and emptied, and the phases of its barriers come back."""
     monkeypatch.setattr(configs, "partition_rows", lambda *_: slices)
-    given = inputs(T, 128, normed)
+    given = inputs(T, 128, normed, **form)
     A, *rest = boundary_bwd.boundary_pass(**given)
-    assert A.shape == (slices, 24, 4 * 128)
+    assert A.shape == (slices, 24 if form.get("mixed", True) else 8, 4 * 128)
     assert_exact(given, A, *rest)
 
 
-FORMS = [{"shifted": True}, {"mixed": False}, {"mixed": False, "shifted": True}, {"transposed": True, "shifted": True}]
-by_form = pytest.mark.parametrize("form", FORMS, ids=str)
-
-
-@by_norm
-@by_form
-def test_other_forms_emulated_against_fp64(form, normed, emulated, monkeypatch):
-    monkeypatch.setattr(configs, "partition_rows", lambda *_: 2)
-    given = inputs(150, 128, normed, **form)
-    assert_exact(given, *boundary_bwd.boundary_pass(**given))
-
-
 @pytest.mark.interpreted
-@pytest.mark.parametrize("form", [{}, *FORMS], ids=str)
+@by_form
 def test_dots_are_added_up(form):
     """Integers, whose sums are exact in any order."""
     given = inputs(37, 64, False, **form)
@@ -206,7 +198,7 @@ def test_dots_are_added_up(form):
 @on_hopper
 @pytest.mark.gpu
 @by_norm
-@pytest.mark.parametrize("form", [{}, *FORMS], ids=str)
+@by_form
 @pytest.mark.parametrize(("T", "D"), [(1, 64), (300, 512), (1024, 4096), (2000, 2560)])
 def test_on_a_gpu_against_fp64(T, D, form, normed):
     given = on_a_gpu(inputs(T, D, normed, **form))
@@ -248,7 +240,7 @@ def in_a_stack(emulated, for_all_tokens, launched, monkeypatch):
 
 
 def drawn(subject, T, D, **options):
-    """A boundary whose x nobody else looked at."""
+    """A boundary whose x has no other reader."""
     return cases.Case(subject, (T,), 4, D, bf16, unused=("x_next",), **options)
 
 
@@ -257,9 +249,8 @@ def drawn(subject, T, D, **options):
 @pytest.mark.parametrize("options", [{}, {"gamma": False, "sigma": 8}, {"parameter_dtype": bf16}], ids=str)
 @pytest.mark.parametrize("T", [37, 80])
 def test_emulated_in_a_stack(subject, T, options, in_a_stack, poisoned):
-    rows = accuracy.measure(drawn(subject, T, 128, **options), "triton", "cpu")
+    assert failures(drawn(subject, T, 128, **options), "triton") == []
     assert in_a_stack, "the composition was taken"
-    assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
 
 
 def boundary(T, n=4, D=4096, dtype=bf16, normed=False, on="meta", mixed=True, transposed=False, shifted=False):
@@ -345,54 +336,31 @@ def test_where_it_is_taken():
     assert not any([*elsewhere, *other_shapes])
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"dx_next": (4096, 4, 4096)},
-        {"dh_in": None},
-        {"dlink_next": None},
-        {"h_post": fp16},
-        {"h_res": bf16},
-        {"h_out": fp32},
-        {"T": configs.BOUNDARY_TOKENS - 1},
-        {"D": 4096 + 16},
-        {"dtype": fp32},
-    ],
-    ids=str,
-)
-def test_otherwise_the_composition(changed, monkeypatch):
+def test_otherwise_the_composition(monkeypatch):
+    """Also of sublayers with and without a residual map (each kernel knows one kind), and of unaligned tensors."""
     monkeypatch.setattr(device, "of", lambda _: HOPPER)
-    shape = {name: value for name, value in changed.items() if name in ("T", "D", "dtype")}
-    given = boundary(**{"T": 4096} | shape)
-    for name, value in changed.items():
-        if value is None:
-            given[name] = None
-        elif isinstance(value, torch.dtype) and name in given:
-            given[name] = given[name].to(value)
-        elif isinstance(value, tuple):
-            given[name] = torch.empty(value, dtype=bf16, device="meta")
-    assert next_bwd.is_one_kernel(**boundary(4096))
-    assert not next_bwd.is_one_kernel(**given)
-
-
-def test_sublayers_with_and_without_a_map_take_the_composition(monkeypatch):
-    """Both kernels know one kind of residual."""
-    monkeypatch.setattr(device, "of", lambda _: HOPPER)
-    mixed, identity = (boundary(8192, mixed=mixed) for mixed in (True, False))
-    for given, other in ((mixed, identity), (identity, mixed)):
-        assert next_bwd.is_one_kernel(**given)
-        assert not next_bwd.is_one_kernel(**given | {"h_res": other["h_res"]})
+    taken, identity, aligned = boundary(4096), boundary(4096, mixed=False), boundary(1024, D=64, on="cpu")
+    assert all(next_bwd.is_one_kernel(**given) for given in (taken, identity, aligned))
+    others = [
+        taken | {"dx_next": taken["x"]},
+        taken | {"dh_in": None},
+        taken | {"dlink_next": None},
+        *(
+            taken | {name: taken[name].to(dtype)}
+            for name, dtype in (("h_post", fp16), ("h_res", bf16), ("h_out", fp32))
+        ),
+        boundary(configs.BOUNDARY_TOKENS - 1),
+        boundary(4096, D=4096 + 16),
+        boundary(4096, dtype=fp32),
+        taken | {"h_res": None},
+        identity | {"h_res": taken["h_res"]},
+        aligned | {"h_out": torch.zeros(1024 * 64 + 1, dtype=bf16)[1:].view(1024, 64)},
+    ]
+    assert [number for number, given in enumerate(others) if next_bwd.is_one_kernel(**given)] == []
+    for given, other in ((taken, identity), (identity, taken)):
         of_post = {name: given[name] for name in ("x", "h_out", "h_post", "h_res", "x_next", "phi")} | {"read": None}
         assert post_pre.is_fused(**of_post)
         assert not post_pre.is_fused(**of_post | {"h_res": other["h_res"]})
-
-
-def test_unaligned_tensors_take_the_composition(monkeypatch):
-    monkeypatch.setattr(device, "of", lambda _: HOPPER)
-    given = boundary(1024, D=64, on="cpu")
-    assert next_bwd.is_one_kernel(**given)
-    given["h_out"] = torch.zeros(1024 * 64 + 1, dtype=bf16)[1:].view(1024, 64)
-    assert not next_bwd.is_one_kernel(**given)
 
 
 WITHOUT_GLUON = """
@@ -422,9 +390,8 @@ LARGE = [(1024, 4096), (4096, 2560), (1500, 64), (1111, 1280), (2048, 7168)]
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 @pytest.mark.parametrize(("T", "D"), LARGE)
 def test_in_a_stack_on_a_gpu(subject, T, D, launched, poisoned):
-    rows = accuracy.measure(drawn(subject, T, D), "triton", "cuda")
+    assert failures(drawn(subject, T, D), "triton", "cuda") == []
     assert launched
-    assert all(row.passed for row in rows), [(r.output, r.relative_error) for r in rows if not r.passed]
 
 
 def differentiated(subject, T, D):
@@ -438,22 +405,9 @@ def differentiated(subject, T, D):
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
-@pytest.mark.parametrize(("T", "D"), [(2000, 4096), (4096, 2560)])
-def test_same_bits_200_times(subject, T, D, launched):
-    *_, again = differentiated(subject, T, D)
-    first = again()
-    for _ in range(200):
-        results = again()
-        assert all(torch.equal(result, results[name]) for name, result in first.items())
-    assert len(launched) <= 1, "calls are replayed: the same kernels, on their own tensors"
-
-
-@on_hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 @pytest.mark.parametrize(("T", "D"), LARGE)
 def test_composition_within_fp32_rounding(subject, T, D, monkeypatch):
-    """Of dlink few elements are so near the middle of two steps that fp32 decides. dh_out, dh_post and dh_res are made
+    """Few elements of dlink are so near the middle of two steps that fp32 decides. dh_out, dh_post and dh_res are made
     of dlink as it is stored, which the tests against fp64 know."""
     tensors, cotangents, again = differentiated(subject, T, D)
     fused = again()
@@ -506,7 +460,7 @@ def assert_same_bits_in_any_batch(alone, copies):
 
 
 @by_norm
-@pytest.mark.parametrize("form", [{}, *FORMS], ids=str)
+@by_form
 def test_emulated_in_any_batch(form, normed, emulated):
     assert_same_bits_in_any_batch(inputs(21, 64, normed, **form), 3)
 

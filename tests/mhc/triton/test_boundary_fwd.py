@@ -1,5 +1,6 @@
 """The boundary's kernel, in Gluon: its source on CPU tensors against fp64 and against the order of K of the projection,
-and on a GPU the same bits as every other way to the same values. test_compile.py compiles it."""
+and on a GPU the same bits as every other way to the same values. test_compile.py compiles it; test_kernels.py and
+test_kernel_bits.py run it on a GPU against fp64, on parts of a batch and past 2^31 elements."""
 
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 import cross_compile
 import gluon_emulator
+from sublayers import sublayers
 
 import mhc_ops
 from mhc_ops.core import device
@@ -122,11 +124,9 @@ def test_emulated(T, D, programs, monkeypatch):
     x_next, partials = emulated(monkeypatch, programs, **given)
     parts = given.pop("parts")
     assert torch.equal(x_next, mixed(**given))
-    phi = parts.double().sum(0)[:M]
-    wide = in_order_of_k(x_next.double()).flatten(1)
-    total = partials.double().sum(0)
+    phi, wide = parts.double().sum(0)[:M], in_order_of_k(x_next.double()).flatten(1)
     exact = torch.cat([wide @ phi.T, wide.square().sum(1, keepdim=True)], 1)
-    assert ((total - exact).norm(dim=0) <= 1e-6 * exact.norm(dim=0)).all()
+    assert ((partials.double().sum(0) - exact).norm(dim=0) <= 1e-6 * exact.norm(dim=0)).all()
     assert torch.equal(partials[..., M], sums_in_order(x_next, parts)[..., M]), "squares in the order of mhc_pre"
 
 
@@ -134,21 +134,18 @@ def test_emulated(T, D, programs, monkeypatch):
 @pytest.mark.parametrize("form", ["standard", "transposed", "identity"])
 def test_other_forms_emulated(form, monkeypatch):
     """Shifted, with each kind of residual."""
-    given = inputs(100, 512)
-    read = torch.rand(100, n)
-    of_form = {}
+    given, read, of_form, rows = inputs(100, 512), torch.rand(100, n), {}, slice(None)
     if form == "identity":
         of_form = {"h_res": None, "parts": torch.nn.functional.pad(given["parts"][:, : 2 * n], (0, 0, 0, 8))}
+        rows = [*range(2 * n), M]
     elif form == "transposed":
         of_form = {"h_res": given["h_res"].mT.contiguous(), "transposed": True}
     x_next, partials, h_in = emulated(monkeypatch, 3, **given | of_form, read=read)
-    parts = given.pop("parts")
+    sums = sums_in_order(x_next, given.pop("parts"))[..., rows]
     assert torch.equal(x_next, mixed(**given | ({"h_res": None} if form == "identity" else {})))
-    sums = sums_in_order(x_next, parts)[..., [*range(2 * n), M] if form == "identity" else slice(None)]
     assert ((partials - sums).norm(dim=(0, 1)) <= 1e-6 * sums.norm(dim=(0, 1))).all()
     assert torch.equal(partials[..., -1], sums[..., -1])
-    expected = torch.einsum("ti,tid->td", read.double(), x_next.double())
-    assert accuracy.close(h_in, expected)
+    assert accuracy.close(h_in, torch.einsum("ti,tid->td", read.double(), x_next.double()))
 
 
 def sensitive_to_order(T, D):
@@ -210,21 +207,8 @@ SIZES = [(2048, 4096), (4096, 2560), (1300, 7168), (4001, 1280), (16897, 256)]
 by_size = pytest.mark.parametrize(("T", "D"), SIZES)
 
 
-def sublayers(T, D, norm=True, gamma=True):
-    """x, and the parameters of two sublayers"""
-    drawn = [
-        cases.Case(cases.MHC_PRE_NORMED, (T,), n, D, bf16, gamma=gamma, seed=cases.SEED + i).inputs("cuda")
-        for i in range(2)
-    ]
-    x, _ = [tensors.pop("x") for tensors in drawn]
-    if not norm:
-        for tensors in drawn:
-            del tensors["layer_norm_weight"]
-    return x, *drawn
-
-
 def ways(x, first, second):
-    """x_next, h_in, h_post and h_res of the second sublayer behind the first, whose layer is the identity."""
+    """x_next, h_in, h_post and h_res of the second sublayer after the first, whose layer is the identity."""
     h_out, h_post, h_res = mhc_ops.mhc_pre(x, **first)
     x_next = mhc_ops.mhc_post(x, h_out, h_post, h_res)
     yield "one by one", (x_next, *mhc_ops.mhc_pre(x_next, **second))
@@ -238,19 +222,14 @@ def ways(x, first, second):
     yield "mhc_layer", (x_next, *kept)
 
 
-def per_token(tensors, rows):
-    return {name: t[rows] if name in ("x", "h_out", "h_post", "h_res") else t for name, t in tensors.items()}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("norm", "gamma"), [(False, False), (True, True)])
 @by_size
 def test_same_bits_on_every_way(T, D, norm, gamma, gradients, poisoned):
-    x, first, second = sublayers(T, D, norm, gamma)
-    x.requires_grad_(gradients)
+    x, parameters = sublayers([{}] * 2, (T,), n, D, bf16, gamma, norm, "cuda")
     with torch.set_grad_enabled(gradients):
-        (_, expected), *others = ways(x, first, second)
+        (_, expected), *others = ways(x, *parameters)
     for way, outputs in others:
         assert [torch.equal(a, b) for a, b in zip(outputs, expected)].count(False) == 0, way
 
@@ -278,18 +257,6 @@ def test_partial_sums_have_the_bits_of_the_projection(T, D):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("norm", [False, True])
-@by_size
-def test_a_token_alone(T, D, norm):
-    subject = cases.MHC_POST_PRE_NORMED if norm else cases.MHC_POST_PRE
-    tensors = cases.Case(subject, (T,), n, D, bf16).inputs("cuda")
-    whole = mhc_ops.mhc_post_pre(**tensors)
-    for rows in (slice(0, 1), slice(3, 19), slice(5, 133), slice(7, T // 2), slice(T - 7, T)):
-        some = mhc_ops.mhc_post_pre(**per_token(tensors, rows))
-        assert [torch.equal(a, b[rows]) for a, b in zip(some, whole)].count(False) == 0, rows
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(("T", "D"), [(8192, 4096), (4096, 2560), (3000, 7168), (16384, 1280)])
 def test_same_bits_200_times(T, D):
     """Each time over NaN, beside a copy that keeps the memory busy."""
@@ -310,14 +277,6 @@ def test_same_bits_200_times(T, D):
 
 
 @pytest.mark.gpu
-@by_size
-def test_against_fp64(T, D, poisoned):
-    for subject in (cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED):
-        rows = accuracy.measure(cases.Case(subject, (T,), n, D, bf16), "triton", "cuda")
-        assert [f"{r.output} {r.relative_error:.1e}" for r in rows if not r.passed] == []
-
-
-@pytest.mark.gpu
 def test_other_tensors_and_unaligned_ones():
     """Calls that are replayed, on tensors that begin elsewhere; those that do not begin in 16 bytes are not copied."""
     T, D = 2048, 4096
@@ -332,22 +291,3 @@ def test_other_tensors_and_unaligned_ones():
         shifted["h_out"] = room[1:].view(T, D).copy_(tensors["h_out"])
         again = mhc_ops.mhc_post_pre(**shifted)
         assert [torch.equal(a, b) for a, b in zip(again, outputs)].count(False) == 0
-
-
-@pytest.mark.gpu
-def test_more_than_2_to_the_31_elements():
-    T, D = 140_000, 4096
-    needed = 3 * T * n * D * 2
-    if torch.cuda.mem_get_info()[0] < needed:
-        pytest.skip(f"needs {needed / 1e9:.0f} GB of free GPU memory")
-    tensors = cases.Case(cases.MHC_POST_PRE, (1,), n, D, bf16).inputs("cuda")
-    tensors |= {
-        "x": torch.randn(T, n, D, device="cuda", dtype=bf16),
-        "h_out": torch.randn(T, D, device="cuda", dtype=bf16),
-    }
-    tensors |= {"h_post": torch.rand(T, n, device="cuda"), "h_res": torch.rand(T, n, n, device="cuda")}
-    assert tensors["x"].numel() > 2**31
-    whole = mhc_ops.mhc_post_pre(**tensors)
-    rows = slice(T - 3000, T)
-    tail = mhc_ops.mhc_post_pre(**per_token(tensors, rows))
-    assert [torch.equal(a, b[rows]) for a, b in zip(tail, whole)].count(False) == 0

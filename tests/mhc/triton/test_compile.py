@@ -7,12 +7,11 @@ import torch
 
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.check import name_of
-from mhc_ops.mhc import contracts
-from mhc_ops.mhc.options import PreOptions, Residual
 
 pytest.importorskip("triton")
 import cross_compile
 from config_domain import GPUS, STREAMS
+from mhc_launches import launch_all
 
 from mhc_ops.mhc.triton import configs
 
@@ -54,7 +53,6 @@ CROWDED = {"mhc_post_bwd_kernel", "mhc_pre_normed_dh_pre_kernel"}
 # For the others: ops that launch every kernel in each of its tiles. The rest launch them in the same tiles on other
 # tensors, which EVERYTHING has, and the table for all.
 WITH_TILES = {"mhc_pre_fwd", "mhc_pre_bwd", "mhc_post_bwd"}
-SOME, FEW = 100, 16  # tokens, where the projection cuts phi into parts itself, and where one launch does everything
 KERNELS = {
     "phi_parts_kernel",
     "mhc_pre_project_kernel",
@@ -75,67 +73,6 @@ OF_THE_NORM = {"mhc_pre_normed_read_kernel", "mhc_pre_normed_dh_pre_kernel"}
 BOUNDARY = {"mhc_boundary_fwd_kernel", "mhc_boundary_bwd_kernel"}  # on Hopper
 ONE_LAUNCH = "mhc_few_fwd_kernel"  # on NVIDIA GPUs
 WITHOUT_TICKETS = {"mhc_pre_dalpha_kernel"}  # on AMD GPUs
-
-
-def launch_all(
-    T, n, D, dtype, gamma=True, normed=False, mixed=True, transposed=False, shifted=False, ops=None, eps=1e-6
-):
-    """Every op, or those of these names, forward and backward, on meta tensors: shapes and types, no storage. normed:
-    with the layer's norm; mixed: with a map as residual, which may be transposed; shifted: h_in is read with given
-    weights; eps: of Sinkhorn"""
-
-    def launch(name, **inputs):
-        if ops is None or name in ops:
-            getattr(contracts, name).launch(backend="triton", **inputs)
-
-    sections = [n, n, n * n] if mixed else [n, n]
-    M = sum(sections)
-
-    def tensor(*shape, dtype=fp32):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    x, h_out = tensor(T, n, D, dtype=dtype), tensor(T, D, dtype=dtype)
-    h_post, h_res, inv_rms, h_mix = tensor(T, n), tensor(T, n, n) if mixed else None, tensor(T), tensor(T, M)
-    weight, read = tensor(n, D) if gamma else None, tensor(T, n) if shifted else None
-    residual = (Residual.SINKHORN if mixed else Residual.IDENTITY).value
-    options = PreOptions(residual=residual, transposed=transposed, sinkhorn_eps=eps)
-    maps = {"phi": tensor(M, n * D), "alpha": tensor(len(sections)), "bias": tensor(M), "gamma": weight}
-    maps["options"] = options
-    pre = {**maps, "layer_norm_weight": tensor(D) if normed else None}
-    head = {"phi": tensor(n, n * D), "alpha": tensor(1), "bias": tensor(n), "gamma": weight, "hc_eps": 1e-6}
-    boundary = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
-    post = {**boundary, "transposed": transposed}
-    kept = {"inv_rms": inv_rms, "h_mix": h_mix}
-    for dx_next in (None, x):
-        cotangents = {"dh_in": h_out, "dh_post": h_post, "dh_res": h_res, "dh_pre": read, "dx_next": dx_next}
-        launch("mhc_pre_bwd", x=x, read=read, **pre, **kept, **cotangents)
-    for streams in (x, tensor(SOME, n, D, dtype=dtype), tensor(FEW, n, D, dtype=dtype)):
-        launch("mhc_maps_fwd", x=streams, **maps)
-        launch("mhc_pre_fwd", x=streams, **pre)
-        launch("mhc_head_fwd", x=streams, **head, norm_eps=1e-6)
-    launch("mhc_layer_pre", x=x, read=read, **pre)
-    if shifted:
-        few = {name: None if t is None else t[:FEW] for name, t in {**boundary, "read": read}.items()}
-        launch("mhc_next_fwd", **few, **pre, link=None, linked=False)
-    launch("mhc_post_fwd", **post)
-    for residual in (False, True):
-        launch("mhc_post_bwd", **post, dx_next=x, residual=residual)
-    launch("mhc_post_pre_fwd", **boundary, **pre)
-    launch("mhc_next_fwd", **boundary, read=read, **pre, link=None, linked=False)
-    cotangents = {"dx_next": x, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res}
-    launch("mhc_post_pre_bwd", **boundary, **pre, x_next=x, **kept, **cotangents)
-    of_next = {"dx_next": None, "dh_in": h_out, "dh_post_next": h_post, "dh_res_next": h_res, "dlink_next": x}
-    of_next |= {"read": read, "dh_pre_next": read}
-    launch("mhc_next_bwd", **boundary, **pre, x_next=x, **kept, **of_next)
-    launch("mhc_maps_bwd", x=x, **maps, **kept, dh_pre=h_post, dh_post=h_post, dh_res=h_res)
-    launch("mhc_read_fwd", x=x, h_pre=h_post)
-    launch("mhc_read_bwd", x=x, h_pre=h_post, dh_in=h_out)
-    launch("mhc_mean_fwd", x=x, n=n)
-    launch("mhc_mean_bwd", n=n, dout=h_out)
-    launch("mhc_head_bwd", x=x, **head, inv_rms=inv_rms, h_mix=tensor(T, n), dout=h_out)
-    logits = tensor(T, n, n)
-    launch("sinkhorn_fwd", logits=logits, iters=20, eps=eps)
-    launch("sinkhorn_bwd", logits=logits, iters=20, eps=eps, dh_res=logits)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +179,7 @@ def test_streams_are_read_16_bytes_at_a_time(monkeypatch):
 
 
 def test_the_last_program_sees_what_all_stored(monkeypatch):
-    """Of the sums: stores come before the ticket, with a barrier for all threads between them, and loads behind one."""
+    """In the sums, stores come before the ticket, with a barrier for all threads between them, and loads after one."""
     with cross_compile.compiling_for("sm_90", monkeypatch, {"mhc_pre_sums_kernel"}) as kernels:
         launch_all(8192, 4, 4096, bf16)
     for kernel in kernels:

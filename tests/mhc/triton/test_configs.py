@@ -40,36 +40,30 @@ def test_cut(n):
             assert len(shapes) == 1, "slices, bundles and groups depend on n and D alone"
 
 
-def test_few_tokens_fill_the_device():
+def test_how_k_is_split():
+    """Few tokens fill the device, some store bundles, many store groups; one launch takes few where it is faster."""
     assert configs.split_k(4, 4096, 128, 1, 132).pieces == 32
     assert configs.split_k(4, 7168, 128, 2, 132).pieces == 56
+    assert configs.split_k(4, 4096, 128, 16, 132) == configs.split_k_in_bundles(4, 4096)
+    assert [configs.split_k(4, 4096, 128, blocks, 132).pieces for blocks in (64, 128, 1000)] == [4] * 3
+    assert configs.few(4, 7168, 16, HOPPER).together
+    assert configs.few(4, 7168, 64, HOPPER) is None
 
 
-def test_few_tokens_are_taken_by_programs_that_run_at_once():
+@by_device
+def test_few_tokens_are_taken_by_programs_that_run_at_once(on):
     """Those that wait for one another do run at once, and there are enough of them to finish all tokens."""
     taken = 0
-    for on, n, D in itertools.product(DEVICES.values(), STREAMS, CHANNELS):
-        for T in (1, 2, 5, 16, 17, 33, 64):
-            tile = configs.few(n, D, T, on)
-            assert tile is None or on.kind == "cpu" or tile.tokens <= tile.block_t, "one product has all tokens"
-            if tile is None or not tile.together:
-                continue
-            taken += 1
-            pieces = configs.split_k_few(n, D, on).pieces
-            assert cdiv(T, tile.tokens) * pieces <= on.processors
-            assert tile.tokens % tile.finished == 0 and 2 * tile.tokens // tile.finished <= pieces
-    assert taken > 1000
-    assert configs.few(4, 7168, 16, HOPPER).together
-    assert configs.few(4, 7168, 64, HOPPER) is None, "several launches are faster"
-
-
-def test_some_tokens_store_bundles():
-    assert configs.split_k(4, 4096, 128, 16, 132) == configs.split_k_in_bundles(4, 4096)
-
-
-def test_many_tokens_store_groups():
-    for token_blocks in (64, 128, 1000):
-        assert configs.split_k(4, 4096, 128, token_blocks, 132).pieces == 4
+    for n, D, T in itertools.product(STREAMS, CHANNELS, (1, 2, 5, 16, 17, 33, 64)):
+        tile = configs.few(n, D, T, on)
+        assert tile is None or on.kind == "cpu" or tile.tokens <= tile.block_t, "one product has all tokens"
+        if tile is None or not tile.together:
+            continue
+        taken += 1
+        pieces = configs.split_k_few(n, D, on).pieces
+        assert cdiv(T, tile.tokens) * pieces <= on.processors
+        assert tile.tokens % tile.finished == 0 and 2 * tile.tokens // tile.finished <= pieces
+    assert on is not HOPPER or taken > 1000
 
 
 def test_boundary_fwd():
@@ -107,7 +101,12 @@ def test_partition_rows(T):
 
 
 @by_device
-def test_project(on):
+def test_products(on):
+    """The kernels with a matrix product."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        exact = configs.arithmetic(dtype, on)
+        assert exact.parts in (1, 2)
+        assert exact.precision in ("ieee", "tf32x3")
     for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
         for M in (n, configs.maps(n)):  # of the head, of pre
             tile = configs.project(M, D, wide, on)
@@ -115,11 +114,6 @@ def test_project(on):
             assert min(tile.block_t, tile.block_d) >= SMALLEST_PRODUCT
             assert configs.PADDED_K % tile.block_d == 0, "the last block of K reads past a row of phi in parts"
             assert tile.stages >= 1
-
-
-@by_device
-def test_dx(on):
-    for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
         plain = [configs.dx(n, D, wide, residual, on) for residual in (False, True)]
         for tile in (*plain, configs.normed_dx(n, D, wide, on)):
             assert is_power_of_2(tile.block_t, tile.block_d, tile.warps, tile.streams)
@@ -169,11 +163,3 @@ def test_plans(on):
             assert configs.partition_rows(T, M, blocks, tile, on.processors) >= 1
             channel_blocks = cdiv(D, configs.finish(D, on).block_d)
             assert 1 <= configs.channel_blocks_each(channel_blocks, cdiv(T, 2), on.processors) <= channel_blocks
-
-
-@by_device
-def test_arithmetic(on):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        exact = configs.arithmetic(dtype, on)
-        assert exact.parts in (1, 2)
-        assert exact.precision in ("ieee", "tf32x3")

@@ -1,4 +1,4 @@
-"""Few tokens in one launch: the bits of many tokens, and the tickets by which programs know who has arrived."""
+"""Few tokens in one launch: the bits of many tokens, and the tickets that tell programs which others have arrived."""
 
 import re
 import subprocess
@@ -11,16 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 import cross_compile
-from mhc_kernels import bf16, fp16, fp32
+from mhc_kernels import bf16, failures, fp16, fp32
+from mhc_launches import launch_all
 
 import mhc_ops
 from mhc_ops.core import call
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.launch import launch
 from mhc_ops.core.replay import Replay
-from mhc_ops.measure import accuracy, cases
-from mhc_ops.mhc import contracts
-from mhc_ops.mhc.options import PreOptions
+from mhc_ops.measure import cases
 from mhc_ops.mhc.triton import configs, few, tickets
 
 BOUNDARY, BOUNDARY_NORMED = cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED
@@ -81,30 +80,42 @@ def is_taken(x):
     return few.chosen(x, x.numel() // x.shape[-1] // x.shape[-2], configs.maps(x.shape[-2])) is not None
 
 
-@pytest.mark.parametrize(("subject", "T", "n", "D", "gamma"), SMALL, ids=name_of)
-def test_bits_of_several_launches(subject, T, n, D, gamma, kernel_device, several, poisoned):
-    tensors = cases.Case(subject, (T,), n, D, bf16, gamma=gamma).inputs(kernel_device)
+def assert_bits_of_several_launches(subject, T, n, D, gamma, device, several):
+    tensors = cases.Case(subject, (T,), n, D, bf16, gamma=gamma).inputs(device)
     assert is_taken(tensors["x"])
     expected = several(outputs, subject, tensors)
-    for _ in range(2):  # the second call with tickets that the first has set back, and replayed
+    for _ in range(3 if device == "cuda" else 2):  # the second call finds tickets set back, and is replayed
         assert_same(outputs(subject, tensors), expected)
+
+
+@pytest.mark.parametrize(("subject", "T", "n", "D", "gamma"), SMALL, ids=name_of)
+def test_bits_of_several_launches(subject, T, n, D, gamma, kernel_device, several, poisoned):
+    assert_bits_of_several_launches(subject, T, n, D, gamma, kernel_device, several)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("subject", "T", "n", "D"), LARGE, ids=name_of)
+def test_bits_on_a_gpu(subject, T, n, D, several, poisoned):
+    if not is_taken(torch.empty(T, n, D, dtype=bf16, device="cuda")):
+        pytest.skip("this GPU takes several launches")
+    assert_bits_of_several_launches(subject, T, n, D, True, "cuda", several)
 
 
 def test_against_fp64(kernel_device, poisoned):
     for subject in (BOUNDARY, BOUNDARY_NORMED):
-        rows = accuracy.measure(cases.Case(subject, (6,), 4, 257, bf16), "triton", kernel_device)
-        assert [f"{r.output} {r.relative_error:.1e}" for r in rows if not r.passed] == []
+        assert failures(cases.Case(subject, (6,), 4, 257, bf16), "triton", kernel_device) == []
 
 
-@pytest.mark.interpreted
-def test_tickets_are_set_back():
-    outputs(BOUNDARY, cases.Case(BOUNDARY, (37,), 4, 257, bf16).inputs("cpu"))
-    assert not tickets.tickets(-1, None).any()
+def test_tickets_are_set_back(kernel_device):
+    outputs(BOUNDARY, cases.Case(BOUNDARY, (37,), 4, 257, bf16).inputs(kernel_device))
+    if kernel_device == "cuda":
+        torch.cuda.synchronize()
+    assert tickets._of_streams and not any(counts.any() for counts in tickets._of_streams.values())
 
 
 @pytest.mark.interpreted
 def test_without_tickets_nothing_is_finished(monkeypatch, poisoned):
-    """A count that is not zero: nobody is last, so it is the tickets by which a program knows."""
+    """With a count that is not zero no program is last: it is the tickets that tell it."""
     tensors = cases.Case(PRE, (1,), 4, 640, bf16).inputs("cpu")
     monkeypatch.setitem(tickets._of_streams, (-1, None), torch.full((tickets.SET,), 1000, dtype=torch.int32))
     assert outputs(PRE, tensors)[0].isnan().all()
@@ -155,7 +166,7 @@ def test_what_stays_is_allocated_by_a_thread_of_its_own(monkeypatch):
 
 
 def test_every_captured_launch_has_its_tickets(gpu):
-    """Of two graphs captured on one stream that run at once; and of a stream that goes on while one runs."""
+    """Two graphs captured on one stream may run at once, and while a stream goes on."""
     capturing, made = gpu
     of_stream = tickets.tickets(0, 7).data_ptr()
     capturing[0] = True
@@ -217,38 +228,26 @@ COMPILED = {
 compiled_only = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
 
 
-def compiled_for(target, monkeypatch, T, n, D, normed, boundary=True):
-    """What a boundary, or a pre, launches."""
-
-    def tensor(*shape, dtype=fp32):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    M = configs.maps(n)
-    inputs = {"x": tensor(T, n, D, dtype=bf16), "phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M)}
-    inputs |= {"gamma": tensor(n, D), "layer_norm_weight": tensor(D) if normed else None, "options": PreOptions()}
-    if boundary:
-        inputs |= {"h_out": tensor(T, D, dtype=bf16), "h_post": tensor(T, n), "h_res": tensor(T, n, n)}
+def compiled_for(target, monkeypatch, T, n, D, normed):
+    """What a boundary launches."""
     with cross_compile.compiling_for(target, monkeypatch) as kernels:
-        (contracts.mhc_post_pre_fwd if boundary else contracts.mhc_pre_fwd).launch(backend="triton", **inputs)
+        launch_all(T, n, D, bf16, normed=normed, ops={"mhc_post_pre_fwd"})
     return kernels
 
 
 @compiled_only
 @pytest.mark.parametrize(
-    ("target", "T", "n", "D", "normed"), [(target, *case) for target, found in COMPILED.items() for case in found]
+    ("target", "case"),
+    [
+        pytest.param(name, case, id="-".join(map(str, (name, *case))))
+        for name, found in COMPILED.items()
+        for case in found
+    ],
 )
-def test_no_spills(target, T, n, D, normed, monkeypatch):
-    kernels = compiled_for(target, monkeypatch, T, n, D, normed)
+def test_no_spills(target, case, monkeypatch):
+    kernels = compiled_for(target, monkeypatch, *case)
     assert [kernel.name for kernel in kernels] == ["mhc_few_fwd_kernel"], "one launch"
     cross_compile.check(target, kernels)
-
-
-@compiled_only
-def test_pre_is_compiled_too(monkeypatch):
-    for normed in (False, True):
-        kernels = compiled_for("sm_90", monkeypatch, 16, 4, 4096, normed, boundary=False)
-        assert [kernel.name for kernel in kernels] == ["mhc_few_fwd_kernel"]
-        cross_compile.check("sm_90", kernels)
 
 
 @compiled_only
@@ -274,7 +273,7 @@ def test_machine_code(monkeypatch):
         "ld.global.gpu.acquire.b32",
         "atom.global.gpu.relaxed.add.u32",
     )
-    assert atomics == [ticket, waiting, second], "drawn by who has stored, looked at, drawn by who waits no longer"
+    assert atomics == [ticket, waiting, second], "drawn after the stores, looked at, drawn after the wait"
     before, after = ptx.split(ticket)
     assert "st.global" not in before[before.rindex("bar.sync") :]
     _, after = after.split(waiting)
@@ -282,28 +281,6 @@ def test_machine_code(monkeypatch):
 
 
 # On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("subject", "T", "n", "D"), LARGE, ids=name_of)
-def test_bits_on_a_gpu(subject, T, n, D, several, poisoned):
-    tensors = cases.Case(subject, (T,), n, D, bf16).inputs("cuda")
-    if not is_taken(tensors["x"]):
-        pytest.skip("this GPU takes several launches")
-    expected = several(outputs, subject, tensors)
-    for _ in range(3):
-        assert_same(outputs(subject, tensors), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("D", [4096, 7168])
-def test_bits_among_many(D):
-    tensors = cases.Case(BOUNDARY_NORMED, (4096,), 4, D, bf16).inputs("cuda")
-    whole = outputs(BOUNDARY_NORMED, tensors)
-    for rows in (slice(0, 1), slice(3, 19), slice(100, 164), slice(4095, 4096)):
-        per_token = ("x", "h_out", "h_post", "h_res")
-        some = {name: t[rows].clone() if name in per_token else t for name, t in tensors.items()}
-        assert_same(outputs(BOUNDARY_NORMED, some), [output[rows] for output in whole])
 
 
 @pytest.mark.gpu
@@ -389,13 +366,6 @@ with torch.no_grad():
 def test_the_first_tickets_in_graphs_of_torch_compile():
     """In a process that has none yet."""
     subprocess.run([sys.executable, "-c", FIRST_IN_A_GRAPH], check=True, cwd=Path(mhc_ops.__file__).parents[1])
-
-
-@pytest.mark.gpu
-def test_tickets_are_set_back_on_a_gpu():
-    outputs(BOUNDARY, cases.Case(BOUNDARY, (61,), 4, 4096, bf16).inputs("cuda"))
-    torch.cuda.synchronize()
-    assert not any(counts.any() for counts in tickets._of_streams.values())
 
 
 @pytest.mark.gpu

@@ -1,10 +1,11 @@
-"""mHC pre without Sinkhorn in Triton, in the interpreter and on a GPU; test_ops.py has what holds for every op."""
+"""mHC pre without Sinkhorn in Triton, in the interpreter and on a GPU; test_kernels.py has what holds for every op."""
 
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from mhc_kernels import backward_by_hand, bf16, fp16, fp32
 
 pytest.importorskip("triton")
 import mhc_ops
@@ -15,41 +16,8 @@ from mhc_ops.mhc.contracts import mhc_pre_bwd
 from mhc_ops.mhc.options import PreOptions
 from mhc_ops.mhc.triton import configs
 
-bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 SUBJECT = cases.MHC_FORWARD_PRE
 Case = partial(cases.Case, SUBJECT)
-
-ACCURACY = [
-    *(Case((37,), n, 96, dtype) for n in range(1, 9) for dtype in (bf16, fp16, fp32)),
-    *(Case((5, 3), 4, D, bf16) for D in (1, 7, 64, 160, 257)),
-    *(Case((19,), 4, 160, dtype, scale=scale) for dtype in (bf16, fp16, fp32) for scale in (1e-3, 1e3)),
-    *(Case((130,), n, 257, bf16, gamma=False) for n in (1, 3, 4)),
-    Case((), 4, 33, bf16),
-    Case((1,), 2, 700, fp32),
-    Case((70,), 4, 32, bf16, parameter_dtype=bf16),
-    Case((70,), 3, 32, fp32, parameter_dtype=fp16),
-    Case((70,), 3, 32, bf16, parameter_dtype=torch.float64),
-    Case((3,), 4, 2100, bf16),
-]
-
-
-def assert_accurate(case, on):
-    rows = accuracy.measure(case, "triton", on)
-    assert all(row.passed for row in rows), "\n".join(
-        f"{r.output} {r.relative_error:.1e}" for r in rows if not r.passed
-    )
-
-
-@pytest.mark.parametrize("case", ACCURACY, ids=str)
-def test_exact_to_one_rounding(case, kernel_device, poisoned):
-    assert_accurate(case, kernel_device)
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("case", ACCURACY, ids=str)
-def test_exact_at_any_seed(case, seed):
-    assert_accurate(replace(case, seed=case.seed + seed), "cpu")
 
 
 def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypatch):
@@ -73,13 +41,10 @@ def test_backward_function_equals_autograd(kernel_device):
     outputs = accuracy.run(SUBJECT, tensors, "triton")
     cotangents = accuracy.random_cotangents(SUBJECT, outputs)
     expected = accuracy.run(SUBJECT, tensors, "triton", cotangents)
-    x, phi, alpha, bias, gamma = tensors.values()
-    intermediates = [outputs[name] for name in ("inv_rms", "h_mix", "h_pre", "h_post")]
-    gradients = mhc_ops.mhc_backward_triton(x, phi, alpha, bias, *intermediates, *cotangents, gamma)
-    for name, gradient in zip(("dx", "dphi", "dalpha", "dbias", "dgamma"), gradients):
+    for name, gradient in backward_by_hand(mhc_ops.mhc_backward_triton, tensors, outputs, cotangents).items():
         assert torch.equal(gradient, expected[name])
-    without = mhc_ops.mhc_backward_triton(x, phi, alpha, bias, *intermediates, *cotangents)
-    assert without[4] is None
+    del tensors["gamma"]
+    assert backward_by_hand(mhc_ops.mhc_backward_triton, tensors, outputs, cotangents)["dgamma"] is None
 
 
 @pytest.mark.parametrize("seed", range(cases.SEED, cases.SEED + 8))
@@ -100,14 +65,13 @@ def test_dalpha_includes_what_the_parts_of_phi_leave_out(zero, seed, kernel_devi
 def test_backward_function_takes_16_bit_maps(dtype, kernel_device):
     """They are widened, not multiplied in 16 bits."""
     tensors = Case((9,), 3, 24, fp32).inputs(kernel_device)
-    outputs = accuracy.run(SUBJECT, tensors, "triton")
-    cotangents = [c.to(dtype) for c in accuracy.random_cotangents(SUBJECT, outputs)]
-    x, phi, alpha, bias, gamma = tensors.values()
-    intermediates = [outputs[name].to(dtype) for name in ("inv_rms", "h_mix", "h_pre", "h_post")]
-    arguments = [x, phi, alpha, bias, *intermediates, *cotangents, gamma]
-    exact = mhc_ops.mhc_backward(*[a.double() for a in arguments], backend="reference")
-    for result, expected in zip(mhc_ops.mhc_backward(*arguments, backend="triton"), exact):
-        assert accuracy.close(result, expected)
+    outputs = {name: output.to(dtype) for name, output in accuracy.run(SUBJECT, tensors, "triton").items()}
+    cotangents = accuracy.random_cotangents(SUBJECT, outputs)
+    backward = partial(mhc_ops.mhc_backward, backend="reference")
+    wide = [{name: t.double() for name, t in given.items()} for given in (tensors, outputs)]
+    exact = backward_by_hand(backward, *wide, [c.double() for c in cotangents])
+    found = backward_by_hand(partial(mhc_ops.mhc_backward, backend="triton"), tensors, outputs, cotangents)
+    assert [name for name in exact if not accuracy.close(found[name], exact[name])] == []
 
 
 @pytest.mark.gpu

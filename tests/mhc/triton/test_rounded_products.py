@@ -12,16 +12,14 @@ import cross_compile
 import triton
 import triton.language as tl
 from config_domain import GPUS
+from mhc_launches import launch_all
 
-from mhc_ops.mhc import contracts
-from mhc_ops.mhc.options import PreOptions
 from mhc_ops.mhc.triton import parts
 
 pytestmark = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
 
 READERS = {"phi_parts_kernel", "mhc_pre_project_kernel", "mhc_few_fwd_kernel", "mhc_pre_sums_kernel"}  # of gamma
 FORWARD = READERS - {"mhc_pre_sums_kernel"}  # which also adds up products with gamma, for dgamma
-MANY, SOME, FEW = 8192, 100, 16  # tokens: phi is cut in a kernel of its own, in the projection, in the one launch
 QUICK, THOROUGH = ("sm_90", "gfx942"), ("sm_80", "sm_100", "sm_120", "gfx950")
 by_target = pytest.mark.parametrize(
     "target", [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
@@ -57,20 +55,8 @@ def plain_products(ttir, pointer):
 def compiled(target, dtype, gamma, monkeypatch, kernels=READERS):
     """Every kernel of pre, forward and backward, that reads gamma where it is given."""
     cross_compile.skip_if_too_old(target)
-
-    def tensor(*shape, dtype=torch.float32):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    n, D, M = 4, 4096, 24
-    parameters = {"phi": tensor(M, n * D), "alpha": tensor(3), "bias": tensor(M)}
-    parameters |= {"gamma": tensor(n, D) if gamma else None, "layer_norm_weight": None, "options": PreOptions()}
     with cross_compile.compiling_for(target, monkeypatch, kernels) as found:
-        for T in (MANY, SOME, FEW):
-            contracts.mhc_pre_fwd.launch(backend="triton", x=tensor(T, n, D, dtype=dtype), **parameters)
-        x, dh_in = tensor(MANY, n, D, dtype=dtype), tensor(MANY, D, dtype=dtype)
-        kept = {"inv_rms": tensor(MANY), "h_mix": tensor(MANY, M)}
-        cotangents = {"dh_in": dh_in, "dh_post": None, "dh_res": None, "dx_next": None, "dh_pre": None}
-        contracts.mhc_pre_bwd.launch(backend="triton", x=x, read=None, **parameters, **kept, **cotangents)
+        launch_all(8192, 4, 4096, dtype, gamma=gamma, ops={"mhc_pre_fwd", "mhc_pre_bwd"})
     return list({kernel.key: kernel for kernel in found}.values())
 
 
@@ -84,7 +70,7 @@ def test_products_of_gamma_are_rounded(target, dtype, monkeypatch):
     cross_compile.check(target, kernels)
     for kernel in reading:
         assert plain_products(kernel.ttir, "%gamma_ptr") == [], kernel.name
-        if kernel.name in FORWARD or dtype == torch.bfloat16:  # in one part nothing is cut behind the forward
+        if kernel.name in FORWARD or dtype == torch.bfloat16:  # in one part nothing is cut after the forward
             assert re.search(ROUNDED[kind], kernel.assembly), f"{kernel.name} has no rounded product"
 
 

@@ -1,5 +1,8 @@
 """Kernels compiled ahead are those that a step launches."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -28,18 +31,27 @@ def launched(monkeypatch):
     return found
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """What warmup would compile; nothing is."""
+    found = []
+    pool = SimpleNamespace(map=lambda function, compilations: found.extend(compilations) or [])
+    monkeypatch.setattr(mhc_ops.mhc.warmup, "ThreadPoolExecutor", lambda count: nullcontext(pool))
+    return found
+
+
 @pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize("gamma", [False, True])
 @pytest.mark.parametrize("tokens", [5, 300])
-def test_what_is_compiled_is_what_a_step_launches(tokens, gamma, layer_norm, launched, kernel_device, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(mhc_ops.mhc.warmup, "ThreadPoolExecutor", lambda count: Ahead(compiled))
+def test_what_is_compiled_is_what_a_step_launches(
+    tokens, gamma, layer_norm, launched, compiled, kernel_device, monkeypatch
+):
     sizes = {"tokens": tokens, "gamma": gamma, "layer_norm": layer_norm, "device": kernel_device}
     assert mhc_ops.warmup(4, 24, **sizes, backend="triton") == len(compiled) > 5
     ahead = set(launched)
     assert len(compiled) == len(ahead)  # each once, whichever ops it is of
     launched.clear()
-    monkeypatch.setattr(launching, "launch", lambda *_, **arguments: None)  # nobody reads what the step computes
+    monkeypatch.setattr(launching, "launch", lambda *_, **arguments: None)  # what the step computes is not read
     stack = stack_of(4, 24, gamma=gamma, layer_norm=layer_norm, backend="triton", device=kernel_device)
     x = torch.randn(tokens, 4, 24, dtype=torch.bfloat16, device=kernel_device, requires_grad=True)
     stack(x).sum().backward()
@@ -53,7 +65,7 @@ def stack_of(n, D, **options):
     return mhc_ops.HyperStack(*(mhc_ops.HyperConnection(nn.Identity(), n, D, **options) for _ in range(3)))
 
 
-def test_the_boundary_of_a_stack_is_compiled(kernel_device, monkeypatch):
+def test_the_boundary_of_a_stack_is_compiled(compiled, kernel_device, monkeypatch):
     """Its own launchers run, whatever they are made of on this device: with gradients, backward, and without."""
     asked, load = [], backends.load
 
@@ -62,7 +74,6 @@ def test_the_boundary_of_a_stack_is_compiled(kernel_device, monkeypatch):
         return lambda **tensors: asked.append((name, tensors.get("linked"))) or launcher(**tensors)
 
     monkeypatch.setattr(backends, "load", seen)
-    monkeypatch.setattr(mhc_ops.mhc.warmup, "ThreadPoolExecutor", lambda count: Ahead([]))
     mhc_ops.warmup(2, 40, tokens=3, device=kernel_device, backend="triton")
     boundary = {("mhc_next_fwd", True), ("mhc_next_fwd", False), ("mhc_next_bwd", None)}
     assert boundary <= set(asked)
@@ -73,63 +84,6 @@ def test_the_boundary_of_a_stack_is_compiled(kernel_device, monkeypatch):
     with torch.no_grad():
         stack(x)
     assert {(name, linked) for name, linked in asked if "next" in name} == boundary
-
-
-class Ahead:
-    """In place of threads: nothing is compiled."""
-
-    def __init__(self, compiled):
-        self.compiled = compiled
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def map(self, function, compilations):
-        self.compiled += compilations
-        return []
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.parametrize("where", [{}, {"device": "cpu"}, {"device": "cuda", "backend": "reference"}], ids=str)
-def test_without_kernels_there_is_nothing_to_compile(where, no_gpu):
-    """The same line of a program does for a laptop and for a GPU."""
-    assert mhc_ops.warmup(4, 64, torch.bfloat16, **where) == 0
-
-
-@pytest.mark.parametrize("backend", [None, "triton"])
-def test_a_gpu_that_is_not_there_is_said(backend, no_gpu):
-    with pytest.raises(ValueError, match=r"^warmup: device must be there, got cuda:0 and torch sees no GPU; without "):
-        mhc_ops.warmup(4, 64, device="cuda:0", backend=backend)
-
-
-def test_triton_without_a_gpu_is_said(no_gpu, monkeypatch):
-    monkeypatch.setattr(backends, "_INTERPRETED", False)
-    with pytest.raises(RuntimeError, match=r"^warmup: backend 'triton' cannot run here: "):
-        mhc_ops.warmup(4, 64, backend="triton")
-
-
-@pytest.mark.parametrize("name", ["dtype", "parameter_dtype"])
-def test_a_type_that_is_none_is_named(name):
-    with pytest.raises(TypeError, match=rf"^warmup: {name} must be a torch.dtype, got str$"):
-        mhc_ops.warmup(4, 64, **{name: "bfloat16"})
-
-
-def test_what_tilelang_lacks_is_said(monkeypatch):
-    monkeypatch.setattr(mhc_ops.mhc.warmup, "choose", lambda *_: "tilelang")
-    with pytest.raises(NotImplementedError, match=r"^warmup with layer_norm: backend 'tilelang' does not have it"):
-        mhc_ops.warmup(4, 24, layer_norm=True, device="cpu")
-
-
-def test_a_typo_is_named():
-    with pytest.raises(TypeError, match=r"warmup\(\) got an unexpected keyword argument 'sinkhorn_iter'"):
-        mhc_ops.warmup(4, 24, device="cpu", backend="reference", sinkhorn_iter=3)
 
 
 @pytest.mark.gpu

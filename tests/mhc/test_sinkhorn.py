@@ -1,0 +1,81 @@
+"""Sinkhorn: its sums and options, and numbers at the end of fp32's range: logits whose exp underflows, x whose inverse
+norm is 1e18."""
+
+import pytest
+import torch
+from mhc_kernels import failures
+from sinkhorn_oracle import ITERS, assert_pre_has_the_sinkhorn_of_its_logits, assert_right, drawn
+from stack_oracle import doubly_stochastic
+
+import mhc_ops
+from mhc_ops.measure import accuracy, cases
+
+
+@pytest.mark.parametrize("sigma", [0.1, 1])
+def test_sums(sigma, anywhere):
+    """20 iterations: columns sum to 1 within 2e-6 (they come last, eps is 1e-6), rows as in fp64."""
+    backend, device = anywhere
+    logits = cases.Case(cases.SINKHORN, (500,), 4, 0, torch.float32, sigma=sigma).inputs(device)["logits"]
+    h_res = mhc_ops.sinkhorn(logits, backend=backend)
+    exact = mhc_ops.sinkhorn(logits.double(), backend="reference")
+    assert (h_res.double().sum(-2) - 1).abs().max() < 2e-6
+    assert accuracy.close(h_res.sum(-1), exact.sum(-1))
+    assert mhc_ops.sinkhorn(logits.bfloat16(), backend=backend).dtype == torch.float32
+
+
+def test_options(kernels):
+    for iters, eps in [(iters, eps) for iters in (1, 2, 7, 50) for eps in (0.0, 1e-6, 1e-2)]:
+        subject = cases.SINKHORN.with_options(iters=iters, eps=eps)
+        assert failures(cases.Case(subject, (9,), 3, 0, torch.float32), *kernels) == [], (iters, eps)
+
+
+def test_equations():
+    """In plain loops."""
+    z = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert accuracy.close(mhc_ops.sinkhorn(z, 5, 1e-3), torch.tensor(doubly_stochastic(z, 5, 1e-3), dtype=z.dtype))
+
+
+def test_sinkhorn_without_eps():
+    """Megatron's main, TransformerEngine and fla: exp, then rows and columns in turn, in the logarithm here."""
+    logits = 3 * torch.randn(20, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(cases.SEED))
+    z = logits
+    for _ in range(20):
+        z = z - z.logsumexp(-1, keepdim=True)
+        z = z - z.logsumexp(-2, keepdim=True)
+    assert accuracy.close(mhc_ops.sinkhorn(logits, eps=0), z.exp())
+    assert accuracy.close(mhc_ops.sinkhorn(logits.float(), eps=0), mhc_ops.sinkhorn(logits.float().double(), eps=0))
+
+
+@pytest.mark.parametrize(("n", "eps"), [(4, 0.0), (3, 0.0), (4, 1e-6), (4, 1e-3)])
+def test_sinkhorn_as_fp64(n, eps, anywhere):
+    assert_right(n, eps, *anywhere)
+
+
+def test_nan_and_inf_stay_in_their_matrix(anywhere):
+    """A matrix that underflows is made once more; these are not, and their neighbours stay as they were."""
+    backend, device = anywhere
+    z = drawn(4, device, T=2)[0].detach().view(-1, 4, 4)
+    right = mhc_ops.sinkhorn(z, ITERS, 0.0, backend=backend)
+    z[3, 1, 2], z[5, 0, 0], z[-2, 2, 2] = float("nan"), float("inf"), float("nan")
+    found = mhc_ops.sinkhorn(z, ITERS, 0.0, backend=backend)
+    wrong = torch.zeros(len(z), dtype=torch.bool, device=device)
+    wrong[[3, 5, -2]] = True
+    assert torch.equal(found.isnan().flatten(1).any(1), wrong)
+    assert torch.equal(found[~wrong], right[~wrong])
+
+
+def test_pre_has_the_sinkhorn_of_its_logits(kernels):
+    """With few tokens and with many."""
+    for T in (9, 70):
+        case = cases.Case(cases.MHC_PRE, (T,), 4, 32, torch.bfloat16, sigma=80)
+        assert_pre_has_the_sinkhorn_of_its_logits(case, 5, *kernels)
+
+
+@pytest.mark.parametrize("subject", [cases.MHC_PRE, cases.MHC_HEAD, cases.MHC_PRE_NORMED], ids=lambda s: s.name)
+def test_gradients_of_tiny_streams(subject, anywhere):
+    """The gradient of rsqrt has its cube: 1e54."""
+    backend, device = anywhere
+    case = cases.Case(subject.with_options(norm_eps=0.0), (5,), 4, 24, torch.float32, scale=1e-18)
+    if not case.runs_on(backend):
+        pytest.skip(f"{backend} does not have it")
+    assert failures(case, backend, device) == []
