@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..core.backend import choose
 from ..core.modes import is_transformed
 from ..core.precision import accumulate
+from .carry import StackCarry
 from .modules import HyperConnection
 from .ops import mhc_maps, sinkhorn
 from .options import MapKeywords, Residual
-from .recompute import StackCarry
 
 SATURATED = 6.0  # |z| above which a sigmoid has less than 1 % of its steepest slope
 _SATURATED_SHARE = 1 / (1 + math.exp(-SATURATED)) - 0.5  # how far σ(z) is from ½ there
@@ -211,7 +211,7 @@ def _streams(given: Any, result: Any) -> Tensor:
     """x as the connection read it: given, but in a stack made within, and in the carry that it returns."""
     if not isinstance(given, StackCarry):
         return given
-    return (result if isinstance(result, StackCarry) else result[0]).x
+    return (result if isinstance(result, StackCarry) else result[0]).carry.x
 
 
 def _maps(connection: HyperConnection, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

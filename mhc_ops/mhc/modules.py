@@ -10,9 +10,9 @@ from typing_extensions import Unpack
 
 from ..core import backend as backends
 from ..core.check import check_count, check_flag, check_tensors
+from .carry import StackCarry, boundary
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
 from .options import DEFAULTS, PreKeywords, Residual, checked, spelled_out
-from .recompute import StackCarry, boundary
 
 MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
 
@@ -214,7 +214,7 @@ class HyperConnection(_Maps):
                 return carry._replace(h_out=result[0]), *result[1:]
             return carry._replace(h_out=result)
 
-        self.check(x.x if isinstance(x, StackCarry) else x)
+        self.check(x.carry.x if isinstance(x, StackCarry) else x)
         parameters = (self.phi, self.alpha, self.bias, self.gamma, self.layer_norm_weight)
         if not self.checkpoint or not torch.is_grad_enabled():
             return run(x, *parameters)

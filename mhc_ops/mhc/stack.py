@@ -5,9 +5,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.check import check_flag
-from . import recompute as between
+from . import carry as between
+from .carry import StackCarry
 from .modules import HyperConnection
-from .recompute import StackCarry
+from .ops import Carry
 
 
 class HyperStack(nn.Sequential):
@@ -135,6 +136,6 @@ def split(name: str, result: Any) -> tuple[StackCarry, tuple[Any, ...] | None]:
         return result, None
     if isinstance(result, tuple) and result and isinstance(result[0], StackCarry):
         return result[0], result[1:]
-    if isinstance(result, tuple) and len(result) == len(StackCarry._fields) and isinstance(result[0], Tensor):
-        return StackCarry(*result), None  # torch's backward hooks return a plain tuple
+    if isinstance(result, tuple) and len(result) == len(StackCarry._fields) and isinstance(result[0], Carry):
+        return StackCarry._make(result), None  # torch's backward hooks make a plain tuple of a named one
     raise TypeError(f"HyperStack: connection {name} must return its carry, got {type(result).__name__} (of a hook?)")
