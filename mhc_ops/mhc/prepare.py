@@ -18,7 +18,7 @@ from ..core.check import (
     check_shapes,
     check_tensors,
 )
-from . import contracts, manual, reference
+from . import backward_formula, contracts, reference
 from .options import DEFAULTS, NOT_IN_TILELANG, MapKeywords, PreOptions, Residual, checked
 
 MAX_STREAMS = 8  # of the kernels; the reference takes any n
@@ -409,7 +409,7 @@ def backward(
     name = choose(function, "mhc", backend, x.device)
     maps: dict[str, Any] = {"inv_rms": inv_rms, "h_mix": h_mix, "dh_in": dh_in, "dh_post": dh_post, "dh_res": dh_res}
     if name == "reference":
-        return manual.mhc_pre_bwd(x, phi, alpha, bias, gamma, **maps, hc_eps=options.hc_eps)
+        return backward_formula.mhc_pre_bwd(x, phi, alpha, bias, gamma, **maps, hc_eps=options.hc_eps)
     check_kernel_limits(function, x, name)
     inputs = {
         **_of_pre(x, phi, alpha, bias, gamma, None, options),

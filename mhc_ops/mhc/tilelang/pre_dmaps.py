@@ -7,7 +7,7 @@ from ...core import device
 from ...core.sizes import cdiv
 from . import configs
 from .build import F32, TYPES, grid, kernel, lane_sum, thread
-from .parts import section
+from .exact_products import section
 from .sinkhorn import (
     LEAST,
     divisors,

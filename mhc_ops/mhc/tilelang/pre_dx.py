@@ -9,7 +9,7 @@ from tilelang.layout import make_swizzled_layout
 
 from . import configs
 from .build import F32, kernel
-from .parts import fetch, fragments, release, split_bf16, tiles
+from .exact_products import fetch, fragments, release, split_bf16, tiles
 
 
 class Residual(Enum):

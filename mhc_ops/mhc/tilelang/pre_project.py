@@ -9,7 +9,7 @@ import torch
 from ...core import device
 from . import configs
 from .build import F32, NAMES, kernel
-from .parts import fetch, pairs, phi_parts, release, split_bf16, tiles, weighted
+from .exact_products import fetch, pairs, phi_parts, release, split_bf16, tiles, weighted
 
 
 # partials[slice, m, t] = Σ_{k in slice} phi[m, k]·x[t, k];  partials[slice, M, t] = Σ_{k in slice} x[t, k]²

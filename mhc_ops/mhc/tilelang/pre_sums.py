@@ -7,7 +7,7 @@ from ...core import device
 from ...core.sizes import cdiv
 from . import configs
 from .build import F32, grid, in_fp32, kernel, lane_sum, thread
-from .parts import section
+from .exact_products import section
 
 
 # A = Σ_slices A[slice], in order;  dphi = alpha·A ⊙ gamma;  dgamma = Σ_M alpha·phi ⊙ A

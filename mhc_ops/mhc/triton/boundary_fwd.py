@@ -40,8 +40,8 @@ from .boundary_common import (
     shared,
     widen,
 )
-from .parts import LANE as COLUMNS_OF_LANE
-from .parts import phi_parts
+from .exact_products import LANE as COLUMNS_OF_LANE
+from .exact_products import phi_parts
 
 BLOCK_T = gl.constexpr(configs.BOUNDARY_FWD.block_t)
 BLOCK_D = gl.constexpr(configs.BOUNDARY_FWD.block_d)  # of a stage
@@ -84,7 +84,7 @@ SHARED_PHI = gl.constexpr(shared((64, 64), torch.bfloat16))
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
-# As sum_neighbours in parts.py
+# As sum_neighbours in exact_products.py
 @gluon.jit
 def sum_neighbours(values, COLUMNS: gl.constexpr, TO: gl.constexpr):
     for level in gl.static_range(6):

@@ -8,7 +8,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .parts import LANE, own_sums
+from .exact_products import LANE, own_sums
 
 
 # Where h_res[i, j] of the old stream i and the new stream j stands among the n² of a token

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .parts import alpha_of_row, part_of
+from .exact_products import alpha_of_row, part_of
 from .sinkhorn import matrices, sinkhorn_back, sinkhorn_keeping
 
 

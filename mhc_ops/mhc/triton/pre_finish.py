@@ -3,12 +3,14 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
+from ..records import Pre
 from . import configs
-from .parts import alpha_of_row, sum_neighbours
+from .exact_products import alpha_of_row, sum_neighbours
 from .sinkhorn import matrices, sinkhorn
 
 
@@ -309,51 +311,34 @@ def mhc_pre_normed_read_kernel(
             store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
 
 
-def finish(
-    *,
-    x,
-    partials,
-    split,
-    alpha,
-    bias,
-    options,
-    h_in,
-    inv_rms,
-    h_mix,
-    layer_norm_weight=None,
-    h_post=None,
-    h_res=None,
-    h_pre=None,
-    read=None,
-):
-    """From the sums of `project`. A head has neither h_post nor h_res; h_pre and h_in where somebody wants them. read:
-    what h_in is read with, where that is not h_pre. With a norm, h_in has a kernel of its own: it takes whole rows,
-    several warps a token, of which one would do Sinkhorn."""
-    n, D = x.shape[-2:]
-    T, M = partials.shape[1], partials.shape[2] - 1
-    on = device.of(x.device)
-    normed = layer_norm_weight is not None
-    if normed and h_pre is None and read is None:
-        h_pre = torch.empty((T, n), dtype=torch.float32, device=x.device)
+def finish(pre: Pre, partials: Tensor, split: configs.SplitK) -> None:
+    """From the sums of `project`. With the layer's norm, h_in has a kernel of its own: the norm needs several warps per
+    token, Sinkhorn is fastest with one."""
+    n, D = pre.x.shape[-2:]
+    T, options, on = partials.shape[1], pre.options, device.of(pre.x.device)
+    normed = pre.layer_norm_weight is not None
+    h_pre = pre.h_pre
+    if normed and h_pre is None and pre.read is None:
+        h_pre = torch.empty((T, n), dtype=torch.float32, device=pre.x.device)
     tile = configs.finish(D, on)
     token_blocks, channel_blocks = cdiv(T, tile.block_t), cdiv(D, tile.block_d)
-    maps_only = normed or h_in is None
+    maps_only = normed or pre.h_in is None
     blocks_each = (
         channel_blocks if maps_only else configs.channel_blocks_each(channel_blocks, token_blocks, on.processors)
     )
     launch(
         mhc_pre_finish_kernel,
         (token_blocks, cdiv(channel_blocks, blocks_each)),
-        x_ptr=x,
+        x_ptr=pre.x,
         partials_ptr=partials,
-        alpha_ptr=alpha,
-        bias_ptr=bias,
-        read_ptr=None if maps_only else read,
-        h_in_ptr=None if normed else h_in,
-        h_post_ptr=h_post,
-        h_res_ptr=h_res,
-        inv_rms_ptr=inv_rms,
-        h_mix_ptr=h_mix,
+        alpha_ptr=pre.alpha,
+        bias_ptr=pre.bias,
+        read_ptr=None if maps_only else pre.read,
+        h_in_ptr=None if normed else pre.h_in,
+        h_post_ptr=pre.h_post,
+        h_res_ptr=pre.h_res,
+        inv_rms_ptr=pre.inv_rms,
+        h_mix_ptr=pre.h_mix,
         h_pre_ptr=h_pre,
         T=T,
         D=D,
@@ -366,7 +351,7 @@ def finish(
         sinkhorn_eps=options.sinkhorn_eps or None,
         n=n,
         N=next_power_of_2(n),
-        M=M,
+        M=partials.shape[2] - 1,
         PIECES=split.pieces,
         BUNDLE_PIECES=split.bundle_pieces,
         GROUP_PIECES=split.group_pieces,
@@ -376,20 +361,26 @@ def finish(
         num_warps=tile.warps,
     )
     if normed:
-        tile = configs.normed_read(n, D, on)
-        launch(
-            mhc_pre_normed_read_kernel,
-            (cdiv(T, tile.block_t),),
-            x_ptr=x,
-            h_pre_ptr=h_pre if read is None else read,
-            layer_norm_weight_ptr=layer_norm_weight,
-            h_in_ptr=h_in,
-            T=T,
-            D=D,
-            layer_norm_eps=options.layer_norm_eps,
-            n=n,
-            WHOLE_ROWS=tile.block_d >= D,
-            BLOCK_T=tile.block_t,
-            BLOCK_D=tile.block_d,
-            num_warps=tile.warps,
-        )
+        normed_read(pre, T, h_pre if pre.read is None else pre.read)
+
+
+def normed_read(pre: Pre, T: int, weights: Tensor | None) -> None:
+    """h_in, read with these weights, and the layer's norm."""
+    n, D = pre.x.shape[-2:]
+    tile = configs.normed_read(n, D, device.of(pre.x.device))
+    launch(
+        mhc_pre_normed_read_kernel,
+        (cdiv(T, tile.block_t),),
+        x_ptr=pre.x,
+        h_pre_ptr=weights,
+        layer_norm_weight_ptr=pre.layer_norm_weight,
+        h_in_ptr=pre.h_in,
+        T=T,
+        D=D,
+        layer_norm_eps=pre.options.layer_norm_eps,
+        n=n,
+        WHOLE_ROWS=tile.block_d >= D,
+        BLOCK_T=tile.block_t,
+        BLOCK_D=tile.block_d,
+        num_warps=tile.warps,
+    )

@@ -21,7 +21,7 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .parts import alpha_of_row, rest_of, rounded_product
+from .exact_products import alpha_of_row, rest_of, rounded_product
 from .tickets import Ticketed, draw
 
 

@@ -19,12 +19,14 @@ and 16 tokens.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
+from ..records import Post, Pre
 from . import configs
-from .parts import LANE, load_phi, rest_of, sum_neighbours
+from .exact_products import LANE, load_phi, rest_of, sum_neighbours
 from .post import load_maps
 from .pre_finish import gates_of, load_streams, store_h_in, store_maps, sum_squares, weigh
 from .tickets import Ticketed, draw
@@ -263,64 +265,43 @@ def mhc_few_fwd_kernel(
 KERNEL = Ticketed(mhc_few_fwd_kernel)
 
 
-def chosen(x, T, M):
-    """How so few tokens are taken, or None where they are not, or where many with these maps are summed in blocks of
-    another size, as on some GPUs without h_res."""
+def chosen(x: Tensor, T: int, M: int) -> configs.Few | None:
+    """How so few tokens are taken. None where there are too many of them, or where many tokens with these maps are
+    summed in blocks of another size, as on some GPUs without h_res."""
     (n, D), on = x.shape[-2:], device.of(x.device)
     if x.dtype != configs.FEW_DTYPE or not configs.same_blocks_of_k(n, M, D, on):
         return None
     return configs.few(n, D, T, on)
 
 
-def few_fwd(
-    *,
-    tile,
-    x,
-    phi,
-    gamma,
-    alpha,
-    bias,
-    options,
-    h_in,
-    inv_rms,
-    h_mix,
-    h_out=None,
-    h_post=None,
-    h_res=None,
-    x_next=None,
-    layer_norm_weight=None,
-    h_post_next=None,
-    h_res_next=None,
-    h_pre=None,
-    read=None,
-):
-    """tile: as chosen. Without h_out, h_post, h_res and x_next a pre of x; the others as in `finish`."""
+def few_fwd(tile: configs.Few, pre: Pre, post: Post | None = None) -> None:
+    """tile: as chosen   post: at a boundary, whose x_next is the x of pre"""
+    x, options = pre.x, pre.options
     n, D = x.shape[-2:]
-    M, K = phi.shape
+    M, K = pre.phi.shape
     T, width, split = x.numel() // K, next_power_of_2(D), configs.split_k_few(n, D, device.of(x.device))
     partials = torch.empty((split.pieces, T, M + 1), dtype=torch.float32, device=x.device)
-    normed = layer_norm_weight is not None
     launch(
         KERNEL,
         (cdiv(T, tile.tokens) * split.pieces,),
-        x_ptr=x,
-        h_out_ptr=h_out,
-        h_post_ptr=h_post,
-        h_res_ptr=h_res,
-        x_next_ptr=x if h_out is None else x_next,
-        phi_ptr=phi,
-        gamma_ptr=gamma,
+        x_ptr=x if post is None else post.x,
+        h_out_ptr=None if post is None else post.h_out,
+        h_post_ptr=None if post is None else post.h_post,
+        h_res_ptr=None if post is None else post.h_res,
+        x_next_ptr=x,
+        phi_ptr=pre.phi,
+        gamma_ptr=pre.gamma,
         partials_ptr=partials,
-        alpha_ptr=alpha,
-        bias_ptr=bias,
-        read_ptr=read,
-        layer_norm_weight_ptr=layer_norm_weight,
-        h_in_ptr=h_in,
-        h_post_next_ptr=h_post_next,
-        h_res_next_ptr=h_res_next,
-        inv_rms_ptr=inv_rms,
-        h_mix_ptr=h_mix,
-        h_pre_ptr=torch.empty((T, n), dtype=torch.float32, device=x.device) if h_pre is None else h_pre,
+        alpha_ptr=pre.alpha,
+        bias_ptr=pre.bias,
+        read_ptr=pre.read,
+        layer_norm_weight_ptr=pre.layer_norm_weight,
+        h_in_ptr=pre.h_in,
+        h_post_next_ptr=pre.h_post,
+        h_res_next_ptr=pre.h_res,
+        inv_rms_ptr=pre.inv_rms,
+        h_mix_ptr=pre.h_mix,
+        h_pre_ptr=torch.empty((T, n), dtype=torch.float32, device=x.device) if pre.h_pre is None else pre.h_pre,
         T=T,
         D=D,
         norm_eps=options.norm_eps,
@@ -329,7 +310,7 @@ def few_fwd(
         post_eps=options.post_eps,
         iters=options.sinkhorn_iters,
         sinkhorn_eps=options.sinkhorn_eps or None,
-        layer_norm_eps=options.layer_norm_eps if normed else None,
+        layer_norm_eps=None if pre.layer_norm_weight is None else options.layer_norm_eps,
         n=n,
         N=next_power_of_2(n),
         M=M,
