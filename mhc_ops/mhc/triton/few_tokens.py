@@ -28,7 +28,7 @@ from ..records import Post, Pre
 from . import configs
 from .exact_products import LANE, load_phi, rest_of, sum_neighbours
 from .post import load_maps
-from .pre_finish import gates_of, load_streams, store_h_in, store_maps, sum_squares, weigh
+from .pre_finish import gates_of, load_streams, store_gates, store_h_in, store_h_res, sum_squares, weigh
 from .tickets import Ticketed, draw
 
 ROWS = tl.constexpr(8)  # maps whose parts follow one another, as in stacked_rows
@@ -56,6 +56,95 @@ def chosen_of(values, j, first: tl.constexpr, n: tl.constexpr):
     for i in tl.static_range(1, n):
         value = tl.where(j == i, values[first + i], value)
     return value
+
+
+# x_next[j] as `mix` in post.py makes it, of a j that is known when running
+@triton.jit
+def mix_stream(x, h_out, h_post, h_res, j, n: tl.constexpr):
+    h_out, weight = h_out.to(tl.float32), chosen_of(h_post, j, 0, n)
+    if len(h_res) == 0:
+        own = chosen_of(x, j, 0, n).to(tl.float32)
+        mixed = tl.fma(tl.broadcast_to(weight, h_out.shape), h_out, own)
+    else:
+        mixed = weight * h_out
+        for i in tl.static_range(n):
+            weight = tl.broadcast_to(chosen_of(h_res, j, i * n, n), mixed.shape)
+            mixed = tl.fma(weight, x[i].to(tl.float32), mixed)
+    return mixed
+
+
+# The first token that this program finishes, and whether it makes h_in and the maps from there on
+@triton.jit
+def share_of(
+    count_ptr,
+    piece,
+    first,
+    PIECES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    FINISHED: tl.constexpr,
+):
+    drawn = draw(count_ptr)
+    if TOGETHER:  # the launch is cooperative: all programs run, or none does
+        while drawn < PIECES:
+            drawn = tl.atomic_add(count_ptr, 0, sem="acquire", scope="gpu")
+        # A second ticket, so that the last one can set the count back: no program reads it any more.
+        if tl.atomic_add(count_ptr, 1, sem="relaxed", scope="gpu") == 2 * PIECES - 1:
+            tl.store(count_ptr, 0)
+        FINISHERS: tl.constexpr = TOKENS // FINISHED
+        first += piece % FINISHERS * FINISHED
+        makes_h_in = piece < FINISHERS
+        makes_maps = (piece >= FINISHERS) & (piece < 2 * FINISHERS)
+    else:
+        makes_h_in = drawn == PIECES
+        makes_maps = makes_h_in
+        if makes_h_in:
+            tl.store(count_ptr, 0)  # no other program draws; the next kernel of the stream sees it
+    return first, makes_h_in, makes_maps
+
+
+# h_in of a few whole tokens, and its norm. x: of all channels where BLOCKS is 1, else it is read here
+@triton.jit
+def finish_h_in(
+    x,
+    x_next_ptr,
+    weights_ptr,
+    layer_norm_weight_ptr,
+    h_in_ptr,
+    rows,
+    in_batch,
+    D,
+    layer_norm_eps,
+    n: tl.constexpr,
+    FINISHED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    h_pre = ()
+    for i in tl.static_range(n):
+        weight = tl.load(weights_ptr + rows * n + i, mask=in_batch[:, None], other=0.0)
+        h_pre = h_pre + (weight.to(tl.float32),)
+    factor = None
+    if BLOCKS == 1:
+        d = tl.arange(0, BLOCK_D)[None, :]
+        h_in = weigh(x, h_pre, n)
+        if layer_norm_weight_ptr is not None:
+            factor = tl.rsqrt(sum_squares(h_in, FINISHED, BLOCK_D) / D + layer_norm_eps)
+        store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+    else:
+        if layer_norm_weight_ptr is not None:
+            of_blocks = tl.zeros([FINISHED, BLOCKS], tl.float32)
+            for block in range(BLOCKS):
+                d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+                h_in = weigh(load_streams(x_next_ptr, rows, d, in_batch, D, n), h_pre, n)
+                of_block = sum_squares(h_in, FINISHED, BLOCK_D)[:, None]
+                of_blocks = tl.where(tl.arange(0, BLOCKS)[None, :] == block, of_block, of_blocks)
+            total = tl.reshape(sum_neighbours(of_blocks, FINISHED, BLOCKS, 1), [FINISHED])
+            factor = tl.rsqrt(total / D + layer_norm_eps)
+        for block in range(BLOCKS):
+            d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+            h_in = weigh(load_streams(x_next_ptr, rows, d, in_batch, D, n), h_pre, n)
+            store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
 
 
 # x_next[j] = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], or + x[j] without h_res; without h_out x_next is x, and given
@@ -139,16 +228,7 @@ def mhc_few_fwd_kernel(
             if h_out_ptr is None:
                 x = chosen_of(streams, j, 0, n)
             else:
-                wide, weight = h_out.to(tl.float32), chosen_of(h_post, j, 0, n)
-                if h_res_ptr is None:  # as mix in post.py
-                    own = chosen_of(streams, j, 0, n).to(tl.float32)
-                    mixed = tl.fma(tl.broadcast_to(weight, wide.shape), wide, own)
-                else:
-                    mixed = weight * wide
-                    for i in tl.static_range(n):
-                        weight = tl.broadcast_to(chosen_of(h_res, j, i * n, n), mixed.shape)
-                        mixed = tl.fma(weight, streams[i].to(tl.float32), mixed)
-                x = mixed.to(dtype)
+                x = mix_stream(streams, h_out, h_post, h_res, j, n).to(dtype)
                 tl.store(x_next_ptr + (row * n + j) * D + d, x, mask=in_tile)
             # Subtracted as in mhc_pre_project_kernel.
             minus_mix -= tl.dot(stack_parts(phi, dtype, BLOCK_M, BLOCK_K), x.T)
@@ -159,27 +239,14 @@ def mhc_few_fwd_kernel(
     tl.store(out[None, :] + m, 0.0 - sum_stacked(minus_mix, BLOCK_M, BLOCK_T), mask=is_token[None, :] & (m < M))
     tl.store(out + M, tl.reshape(sum_neighbours(squares, BLOCK_T, LANES, 1), [BLOCK_T]), mask=is_token)
 
-    drawn = draw(tickets_ptr + group)
-    first = group * TOKENS
-    if TOGETHER:  # the launch is cooperative: all programs run, or none does
-        while drawn < PIECES:
-            drawn = tl.atomic_add(tickets_ptr + group, 0, sem="acquire", scope="gpu")
-        # A second ticket, so that the last one can set the count back: nobody looks at it any more.
-        if tl.atomic_add(tickets_ptr + group, 1, sem="relaxed", scope="gpu") == 2 * PIECES - 1:
-            tl.store(tickets_ptr + group, 0)
-        FINISHERS: tl.constexpr = TOKENS // FINISHED
-        first += piece % FINISHERS * FINISHED
-        makes_h_in = piece < FINISHERS
-        makes_maps = (piece >= FINISHERS) & (piece < 2 * FINISHERS)
-    else:
-        makes_h_in = drawn == PIECES
-        makes_maps = makes_h_in
-        if makes_h_in:
-            tl.store(tickets_ptr + group, 0)  # nobody else draws; the next kernel of the stream sees it
+    first, makes_h_in, makes_maps = share_of(
+        tickets_ptr + group, piece, group * TOKENS, PIECES, TOKENS, TOGETHER, FINISHED
+    )
     if makes_h_in | makes_maps:
         t = first + tl.arange(0, FINISHED)
         in_batch = t < T
         rows = t[:, None]
+        x = ()
         if BLOCKS == 1 and h_in_ptr is not None:  # on its way while the gates are made
             d = tl.arange(0, BLOCK_D)[None, :]
             x = load_streams(x_next_ptr, rows, d, in_batch & makes_h_in, D, n)
@@ -206,50 +273,48 @@ def mhc_few_fwd_kernel(
         tl.debug_barrier()
         if h_in_ptr is not None:  # noqa: SIM102 (known when compiling, then when running)
             if makes_h_in:
-                weights_ptr = h_pre_ptr if read_ptr is None else read_ptr
-                h_pre = ()
-                for i in tl.static_range(n):
-                    weight = tl.load(weights_ptr + rows * n + i, mask=in_batch[:, None], other=0.0)
-                    h_pre = h_pre + (weight.to(tl.float32),)
-                factor = None
-                if BLOCKS == 1:
-                    h_in = weigh(x, h_pre, n)
-                    if layer_norm_weight_ptr is not None:
-                        factor = tl.rsqrt(sum_squares(h_in, FINISHED, BLOCK_D) / D + layer_norm_eps)
-                    store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
-                else:
-                    if layer_norm_weight_ptr is not None:
-                        of_blocks = tl.zeros([FINISHED, BLOCKS], tl.float32)
-                        for block in range(BLOCKS):
-                            d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-                            h_in = weigh(load_streams(x_next_ptr, rows, d, in_batch, D, n), h_pre, n)
-                            of_block = sum_squares(h_in, FINISHED, BLOCK_D)[:, None]
-                            of_blocks = tl.where(tl.arange(0, BLOCKS)[None, :] == block, of_block, of_blocks)
-                        total = tl.reshape(sum_neighbours(of_blocks, FINISHED, BLOCKS, 1), [FINISHED])
-                        factor = tl.rsqrt(total / D + layer_norm_eps)
-                    for block in range(BLOCKS):
-                        d = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-                        h_in = weigh(load_streams(x_next_ptr, rows, d, in_batch, D, n), h_pre, n)
-                        store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
+                finish_h_in(
+                    x=x,
+                    x_next_ptr=x_next_ptr,
+                    weights_ptr=h_pre_ptr if read_ptr is None else read_ptr,
+                    layer_norm_weight_ptr=layer_norm_weight_ptr,
+                    h_in_ptr=h_in_ptr,
+                    rows=rows,
+                    in_batch=in_batch,
+                    D=D,
+                    layer_norm_eps=layer_norm_eps,
+                    n=n,
+                    FINISHED=FINISHED,
+                    BLOCK_D=BLOCK_D,
+                    BLOCKS=BLOCKS,
+                )
         if makes_maps:
-            store_maps(
+            store_gates(
                 mix=h_mix,
                 inv_rms=inv_rms,
                 gate=gate,
-                partials_ptr=partials_ptr,
-                alpha_ptr=alpha_ptr,
-                bias_ptr=bias_ptr,
                 h_post_ptr=h_post_next_ptr,
-                h_res_ptr=h_res_next_ptr,
                 inv_rms_ptr=inv_rms_ptr,
                 h_mix_ptr=h_mix_ptr,
                 h_pre_ptr=None,
                 t=t,
                 in_batch=in_batch,
-                T=T,
                 hc_eps=hc_eps,
                 post_mult=post_mult,
                 post_eps=post_eps,
+                n=n,
+                M=M,
+                BLOCK_G=BLOCK_G,
+            )
+            store_h_res(
+                partials_ptr=partials_ptr,
+                alpha_ptr=alpha_ptr,
+                bias_ptr=bias_ptr,
+                h_res_ptr=h_res_next_ptr,
+                h_mix_ptr=h_mix_ptr,
+                inv_rms=inv_rms,
+                t=t,
+                T=T,
                 iters=iters,
                 sinkhorn_eps=sinkhorn_eps,
                 n=n,
@@ -258,7 +323,6 @@ def mhc_few_fwd_kernel(
                 PIECES=PIECES,
                 BUNDLE_PIECES=BUNDLE_PIECES,
                 GROUP_PIECES=GROUP_PIECES,
-                BLOCK_G=BLOCK_G,
             )
 
 

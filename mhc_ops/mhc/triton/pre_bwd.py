@@ -77,6 +77,38 @@ def less_product(minus_A, x, dh_mix, PARTS: tl.constexpr, PRECISION: tl.constexp
     return minus_A - product
 
 
+# dx + what lies there, if there is something
+@triton.jit
+def plus(dx, ptr, at, mask):
+    if ptr is not None:
+        dx += tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return dx
+
+
+# Σ_i h_pre[i]·x[i] of these tokens and channels, from memory: pass B has the streams of x in several threads
+@triton.jit
+def read_again(x_ptr, h_pre_ptr, local, d, in_batch, in_tile, D, n: tl.constexpr):
+    h_in = tl.zeros([local.shape[0], d.shape[1]], tl.float32)
+    for i in tl.static_range(n):
+        weight = tl.load(h_pre_ptr + (local * n + i), mask=in_batch, other=0.0)
+        h_in += weight * tl.load(x_ptr + (local * (n * D) + i * D + d), mask=in_tile, other=0.0).to(tl.float32)
+    return h_in
+
+
+# dx + Σ_j h_res[i, j]·dx_next[j], as [tokens, streams, channels]
+@triton.jit
+def plus_mixed(dx, dx_next_ptr, h_res_ptr, tokens, d, stream, masks, D, n: tl.constexpr):
+    begin, local = tokens
+    in_batch, in_tile = masks
+    for j in tl.static_range(n):
+        at = dx_next_ptr + begin * n * D + (local * (n * D) + j * D + d)
+        dx_next = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+        at = h_res_ptr + begin * (n * n) + ((local * n + j) * n + stream)
+        weight = tl.load(at, mask=in_batch, other=0.0)
+        dx += weight[:, :, None] * dx_next[:, None, :]
+    return dx
+
+
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
 #            + Σ_j h_res[t, i, j]·dx_next[t, j] (dx_next[t, i] without h_res) + dx_added[t, i], each where it is given
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
@@ -155,36 +187,22 @@ def mhc_pre_dx_kernel(
         if not A_LAST:
             minus_A = less_product(minus_A, x, dh_mix, PARTS, PRECISION)
         dx = x_factor * wide
-        if dx_next_ptr is not None and h_res_ptr is None:
-            of_next = tl.load(dx_next_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
-            dx += of_next.to(tl.float32)
-        if dx_added_ptr is not None:
-            added = tl.load(dx_added_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
-            dx += added.to(tl.float32)
-        dx = dot_parts(dh_mix, phi, dx, PARTS, PRECISION)
-        dx = tl.reshape(dx, [BLOCK_T, STREAMS, BLOCK_D])
+        if h_res_ptr is None:
+            dx = plus(dx, dx_next_ptr, begin * n * D + (local * (n * D) + k), in_tiles)
+        dx = plus(dx, dx_added_ptr, begin * n * D + (local * (n * D) + k), in_tiles)
+        dx = tl.reshape(dot_parts(dh_mix, phi, dx, PARTS, PRECISION), [BLOCK_T, STREAMS, BLOCK_D])
         if dh_in_ptr is not None:
             dh_in = tl.load(dh_in_ptr + begin * D + (local * D + d), mask=in_tile, other=0.0).to(tl.float32)
             h_pre = tl.load(h_pre_ptr + begin * n + (local * n + stream), mask=in_batch, other=0.0)
             if factors_ptr is not None:
-                # Read once more: x above has its streams in other threads.
-                h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-                for i in tl.static_range(n):
-                    weight = tl.load(h_pre_ptr + begin * n + (local * n + i), mask=in_batch, other=0.0)
-                    at = x_ptr + begin * n * D + (local * (n * D) + i * D + d)
-                    h_in += weight * tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+                h_in = read_again(x_ptr + begin * n * D, h_pre_ptr + begin * n, local, d, in_batch, in_tile, D, n)
                 r = tl.load(factors_ptr + begin + local, mask=in_batch, other=0.0)
                 c = tl.load(factors_ptr + T64 + begin + local, mask=in_batch, other=0.0)
                 dweight += r * h_in * dh_in
                 dh_in = r * (layer_norm_weight * dh_in) - c * h_in
             dx += h_pre[:, :, None] * dh_in[:, None, :]
         if h_res_ptr is not None:
-            for j in tl.static_range(n):
-                at = dx_next_ptr + begin * n * D + (local * (n * D) + j * D + d)
-                dx_next = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
-                at = h_res_ptr + begin * (n * n) + ((local * n + j) * n + stream)
-                weight = tl.load(at, mask=in_batch, other=0.0)
-                dx += weight[:, :, None] * dx_next[:, None, :]
+            dx = plus_mixed(dx, dx_next_ptr, h_res_ptr, (begin, local), d, stream, (in_batch, in_tile), D, n)
         dx = tl.reshape(dx, [BLOCK_T, STREAMS * BLOCK_D]).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + begin * n * D + (local * (n * D) + k), dx, mask=in_tiles)
         if A_LAST:

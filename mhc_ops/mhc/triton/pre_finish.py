@@ -70,34 +70,23 @@ def gates_of(
     return mix, inv_rms, tl.sigmoid(mix * inv_rms[:, None] * alpha_of_row(alpha_ptr, g, GATES, n) + bias)
 
 
-# All maps of the tokens t, Sinkhorn included, and what the gradient reads
+# h_pre, where it is wanted, and h_post of the tokens t, and what the gradient reads
 @triton.jit
-def store_maps(
+def store_gates(
     mix,
     inv_rms,
     gate,
-    partials_ptr,
-    alpha_ptr,
-    bias_ptr,
     h_post_ptr,
-    h_res_ptr,
     inv_rms_ptr,
     h_mix_ptr,
     h_pre_ptr,
     t,
     in_batch,
-    T,
     hc_eps,
     post_mult,
     post_eps,
-    iters,
-    sinkhorn_eps,
     n: tl.constexpr,
-    N: tl.constexpr,
     M: tl.constexpr,
-    PIECES: tl.constexpr,
-    BUNDLE_PIECES: tl.constexpr,
-    GROUP_PIECES: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
     GATES: tl.constexpr = n if M == n else 2 * n
@@ -110,14 +99,36 @@ def store_maps(
         tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=is_gate & (g < n))
     if M > n:
         tl.store(h_post_ptr + rows * n + (g - n), post_mult * gate + post_eps, mask=is_gate & (g >= n))
+
+
+# h_res of the tokens t, Sinkhorn included, where there is one, and its rows of h_mix
+@triton.jit
+def store_h_res(
+    partials_ptr,
+    alpha_ptr,
+    bias_ptr,
+    h_res_ptr,
+    h_mix_ptr,
+    inv_rms,
+    t,
+    T,
+    iters,
+    sinkhorn_eps,
+    n: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
+    GROUP_PIECES: tl.constexpr,
+):
     if M > 2 * n:
         at, is_res = matrices(t, T, n, N)
         token = t[:, None, None]
         m = 2 * n + at - token * (n * n)
-        res_mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
-        tl.store(h_mix_ptr + token * M + m, res_mix, mask=is_res)
-        res_bias = tl.load(bias_ptr + m, mask=is_res, other=0.0).to(tl.float32)
-        h_res = res_mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + res_bias
+        mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
+        tl.store(h_mix_ptr + token * M + m, mix, mask=is_res)
+        bias = tl.load(bias_ptr + m, mask=is_res, other=0.0).to(tl.float32)
+        h_res = mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + bias
         if iters > 0:
             h_res = sinkhorn(h_res, iters, sinkhorn_eps, n, N)
         tl.store(h_res_ptr + at, h_res, mask=is_res)
@@ -139,6 +150,17 @@ def weigh(x, h_pre, n: tl.constexpr):
     for i in tl.static_range(n):
         h_in += h_pre[i] * x[i].to(tl.float32)
     return h_in
+
+
+# What h_in is read with, as [tokens, BLOCK_G]: `read` where that is given, else h_pre
+@triton.jit
+def read_weights(read_ptr, gate, hc_eps, rows, in_batch, n: tl.constexpr, BLOCK_G: tl.constexpr):
+    if read_ptr is None:
+        weights = gate + hc_eps
+    else:
+        g = tl.arange(0, BLOCK_G)[None, :]
+        weights = tl.load(read_ptr + rows * n + g, mask=in_batch[:, None] & (g < n), other=0.0).to(tl.float32)
+    return weights
 
 
 # h_in of these channels; h_pre as [tokens, BLOCK_G]
@@ -227,11 +249,7 @@ def mhc_pre_finish_kernel(
         GROUP_PIECES=GROUP_PIECES,
         BLOCK_G=BLOCK_G,
     )
-    if read_ptr is None:
-        weights = gate + hc_eps
-    else:
-        g = tl.arange(0, BLOCK_G)[None, :]
-        weights = tl.load(read_ptr + rows * n + g, mask=in_batch[:, None] & (g < n), other=0.0).to(tl.float32)
+    weights = read_weights(read_ptr, gate, hc_eps, rows, in_batch, n, BLOCK_G)
 
     if h_in_ptr is not None:
         begin = tl.program_id(1) * blocks_each
@@ -241,24 +259,32 @@ def mhc_pre_finish_kernel(
             store_h_in(h_in_ptr, None, h_in, None, rows, d, in_batch, D)
 
     if tl.program_id(1) == 0:
-        store_maps(
+        store_gates(
             mix=mix,
             inv_rms=inv_rms,
             gate=gate,
-            partials_ptr=partials_ptr,
-            alpha_ptr=alpha_ptr,
-            bias_ptr=bias_ptr,
             h_post_ptr=h_post_ptr,
-            h_res_ptr=h_res_ptr,
             inv_rms_ptr=inv_rms_ptr,
             h_mix_ptr=h_mix_ptr,
             h_pre_ptr=h_pre_ptr,
             t=t,
             in_batch=in_batch,
-            T=T,
             hc_eps=hc_eps,
             post_mult=post_mult,
             post_eps=post_eps,
+            n=n,
+            M=M,
+            BLOCK_G=BLOCK_G,
+        )
+        store_h_res(
+            partials_ptr=partials_ptr,
+            alpha_ptr=alpha_ptr,
+            bias_ptr=bias_ptr,
+            h_res_ptr=h_res_ptr,
+            h_mix_ptr=h_mix_ptr,
+            inv_rms=inv_rms,
+            t=t,
+            T=T,
             iters=iters,
             sinkhorn_eps=sinkhorn_eps,
             n=n,
@@ -267,7 +293,6 @@ def mhc_pre_finish_kernel(
             PIECES=PIECES,
             BUNDLE_PIECES=BUNDLE_PIECES,
             GROUP_PIECES=GROUP_PIECES,
-            BLOCK_G=BLOCK_G,
         )
 
 

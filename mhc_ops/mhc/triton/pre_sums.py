@@ -37,8 +37,7 @@ def sum_slices(
     alpha_ptr,
     dphi_ptr,
     dgamma_ptr,
-    dweight_ptr,
-    dlayer_norm_weight_ptr,
+    of_norm,  # dweight_ptr, dlayer_norm_weight_ptr
     missing_ptr,
     slices,
     K,
@@ -50,6 +49,7 @@ def sum_slices(
 ):
     m = tl.arange(0, BLOCK_M)
     k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    dweight_ptr, dlayer_norm_weight_ptr = of_norm
     if dlayer_norm_weight_ptr is not None:
         D = K // n
         total = tl.zeros([BLOCK_K], tl.float32)
@@ -220,8 +220,7 @@ def mhc_pre_sums_kernel(
             alpha_ptr=alpha_ptr,
             dphi_ptr=dphi_ptr,
             dgamma_ptr=dgamma_ptr,
-            dweight_ptr=dweight_ptr,
-            dlayer_norm_weight_ptr=dlayer_norm_weight_ptr,
+            of_norm=(dweight_ptr, dlayer_norm_weight_ptr),
             missing_ptr=missing_ptr,
             slices=slices,
             K=K,
