@@ -31,7 +31,7 @@ ALLOWED = {
     "metrics": {"core", "options", "ops", "modules", "carry"},
     "guide": {"core", "options", "ops"},
     "records": {"options"},
-    "post_then_pre": set(),
+    "post_then_pre": {"options"},
     "kernels": {"core", "options", "records", "post_then_pre", "kernels"},
     "compat": {"core", "ops", "public", "compat"},
     "convert": set(),

@@ -51,8 +51,9 @@ def mhc_post_pre_fwd(*, x: Tensor, x_next: Tensor, options: PreOptions, **argume
         mhc_post_fwd(**post._asdict())
         pre_fwd(pre)
         return
-    h_in = None if read is None else pre.h_in
-    partials, split = post_project()(**post._asdict(), phi=pre.phi, gamma=pre.gamma, read=read, h_in=h_in)
+    project, h_in = post_project(), None if read is None else pre.h_in
+    assert project is not None, "is_fused says so"
+    partials, split = project(**post._asdict(), phi=pre.phi, gamma=pre.gamma, read=read, h_in=h_in)
     finish(pre if read is None else pre._replace(read=None, h_in=None), partials, split)
 
 
@@ -146,7 +147,9 @@ def as_one_kernel(
         dh_pre, _ = pass_a(pre, token.table)
         dread = None  # pass A has made it; without it, the boundary's kernel does
     dh_mix, sums = maps_backward(pre, token, dh_pre)
-    A, dweight, dots = boundary_pass()(
+    boundary = boundary_pass()
+    assert boundary is not None, "is_one_kernel says so"
+    A, dweight, dots = boundary(
         x=x,
         **of_post,
         transposed=options.transposed,

@@ -140,7 +140,7 @@ def mix_streams(xs, h_outs, stage, h_post, h_res):
 # The columns of the table: h_res_next, if there is one; h_pre or read, x_factor, r, c
 @gluon.jit
 def load_table(memory, MIXED: gl.constexpr):
-    h_res_next = None
+    h_res_next = ()
     if MIXED:
         h_res_next, others = gl.split(gl.permute(gl.reshape(memory.load(COLUMNS_32), [BLOCK_T, 2, 16]), [0, 2, 1]))
         h_res_next = columns16(h_res_next, TILE)
@@ -164,7 +164,7 @@ def gradients(x_next, dh_mix, phi, dh_in, dlink_nexts, stage, h_post, h_res_next
         value = mma_v2(dh_mix_0, phi_1.index(i).load(gl.DotOperandLayout(1, TILE, 2)), value)
         value = mma_v2(dh_mix_1, phi_0[i], value)
         value += others[i] * dh_in
-        if h_res_next is None:
+        if len(h_res_next) == 0:
             value += dlink_next[i]
         else:
             for j in gl.static_range(n):

@@ -11,7 +11,10 @@ from zero, on units that take 16 columns of K at a time, with the parts of phi a
 bits.
 """
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -69,7 +72,7 @@ SUMS = gl.constexpr(
 )
 
 
-def _columns(count):
+def _columns(count: int) -> Any:
     """[tokens, count]: a thread has all columns of the token that TILE gives it."""
     columns = [[0, 1 << bit] for bit in range(count.bit_length() - 1)]
     lanes = [[0, 0], [0, 0], [0, 0], [1, 0], [2, 0]]
@@ -295,7 +298,7 @@ def compute(
                 tma.async_copy_shared_to_global(x_next_desc, [0, t, d], xs.index(stage * TILES + q))
                 if h_in_desc is not None:
                     tma.async_copy_shared_to_global(h_in_desc, [t, d], outs.index(stage * TILES + q))
-            more = sum_of_tiles(squares[0], squares[1])
+            more = sum_of_tiles(squares[0], squares[1])  # type: ignore[misc]
             total_squares = more if slice == 0 else total_squares + more  # noqa: F821
             stage, phase = advance(stage, phase, STAGES)
         total += end_products(products)
@@ -381,7 +384,19 @@ def mhc_boundary_fwd_kernel(
     )
 
 
-def post_project(*, x, h_out, h_post, h_res, transposed, phi, gamma, x_next, read=None, h_in=None):
+def post_project(
+    *,
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    transposed: bool,
+    phi: Tensor,
+    gamma: Tensor | None,
+    x_next: Tensor,
+    read: Tensor | None = None,
+    h_in: Tensor | None = None,
+) -> tuple[Tensor, configs.SplitK]:
     """Fills x_next and, where x_next is read with `read`, h_in; returns the partial sums [bundles, T, M + 1], and how K
     was split."""
     tile, on = configs.BOUNDARY_FWD, device.of(x.device)
@@ -398,7 +413,7 @@ def post_project(*, x, h_out, h_post, h_res, transposed, phi, gamma, x_next, rea
         h_out_desc=by_rows(h_out, D, tile.block_t, TILE_D.value),
         h_post_desc=by_rows(h_post, streams, tile.block_t, streams),
         h_res_desc=None if h_res is None else by_rows(h_res, streams**2, tile.block_t, streams**2),
-        read_desc=None if h_in is None else by_rows(read, streams, tile.block_t, streams),
+        read_desc=None if read is None else by_rows(read, streams, tile.block_t, streams),
         parts_desc=described(parts, parts.shape, parts.stride(), [2, MAPS.value, TILE_D.value]),
         x_next_desc=by_streams(x_next, tile.block_t, TILE_D.value),
         h_in_desc=None if h_in is None else by_rows(h_in, D, tile.block_t, TILE_D.value),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
@@ -273,16 +274,30 @@ KERNEL = Ticketed(mhc_pre_sums_kernel)
 class Dots(NamedTuple):
     """What a boundary leaves to be added up: dots [blocks, T, columns], and what becomes of them."""
 
-    dots: torch.Tensor
-    dh_post: torch.Tensor
-    dh_res: torch.Tensor | None
-    dread: torch.Tensor | None
+    dots: Tensor
+    dh_post: Tensor
+    dh_res: Tensor | None
+    dread: Tensor | None
     transposed: bool
 
 
 def sum_gradients(
-    *, A, sums, phi, gamma, alpha, n, parts, dphi, dgamma, dalpha, dbias, dweight, dlayer_norm_weight, dots
-):
+    *,
+    A: Tensor,
+    sums: Tensor,
+    phi: Tensor,
+    gamma: Tensor | None,
+    alpha: Tensor,
+    n: int,
+    parts: int,
+    dphi: Tensor,
+    dgamma: Tensor,
+    dalpha: Tensor,
+    dbias: Tensor,
+    dweight: Tensor | None,
+    dlayer_norm_weight: Tensor | None,
+    dots: Dots | None,
+) -> None:
     """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel
     dweight: [slices, D], or None where nothing used h_in   dots: of a boundary, or None"""
     slices, M, K = A.shape
@@ -290,17 +305,12 @@ def sum_gradients(
     tile = configs.sums(M, on)
     blocks = cdiv(K, tile.block_d)
     missing = torch.empty((blocks + 1, M), dtype=torch.float32, device=A.device)
-    of_dots = {"dots_ptr": None, "dh_post_ptr": None, "dh_res_ptr": None, "dread_ptr": None, "T": 0, "dots_blocks": 0}
-    dots_programs = 0
-    if dots is not None:
-        of_dots = {f"{name}_ptr": getattr(dots, name) for name in ("dots", "dh_post", "dh_res", "dread")}
-        dots_blocks, T, columns = dots.dots.shape
-        of_dots |= {"T": T, "dots_blocks": dots_blocks}
-        dots_programs = cdiv(T * columns, configs.DOTS_COLUMNS)
+    of_dots = {f"{name}_ptr": getattr(dots, name, None) for name in ("dots", "dh_post", "dh_res", "dread")}
+    dots_blocks, tokens, columns = (0, 0, 0) if dots is None else dots.dots.shape
     ticketed = parts > 1 and configs.has_tickets(on)
     launch(
         KERNEL if ticketed else mhc_pre_sums_kernel,
-        (1 + blocks + dots_programs,),
+        (1 + blocks + cdiv(tokens * columns, configs.DOTS_COLUMNS),),
         **({} if ticketed else {"tickets_ptr": None}),
         A_ptr=A,
         sums_ptr=sums,
@@ -318,6 +328,8 @@ def sum_gradients(
         slices=slices,
         K=K,
         programs=sums.shape[0],
+        T=tokens,
+        dots_blocks=dots_blocks,
         n=n,
         M=M,
         PARTS=parts,

@@ -11,6 +11,7 @@ the rows, or v, of the columns; they are kept in the place of the divisors.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
@@ -264,12 +265,12 @@ def sinkhorn_bwd_kernel(
     tl.store(dlogits_ptr + at, dz.to(dlogits_ptr.dtype.element_ty), mask=present)
 
 
-def divisors(T: int, n: int, iters: int, on: torch.device) -> torch.Tensor:
+def divisors(T: int, n: int, iters: int, on: torch.device) -> Tensor:
     """Scratch for the half steps of T tokens."""
     return torch.empty((2 * iters - 1, T, n), dtype=torch.float32, device=on)
 
 
-def sinkhorn_fwd(*, logits, iters, eps, h_res):
+def sinkhorn_fwd(*, logits: Tensor, iters: int, eps: float, h_res: Tensor) -> None:
     n = logits.shape[-1]
     T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.of(logits.device))
     if T == 0:
@@ -289,7 +290,7 @@ def sinkhorn_fwd(*, logits, iters, eps, h_res):
     )
 
 
-def sinkhorn_bwd(*, logits, iters, eps, dh_res, dlogits):
+def sinkhorn_bwd(*, logits: Tensor, iters: int, eps: float, dh_res: Tensor, dlogits: Tensor) -> None:
     n = logits.shape[-1]
     T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.of(logits.device))
     if T == 0:
