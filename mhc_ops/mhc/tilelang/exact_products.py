@@ -8,6 +8,7 @@ from typing import Any
 
 import tilelang.language as T
 import torch
+from torch import Tensor
 
 from ...core import device
 from . import configs
@@ -25,11 +26,11 @@ def section(m: Any, n: int, head: bool) -> Any:
     return 0 if head else T.if_then_else(m < n, 0, T.if_then_else(m < 2 * n, 1, 2))
 
 
-def tiles(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
+def tiles(count: int, shape: tuple[int, ...], dtype: str) -> tuple[Any, ...]:
     return tuple(T.alloc_shared(shape, dtype) for _ in range(count))
 
 
-def fragments(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
+def fragments(count: int, shape: tuple[int, ...], dtype: str) -> tuple[Any, ...]:
     return tuple(T.alloc_fragment(shape, dtype) for _ in range(count))
 
 
@@ -64,7 +65,7 @@ def release(free):
     T.barrier_arrive(free)
 
 
-def weighted(phi: torch.Tensor, gamma: torch.Tensor | None) -> torch.Tensor:
+def weighted(phi: Tensor, gamma: Tensor | None) -> Tensor:
     """gamma ⊙ phi in fp32, or phi without gamma. Rounded, by torch: a kernel that cuts the product into parts may fuse
     it with what is subtracted from it, and another kernel may not."""
     return phi.float() if gamma is None else phi.float() * gamma.float().flatten()
@@ -103,7 +104,7 @@ def phi_parts_kernel(*, n, M, K, order, dtype, scaled, threads):
     return mhc_phi_parts
 
 
-def phi_parts(*, phi, alpha, n, order, dtype):
+def phi_parts(*, phi: Tensor, alpha: Tensor | None, n: int, order: tuple[int, ...], dtype: str) -> Tensor:
     """The parts `order` of phi, which is `weighted`, times alpha where that is given, as [len(order)·padded_maps, K];
     made anew in each call."""
     M, K = phi.shape

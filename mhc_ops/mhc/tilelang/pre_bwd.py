@@ -14,6 +14,7 @@ from typing import Any
 
 import tilelang.language as T
 import torch
+from torch import Tensor
 
 from ...core import device
 from ...core.sizes import cdiv
@@ -70,7 +71,7 @@ def mhc_pre_dh_pre_kernel(*, n, D, dtype, in_dtype, threads):
     return mhc_pre_dh_pre
 
 
-def dh_pre_of(x, dh_in):
+def dh_pre_of(x: Tensor, dh_in: Tensor) -> Tensor:
     """Pass A: [T, n]"""
     n, D = x.shape[-2:]
     T = dh_in.numel() // D
@@ -85,7 +86,7 @@ def mhc_pre_bwd(**arguments: Any) -> None:
     pre_bwd(PreBackward(**arguments))
 
 
-def mhc_head_bwd(*, hc_eps: float, dout: torch.Tensor, **arguments: Any) -> None:
+def mhc_head_bwd(*, hc_eps: float, dout: Tensor, **arguments: Any) -> None:
     """As pre's, with h_in alone."""
     options = PreOptions(hc_eps=hc_eps, sinkhorn_iters=0)
     pre_bwd(PreBackward(**arguments, options=options, dh_in=dout, dh_post=None, dh_res=None, dx_next=None))
@@ -133,12 +134,12 @@ def pre_bwd(pre: PreBackward) -> None:
 def pass_b(
     pre: PreBackward,
     *,
-    x: torch.Tensor,
-    dh_in: torch.Tensor | None,
-    dh_mix: torch.Tensor,
-    phi: torch.Tensor,
-    factor: torch.Tensor,
-) -> torch.Tensor:
+    x: Tensor,
+    dh_in: Tensor | None,
+    dh_mix: Tensor,
+    phi: Tensor,
+    factor: Tensor,
+) -> Tensor:
     """Fills dx; returns A [slices, M, K]. The kernel takes dx_next or dx_added: where a hook used x between two
     sublayers there are both, and dx_added is added by torch."""
     n, D = x.shape[-2:]

@@ -13,6 +13,7 @@ from typing import Any
 
 import tilelang.language as T
 import torch
+from torch import Tensor
 
 from ...core import device
 from . import configs
@@ -258,12 +259,12 @@ def sinkhorn_bwd_kernel(*, n, dtype, without_eps, threads):
     return sinkhorn_bwd
 
 
-def divisors(T: int, n: int, iters: int, on: torch.device) -> torch.Tensor:
+def divisors(T: int, n: int, iters: int, on: torch.device) -> Tensor:
     """Scratch for the half steps of T tokens."""
     return torch.empty((max(1, 2 * iters - 1), n, T), dtype=torch.float32, device=on)
 
 
-def sinkhorn_fwd(*, logits, iters, eps, h_res):
+def sinkhorn_fwd(*, logits: Tensor, iters: int, eps: float, h_res: Tensor) -> None:
     n = logits.shape[-1]
     if logits.numel():
         threads = configs.per_token(device.of(logits.device))
@@ -271,7 +272,7 @@ def sinkhorn_fwd(*, logits, iters, eps, h_res):
         launch(logits=logits.view(-1, n * n), h_res=h_res.view(-1, n * n), iters=iters, eps=eps)
 
 
-def sinkhorn_bwd(*, logits, iters, eps, dh_res, dlogits):
+def sinkhorn_bwd(*, logits: Tensor, iters: int, eps: float, dh_res: Tensor, dlogits: Tensor) -> None:
     n = logits.shape[-1]
     T = logits.numel() // (n * n)
     if T:
