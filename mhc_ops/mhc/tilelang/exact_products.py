@@ -44,23 +44,23 @@ def parts_of(value: Any, count: int, dtype: str) -> list[Any]:
 
 @T.macro
 def split_bf16(values, parts):
-    """Split values into tiles, one for each part. The values stay as they are: TileLang takes a vector that it has cast
-    for the same as long as its address is the same, also where it was overwritten in between."""
+    """Split values into tiles, one for each part. The values are not overwritten: TileLang reuses the cast of a vector
+    as long as its address is the same, also where its values have changed."""
     for r, c in T.Parallel(*values.shape):
         for p in tuple(range(len(parts))):
             parts[p][r, c] = parts_of(T.cast(values[r, c], F32), len(parts), parts[p].dtype)[p]
 
 
 def fetch(source: Any, tile: Any, loaded: Any) -> Any:
-    """Copy to a tile: at once, or behind a barrier. That only learns how many bytes to expect: when all copies of a
-    phase are on their way, those who load arrive at it."""
+    """Copy to a tile: at once, or with a barrier that learns how many bytes to expect. The loading threads arrive at it
+    when all copies of a phase have begun."""
     return T.copy(source, tile) if loaded is None else T.tma_copy(source, tile, barrier=loaded)
 
 
 @T.macro
 def release(free):
-    """Tell the threads that load that this thread has read what `free` stands for. Its reads may still be on their way
-    when it arrives, and the copies that overwrite the tile do not wait for them: the fence does."""
+    """Tell the loading threads that this thread has read the tile of `free`. Its reads may still be under way when it
+    arrives, and the copies that overwrite the tile do not wait for them: the fence does."""
     T.fence_proxy_async()
     T.barrier_arrive(free)
 

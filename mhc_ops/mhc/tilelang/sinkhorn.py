@@ -3,9 +3,9 @@
 The gradient needs the divisor of every half step: they are recomputed, kept in scratch memory ([half steps, n, T]) and
 walked back.
 
-Without eps a row or a column of which all entries underflow would be 0 / 0, and one of which some do would lack them. A
-matrix that is divided by so little is made again in logarithms: c = exp(z + u + v), where a half step makes u, of the
-rows, or v, of the columns. They are kept in the place of the divisors.
+Without eps a row or column whose entries all underflow would be 0 / 0, and one with some such entries would lose them.
+A matrix with such small divisors is made again in logarithms: c = exp(z + u + v). A half step makes u, of the rows, or
+v, of the columns; they are kept in the place of the divisors.
 """
 
 import functools
@@ -19,7 +19,7 @@ from ...core import device
 from . import configs
 from .build import F32, NAMES, grid, kernel, thread
 
-# What an entry may be divided by: one that is no normal number then still counts for nothing. 2^-126 / 2^-23
+# The least that an entry may be divided by: a denormal one then still counts for nothing. 2^-126 / 2^-23
 LEAST = 2.0**-103
 
 

@@ -13,9 +13,9 @@ matrix units (boundary_tiles.py):
     dh_res  = x · dlinkᵀ per token      four tokens at once, of which the diagonal blocks are kept
     dh_post = h_out · dlinkᵀ            likewise
 
-The dots of dh_res and dh_post are of the program's channels only: pre_sums.py adds them up. So are those
-that pass A makes elsewhere, in a shifted stack: dread = <dh_in, x_next>, on which nothing in this kernel depends. Each
-warp makes them of its channels, on matrix units too, and they are added behind a barrier that is there anyhow.
+The dots of dh_res and dh_post are sums over the program's channels: pre_sums.py adds those of all programs. So are the
+dots of dread = <dh_in, x_next>, which pass A makes elsewhere, in a shifted stack. Each warp makes them of its channels,
+on matrix units too; they are added after a barrier that the kernel needs anyway.
 """
 
 from functools import partial
@@ -79,7 +79,7 @@ COPYING_REGISTERS = gl.constexpr(24)  # of a thread that only copies: the least 
 # functions, as both take the stages in the same order.
 #   full[stage]   ends a phase with the copying warp's one arrival (expect) and the last byte of its copies. Use k of a
 #                 stage is read once phase k has ended, of parity k % 2 = phase.
-#   empty[stage]  ends a phase with the one arrival of the computing warps, behind a barrier of all of them that follows
+#   empty[stage]  ends a phase with the one arrival of the computing warps, after a barrier of all of them that follows
 #                 their last loads. For use k it is filled once phase k − 1 has ended, of parity phase ^ 1; for use 0 at
 #                 once, as a fresh barrier counts as one whose last phase had parity 1.
 #   phi_full      is used once.
@@ -215,7 +215,7 @@ def compute(
     stage = 0
     phase = 0
     blocks = gl.cdiv(T, BLOCK_T)
-    # Last tokens first: they are what pass A left in the L2 cache. Behind the last token everything is 0.
+    # Last tokens first: they are what pass A left in the L2 cache. After the last token everything is 0.
     for done in range(gl.program_id(1), blocks, gl.num_programs(1)):
         t = (blocks - 1 - done) * BLOCK_T
         mbarrier.wait(full.index(stage), phase)
@@ -227,7 +227,7 @@ def compute(
         dh_mix = dh_mixes.index(stage)._reinterpret(gl.bfloat16, [2, BLOCK_T, MAPS], SHARED_MAPS)
         A = with_tokens(A, x_next, dh_mix, MAPS)
 
-        if DOTS > READ_DOTS:  # without the norm: dh_in is what was copied. Here few registers are taken
+        if DOTS > READ_DOTS:  # without the norm, dh_in is as it was copied. Here registers are free
             store_warps_dots(read_dots, dh_ins.index(stage).load(TILE), x_next)
         h_res_next, others = load_table(tables.index(stage), MIXED)
         dh_in = widen(dh_ins.index(stage).load(TILE))
@@ -310,7 +310,7 @@ def mhc_boundary_bwd_kernel(
     bf16: gl.constexpr = gl.bfloat16
     fp32: gl.constexpr = gl.float32
     h_posts = gl.allocate_shared_memory(fp32, [STAGES, BLOCK_T, n], h_post_desc.layout)
-    h_ress = h_posts  # what is not there has no memory of its own
+    h_ress = h_posts  # a map that is absent has no memory of its own
     if h_res_desc is not None:
         h_ress = gl.allocate_shared_memory(fp32, [STAGES, BLOCK_T, n * n], h_res_desc.layout)
     stages = (
@@ -339,7 +339,7 @@ def mhc_boundary_bwd_kernel(
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     mbarrier.init(phi_full, count=1)
-    barrier()  # nobody waits for a barrier before it is one
+    barrier()  # no warp waits for an mbarrier before it is initialised
     descriptors = (x_desc, dlink_next_desc, h_out_desc, dh_in_desc, dh_mix_desc, h_post_desc, h_res_desc, table_desc)
     parameters = (phi_ptr, layer_norm_weight_ptr)
     outputs = (dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr)
@@ -404,7 +404,7 @@ def boundary_pass(
     assert dread is None or layer_norm_weight is None, "the norm waits for pass A, which makes dread"
     streams, D = x.shape[-2:]
     mixed = 0 if h_res is None else streams**2
-    assert parts.shape[1] == configs.padded_maps(2 * streams + mixed), "both sublayers with a map, or both without"
+    assert parts.shape[1] == configs.padded_maps(2 * streams + mixed), "both sublayers have a map, or neither has"
     T, K, maps = table.shape[0], streams * D, 2 * streams + mixed
     tile, on = configs.BOUNDARY_BWD, device.of(x.device)
     blocks = D // tile.block_d

@@ -1,4 +1,4 @@
-"""What the boundary's two large kernels share, in Gluon: tensors that are copied block by block, and small tables."""
+"""Shared by the boundary's two large kernels, in Gluon: tensors that are copied block by block, and small tables."""
 
 import functools
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def beside_tile(column, TILE: gl.constexpr):
     return gl.expand_dims(gl.convert_layout(column, gl.SliceLayout(1, TILE), assert_trivial=True), 1)
 
 
-# The columns of a table, of which a thread holds all
+# The columns of a table; a thread holds all of them
 @gluon.jit
 def columns4(table, TILE: gl.constexpr):
     even, odd = gl.split(gl.reshape(table, [table.shape[0], 2, 2]))
@@ -82,7 +82,7 @@ def columns16(table, TILE: gl.constexpr):
     return c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15
 
 
-# h_res of a table's columns, of which a thread holds all: of the old stream i and the new stream j at i·n + j
+# h_res from a table's columns, all in one thread: that of the old stream i and the new stream j at i·n + j
 @gluon.jit
 def mixing(table, TILE: gl.constexpr, TRANSPOSED: gl.constexpr):
     columns = columns16(table, TILE)

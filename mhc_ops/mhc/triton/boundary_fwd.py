@@ -134,8 +134,8 @@ def sum_of_tiles(first, second):
 
 
 # Begins the products [rows of parts, tokens] of a stage, one for each stream. A tile of phi has 48 rows: two parts of
-# 24 maps, or 16 where there is no h_res. What stands in the others of the 64 that are multiplied is nobody's, nor are
-# those rows of the product.
+# 24 maps, or 16 where there is no h_res. The remaining rows of the 64 that are multiplied are padding; their products
+# are ignored.
 @gluon.jit
 def begin_products(xs, phis, stage, slice: gl.constexpr, zero, MAP_BLOCKS: gl.constexpr):
     products = ()
@@ -177,15 +177,15 @@ def share(T, D):
 
 # Barriers. Both functions take stages, slots and bundles in the same order, so both know how often (k times) one was
 # used before; `phase` is k % 2. A "full" barrier ends its phase k with the copying warp's one arrival (expect) and the
-# last byte of its copies; whoever reads waits for parity k % 2. An "empty" barrier ends its phase k with one arrival of
-# the computing warps when they have done with use k, behind a barrier of all of them; the copying warp waits, before
+# last byte of its copies; readers wait for parity k % 2. An "empty" barrier ends its phase k with one arrival of the
+# computing warps when they have done with use k, after a barrier of all of them; the copying warp waits, before
 # use k, for phase k − 1: parity of k + 1, and at first (k = 0) not at all, as a fresh barrier counts as one whose phase
 # of parity 1 has ended.
 #   full, empty            of a stage: x and h_out of 128 channels, then x_next
 #   maps_full, maps_empty  of a slot: h_post, h_res and read of a block of tokens
 #   phi_full, phi_empty    of a slice of the bundle: its parts of phi. k: bundles that the program has had before
-# Nobody waits in a circle: before the copying warp waits for a stage, a slot or phi to become empty, it has begun all
-# copies that the computing warps need to get there, which are those of the stage behind it (STAGES ≥ 2).
+# No warps wait for each other in a circle: before the copying warp waits for a stage, a slot or phi to become empty, it
+# has begun all copies that the computing warps need to empty it, those of the stage before (STAGES ≥ 2).
 @gluon.jit
 def copy_in(x_desc, h_out_desc, of_tokens, parts_desc, memory, full, empty, T, D, MAP_BLOCKS: gl.constexpr):
     h_post_desc, h_res_desc, read_desc = of_tokens
@@ -277,13 +277,13 @@ def compute(
             for q in gl.static_range(TILES):
                 at = stage * TILES + q
                 squares = squares + (mix_in_place(xs.index(at), outs.index(at), h_post, h_res, read),)
-            fence_async_shared()  # what this thread stored is seen by matrix units and copies, behind the barrier below
+            fence_async_shared()  # matrix units and copies see what this thread stored, after the barrier below
             if slice > 0:
                 total = end_products(products)  # noqa: F821
-            tma.store_wait(0)  # the copy out of the stage before has read it: of the thread that began it
+            tma.store_wait(0)  # of the thread that began it: the copy out of the stage before has read it
             mbarrier.wait(phi_full.index(slice), phi_phase)
             barrier()
-            # Behind this barrier all warps have stored x_next and fenced, have read the maps of this block (their first
+            # After this barrier all warps have stored x_next and fenced, have read the maps of this block (their first
             # use is above), and have done with the stage before: its products are waited for, above or at the end of
             # the last item, and so is the copy out of it.
             if slice == 0:
@@ -337,13 +337,13 @@ def mhc_boundary_fwd_kernel(
     bf16: gl.constexpr = gl.bfloat16
     fp32: gl.constexpr = gl.float32
     posts = gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n], h_post_desc.layout)
-    ress = posts  # what is not there has no memory of its own
+    ress = posts  # a map that is absent has no memory of its own
     if h_res_desc is not None:
         ress = gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n * n], h_res_desc.layout)
     reads = posts
     if read_desc is not None:
         reads = gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n], read_desc.layout)
-    # Behind the last tile of phi there is what its product reads besides.
+    # The product of the last tile of phi also reads the padding after it.
     PHI: gl.constexpr = SLICES * n * TILES * MAP_BLOCKS + PRODUCT_BLOCKS - MAP_BLOCKS
     memory = (
         gl.allocate_shared_memory(bf16, [STAGES * TILES, n, BLOCK_T, TILE_D], x_desc.layout),
@@ -372,7 +372,7 @@ def mhc_boundary_fwd_kernel(
     for s in gl.static_range(SLICES):
         mbarrier.init(full[2].index(s), count=1)
         mbarrier.init(empty[2].index(s), count=1)
-    barrier()  # nobody waits for a barrier before it is one
+    barrier()  # no warp waits for an mbarrier before it is initialised
     of_tokens = (h_post_desc, h_res_desc, read_desc)
     gl.warp_specialize(
         [

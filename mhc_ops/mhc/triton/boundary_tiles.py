@@ -210,7 +210,7 @@ def dlink_as_right(memory):
     return gl.convert_layout(dlink, gl.DotOperandLayout(1, PRODUCTS, 2))
 
 
-# Of a batch's products the columns of two tokens, of which one is the row's own
+# The columns of two tokens in a batch's products; one of the two is the row's own
 @gluon.jit
 def own_half(products, upper):
     low, high = gl.split(gl.permute(gl.reshape(products, [BATCHES, 16, 2, 8]), [0, 1, 3, 2]))
@@ -243,7 +243,7 @@ def by_warp(tile):
 
 
 # memory[warp, t, .., i] = <dh_in[t], x_next[t, i]> over the channels of a warp, among others. Tiles are held as both
-# sides of products of all tokens with all tokens, of which the diagonal is wanted: in one of the 4 lanes of a token.
+# sides of products of all tokens with all tokens. Their diagonal is in one of the 4 lanes of a token.
 @gluon.jit
 def store_warps_dots(memory, dh_in, x_next):
     rows = gl.convert_layout(by_warp(dh_in), gl.DotOperandLayout(0, PRODUCTS, 2), assert_trivial=True)

@@ -7,11 +7,11 @@ sums, make the maps, sum the streams to h_in, norm that.
 
 Where all programs of a launch fit on the GPU at once, they wait for one another, and that rest is spread over them: one
 makes h_in of a token, another its maps with Sinkhorn. The launch is cooperative then: the driver starts all programs at
-once, or refuses. Elsewhere nobody waits, and the last program of a group to arrive
-does all of it; groups are small there, and read phi again from the L2 cache.
+once, or refuses. Elsewhere no program waits, and the last of a group to arrive does all of it; groups are small there,
+and read phi again from the L2 cache.
 
-Slices are those of mhc_pre_project_kernel and summed as there, and what comes behind is the code of
-mhc_pre_finish_kernel: same bits as with many tokens. The product has phi on the side where the projection has x,
+Slices are those of mhc_pre_project_kernel and summed as there; the steps after that are the code of
+mhc_pre_finish_kernel. So the bits are those of many tokens. The product has phi on the side where the projection has x,
 because the matrix units of Hopper take 64 rows on one side and as few as 8 on the other: here 64 rows of phi in parts,
 and 16 tokens.
 """
@@ -170,7 +170,7 @@ def mhc_few_fwd_kernel(
     h_res_next_ptr,
     inv_rms_ptr,
     h_mix_ptr,
-    h_pre_ptr,  # at least as memory between the threads of a program
+    h_pre_ptr,  # also scratch between threads; never None
     T,
     D,
     norm_eps,
@@ -191,7 +191,7 @@ def mhc_few_fwd_kernel(
     TOKENS: tl.constexpr,  # of a group
     TOGETHER: tl.constexpr,  # all programs run at once and wait for one another
     FINISHED: tl.constexpr,  # tokens that a program finishes: a power of two
-    BLOCK_T: tl.constexpr,  # tokens of a product, most of them not there
+    BLOCK_T: tl.constexpr,  # tokens of a product, most of them padding
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,  # channels of a product
     BLOCK_G: tl.constexpr,
@@ -217,7 +217,7 @@ def mhc_few_fwd_kernel(
     for block in tl.range(begin, tl.minimum(begin + SLICE_BLOCKS, tl.cdiv(D, BLOCK_K)), num_stages=1):
         d = block * BLOCK_K + column
         in_tile = is_row & (d < D)
-        # Nothing waits for these before phi of the first streams is on its way too.
+        # Nothing waits for these loads before those of the first phi have begun too.
         streams = ()
         for i in tl.static_range(n):
             streams = streams + (tl.load(x_ptr + (row * n + i) * D + d, mask=in_tile, other=0.0),)
@@ -266,8 +266,8 @@ def mhc_few_fwd_kernel(
             GROUP_PIECES=GROUP_PIECES,
             BLOCK_G=BLOCK_G,
         )
-        # Through memory, where every thread finds the weights of its tokens: left to itself, triton sums the pieces
-        # again in the layout of h_in, eight of them in each thread.
+        # Through memory, where every thread finds the weights of its tokens. Without it, triton sums the pieces again
+        # in the layout of h_in, eight of them in each thread.
         g = tl.arange(0, BLOCK_G)[None, :]
         tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=in_batch[:, None] & (g < n))
         tl.debug_barrier()

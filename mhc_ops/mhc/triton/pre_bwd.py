@@ -77,7 +77,7 @@ def less_product(minus_A, x, dh_mix, PARTS: tl.constexpr, PRECISION: tl.constexp
     return minus_A - product
 
 
-# dx + what lies there, if there is something
+# dx + what the pointer has at these places; dx where it is None
 @triton.jit
 def plus(dx, ptr, at, mask):
     if ptr is not None:

@@ -68,7 +68,7 @@ def through_sinkhorn(
 
 
 # m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
-# dz_res = dh_res back through Sinkhorn, or as it is where iters is 0; none where M is 2n
+# dz_res = dh_res back through Sinkhorn, or dh_res where iters is 0; absent where M is 2n
 # dh_mix = dz·inv_rms, stored in parts;  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix
 # h_pre, what pass B weighs dh_in with: σ(z_pre) + hc_eps, or `read` where that is given
 # sums[program] = Σ_t dz, Σ_t dz·m
@@ -110,7 +110,7 @@ def mhc_pre_dmaps_kernel(
     inv_rms = tl.load(inv_rms_ptr + rows, mask=in_batch, other=0.0).to(tl.float32)
     sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * M)
 
-    # The rows of phi that a sigmoid follows, and the padding, for which everything is 0.
+    # The rows of phi that a sigmoid follows, and the padding, whose values are all 0.
     GATES: tl.constexpr = n if M == n else 2 * n
     g = tl.arange(0, BLOCK_G)[None, :]
     m = tl.where(g < GATES, g, g + (M - GATES))

@@ -61,7 +61,7 @@ def gates_of(
 ):
     GATES: tl.constexpr = n if M == n else 2 * n
     g = tl.arange(0, BLOCK_G)[None, :]
-    column = tl.where(g < GATES, g, M)  # and behind them Σ x²
+    column = tl.where(g < GATES, g, M)  # and after them Σ x²
     present = in_batch[:, None] & (g <= GATES)
     mix = sum_pieces(partials_ptr, t[:, None], column, present, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
     squares = tl.sum(tl.where(g == GATES, mix, 0.0), axis=1)
@@ -195,7 +195,7 @@ def store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch,
 
 # h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
 # h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post) + post_eps;  h_res = sinkhorn(z_res), or z_res where iters is
-# 0, or none where M is 2n;  h_in = Σ_i h_pre[i]·x[i], or of read[i] where that is given, if it is asked for
+# 0, or absent where M is 2n;  h_in = Σ_i h_pre[i]·x[i], or of read[i] where that is given, if it is asked for
 @triton.jit(do_not_specialize=["T", "blocks_each", "iters"])
 def mhc_pre_finish_kernel(
     x_ptr,

@@ -38,7 +38,7 @@ def mhc_pre_normed_dh_pre_kernel(
     layer_norm_eps,
     n: tl.constexpr,
     M: tl.constexpr,
-    TABLE: tl.constexpr,  # columns of a table with r and c of a token in a row, behind its maps; 0: they are apart
+    TABLE: tl.constexpr,  # columns of a table with r and c of a token in a row, after its maps; 0: they are apart
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):

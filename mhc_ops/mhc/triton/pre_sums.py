@@ -7,7 +7,7 @@ One launch, whose programs have one of three tasks:
     tokens   the sums of the per-token kernel: dbias and, up to what the parts of phi leave out, dalpha
     dots     of a boundary: what each of its programs made of its channels for dh_post, dh_res and dread
 
-What the parts of phi leave out comes from the slices: whoever of these and the tokens is the last to draw a ticket adds
+What the parts of phi leave out comes from the slices. The last of these programs and the tokens' to draw a ticket adds
 it to dalpha.
 """
 
@@ -116,7 +116,7 @@ def store_dalpha(dalpha_ptr, by_row, n: tl.constexpr, M: tl.constexpr, BLOCK_M: 
 
 
 # Where m was made from parts of phi, it lacks rest·v·inv_rms, and Σ_t dz·(rest·v·inv_rms) = Σ_k rest·A. In missing_ptr,
-# the row behind those of the blocks is by_row.
+# the row after those of the blocks is by_row.
 @triton.jit
 def add_missing(
     missing_ptr,
@@ -272,7 +272,7 @@ KERNEL = Ticketed(mhc_pre_sums_kernel)
 
 
 class Dots(NamedTuple):
-    """What a boundary leaves to be added up: dots [blocks, T, columns], and what becomes of them."""
+    """Dots [blocks, T, columns] of a boundary that are still to be added up, and the outputs for their sums."""
 
     dots: Tensor
     dh_post: Tensor

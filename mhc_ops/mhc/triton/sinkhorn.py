@@ -3,8 +3,8 @@
 The gradient needs the divisor of every half step: they are recomputed, kept in scratch memory ([half steps, T, n]) and
 walked back. Rows and columns beyond n are zero; their divisors are 1.
 
-Without eps (None) a row or a column of which all entries underflow would be 0 / 0, and one of which some do would lack
-them. Matrices that are divided by so little are made again in logarithms: c = exp(z + u + v). A half step makes u, of
+Without eps (None) a row or column whose entries all underflow would be 0 / 0, and one with some such entries would lose
+them. Matrices with such small divisors are made again in logarithms: c = exp(z + u + v). A half step makes u, of
 the rows, or v, of the columns; they are kept in the place of the divisors.
 """
 
@@ -18,7 +18,7 @@ from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
 from . import configs
 
-# What an entry may be divided by: one that is no normal number then still counts for nothing. 2^-126 / 2^-23
+# The least that an entry may be divided by: a denormal one then still counts for nothing. 2^-126 / 2^-23
 LEAST = tl.constexpr(2.0**-103)
 
 
@@ -68,7 +68,7 @@ def is_lost(rows, columns):
     return tl.min(rows, axis=1, keep_dims=True) * tl.min(columns, axis=2, keep_dims=True) < LEAST
 
 
-# What rows or columns were divided by, with one more divisor; without NaN. Nobody asks where there is an eps.
+# What rows or columns were divided by, with one more divisor; without NaN. Not needed where there is an eps.
 @triton.jit
 def with_divisor(divided, divisor, eps):
     return divided * tl.where(divisor < 1.0, divisor, 1.0) if eps is None else divided

@@ -28,7 +28,7 @@ _reserves: dict[int, list[Tensor]] = {}
 
 # How many programs have drawn, this one included. What it stored happens before that: all its threads have stored at
 # the barrier, and the ticket releases what the thread that draws it has seen. Who finds that all have drawn acquires
-# what they released, and its threads read behind that, as they wait for the ticket at a barrier.
+# what they released, and its threads read after that, as they wait for the ticket at a barrier.
 @triton.jit
 def draw(count_ptr):
     tl.debug_barrier()
@@ -46,7 +46,7 @@ def tickets(index: int, stream: Any) -> Tensor:
 
 
 def _taken(index: int) -> Tensor:
-    """A set that nobody else has. It is never given back: a graph may be replayed at any time."""
+    """A set for one user. It is never given back: a graph may be replayed at any time."""
     reserve = _reserves.setdefault(index, [])
     if not reserve:
         reserve += _zeros(index)
@@ -54,7 +54,7 @@ def _taken(index: int) -> Tensor:
 
 
 def _zeros(index: int) -> list[Tensor]:
-    with _disable_current_modes():  # whoever records a call is not to see this
+    with _disable_current_modes():  # modes that record calls must not see this
         if index < 0:
             return [torch.zeros(SET, dtype=torch.int32)]
         if torch._C._cuda_isCurrentStreamCapturing():  # then the graph itself sets them to zero before the kernel runs
