@@ -152,7 +152,7 @@ LAYER = [
     *PRE,
     ({"layer": None}, TypeError, "layer must be callable, got NoneType"),
     ({"residual": "logits"}, ValueError,
-     "residual='logits' is no map that streams could be mixed with; mhc_pre returns it"),
+     "residual='logits' is not a map to mix streams with; mhc_pre returns it"),
 ]  # fmt: skip
 HEAD = [
     ({"phi": torch.zeros(M, N * D)}, ValueError, "phi must be [4, 64], got [24, 64]"),

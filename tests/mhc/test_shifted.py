@@ -416,7 +416,7 @@ def test_combinations_without_meaning():
          "HyperStack: last=False has no meaning without shifted=True"),
         (lambda: HyperStack(one, shifted=1), TypeError, "HyperStack: shifted must be a bool, got int"),
         (lambda: HyperStack(one) + HyperStack(one, shifted=True), ValueError,
-         "HyperStack: a shifted stack and one that is not make no stack"),
+         "HyperStack: a shifted stack and one that is not cannot be joined"),
         (lambda: HyperStack(one, shifted=True, first=False)(torch.zeros(3, 2, 8)), TypeError,
          r"HyperStack: with first=False the input must be \(x, p\), got Tensor"),
         (lambda: HyperStack(one, shifted=True, first=False)(torch.zeros(3, 2, 8), torch.zeros(3, 4)), ValueError,

@@ -178,7 +178,8 @@ def test_nothing_is_held_behind_the_backward():
     for connection in stack:
         connection.register_forward_hook(
             lambda module, inputs, carry: found.extend(
-                StorageWeakRef(tensor.untyped_storage()) for tensor in (carry.h_post, carry.h_res, carry.h_out)
+                StorageWeakRef(tensor.untyped_storage())
+                for tensor in (carry.carry.h_post, carry.carry.h_res, carry.h_out)
             )
         )
     gc.collect()
@@ -233,7 +234,9 @@ def test_recompute_and_a_hook_that_replaces_x(place):
 
     def gradients_with(recompute):
         stack, x = HyperStack(*connections(place, 4), recompute=recompute), streams(place)
-        stack[1].register_forward_hook(lambda module, inputs, carry: carry._replace(x=carry.x * 2, link=None))
+        stack[1].register_forward_hook(
+            lambda module, inputs, state: state._replace(carry=state.carry._replace(x=state.x * 2, link=None))
+        )
         return step(stack, x)
 
     assert_equal(gradients_with(3), gradients_with(0))
@@ -253,7 +256,7 @@ def test_changes_in_place_are_seen(number, recompute, place):
     out = stack(x)
     with torch.no_grad():
         outputs[number].mul_(3)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|was changed in place behind the forward"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|was modified in place after the forward"):
         out.sum().backward()
 
 
