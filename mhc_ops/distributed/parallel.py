@@ -9,9 +9,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..conv.modules import ShortConv
 from ..core.check import listed
-from ..mhc import recompute as between
+from ..mhc import carry as between
+from ..mhc.carry import StackCarry
 from ..mhc.modules import HyperConnection, HyperHead
-from ..mhc.recompute import StackCarry
 from ..mhc.stack import HyperStack
 from . import agree
 
@@ -125,7 +125,7 @@ class HyperParallel(ParallelStyle):
     def _with_h_out(self, result: Any, mesh: DeviceMesh) -> Any:
         """The carry with h_out as a DTensor, alone or with what the layer returned besides."""
         if isinstance(result, StackCarry):
-            return result._replace(h_out=self._whole(result.h_out, result.x, mesh))
+            return result._replace(h_out=self._whole(result.h_out, result.carry.x, mesh))
         carry, *rest = result
         return self._with_h_out(carry, mesh), *rest
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.check import check_count, check_word
-from ..mhc import recompute as between
+from ..mhc import carry as between
+from ..mhc.carry import StackCarry
 from ..mhc.modules import HyperConnection
-from ..mhc.ops import mhc_expand
-from ..mhc.recompute import StackCarry
+from ..mhc.ops import Carry, mhc_expand
 from ..mhc.stack import HyperStack, split
 
 MAP_BYTES = 4  # maps are fp32
@@ -126,7 +126,9 @@ class HyperStage(HyperStack):
             backend = getattr(connection, "backend", None)
         if not self._sends_carry():
             return between.end(carry, backend, contracted=self.shifted and self.last)
-        sent = (carry.x, carry.h_out, carry.h_post, carry.h_res, carry.read)
+        ended = carry.carry
+        assert isinstance(ended, Carry)
+        sent = (ended.x, carry.h_out, ended.h_post, ended.h_res, ended.read)
         return tuple(_Sent.apply(tensor) for tensor in sent if tensor is not None)
 
     def _sends_carry(self) -> bool:
@@ -148,11 +150,14 @@ class HyperStage(HyperStack):
             raise TypeError(f"HyperStage: the input must be ({', '.join(names)}) of the stage before, got ({got})")
         given = dict(zip(names, inputs if self.begins else map(_Received.apply, inputs)))
         x, p = given.pop("x"), given.pop("p", None)
-        return between.begin(x, self.recompute, self.shifted, p)._replace(transposed=self.transposed, **given)
+        if not given:
+            return between.begin(x, self.recompute, self.shifted, p)
+        carry = Carry(x, given["h_post"], given.get("h_res"), read=p, transposed=self.transposed)
+        return between.resume(carry, given["h_out"], self.recompute)
 
     def _leaving(self, h_in: Tensor, carry: StackCarry) -> tuple[Tensor, StackCarry]:
         h_in, x = _Leave.apply(h_in, carry.x, self.outlet)
-        return h_in, carry._replace(x=x)
+        return h_in, carry._replace(carry=carry.carry._replace(x=x))
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), f"send={self.send!r}")))

@@ -1,7 +1,7 @@
 """The contracts of the mHC kernels and how their gradients are made of one another.
 
 A backend's launcher has the contract's name and takes its inputs and its outputs by their names. Inputs are checked and
-contiguous, but for a link, whose values nobody reads. T is the product of the leading dimensions, M = n² + 2n, or 2n
+contiguous, but for a link, whose values are not read. T is the product of the leading dimensions, M = n² + 2n, or 2n
 where the residual is the identity: then h_res is None as an input and empty as an output.
 """
 
@@ -46,8 +46,8 @@ class PreOutputs(NamedTuple):
 
 
 class PreGradients(NamedTuple):
-    """An output that nobody wants is empty: dgamma without gamma, dlayer_norm_weight without that weight, dread where
-    h_in is not shifted."""
+    """An unwanted output is empty: dgamma without gamma, dlayer_norm_weight without that weight, dread where h_in is
+    not shifted."""
 
     dx: Tensor
     dphi: Tensor
@@ -145,11 +145,11 @@ mhc_post_fwd.gradient_is(mhc_post_bwd, residual=True)
 
 # The pair for one whole layer. x reaches x_next through h_in and, mixed by h_res, directly. Left to autograd, its
 # gradient would be two tensors of the size of x and a pass to add them. Instead mhc_layer_pre returns a `link`, shaped
-# as x with a single element of storage, that mhc_layer_post takes and nobody reads: post's backward gives it dx_next as
-# it is and x nothing, and pre's backward mixes dx_next into its own dx. Correct only as a pair: ops.py
-# owns it, in mhc_layer and in the functions with a carry.
+# as x with a single element of storage, which mhc_layer_post takes and does not read. Post's backward gives the link
+# dx_next as it is and x no gradient; pre's backward mixes dx_next into its own dx. The pair is correct only together:
+# ops.py calls it in mhc_layer and in the functions with a carry.
 class LayerPreOutputs(NamedTuple):
-    """h_pre is empty where h_in is not shifted: nobody reads with it then."""
+    """h_pre is empty where h_in is not shifted: no sublayer reads with it then."""
 
     h_in: Tensor
     h_post: Tensor
@@ -196,13 +196,13 @@ mhc_layer_pre.gradient_is(mhc_pre_bwd, renamed={"dx_next": "dlink"})
 
 @mhc_layer_post.gradient
 def mhc_layer_post_gradient(run, x, h_out, h_post, h_res, transposed, dx_next):
-    of_post = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "transposed": transposed}
-    gradients = run(mhc_post_bwd, **of_post, dx_next=dx_next, residual=False)
+    inputs = {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res, "transposed": transposed}
+    gradients = run(mhc_post_bwd, **inputs, dx_next=dx_next, residual=False)
     return by_input(gradients) | {"x": None, "link": dx_next}
 
 
 class PostPreOutputs(NamedTuple):
-    """Of the next layer all but x_next."""
+    """All but x_next belong to the next layer."""
 
     x_next: Tensor
     h_in: Tensor
@@ -508,7 +508,7 @@ def _h_in(x: Tensor) -> Tensor:
 
 
 def _map(x: Tensor, *shape: int) -> Tensor:
-    """fp32, of this shape behind the leading dimensions of x."""
+    """fp32: the leading dimensions of x, then this shape."""
     return x.new_empty((*x.shape[:-2], *shape), dtype=torch.float32)
 
 

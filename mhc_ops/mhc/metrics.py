@@ -1,4 +1,4 @@
-"""The health of a training run: what the hyper-connections of a model do while it trains."""
+"""Health of a training run: maps, logits and gradients of a model's hyper-connections."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..core.backend import choose
 from ..core.modes import is_transformed
 from ..core.precision import accumulate
+from .carry import StackCarry
 from .modules import HyperConnection
 from .ops import mhc_maps, sinkhorn
 from .options import MapKeywords, Residual
-from .recompute import StackCarry
 
 SATURATED = 6.0  # |z| above which a sigmoid has less than 1 % of its steepest slope
 _SATURATED_SHARE = 1 / (1 + math.exp(-SATURATED)) - 0.5  # how far σ(z) is from ½ there
@@ -32,13 +32,13 @@ def metrics(model: nn.Module) -> Iterator["Metrics"]:
     ...     loss_of(model(batch)).backward()
     >>> health.result()["layers.0/h_res_entropy"]
 
-    Everything that is seen stays on the device, so that the host never waits, until `health.result()`. Results and
-    gradients of the model keep their bits. Each connection makes its maps a second time, for which x is read once
-    more: a step within is for every so many steps of a training run.
+    All values stay on the device until `health.result()`, so the host does not wait. Results and gradients of the
+    model keep their bits. Each connection makes its maps a second time, which reads x once more: collect in every
+    so many steps of a training run.
 
     All calls within count, those of gradient accumulation too; what a checkpoint runs again in the backward does not.
-    Gradients are taken as they are when the context ends, which is for it to do between backward and zero_grad.
-    Nothing is collected of what torch.compile or torch.func run: call the model itself, not what they made of it.
+    Gradients are read when the context ends: end it between backward and zero_grad. Under torch.compile and torch.func
+    nothing is collected: call the model itself.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"metrics: model must be an nn.Module, got {type(model).__name__}")
@@ -49,7 +49,7 @@ def metrics(model: nn.Module) -> Iterator["Metrics"]:
     with ExitStack() as hooks:
         hooks.enter_context(model.register_forward_pre_hook(found._begin))
         for name, connection in connections.items():
-            # Before other hooks: those of FSDP2 take the parameters away that the maps are made of.
+            # Before other hooks: those of FSDP2 free the parameters that the maps are made of.
             hooks.enter_context(connection.register_forward_hook(partial(found._see, name), prepend=True))
         hooks.enter_context(model.register_forward_hook(found._end))
         yield found
@@ -76,12 +76,11 @@ class Metrics:
         h_pre_mean, h_pre_min, h_pre_max and the same of h_post
         saturated_pre, saturated_post, saturated_res: share of the logits z with |z| > 6
         dphi_norm, dalpha_norm, dbias_norm: of the gradients, where there are some
-        gain_forward, gain_backward: largest absolute row and column sum of the map that all connections of one call of
-        the model make of the streams together, the product of their h_resᵀ, mean over tokens
+        gain_forward, gain_backward: largest absolute row and column sum of the product of all h_resᵀ in one forward,
+        mean over tokens
 
-        With residual="identity" there is no h_res and nothing of it. Where connections see different shapes, as in an
-        encoder and a decoder, each run of equal shapes is a map of its own. This is where the host waits for the
-        device.
+        With residual="identity" there is no h_res and none of its metrics. Where connections see different shapes, as
+        in an encoder and a decoder, each run of equal shapes has its own product. Here the host waits for the device.
         """
         if not any(seen.counts for seen in self._seen.values()):
             raise RuntimeError(
@@ -105,7 +104,7 @@ class Metrics:
             self._called = False
 
     def _close(self) -> None:
-        """The product is whole."""
+        """Count the product of this forward's maps."""
         if self._product is not None:
             sizes = self._product.abs()
             self._composite.mean("gain_forward", sizes.sum(-1).amax(-1))
@@ -168,7 +167,7 @@ class Metrics:
 
 
 class _Seen:
-    """Numbers over all that was seen so far, as tensors."""
+    """Means and extremes over all calls so far, as tensors."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -195,23 +194,22 @@ def _merge(kept: dict[str, Tensor], name: str, value: Tensor, both: Callable[[Te
 
 
 def _unseen() -> bool:
-    """Where tensors stand for others, and where a checkpoint runs again, in the backward, what was seen before."""
+    """True under torch.compile and torch.func, and where a checkpoint runs a forward again in the backward."""
     return torch.compiler.is_compiling() or is_transformed() or torch._C._current_graph_task_id() != -1
 
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """What runs within is no part of the model: no gradients, and modes do not see it, as those of a selective
-    checkpoint, which counts operations."""
+    """No gradients, and no modes: that of a selective checkpoint counts operations."""
     with torch.no_grad(), _disable_current_modes():
         yield
 
 
 def _streams(given: Any, result: Any) -> Tensor:
-    """x as the connection read it: given, but in a stack made within, and in the carry that it returns."""
+    """x as the connection read it: its input or, in a stack, the x of the carry that it returns."""
     if not isinstance(given, StackCarry):
         return given
-    return (result if isinstance(result, StackCarry) else result[0]).x
+    return (result if isinstance(result, StackCarry) else result[0]).carry.x
 
 
 def _maps(connection: HyperConnection, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -229,12 +227,12 @@ def _backend(connection: HyperConnection, device: torch.device) -> str:
 
 
 def _whole(norm: Any) -> Tensor:
-    """Of a gradient that is sharded over processes, the norm of all of it."""
+    """The norm of a whole gradient, also where it is sharded over processes."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def _numbers(tensors: dict[str, Tensor]) -> dict[str, float]:
-    """With one copy per device."""
+    """As floats, with one copy per device."""
     numbers: dict[str, float] = {}
     for device in {value.device for value in tensors.values()}:
         there = {name: value for name, value in tensors.items() if value.device == device}

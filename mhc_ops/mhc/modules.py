@@ -10,15 +10,15 @@ from typing_extensions import Unpack
 
 from ..core import backend as backends
 from ..core.check import check_count, check_flag, check_tensors
+from .carry import StackCarry, boundary
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
 from .options import DEFAULTS, PreKeywords, Residual, checked, spelled_out
-from .recompute import StackCarry, boundary
 
 MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
 
 
 class _Maps(nn.Module):
-    """What the modules here have: phi [maps, nD], alpha [sections], bias [maps] and, if asked for, gamma [n, D].
+    """Parameters of the modules here: phi [maps, nD], alpha [sections], bias [maps] and, if asked for, gamma [n, D].
 
     sections: 3 for the n² + 2n maps of a layer, pre, post and res; 2 for those without res; 1 for the n of a head.
     """
@@ -54,7 +54,7 @@ class _Maps(nn.Module):
         maps = sum([n, n, n * n][:sections])
         self.n, self.D = n, D
         self.options = {name: getattr(found, name) for name in options}
-        # What functions are given: every further option is looked at in every call.
+        # Functions get only options that differ from the defaults: each one given costs time in every call.
         self.further = {name: value for name, value in self.options.items() if value != getattr(DEFAULTS, name)}
         self.backend = backend
         self.phi = nn.Parameter(torch.empty(maps, n * D, device=device, dtype=dtype))
@@ -76,7 +76,7 @@ class _Maps(nn.Module):
             raise ValueError(f"{type(self).__name__}: x must be [..., {self.n}, {self.D}], got {list(x.shape)}")
 
     def extra_repr(self) -> str:
-        """n=4, D=64, what was switched on, and the backend where one was named."""
+        """n=4, D=64, the flags that are on, and the backend where one was named."""
         weight = getattr(self, "layer_norm_weight", None)
         flags = {
             "gamma": self.gamma is not None,
@@ -214,13 +214,13 @@ class HyperConnection(_Maps):
                 return carry._replace(h_out=result[0]), *result[1:]
             return carry._replace(h_out=result)
 
-        self.check(x.x if isinstance(x, StackCarry) else x)
+        self.check(x.carry.x if isinstance(x, StackCarry) else x)
         parameters = (self.phi, self.alpha, self.bias, self.gamma, self.layer_norm_weight)
         if not self.checkpoint or not torch.is_grad_enabled():
             return run(x, *parameters)
         if torch.compiler.is_compiling():
             return checkpoint(run, x, *parameters, use_reentrant=False)
-        choice = backends.chosen()  # autograd runs it again in a thread that has none of its own
+        choice = backends.chosen()  # autograd runs it again in a thread without this context
 
         def run_on_the_same(x: Tensor, *parameters: Any) -> Any:
             with backends.scope(choice):

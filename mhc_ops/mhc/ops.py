@@ -1,4 +1,4 @@
-"""mHC: the public functions. What each does first, checking its input and choosing a backend, is in prepare.py."""
+"""mHC: the public functions. prepare.py checks their input and chooses a backend."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
@@ -122,7 +122,7 @@ def mhc_pre(
     layer_norm_weight: [D], the RMSNorm that a sublayer begins with: h_in comes out as
     layer_norm_weight ⊙ h_in · rsqrt(mean(h_in²) + layer_norm_eps), rounded once
     residual: "identity" leaves every stream as it is: phi [2n, nD], alpha [2], bias [2n], and h_res is None; "logits"
-    returns z_res as h_res. transposed: h_res is [new, old] for `mhc_post`, which is to be told so too; the values of
+    returns z_res as h_res. transposed: h_res is [new, old] for `mhc_post`, which takes the same flag; the values of
     this function are the same
     sinkhorn_eps: may be 0
     Returns h_in [..., D] typed as x, h_post [..., n] and h_res [..., n, n], doubly stochastic. Differentiable in x,
@@ -185,8 +185,8 @@ def mhc_post(
     transposed: h_res is [new, old]: x_next[j] = h_post[j]·h_out + Σ_i h_res[j, i]·x[i]
     Returns x_next, shaped and typed as x. Differentiable in everything.
     """
-    of_residual = {"transposed": transposed} if transposed else {}  # every argument is looked at in every call
-    return run(prepare.post, x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend=backend, **of_residual)
+    mixing = {"transposed": transposed} if transposed else {}  # each argument costs time in every call
+    return run(prepare.post, x=x, h_out=h_out, h_post=h_post, h_res=h_res, backend=backend, **mixing)
 
 
 @spelled_out
@@ -207,7 +207,7 @@ def mhc_post_pre(
     """The boundary between two layers in one call: `mhc_post` of one, then `mhc_pre` of the next.
 
     x, h_out, h_post, h_res: as in mhc_post
-    All others are the next layer's, as in mhc_pre; transposed is of both.
+    All others belong to the next layer, as in mhc_pre; transposed applies to both.
     Returns x_next, and h_in, h_post, h_res of the next layer. All have the bits of mhc_post and mhc_pre.
     Differentiable in everything.
     """
@@ -279,8 +279,8 @@ def mhc_layer(
     """
     if not callable(layer):
         raise TypeError(f"mhc_layer: layer must be callable, got {type(layer).__name__}")
-    of_pre: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
-    h_in, carry = _enter("mhc_layer", x, layer_norm_weight=layer_norm_weight, backend=backend, **of_pre)
+    sublayer: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
+    h_in, carry = _enter("mhc_layer", x, layer_norm_weight=layer_norm_weight, backend=backend, **sublayer)
     result = layer(h_in)
     h_out, *rest = result if isinstance(result, tuple) and result else (result,)
     x_next = _leave("mhc_layer", carry, h_out, backend)
@@ -309,8 +309,8 @@ def mhc_enter(
     >>> x = mhc_leave(carry, layer(h_in))
 
     Arguments as in mhc_pre. Returns h_in and what `mhc_next` or `mhc_leave` write the sublayer's output back with. The
-    values are those of mhc_pre and mhc_post. A carry may be used more than once. It belongs to the backend that made
-    it; another one takes it too, and then differentiates x as mhc_post does.
+    values are those of mhc_pre and mhc_post. A carry may be used more than once. Another backend
+    takes it too, and then differentiates x as mhc_post does.
 
     shifted: every sublayer reads with the weights that the one before made of its own x (DeepSeek V4.1), this one with
     `read` [..., n], or stream 0 alone where that is None. The carry remembers: `carry.read` is h_pre of its sublayer.
@@ -320,10 +320,10 @@ def mhc_enter(
     ...     h_in, carry = mhc_next(carry, layer(h_in), *own, norm_eps=1e-20)
     >>> out = mhc_read(*mhc_leave(carry, layer(h_in)))
     """
-    of_pre: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
+    sublayer: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
     if shifted or read is not None:
-        of_pre |= {"shifted": shifted, "read": read}
-    return _enter("mhc_enter", x, layer_norm_weight=layer_norm_weight, backend=backend, **of_pre)
+        sublayer |= {"shifted": shifted, "read": read}
+    return _enter("mhc_enter", x, layer_norm_weight=layer_norm_weight, backend=backend, **sublayer)
 
 
 @spelled_out
@@ -342,19 +342,19 @@ def mhc_next(
     """The boundary between two sublayers: `mhc_post` of the one that returned h_out, `mhc_pre` of the next.
 
     carry: of the sublayer that ended   h_out: [..., D], what it returned
-    All others are the next one's, as in mhc_pre.
+    All others belong to the next one, as in mhc_pre.
     Returns h_in and the carry of the next sublayer, as mhc_enter does; `carry.x` is x between the two. The gradient
-    that x gets past the sublayer is not mixed by a pass of its own. With the carry of a shifted stack, h_in is read
+    that x gets past the sublayer needs no pass of its own. With the carry of a shifted stack, h_in is read
     with `carry.read`, whose gradient goes to the maps of the sublayer that ended.
     """
     _check_carry("mhc_next", carry)
     linked = torch.is_grad_enabled()
-    of_pre: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
-    of_pre |= {"layer_norm_weight": layer_norm_weight, "backend": backend}
+    sublayer: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
+    sublayer |= {"layer_norm_weight": layer_norm_weight, "backend": backend}
     shifted, transposed = carry.read is not None, bool(options.get("transposed"))
     if (linked and not prepare.is_link_of_kernels(carry.link)) or carry.transposed != transposed:
-        of_shifted = {"shifted": True, "read": carry.read} if shifted else {}
-        return _enter("mhc_next", _leave("mhc_next", carry, h_out, backend), **of_pre, **of_shifted)
+        of_stack = {"shifted": True, "read": carry.read} if shifted else {}
+        return _enter("mhc_next", _leave("mhc_next", carry, h_out, backend), **sublayer, **of_stack)
     parts = run(
         prepare.next_sublayer,
         link=carry.link if linked else None,
@@ -364,7 +364,7 @@ def mhc_next(
         h_res=carry.h_res,
         linked=linked,
         **({"read": carry.read} if shifted else {}),
-        **of_pre,
+        **sublayer,
     )
     x_next, h_in, *parts = parts
     return h_in, _carried(x_next, parts, shifted, linked, transposed)
@@ -381,14 +381,14 @@ def mhc_leave(carry: Carry, h_out: Tensor, *, backend: str | None = None) -> Any
     return x if carry.read is None else (x, carry.read)
 
 
-def _enter(function: str, x: Tensor, **of_pre: Any) -> tuple[Tensor, Carry]:
+def _enter(function: str, x: Tensor, **sublayer: Any) -> tuple[Tensor, Carry]:
     if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_contiguous():
         x = x.contiguous()  # once for both parts
-    linked, shifted = torch.is_grad_enabled(), of_pre.get("shifted") is True
-    if shifted and of_pre.get("read") is None and isinstance(x, Tensor) and is_readable(x) and x.dim() > 1:
-        of_pre["read"] = reference.first_stream(x)
-    h_in, *parts = run(prepare.enter, function=function, x=x, linked=linked, **of_pre)
-    return h_in, _carried(x, parts, shifted, linked, of_pre.get("transposed", False))
+    linked, shifted = torch.is_grad_enabled(), sublayer.get("shifted") is True
+    if shifted and sublayer.get("read") is None and isinstance(x, Tensor) and is_readable(x) and x.dim() > 1:
+        sublayer["read"] = reference.first_stream(x)
+    h_in, *parts = run(prepare.enter, function=function, x=x, linked=linked, **sublayer)
+    return h_in, _carried(x, parts, shifted, linked, sublayer.get("transposed", False))
 
 
 def _carried(x: Tensor, parts: Sequence[Any], shifted: bool, linked: bool, transposed: bool) -> Carry:
@@ -398,7 +398,7 @@ def _carried(x: Tensor, parts: Sequence[Any], shifted: bool, linked: bool, trans
 
 
 def _leave(function: str, carry: Carry, h_out: Tensor, backend: str | None) -> Tensor:
-    of_residual = {"transposed": carry.transposed} if carry.transposed else {}
+    mixing = {"transposed": carry.transposed} if carry.transposed else {}
     return run(
         prepare.leave,
         function=function,
@@ -408,7 +408,7 @@ def _leave(function: str, carry: Carry, h_out: Tensor, backend: str | None) -> T
         h_post=carry.h_post,
         h_res=carry.h_res,
         backend=backend,
-        **of_residual,
+        **mixing,
     )
 
 

@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Residual(str, Enum):
-    """What mixes the old streams into the new ones; options hold the value, as callers and torch's ops say it."""
+    """How the old streams are mixed into the new ones. Options hold the value, as callers and torch's ops give it."""
 
     SINKHORN = "sinkhorn"  # h_res = sinkhorn(z_res)
     IDENTITY = "identity"  # every stream stays as it is: no h_res, no rows of phi for it
@@ -35,7 +35,7 @@ class MapKeywords(TypedDict, total=False):
 
 
 class PreKeywords(MapKeywords, total=False):
-    """Those of a function that makes h_in too, as `mhc_pre`."""
+    """The options of a function that also makes h_in, as `mhc_pre`."""
 
     layer_norm_eps: float
 
@@ -55,7 +55,7 @@ class PreOptions(NamedTuple):
 
 
 DEFAULTS = PreOptions()
-NOT_IN_TILELANG = ("post_eps", "residual", "transposed")  # what only Triton's kernels read
+NOT_IN_TILELANG = ("post_eps", "residual", "transposed")  # only Triton's kernels read them
 _OF_SINKHORN = ("sinkhorn_iters", "sinkhorn_eps")
 WITHOUT_MEANING = {
     Residual.SINKHORN.value: (),
@@ -72,7 +72,7 @@ _COUNTS, _NUMBERS, _FLAGS = _of_kind(int), _of_kind(float), _of_kind(bool)
 
 
 def checked(function: str, given: Mapping[str, Any], known: Iterable[str] = PreOptions._fields) -> PreOptions:
-    """What a caller gave to this function, and defaults. known: the options that this function has."""
+    """The options that a caller gave, checked, and defaults. known: the options that this function has"""
     for name in given:
         if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

@@ -1,5 +1,5 @@
-"""What the public functions do first: check the input, choose a backend, and name the op that is to be called, or
-return what the reference does. Eager calls that are like an earlier one skip this (core/call.py)."""
+"""What the public functions do first: check the input, choose a backend, and name the op to call, or return the
+reference's result. Eager calls that are like an earlier one skip this (core/call.py)."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..core.check import (
     check_shapes,
     check_tensors,
 )
-from . import contracts, manual, reference
+from . import backward_formula, contracts, reference
 from .options import DEFAULTS, NOT_IN_TILELANG, MapKeywords, PreOptions, Residual, checked
 
 MAX_STREAMS = 8  # of the kernels; the reference takes any n
@@ -97,17 +97,17 @@ def _pre_on(
         return reference.mhc_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)[: len(returns)]
     check_kernels(function, x, layer_norm_weight, name)
     check_kernel_options(function, options, name)
-    inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
+    inputs = _pre_inputs(x, phi, alpha, bias, gamma, layer_norm_weight, options)
     return Request(contracts.mhc_pre_fwd, name, inputs, _there(returns, options))
 
 
 def _there(outputs: tuple[str, ...], options: PreOptions) -> tuple[str | None, ...]:
-    """What a function returns of these: no h_res where the residual is the identity."""
+    """The outputs that a function returns, with None for h_res where the residual is the identity."""
     without = ("h_res", "h_res_next") if options.residual == Residual.IDENTITY else ()
     return tuple(None if name in without else name for name in outputs)
 
 
-def _of_pre(
+def _pre_inputs(
     x: Tensor,
     phi: Tensor,
     alpha: Tensor,
@@ -212,7 +212,7 @@ def post_pre(
     check_kernels(function, x, layer_norm_weight, name)
     check_kernel_residual(function, h_res, options.transposed, name)
     check_kernel_options(function, options, name)
-    inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
+    inputs = _pre_inputs(x, phi, alpha, bias, gamma, layer_norm_weight, options)
     inputs |= {"h_out": h_out, "h_post": h_post, "h_res": h_res}
     return Request(contracts.mhc_post_pre_fwd, name, inputs, _there(contracts.PostPreOutputs._fields[:4], options))
 
@@ -238,15 +238,15 @@ def enter(
     check_shifted(function, x, shifted, read)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        of_pre = (phi, alpha, bias, gamma, layer_norm_weight, options)
-        h_in, carry = reference.mhc_enter(x, *of_pre, shifted=shifted, read=read)
+        sublayer = (phi, alpha, bias, gamma, layer_norm_weight, options)
+        h_in, carry = reference.mhc_enter(x, *sublayer, shifted=shifted, read=read)
         h_pre = (carry.read,) if shifted else ()
         return h_in, carry.h_post, carry.h_res, *h_pre, *((carry.link,) if linked else ())
     check_kernels(function, x, layer_norm_weight, name)
     check_kernel_options(function, options, name)
     if shifted:
         check_not_tilelang(f"{function} with shifted=True", name)
-    inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
+    inputs = _pre_inputs(x, phi, alpha, bias, gamma, layer_norm_weight, options)
     returns = _there(("h_in", "h_post", "h_res"), options) + (("h_pre",) if shifted else ())
     if linked or shifted:
         returns += ("link",) if linked else ()
@@ -295,7 +295,7 @@ def next_sublayer(
     **given: Any,
 ) -> Any:
     """x_next, h_in, h_post, h_res; where read is given, h_pre; where linked, the link. With gradients, the carry has a
-    link of kernels. transposed is said of both h_res."""
+    kernel link. transposed applies to both h_res."""
     function = "mhc_next"
     options = checked_to_mix(function, given)
     check_post(function, x, h_out, h_post, h_res, options.transposed)
@@ -305,9 +305,9 @@ def next_sublayer(
     check_layer_norm(function, x, layer_norm_weight)
     name = choose(function, "mhc", backend, x.device)
     if name == "reference":
-        of_pre = (phi, alpha, bias, gamma, layer_norm_weight, options)
+        sublayer = (phi, alpha, bias, gamma, layer_norm_weight, options)
         ended = reference.Carry(x, h_post, h_res, read, None, options.transposed)
-        h_in, carry = reference.mhc_next(ended, h_out, *of_pre)
+        h_in, carry = reference.mhc_next(ended, h_out, *sublayer)
         found = (carry.x, h_in, carry.h_post, carry.h_res)
         return found + (() if read is None else (carry.read,)) + ((carry.link,) if linked else ())
     check_kernels(function, x, layer_norm_weight, name)
@@ -315,7 +315,7 @@ def next_sublayer(
     check_kernel_options(function, options, name)
     if read is not None:
         check_not_tilelang(f"{function} of a shifted stack", name)
-    inputs = _of_pre(x, phi, alpha, bias, gamma, layer_norm_weight, options)
+    inputs = _pre_inputs(x, phi, alpha, bias, gamma, layer_norm_weight, options)
     inputs |= {"h_out": h_out, "h_post": h_post, "h_res": h_res, "read": read, "link": link, "linked": linked}
     returns = _there(("x_next", "h_in", "h_post_next", "h_res_next"), options)
     returns += (() if read is None else ("h_pre_next",)) + (("link_next",) if linked else ())
@@ -323,8 +323,8 @@ def next_sublayer(
 
 
 def is_link_of_kernels(link: Tensor | None) -> bool:
-    """Of one element of storage, which nobody reads. That of the reference is x in fp32. A link of the other kind is
-    none: x then gets its gradient as it does without one."""
+    """True for a kernel link: zero strides over one placeholder element. The reference's link, x in fp32, counts as no
+    link: x then gets its gradient as it does without one."""
     return isinstance(link, Tensor) and is_readable(link) and not any(link.stride())
 
 
@@ -409,10 +409,10 @@ def backward(
     name = choose(function, "mhc", backend, x.device)
     maps: dict[str, Any] = {"inv_rms": inv_rms, "h_mix": h_mix, "dh_in": dh_in, "dh_post": dh_post, "dh_res": dh_res}
     if name == "reference":
-        return manual.mhc_pre_bwd(x, phi, alpha, bias, gamma, **maps, hc_eps=options.hc_eps)
+        return backward_formula.mhc_pre_bwd(x, phi, alpha, bias, gamma, **maps, hc_eps=options.hc_eps)
     check_kernel_limits(function, x, name)
     inputs = {
-        **_of_pre(x, phi, alpha, bias, gamma, None, options),
+        **_pre_inputs(x, phi, alpha, bias, gamma, None, options),
         **maps,
         "dx_next": None,
         "read": None,
@@ -477,12 +477,10 @@ def check_shifted(function: str, x: Tensor, shifted: bool, read: Tensor | None) 
 
 
 def checked_to_mix(function: str, given: dict[str, Any]) -> PreOptions:
-    """Of a function that mixes the streams with h_res itself."""
+    """The options of a function that mixes the streams with h_res itself."""
     options = checked(function, given)
     if options.residual == Residual.LOGITS:
-        raise ValueError(
-            f"{function}: residual='logits' is no map that streams could be mixed with; mhc_pre returns it"
-        )
+        raise ValueError(f"{function}: residual='logits' is not a map to mix streams with; mhc_pre returns it")
     return options
 
 
@@ -499,7 +497,7 @@ def check_kernels(function: str, x: Tensor, layer_norm_weight: Tensor | None, ba
 
 
 def check_kernel_options(function: str, options: PreOptions, backend: str) -> None:
-    """What no kernel reads is refused, not left out. Raw logits are what kernels make with 0 iterations."""
+    """An option that no kernel reads is refused, not ignored. Kernels make raw logits with 0 iterations."""
     for name in NOT_IN_TILELANG:
         value = getattr(options, name)
         if value != getattr(DEFAULTS, name) and value != Residual.LOGITS:

@@ -2,8 +2,8 @@
 
 n streams of D channels, M = n² + 2n maps. Rows of phi: pre (n), post (n), res (n², row i·n + j for h_res[i, j]). With
 the identity as residual there are no rows res, alpha is [2] and h_res is None everywhere. Computed in fp32, or fp64
-where x is fp64; autocast is off (a backward that is itself run inside an autocast block is torch's affair, and torch
-advises against it).
+where x is fp64; autocast is off in this file. Torch advises against a backward inside an
+autocast block; its result there is torch's.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .options import PreOptions, Residual
 
 
 class Carry(NamedTuple):
-    """What lies between two sublayers until the first has returned h_out: `mhc_enter` and `mhc_next` return it,
+    """The state between two sublayers, until the first has returned h_out: `mhc_enter` and `mhc_next` return it,
     `mhc_next` and `mhc_leave` take it.
 
     x: the streams that the sublayer read   h_post, h_res: what its output is written back with
@@ -44,8 +44,8 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
         z = accumulate(logits)
         if eps:
             return half_steps(z, iters, eps)[0]
-        # Without eps, a row or column whose entries all underflow is 0 / 0, and one of which some do lacks them.
-        # Matrices that are divided by so little that those count are made in logarithms.
+        # Without eps, a row or column whose entries all underflow is 0 / 0, and one with some such entries loses them.
+        # Matrices whose divisors are that small are made in logarithms.
         number = torch.finfo(z.dtype)
         lost = divided_by(half_steps(z.detach(), iters, eps)[1])[..., None, None] < number.tiny / number.eps
         plain, _ = half_steps(z.masked_fill(lost, 0), iters, eps)
@@ -63,7 +63,7 @@ def half_steps(z: Tensor, iters: int, eps: float) -> tuple[Tensor, list[Tensor]]
 
 
 def divided_by(divisors: list[Tensor]) -> Tensor:
-    """The least that an entry is divided by in all half steps: of its column and of its row. NaN counts as 1."""
+    """The least product of all divisors of an entry, those of its column and of its row. NaN counts as 1."""
     of_axes = divisors[::2], [torch.ones_like(divisors[0]), *divisors[1::2]]
     columns, rows = (torch.stack(of_axis).nan_to_num(1.0).clamp(max=1).prod(0).amin(-1) for of_axis in of_axes)
     return columns * rows
@@ -176,7 +176,7 @@ def mhc_post_pre(
     layer_norm_weight: Tensor | None,
     options: PreOptions,
 ) -> tuple[Any, ...]:
-    """mhc_post, then mhc_pre of the x_next that was stored. transposed is said of both h_res."""
+    """mhc_post, then mhc_pre of the x_next that was stored. transposed applies to both h_res."""
     x_next = mhc_post(accumulate(x), h_out, h_post, h_res, options.transposed)
     # Rounded as stored, but not in the backward: the two gradients of x_next meet before they are rounded.
     rounding = (x_next.to(x.dtype) - x_next).detach()
@@ -185,18 +185,18 @@ def mhc_post_pre(
     return stored.to(x.dtype), h_in.to(x.dtype), *maps
 
 
-def mhc_enter(x: Tensor, *of_pre: Any, shifted: bool = False, read: Tensor | None = None) -> tuple[Tensor, Carry]:
+def mhc_enter(x: Tensor, *sublayer: Any, shifted: bool = False, read: Tensor | None = None) -> tuple[Tensor, Carry]:
     """h_in of the first sublayer, and what `mhc_next` or `mhc_leave` write its output back with.
 
-    of_pre: as mhc_pre, or where shifted, with read, as mhc_shifted_pre
+    sublayer: as mhc_pre, or where shifted, with read, as mhc_shifted_pre
     """
-    *_, options = of_pre
-    streams = accumulate(x)  # once: what x gets through h_in, the maps and past them meets before it is rounded
+    *_, options = sublayer
+    streams = accumulate(x)  # once: the parts of dx, through h_in, the maps and past them, meet before they are rounded
     link = streams if torch.is_grad_enabled() else None
     if shifted:
-        h_in, h_post, h_res, h_pre = mhc_shifted_pre(streams, read, *of_pre)
+        h_in, h_post, h_res, h_pre = mhc_shifted_pre(streams, read, *sublayer)
         return h_in.to(x.dtype), Carry(x, h_post, h_res, h_pre, link, options.transposed)
-    h_in, h_post, h_res, *_ = mhc_pre(streams, *of_pre)
+    h_in, h_post, h_res, *_ = mhc_pre(streams, *sublayer)
     return h_in.to(x.dtype), Carry(x, h_post, h_res, None, link, options.transposed)
 
 
@@ -206,11 +206,11 @@ def mhc_leave(carry: Carry, h_out: Tensor) -> Tensor:
     return mhc_post(streams, h_out, carry.h_post, carry.h_res, carry.transposed).to(carry.x.dtype)
 
 
-def mhc_next(carry: Carry, h_out: Tensor, *of_pre: Any) -> tuple[Tensor, Carry]:
+def mhc_next(carry: Carry, h_out: Tensor, *sublayer: Any) -> tuple[Tensor, Carry]:
     """mhc_post of the sublayer that returned h_out, then mhc_pre of the next, which in a shifted stack reads with
     carry.read: the gradient of those weights goes to the maps that were made one boundary earlier."""
     shifted = carry.read is not None
-    return mhc_enter(mhc_leave(carry, h_out), *of_pre, shifted=shifted, read=carry.read)
+    return mhc_enter(mhc_leave(carry, h_out), *sublayer, shifted=shifted, read=carry.read)
 
 
 def mhc_mean(x: Tensor) -> Tensor:
@@ -242,8 +242,8 @@ def project(wide: Tensor, phi: Tensor, gamma: Tensor | None, norm_eps: float) ->
 
 
 def inverse_root(mean: Tensor, eps: float) -> Tensor:
-    """rsqrt(mean + eps). Its gradient has the cube of it, which overflows in fp32 from 7e12 on: where it is that large,
-    it is made of 4^56 times the mean, and multiplied by 2^56. Powers of two change no bit."""
+    """rsqrt(mean + eps). Its gradient has its cube, which overflows in fp32 from 7e12 on. A root that large is made of
+    4^56 times the mean and multiplied by 2^56: powers of two change no bit."""
     factor = torch.ones_like(mean).masked_fill(mean.detach() + eps < 2.0**-64, 2.0**56)
     return torch.rsqrt(mean * factor * factor + eps * factor * factor) * factor
 

@@ -1,13 +1,14 @@
-"""A stack of hyper-connections, which runs the boundary between two of them as one operation."""
+"""A stack of hyper-connections that runs the boundary between two of them as one operation."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..core.check import check_flag
-from . import recompute as between
+from . import carry as between
+from .carry import StackCarry
 from .modules import HyperConnection
-from .recompute import StackCarry
+from .ops import Carry
 
 
 class HyperStack(nn.Sequential):
@@ -17,23 +18,23 @@ class HyperStack(nn.Sequential):
     for bit. Between two connections the output of one is written back and the input of the next is read in one
     operation (`mhc_next`), forward and backward.
 
-    `forward(x, /, *args, **kwargs)` passes the extras on to every layer. Where a layer returns a tuple, what it holds
-    behind h_out is collected: (x, [rest of each layer]), each rest a tuple, () of a layer that has none.
+    `forward(x, /, *args, **kwargs)` passes the extras on to every layer. Where a layer returns a tuple, the rest
+    after h_out is collected: (x, [rest of each layer]), each rest a tuple, () where a layer returns h_out alone.
 
     >>> stack = HyperStack(*(HyperConnection(nn.Linear(64, 64), 4, 64, layer_norm=True) for _ in range(6)))
     >>> x = stack(mhc_expand(torch.randn(2, 10, 64), 4))
 
-    Every connection runs through its own call, so that its hooks run; where they see x in an nn.Sequential, they see a
-    carry, whose `x` is x as the connection read it.
+    Every connection runs through its own call, so its hooks run. They see a carry where those of an nn.Sequential see
+    x; `carry.x` is x as the connection read it.
 
     recompute: with k > 1 only x of every k-th boundary is kept for the backward. The others are made again there from
-    h_out and the maps, up to k − 1 at a time, with the same bits and without running the layers again. Nothing is left
-    out under torch.compile, torch.func or a mode, where the values are the same; nor inside a checkpoint or other hooks
-    on what autograd keeps, which decide that themselves; nor by the reference, which keeps x in other forms.
+    h_out and the maps, up to k − 1 at a time, with the same bits and without running the layers again. All x are kept
+    under torch.compile, torch.func or a mode; inside a checkpoint or other hooks on saved tensors, which decide that
+    themselves; and by the reference, which keeps x in other forms.
 
     shifted: every sublayer reads with the weights h_pre of the one before, the first stream 0 alone, and the streams
-    are contracted with those of the last: x [..., n, D] becomes [..., D], and no head is needed (DeepSeek V4.1, whose
-    connections have norm_eps=1e-20: that is theirs to say). The stages of a pipeline hand x and these weights
+    are contracted with those of the last: x [..., n, D] becomes [..., D], and no head is needed (DeepSeek V4.1; its
+    connections also have norm_eps=1e-20). The stages of a pipeline hand x and these weights
     p [..., n] on: a stack with last=False returns (x, p), one with first=False takes that pair, or its two parts as two
     arguments. Slices of a shifted stack are such stages: `stack[2:](stack[:2](x))` is `stack(x)`.
     """
@@ -53,7 +54,7 @@ class HyperStack(nn.Sequential):
         self.recompute, self.shifted, self.first, self.last = recompute, shifted, first, last
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """nn.Sequential calls it for every connection but those of insert and of stack[i] = connection."""
+        """nn.Sequential calls it for every connection, except in insert and stack[i] = connection."""
         self._check(name, module)
         super().add_module(name, module)
 
@@ -68,7 +69,7 @@ class HyperStack(nn.Sequential):
 
     def __add__(self, other: nn.Sequential) -> "HyperStack":
         if isinstance(other, HyperStack) and other.shifted != self.shifted:
-            raise ValueError("HyperStack: a shifted stack and one that is not make no stack")
+            raise ValueError("HyperStack: a shifted stack and one that is not cannot be joined")
         last = other.last if isinstance(other, HyperStack) else self.last
         return HyperStack(*super().__add__(other), **{**self._settings(), "last": last})
 
@@ -135,6 +136,6 @@ def split(name: str, result: Any) -> tuple[StackCarry, tuple[Any, ...] | None]:
         return result, None
     if isinstance(result, tuple) and result and isinstance(result[0], StackCarry):
         return result[0], result[1:]
-    if isinstance(result, tuple) and len(result) == len(StackCarry._fields) and isinstance(result[0], Tensor):
-        return StackCarry(*result), None  # torch's backward hooks return a plain tuple
+    if isinstance(result, tuple) and len(result) == len(StackCarry._fields) and isinstance(result[0], Carry):
+        return StackCarry._make(result), None  # torch's backward hooks make a plain tuple of a named one
     raise TypeError(f"HyperStack: connection {name} must return its carry, got {type(result).__name__} (of a hook?)")

@@ -1,5 +1,4 @@
-"""Compile the kernels of a stack of layers ahead, side by side, so that the first training step does not wait for one
-after the other."""
+"""Compile the kernels of a stack ahead and in parallel, so that the first training step does not wait for each."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -34,12 +33,12 @@ def warmup(
 ) -> int:
     """Compile what a `HyperConnection` or `HyperStack` of these sizes needs, with and without gradients, on all cores.
 
-    tokens: about how many a step has; the kernels of few (below a thousand) and of many differ
+    tokens: about how many a step has; kernels for few (below a thousand) and for many differ
     shifted: as HyperStack has it
     device: None is the GPU where there is one, else the CPU
 
-    Returns how many kernels were asked for; those that a cache on disk has take no time. The reference has none. With a
-    backend whose kernels are not Triton's, one step is run instead.
+    Returns how many kernels it compiled or found in the cache on disk. The reference has none. With TileLang, one step
+    is run instead.
     """
     function = "warmup"
     for name, count in (("n", n), ("D", D), ("tokens", tokens)):
@@ -81,7 +80,7 @@ def warmup(
 
 
 def _signature(compilation: Any) -> tuple[Any, ...]:
-    """Alike where Triton would compile the same."""
+    """Equal where Triton would compile the same."""
 
     def kind(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -110,23 +109,23 @@ def _step(
         "gamma": zeros(n, D) if gamma else None,
     }
     weight = zeros(D) if layer_norm else None
-    of_pre = {"x": x, **maps, "layer_norm_weight": weight, "options": options, "backend": backend}
+    pre_inputs = {"x": x, **maps, "layer_norm_weight": weight, "options": options, "backend": backend}
     read = torch.zeros(*x.shape[:-1], dtype=torch.float32, device=x.device) if shifted else None
-    pre = contracts.mhc_layer_pre.launch(**of_pre, read=read)
+    pre = contracts.mhc_layer_pre.launch(**pre_inputs, read=read)
     h_res = pre.h_res if pre.h_res.numel() else None
-    of_boundary = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": h_res, "backend": backend}
-    of_post = {**of_boundary, "transposed": options.transposed}
-    contracts.mhc_layer_post.launch(link=pre.link, **of_post)
-    post = contracts.mhc_post_bwd.launch(**of_post, dx_next=x, residual=False)
+    boundary = {"x": x, "h_out": pre.h_in, "h_post": pre.h_post, "h_res": h_res, "backend": backend}
+    post_inputs = {**boundary, "transposed": options.transposed}
+    contracts.mhc_layer_post.launch(link=pre.link, **post_inputs)
+    post = contracts.mhc_post_bwd.launch(**post_inputs, dx_next=x, residual=False)
     dh_res = post.dh_res if post.dh_res.numel() else None
     kept = {"inv_rms": pre.inv_rms, "h_mix": pre.h_mix, "read": read, "dh_pre": read}
     cotangents = {"dh_in": pre.h_in, "dh_post": post.dh_post, "dh_res": dh_res, "dx_next": x}
-    contracts.mhc_pre_bwd.launch(**of_pre, **kept, **cotangents)
-    contracts.mhc_pre_fwd.launch(**of_pre)
+    contracts.mhc_pre_bwd.launch(**pre_inputs, **kept, **cotangents)
+    contracts.mhc_pre_fwd.launch(**pre_inputs)
 
-    of_next = {**of_pre, **of_boundary, "read": read}
-    between = contracts.mhc_next_fwd.launch(**of_next, link=pre.link, linked=True)
-    contracts.mhc_next_fwd.launch(**of_next, link=None, linked=False)
+    next_inputs = {**pre_inputs, **boundary, "read": read}
+    between = contracts.mhc_next_fwd.launch(**next_inputs, link=pre.link, linked=True)
+    contracts.mhc_next_fwd.launch(**next_inputs, link=None, linked=False)
     kept = {"x_next": x, "inv_rms": between.inv_rms, "h_mix": between.h_mix, "dx_next": None, "dlink_next": x}
     cotangents = {"dh_in": pre.h_in, "dh_post_next": post.dh_post, "dh_res_next": dh_res, "dh_pre_next": read}
-    contracts.mhc_next_bwd.launch(**of_next, **kept, **cotangents)
+    contracts.mhc_next_bwd.launch(**next_inputs, **kept, **cotangents)

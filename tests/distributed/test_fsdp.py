@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import mhc_ops
+import mhc_ops.mhc.carry
 import mhc_ops.mhc.modules
-import mhc_ops.mhc.recompute
 from mhc_ops import HyperConnection, HyperHead, HyperStack, ShortConv
 from mhc_ops.distributed import fully_shard
 
@@ -163,8 +163,8 @@ def on_one(folder):
 
 
 FUNCTIONS = [
-    (mhc_ops.mhc.recompute, "mhc_enter"),
-    (mhc_ops.mhc.recompute, "mhc_next"),
+    (mhc_ops.mhc.carry, "mhc_enter"),
+    (mhc_ops.mhc.carry, "mhc_next"),
     (mhc_ops.mhc.modules, "mhc_layer"),
     (mhc_ops.mhc.modules, "mhc_head"),
 ]

@@ -133,7 +133,7 @@ LAYER = [
     *PRE,
     ({"layer": None}, TypeError, "layer must be callable, got NoneType"),
     ({"residual": "logits"}, ValueError,
-     "residual='logits' is no map that streams could be mixed with; mhc_pre returns it"),
+     "residual='logits' is not a map to mix streams with; mhc_pre returns it"),
 ]  # fmt: skip
 HEAD = [
     ({"phi": torch.zeros(M, N * D)}, ValueError, "phi must be [4, 64], got [24, 64]"),
@@ -285,7 +285,7 @@ def test_stacks():
          "HyperStack: first=False has no meaning without shifted=True"),
         (lambda: HyperStack(one, last=False), ValueError, "HyperStack: last=False has no meaning without shifted=True"),
         (lambda: HyperStack(one) + HyperStack(one, shifted=True), ValueError,
-         "HyperStack: a shifted stack and one that is not make no stack"),
+         "HyperStack: a shifted stack and one that is not cannot be joined"),
         (lambda: later(x), TypeError, "HyperStack: with first=False the input must be (x, p), got Tensor"),
         (lambda: later(x, torch.zeros(3, 4)), ValueError, "mhc_enter: read must be [3, 2], got [3, 4]"),
         (lambda: HyperStack(other, recompute=2)(x), ValueError,

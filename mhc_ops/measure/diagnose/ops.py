@@ -14,7 +14,7 @@ from torch import Tensor
 from ...conv import reference as conv
 from ...core import steps
 from ...core.steps import Change, Computation, Steps, Values, renamed, steps_of, total
-from ...mhc import manual
+from ...mhc import backward_formula
 from ...mhc import reference as mhc
 from ...mhc.options import DEFAULTS
 from ..accuracy import Cotangents
@@ -25,14 +25,14 @@ from .outputs import BLOCKED, layout, words_of
 Hypothesis = tuple[str, Mapping[str, Change]]  # a sentence, and what is then instead of which values
 BLOCKS = [8 << k for k in range(30)]  # that kernels read
 
-# mHC, with the maps of mhc/manual.py. Of a layer with a norm, h_read is h_in before it.
+# mHC, with the maps of mhc/backward_formula.py. Of a layer with a norm, h_read is h_in before it.
 MAPS = (
     *steps_of(
         inv_rms=lambda x, norm_eps: torch.rsqrt(x.square().mean((-2, -1)) + norm_eps),
         h_mix=lambda x, gamma, phi: (x.flatten(-2) * gamma.flatten()) @ phi.T,
         alphas=mhc.per_row,
     ),
-    *manual.PRE_MAPS,
+    *backward_formula.PRE_MAPS,
     *steps_of(
         h_post=lambda z, n, post_mult: post_mult * torch.sigmoid(z[..., n : 2 * n]),
         logits=lambda z, n: z[..., 2 * n :].unflatten(-1, (n, n)),

@@ -40,8 +40,8 @@ class Threads:
 ON_CPU = Threads(1, 1)
 
 # One thread compiles for all. Backward kernels are first called in a thread of torch's autograd, which Python does not
-# wait for when it ends: a thread that is in TVM then is torn out of its C++, and that ends the process with "Aborted".
-# Python waits for this one. Nor are TVM's registries made for two threads that compile at a time.
+# wait for when it ends: a thread that is inside TVM then ends the process with "Aborted".
+# Python waits for this one. TVM's registries are also not made for two threads that compile at a time.
 COMPILER = ThreadPoolExecutor(1, "tilelang")
 
 
@@ -50,7 +50,7 @@ def _renew_compiler() -> None:
     COMPILER = ThreadPoolExecutor(1, "tilelang")
 
 
-os.register_at_fork(after_in_child=_renew_compiler)  # a fork takes no threads along, and nobody would compile there
+os.register_at_fork(after_in_child=_renew_compiler)  # a fork has no such thread
 
 
 def grid(*blocks: Any, threads: Threads) -> Any:

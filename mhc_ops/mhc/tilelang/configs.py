@@ -1,4 +1,4 @@
-"""Block sizes and threads, each chosen by a pure function of shape, type and device, with the measurement behind it.
+"""Block sizes and threads, each chosen by a pure function of shape, type and device, beside its measurement.
 
 Measured on an H200 (copy 4,200 GB/s), torch 2.11, tilelang 0.1.15, bf16, n = 4, cold L2: at T = 8192, D = 4096 and,
 where a second figure stands, at T = 4096, D = 2560. No autotuning; the token count T is never compiled in. A device of
@@ -96,7 +96,7 @@ def padded_maps(M: int) -> int:
 
 def mix_columns(M: int, parts: int) -> int:
     """Columns of dh_mix's parts side by side, as a side of a matrix product: above 32 in multiples of 64, as wgmma
-    takes them. What stands beyond the parts is not defined, nor are the rows of the product that come of it."""
+    takes them. Columns after the parts are padding; the rows of the product that they make are ignored."""
     columns = parts * padded_maps(M)
     return columns if columns <= 32 else cdiv(columns, 64) * 64
 
@@ -134,8 +134,8 @@ class Block:
 
     @property
     def registers(self) -> int:
-        """Of a thread that computes: what its loaders leave of the 64 K of a multiprocessor, in eights; a thread can
-        have 255, and no kernel here needs more than 240."""
+        """Registers of a computing thread: what its loaders leave of the 64 K of a multiprocessor, in eights. A thread
+        can have 255; no kernel here needs more than 240."""
         return min(240, (65536 // self.resident - self.loaders * LOADER_REGISTERS) // self.threads // 8 * 8)
 
     def shared(self, in_loop: int, after: int) -> int:

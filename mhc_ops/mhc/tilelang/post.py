@@ -1,6 +1,9 @@
 """mHC post: write a layer's output back into the streams, and its gradients. One pass over x each way."""
 
+from typing import Any
+
 import tilelang.language as T
+from torch import Tensor
 
 from ...core import device
 from ...core.sizes import cdiv
@@ -146,7 +149,9 @@ def mhc_post_bwd_kernel(*, n, D, dtype, out_dtype, grad_dtype, residual, threads
     return mhc_post_bwd
 
 
-def mhc_post_fwd(*, x, h_out, h_post, h_res, transposed, x_next):
+def mhc_post_fwd(
+    *, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor | None, transposed: bool, x_next: Tensor
+) -> None:
     assert h_res is not None and not transposed, "prepare.py refuses it"
     n, D = x.shape[-2:]
     T = h_out.numel() // D
@@ -167,12 +172,25 @@ def mhc_post_fwd(*, x, h_out, h_post, h_res, transposed, x_next):
     )
 
 
-def mhc_layer_post(*, link, **arguments):
-    """Nobody reads the link."""
+def mhc_layer_post(*, link: Tensor, **arguments: Any) -> None:
+    """The link is not read."""
     mhc_post_fwd(**arguments)
 
 
-def mhc_post_bwd(*, x, h_out, h_post, h_res, transposed, dx_next, residual, dx, dh_out, dh_post, dh_res):
+def mhc_post_bwd(
+    *,
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    transposed: bool,
+    dx_next: Tensor,
+    residual: bool,
+    dx: Tensor,
+    dh_out: Tensor,
+    dh_post: Tensor,
+    dh_res: Tensor,
+) -> None:
     assert h_res is not None and not transposed, "prepare.py refuses it"
     n, D = x.shape[-2:]
     T = h_out.numel() // D

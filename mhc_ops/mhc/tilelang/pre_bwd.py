@@ -10,15 +10,19 @@ dh_mix is kept without its factor alpha, which dx gets through phi and dphi at t
 without it are still needed.
 """
 
+from typing import Any
+
 import tilelang.language as T
 import torch
+from torch import Tensor
 
 from ...core import device
 from ...core.sizes import cdiv
 from ..options import PreOptions
+from ..records import PreBackward
 from . import configs
 from .build import F32, NAMES, grid, kernel, lane_sum, readable, thread, vector
-from .parts import phi_parts, weighted
+from .exact_products import phi_parts, weighted
 from .pre_dmaps import back_through_maps
 from .pre_dx import Residual, mhc_pre_dx_kernel
 from .pre_sums import sum_gradients
@@ -67,7 +71,7 @@ def mhc_pre_dh_pre_kernel(*, n, D, dtype, in_dtype, threads):
     return mhc_pre_dh_pre
 
 
-def dh_pre_of(x, dh_in):
+def dh_pre_of(x: Tensor, dh_in: Tensor) -> Tensor:
     """Pass A: [T, n]"""
     n, D = x.shape[-2:]
     T = dh_in.numel() // D
@@ -78,64 +82,75 @@ def dh_pre_of(x, dh_in):
     return dh_pre
 
 
-def mhc_pre_bwd(
-    *,
-    x,
-    phi,
-    alpha,
-    bias,
-    gamma,
-    options,
-    inv_rms,
-    h_mix,
-    dh_in,
-    dh_post,
-    dh_res,
-    dx_next,
-    dx,
-    dphi,
-    dalpha,
-    dbias,
-    dgamma,
-    layer_norm_weight=None,
-    dlayer_norm_weight=None,
-    read=None,
-    dread=None,
-    dh_pre=None,
-    dx_added=None,
-):
-    """dx_next reaches dx through h_res, dx_added as it is."""
-    assert layer_norm_weight is None and read is None, "prepare.py refuses it"
-    mixed, both = dx_next is not None, dx_next is not None and dx_added is not None
-    dx_next = dx_next if mixed else dx_added
-    n, D = x.shape[-2:]
-    M, K = phi.shape
-    assert not mixed or options.sinkhorn_iters > 0
-    T, dtype = inv_rms.numel(), NAMES[x.dtype]
-    if T == 0:
-        for gradient in (dphi, dalpha, dbias, dgamma):
-            gradient.zero_()
-        return
-    x, dh_in, dx_next = (None if tensor is None else readable(tensor) for tensor in (x, dh_in, dx_next))
-    alpha, bias, weighted_phi = alpha.float().view(-1), bias.float(), weighted(phi, gamma)
-    on = device.of(x.device)
-    exact = configs.arithmetic(dtype, on)
+def mhc_pre_bwd(**arguments: Any) -> None:
+    pre_bwd(PreBackward(**arguments))
 
+
+def mhc_head_bwd(*, hc_eps: float, dout: Tensor, **arguments: Any) -> None:
+    """As pre's, with h_in alone."""
+    options = PreOptions(hc_eps=hc_eps, sinkhorn_iters=0)
+    pre_bwd(PreBackward(**arguments, options=options, dh_in=dout, dh_post=None, dh_res=None, dx_next=None))
+
+
+def pre_bwd(pre: PreBackward) -> None:
+    assert pre.layer_norm_weight is None and pre.read is None, "prepare.py refuses it"
+    if pre.zero_without_tokens():
+        return
+    x, dh_in = readable(pre.x), None if pre.dh_in is None else readable(pre.dh_in)
+    alpha, bias, weighted_phi = pre.alpha.float().view(-1), pre.bias.float(), weighted(pre.phi, pre.gamma)
+    n, exact = x.shape[-2], configs.arithmetic(NAMES[pre.x.dtype], device.of(x.device))
     dh_mix, factor, sums = back_through_maps(
         n=n,
-        K=K,
+        K=pre.phi.shape[1],
         exact=exact,
         alpha=alpha,
         bias=bias,
-        options=options,
-        inv_rms=inv_rms.float(),
-        h_mix=h_mix.float(),
+        options=pre.options,
+        inv_rms=pre.inv_rms.float(),
+        h_mix=pre.h_mix.float(),
         dh_pre=None if dh_in is None else dh_pre_of(x, dh_in),
-        dh_post=dh_post,
-        dh_res=dh_res,
+        dh_post=pre.dh_post,
+        dh_res=pre.dh_res,
+    )
+    order = configs.phi_order(exact.parts)
+    phi = phi_parts(phi=weighted_phi, alpha=alpha, n=n, order=order, dtype=exact.dtype)
+    A = pass_b(pre, x=x, dh_in=dh_in, dh_mix=dh_mix, phi=phi, factor=factor)
+    sum_gradients(
+        A=A,
+        sums=sums,
+        phi=pre.phi.float(),
+        gamma=None if pre.gamma is None else pre.gamma.float(),
+        weighted_phi=weighted_phi,
+        alpha=alpha,
+        n=n,
+        exact=exact,
+        dphi=pre.dphi,
+        dgamma=pre.dgamma,
+        dalpha=pre.dalpha,
+        dbias=pre.dbias,
     )
 
-    config = configs.dx(n=n, D=D, M=M, dtype=dtype, on=on)
+
+def pass_b(
+    pre: PreBackward,
+    *,
+    x: Tensor,
+    dh_in: Tensor | None,
+    dh_mix: Tensor,
+    phi: Tensor,
+    factor: Tensor,
+) -> Tensor:
+    """Fills dx; returns A [slices, M, K]. The kernel takes dx_next or dx_added: where a hook used x between two
+    sublayers there are both, and dx_added is added by torch."""
+    n, D = x.shape[-2:]
+    (M, K), T = pre.phi.shape, pre.inv_rms.numel()
+    mixed = pre.dx_next is not None
+    assert not mixed or pre.options.sinkhorn_iters > 0
+    dx_next = pre.dx_next if mixed else pre.dx_added
+    if dx_next is not None:
+        dx_next = readable(dx_next)
+    dtype, on = NAMES[pre.x.dtype], device.of(x.device)
+    exact, config = configs.arithmetic(dtype, on), configs.dx(n=n, D=D, M=M, dtype=dtype, on=on)
     steps, slices = configs.partition_rows(T, n=n, D=D, config=config, processors=on.processors)
     A = torch.empty((slices, M, K), dtype=torch.float32, device=x.device)
     launch = mhc_pre_dx_kernel(
@@ -144,42 +159,22 @@ def mhc_pre_bwd(
         M=M,
         dtype=dtype,
         in_dtype=None if dh_in is None else NAMES[dh_in.dtype],
-        dx_dtype=NAMES[dx.dtype],
+        dx_dtype=NAMES[pre.dx.dtype],
         residual=Residual.NONE if dx_next is None else Residual.MIXED if mixed else Residual.ADDED,
         exact=exact,
         config=config,
     )
-    order = configs.phi_order(exact.parts)
     launch(
         x=x.view(T, K),
         dh_in=x.new_empty(0, D) if dh_in is None else dh_in.view(T, D),
         dx_next=x.new_empty(0, K) if dx_next is None else dx_next.view(T, K),
         dh_mix=dh_mix,
-        phi=phi_parts(phi=weighted_phi, alpha=alpha, n=n, order=order, dtype=exact.dtype),
+        phi=phi,
         factor=factor,
-        dx=dx.view(T, K),
+        dx=pre.dx.view(T, K),
         A=A,
         steps=steps,
     )
-    if both:  # somebody looked at x between two sublayers; the kernel takes one of them
-        dx.add_(dx_added)
-    sum_gradients(
-        A=A,
-        sums=sums,
-        phi=phi.float(),
-        gamma=None if gamma is None else gamma.float(),
-        weighted_phi=weighted_phi,
-        alpha=alpha,
-        n=n,
-        exact=exact,
-        dphi=dphi,
-        dgamma=dgamma,
-        dalpha=dalpha,
-        dbias=dbias,
-    )
-
-
-def mhc_head_bwd(*, hc_eps, dout, **arguments):
-    """As pre's, with h_in alone."""
-    options = PreOptions(hc_eps=hc_eps, sinkhorn_iters=0)
-    mhc_pre_bwd(**arguments, options=options, dh_in=dout, dh_post=None, dh_res=None, dx_next=None)
+    if mixed and pre.dx_added is not None:
+        pre.dx.add_(pre.dx_added)
+    return A

@@ -2,12 +2,14 @@
 
 import tilelang.language as T
 import torch
+from torch import Tensor
 
 from ...core import device
 from ...core.sizes import cdiv
+from ..options import PreOptions
 from . import configs
 from .build import F32, TYPES, grid, kernel, lane_sum, thread
-from .parts import section
+from .exact_products import section
 from .sinkhorn import (
     LEAST,
     divisors,
@@ -172,15 +174,28 @@ def mhc_pre_dmaps_kernel(*, n, M, K, parts, dtype, without_eps, threads):
     return mhc_pre_dmaps
 
 
-def back_through_maps(*, n, K, exact, alpha, bias, options, inv_rms, h_mix, dh_pre, dh_post, dh_res):
+def back_through_maps(
+    *,
+    n: int,
+    K: int,
+    exact: configs.Arithmetic,
+    alpha: Tensor,
+    bias: Tensor,
+    options: PreOptions,
+    inv_rms: Tensor,
+    h_mix: Tensor,
+    dh_pre: Tensor | None,
+    dh_post: Tensor | None,
+    dh_res: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dh_mix in parts, the factors of dx, and the sums [2, M, groups]."""
     T, M = inv_rms.numel(), h_mix.shape[-1]
     head, threads = M == n, configs.per_token(device.of(inv_rms.device))
 
-    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=inv_rms.device)
 
-    def or_zeros(gradient: torch.Tensor | None, *shape: int) -> torch.Tensor:
+    def or_zeros(gradient: Tensor | None, *shape: int) -> Tensor:
         return inv_rms.new_zeros(shape) if gradient is None else gradient.float().view(shape)
 
     dh_mix = scratch(T, configs.mix_columns(M, exact.parts), dtype=TYPES[exact.dtype])

@@ -9,7 +9,7 @@ from tilelang.layout import make_swizzled_layout
 
 from . import configs
 from .build import F32, kernel
-from .parts import fetch, fragments, release, split_bf16, tiles
+from .exact_products import fetch, fragments, release, split_bf16, tiles
 
 
 class Residual(Enum):
@@ -25,7 +25,7 @@ class Residual(Enum):
 # A[slice, m, i] = Σ_{t in slice} dh_mix[t, m]·x[t, i]
 @kernel
 def mhc_pre_dx_kernel(*, n, D, M, dtype, in_dtype, dx_dtype, residual, exact, config):
-    """in_dtype: of dh_in, None where there is none."""
+    """in_dtype: the type of dh_in, None without dh_in"""
     tokens, slices = T.dynamic("tokens, slices")
     K, rows, head = n * D, configs.padded_maps(M), M == n
     x_parts, parts, part = exact.x_parts, exact.parts, exact.dtype

@@ -6,11 +6,15 @@
 The head is the same with the pre rows of phi alone.
 """
 
+from typing import Any
+
 import tilelang.language as T
+from torch import Tensor
 
 from ...core import device
 from ...core.sizes import cdiv
 from ..options import PreOptions
+from ..records import Pre
 from . import configs
 from .build import F32, NAMES, ON_CPU, grid, kernel, readable, thread, vector
 from .pre_project import project
@@ -167,11 +171,11 @@ def mhc_pre_finish_kernel(*, n, D, M, dtype, slices, without_eps, threads, vecto
     return mhc_pre_finish
 
 
-def finish(*, x, partials, alpha, bias, options, h_in, inv_rms, h_mix, h_post=None, h_res=None, h_pre=None):
-    """From the sums of `project`. A head has neither h_post nor h_res; h_pre where somebody wants it."""
+def finish(pre: Pre, x: Tensor, partials: Tensor) -> None:
+    """From the sums of `project`. x: as kernels read it"""
     n, D = x.shape[-2:]
     slices, T, M = partials.shape[0], partials.shape[2], partials.shape[1] - 1
-    dtype = NAMES[x.dtype]
+    dtype, options = NAMES[x.dtype], pre.options
     config = configs.finish(device.of(x.device), n, D, dtype)
     launch = mhc_pre_finish_kernel(
         n=n,
@@ -184,18 +188,19 @@ def finish(*, x, partials, alpha, bias, options, h_in, inv_rms, h_mix, h_post=No
         vectors=config.vectors,
         resident=config.resident,
     )
-    none = inv_rms.new_empty(0)
+    assert pre.h_in is not None, "prepare.py refuses maps alone"
+    none = pre.inv_rms.new_empty(0)
     launch(
         x=x.view(T, n, D),
         partials=partials,
-        alpha=alpha.float().view(-1),
-        bias=bias.float(),
-        h_in=h_in.view(T, D),
-        h_post=(none if h_post is None else h_post).view(-1, n),
-        h_res=(none if h_res is None else h_res).view(-1, n * n),
-        inv_rms=inv_rms.view(T),
-        h_mix=h_mix.view(T, M),
-        h_pre=inv_rms.new_empty(T, n) if h_pre is None else h_pre.view(T, n),
+        alpha=pre.alpha.float().view(-1),
+        bias=pre.bias.float(),
+        h_in=pre.h_in.view(T, D),
+        h_post=(none if pre.h_post is None else pre.h_post).view(-1, n),
+        h_res=(none if pre.h_res is None else pre.h_res).view(-1, n * n),
+        inv_rms=pre.inv_rms.view(T),
+        h_mix=pre.h_mix.view(T, M),
+        h_pre=pre.inv_rms.new_empty(T, n) if pre.h_pre is None else pre.h_pre.view(T, n),
         norm_eps=options.norm_eps,
         hc_eps=options.hc_eps,
         post_mult=options.post_mult,
@@ -204,19 +209,18 @@ def finish(*, x, partials, alpha, bias, options, h_in, inv_rms, h_mix, h_post=No
     )
 
 
-def mhc_pre_fwd(*, x, phi, alpha, bias, gamma, options, layer_norm_weight=None, **outputs):
-    """outputs: h_in, inv_rms, h_mix and, where they are wanted, h_post, h_res, h_pre"""
-    assert layer_norm_weight is None, "prepare.py refuses it"
-    if x.numel():
-        x = readable(x)
-        finish(x=x, partials=project(x, phi, gamma), alpha=alpha, bias=bias, options=options, **outputs)
+def mhc_pre_fwd(**arguments: Any) -> None:
+    pre = Pre(**arguments)
+    assert pre.layer_norm_weight is None and pre.read is None, "prepare.py refuses it"
+    if pre.x.numel():
+        x = readable(pre.x)
+        finish(pre, x, project(x, pre.phi, pre.gamma))
 
 
-def mhc_layer_pre(*, link, read, h_pre, **arguments):
-    """Nobody reads the link; h_pre is empty."""
-    assert read is None, "prepare.py refuses it"
+def mhc_layer_pre(*, link: Tensor, h_pre: Tensor, **arguments: Any) -> None:
+    """The link is not read, and h_pre is empty."""
     mhc_pre_fwd(**arguments)
 
 
-def mhc_head_fwd(*, norm_eps, hc_eps, out, **arguments):
+def mhc_head_fwd(*, norm_eps: float, hc_eps: float, out: Tensor, **arguments: Any) -> None:
     mhc_pre_fwd(**arguments, options=PreOptions(norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iters=0), h_in=out)

@@ -5,11 +5,12 @@ How K is split into slices depends on n and D only, so a token's bits do not dep
 
 import tilelang.language as T
 import torch
+from torch import Tensor
 
 from ...core import device
 from . import configs
 from .build import F32, NAMES, kernel
-from .parts import fetch, pairs, phi_parts, release, split_bf16, tiles, weighted
+from .exact_products import fetch, pairs, phi_parts, release, split_bf16, tiles, weighted
 
 
 # partials[slice, m, t] = Σ_{k in slice} phi[m, k]·x[t, k];  partials[slice, M, t] = Σ_{k in slice} x[t, k]²
@@ -135,7 +136,7 @@ def mhc_pre_project_kernel(*, M, K, dtype, exact, config):
     return mhc_pre_project
 
 
-def project(x, phi, gamma):
+def project(x: Tensor, phi: Tensor, gamma: Tensor | None) -> Tensor:
     """The partial sums [slices, M + 1, T]."""
     M, K = phi.shape
     T, dtype = x.numel() // K, NAMES[x.dtype]

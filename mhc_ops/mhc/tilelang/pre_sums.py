@@ -2,12 +2,13 @@
 
 import tilelang.language as T
 import torch
+from torch import Tensor
 
 from ...core import device
 from ...core.sizes import cdiv
 from . import configs
 from .build import F32, grid, in_fp32, kernel, lane_sum, thread
-from .parts import section
+from .exact_products import section
 
 
 # A = Σ_slices A[slice], in order;  dphi = alpha·A ⊙ gamma;  dgamma = Σ_M alpha·phi ⊙ A
@@ -119,7 +120,21 @@ def mhc_pre_dalpha_kernel(*, n, M, threads):
     return mhc_pre_dalpha
 
 
-def sum_gradients(*, A, sums, phi, gamma, weighted_phi, alpha, n, exact, dphi, dgamma, dalpha, dbias):
+def sum_gradients(
+    *,
+    A: Tensor,
+    sums: Tensor,
+    phi: Tensor,
+    gamma: Tensor | None,
+    weighted_phi: Tensor,
+    alpha: Tensor,
+    n: int,
+    exact: configs.Arithmetic,
+    dphi: Tensor,
+    dgamma: Tensor,
+    dalpha: Tensor,
+    dbias: Tensor,
+) -> None:
     """A: [slices, M, K]   sums: [2, M, groups], Σ dz and Σ dz·m of each group of tokens"""
     _, M, K = A.shape
     on = device.of(A.device)
@@ -135,7 +150,7 @@ def sum_gradients(*, A, sums, phi, gamma, weighted_phi, alpha, n, exact, dphi, d
         launch_dphi(
             A=A,
             phi=phi,
-            gamma=gamma.view(K) if weighted else A.new_empty(0),
+            gamma=A.new_empty(0) if gamma is None else gamma.view(K),
             weighted_phi=weighted_phi if weighted else A.new_empty(0, K),
             alpha=alpha,
             dphi=wide["dphi"],

@@ -3,9 +3,9 @@
 The gradient needs the divisor of every half step: they are recomputed, kept in scratch memory ([half steps, n, T]) and
 walked back.
 
-Without eps a row or a column of which all entries underflow would be 0 / 0, and one of which some do would lack them. A
-matrix that is divided by so little is made again in logarithms: c = exp(z + u + v), where a half step makes u, of the
-rows, or v, of the columns. They are kept in the place of the divisors.
+Without eps a row or column whose entries all underflow would be 0 / 0, and one with some such entries would lose them.
+A matrix with such small divisors is made again in logarithms: c = exp(z + u + v). A half step makes u, of the rows, or
+v, of the columns; they are kept in the place of the divisors.
 """
 
 import functools
@@ -13,12 +13,13 @@ from typing import Any
 
 import tilelang.language as T
 import torch
+from torch import Tensor
 
 from ...core import device
 from . import configs
 from .build import F32, NAMES, grid, kernel, thread
 
-# What an entry may be divided by: one that is no normal number then still counts for nothing. 2^-126 / 2^-23
+# The least that an entry may be divided by: a denormal one then still counts for nothing. 2^-126 / 2^-23
 LEAST = 2.0**-103
 
 
@@ -258,12 +259,12 @@ def sinkhorn_bwd_kernel(*, n, dtype, without_eps, threads):
     return sinkhorn_bwd
 
 
-def divisors(T: int, n: int, iters: int, on: torch.device) -> torch.Tensor:
+def divisors(T: int, n: int, iters: int, on: torch.device) -> Tensor:
     """Scratch for the half steps of T tokens."""
     return torch.empty((max(1, 2 * iters - 1), n, T), dtype=torch.float32, device=on)
 
 
-def sinkhorn_fwd(*, logits, iters, eps, h_res):
+def sinkhorn_fwd(*, logits: Tensor, iters: int, eps: float, h_res: Tensor) -> None:
     n = logits.shape[-1]
     if logits.numel():
         threads = configs.per_token(device.of(logits.device))
@@ -271,7 +272,7 @@ def sinkhorn_fwd(*, logits, iters, eps, h_res):
         launch(logits=logits.view(-1, n * n), h_res=h_res.view(-1, n * n), iters=iters, eps=eps)
 
 
-def sinkhorn_bwd(*, logits, iters, eps, dh_res, dlogits):
+def sinkhorn_bwd(*, logits: Tensor, iters: int, eps: float, dh_res: Tensor, dlogits: Tensor) -> None:
     n = logits.shape[-1]
     T = logits.numel() // (n * n)
     if T:

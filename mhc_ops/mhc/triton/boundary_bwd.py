@@ -13,14 +13,16 @@ matrix units (boundary_tiles.py):
     dh_res  = x · dlinkᵀ per token      four tokens at once, of which the diagonal blocks are kept
     dh_post = h_out · dlinkᵀ            likewise
 
-The dots of dh_res and dh_post are of the program's channels only: pre_sums.py adds them up. So are those
-that pass A makes elsewhere, in a shifted stack: dread = <dh_in, x_next>, on which nothing in this kernel depends. Each
-warp makes them of its channels, on matrix units too, and they are added behind a barrier that is there anyhow.
+The dots of dh_res and dh_post are sums over the program's channels: pre_sums.py adds those of all programs. So are the
+dots of dread = <dh_in, x_next>, which pass A makes elsewhere, in a shifted stack. Each warp makes them of its channels,
+on matrix units too; they are added after a barrier that the kernel needs anyway.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
@@ -77,7 +79,7 @@ COPYING_REGISTERS = gl.constexpr(24)  # of a thread that only copies: the least 
 # functions, as both take the stages in the same order.
 #   full[stage]   ends a phase with the copying warp's one arrival (expect) and the last byte of its copies. Use k of a
 #                 stage is read once phase k has ended, of parity k % 2 = phase.
-#   empty[stage]  ends a phase with the one arrival of the computing warps, behind a barrier of all of them that follows
+#   empty[stage]  ends a phase with the one arrival of the computing warps, after a barrier of all of them that follows
 #                 their last loads. For use k it is filled once phase k − 1 has ended, of parity phase ^ 1; for use 0 at
 #                 once, as a fresh barrier counts as one whose last phase had parity 1.
 #   phi_full      is used once.
@@ -112,6 +114,66 @@ def copy_in(descriptors, phi_desc, stages, phi_1, barriers, T, D, MAPS: gl.const
         stage, phase = advance(stage, phase, STAGES)
 
 
+# The first part of phi, which stays in registers: of each stream [maps, channels]
+@gluon.jit
+def load_phi_0(phi_ptr, d0, D, MAPS: gl.constexpr):
+    m = gl.expand_dims(gl.arange(0, MAPS, gl.SliceLayout(1, FROM_MEMORY)), 1)
+    d = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, FROM_MEMORY)), 0)
+    phi_0 = ()
+    for i in gl.static_range(n):
+        part = gl.load(phi_ptr + (m * (n * D) + (i * D + d0) + d))
+        phi_0 = phi_0 + (gl.convert_layout(part, gl.DotOperandLayout(1, TILE, 2)),)
+    return phi_0
+
+
+# x_next, made again
+@gluon.jit
+def mix_streams(xs, h_outs, stage, h_post, h_res):
+    streams = load_streams(xs.index(stage))
+    h_out = widen(h_outs.index(stage).load(TILE))
+    x_next = ()
+    for j in gl.static_range(n):
+        x_next = x_next + (mixed(streams, h_out, h_post, h_res, j),)
+    return x_next
+
+
+# The columns of the table: h_res_next, if there is one; h_pre or read, x_factor, r, c
+@gluon.jit
+def load_table(memory, MIXED: gl.constexpr):
+    h_res_next = ()
+    if MIXED:
+        h_res_next, others = gl.split(gl.permute(gl.reshape(memory.load(COLUMNS_32), [BLOCK_T, 2, 16]), [0, 2, 1]))
+        h_res_next = columns16(h_res_next, TILE)
+    else:
+        others = memory.load(COLUMNS_16)
+    return h_res_next, columns16(others, TILE)
+
+
+# dlink of each stream, rounded, and dh_out of them
+@gluon.jit
+def gradients(x_next, dh_mix, phi, dh_in, dlink_nexts, stage, h_post, h_res_next, others):
+    phi_0, phi_1 = phi
+    dh_mix_0 = dh_mix.index(0).load(gl.DotOperandLayout(0, TILE, 2))
+    dh_mix_1 = dh_mix.index(1).load(gl.DotOperandLayout(0, TILE, 2))
+    dlink_next = load_streams(dlink_nexts.index(stage))
+    dh_out = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, TILE)
+    dlink = ()
+    for i in gl.static_range(n):
+        value = others[n] * widen(x_next[i])
+        value = mma_v2(dh_mix_0, phi_0[i], value)
+        value = mma_v2(dh_mix_0, phi_1.index(i).load(gl.DotOperandLayout(1, TILE, 2)), value)
+        value = mma_v2(dh_mix_1, phi_0[i], value)
+        value += others[i] * dh_in
+        if len(h_res_next) == 0:
+            value += dlink_next[i]
+        else:
+            for j in gl.static_range(n):
+                value += h_res_next[i * n + j] * dlink_next[j]
+        dlink = dlink + (narrow(value),)
+        dh_out += h_post[i] * widen(dlink[i])
+    return dlink, dh_out
+
+
 @gluon.jit
 def compute(
     parameters,
@@ -141,12 +203,7 @@ def compute(
     d0 = gl.program_id(0) * BLOCK_D
     dots_ptr += gl.program_id(0).to(gl.int64) * T * DOTS
 
-    m = gl.expand_dims(gl.arange(0, MAPS, gl.SliceLayout(1, FROM_MEMORY)), 1)
-    d = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, FROM_MEMORY)), 0)
-    phi_0 = ()
-    for i in gl.static_range(n):
-        part = gl.load(phi_ptr + (m * (n * D) + (i * D + d0) + d))
-        phi_0 = phi_0 + (gl.convert_layout(part, gl.DotOperandLayout(1, TILE, 2)),)
+    phi_0 = load_phi_0(phi_ptr, d0, D, MAPS)
     if NORM:
         channel = d0 + gl.arange(0, BLOCK_D, ONE_EACH)
         weights.store(gl.load(layer_norm_weight_ptr + channel).to(gl.float32))
@@ -158,7 +215,7 @@ def compute(
     stage = 0
     phase = 0
     blocks = gl.cdiv(T, BLOCK_T)
-    # Last tokens first: they are what pass A left in the L2 cache. Behind the last token everything is 0.
+    # Last tokens first: they are what pass A left in the L2 cache. After the last token everything is 0.
     for done in range(gl.program_id(1), blocks, gl.num_programs(1)):
         t = (blocks - 1 - done) * BLOCK_T
         mbarrier.wait(full.index(stage), phase)
@@ -166,24 +223,13 @@ def compute(
         h_res = None
         if MIXED:
             h_res = mixing(h_ress.index(stage).load(COLUMNS_16), TILE, TRANSPOSED)
-        streams = load_streams(xs.index(stage))
-        h_out = widen(h_outs.index(stage).load(TILE))
-        x_next = ()
-        for j in gl.static_range(n):
-            x_next = x_next + (mixed(streams, h_out, h_post, h_res, j),)
-
+        x_next = mix_streams(xs, h_outs, stage, h_post, h_res)
         dh_mix = dh_mixes.index(stage)._reinterpret(gl.bfloat16, [2, BLOCK_T, MAPS], SHARED_MAPS)
         A = with_tokens(A, x_next, dh_mix, MAPS)
 
-        if DOTS > READ_DOTS:  # without the norm: dh_in is what was copied. Here few registers are taken
+        if DOTS > READ_DOTS:  # without the norm, dh_in is as it was copied. Here registers are free
             store_warps_dots(read_dots, dh_ins.index(stage).load(TILE), x_next)
-        if MIXED:
-            table = tables.index(stage).load(COLUMNS_32)
-            h_res_next, others = gl.split(gl.permute(gl.reshape(table, [BLOCK_T, 2, 16]), [0, 2, 1]))
-            h_res_next = columns16(h_res_next, TILE)
-        else:
-            others = tables.index(stage).load(COLUMNS_16)
-        others = columns16(others, TILE)  # h_pre or read, x_factor, r, c
+        h_res_next, others = load_table(tables.index(stage), MIXED)
         dh_in = widen(dh_ins.index(stage).load(TILE))
         if NORM:  # until here it was dy
             h_in = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, TILE)
@@ -192,24 +238,7 @@ def compute(
             dweight += own_sums(others[n + 1] * h_in * dh_in)
             layer_norm_weight = gl.expand_dims(weights.load(gl.SliceLayout(0, TILE)), 0)
             dh_in = others[n + 1] * (layer_norm_weight * dh_in) - others[n + 2] * h_in
-        dh_mix_0 = dh_mix.index(0).load(gl.DotOperandLayout(0, TILE, 2))
-        dh_mix_1 = dh_mix.index(1).load(gl.DotOperandLayout(0, TILE, 2))
-        dlink_next = load_streams(dlink_nexts.index(stage))
-        dh_out = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, TILE)
-        dlink = ()
-        for i in gl.static_range(n):
-            value = others[n] * widen(x_next[i])
-            value = mma_v2(dh_mix_0, phi_0[i], value)
-            value = mma_v2(dh_mix_0, phi_1.index(i).load(gl.DotOperandLayout(1, TILE, 2)), value)
-            value = mma_v2(dh_mix_1, phi_0[i], value)
-            value += others[i] * dh_in
-            if MIXED:
-                for j in gl.static_range(n):
-                    value += h_res_next[i * n + j] * dlink_next[j]
-            else:
-                value += dlink_next[i]
-            dlink = dlink + (narrow(value),)
-            dh_out += h_post[i] * widen(dlink[i])
+        dlink, dh_out = gradients(x_next, dh_mix, (phi_0, phi_1), dh_in, dlink_nexts, stage, h_post, h_res_next, others)
 
         # The tiles for the results are free when the copies out of them have read them (the wait, of the thread that
         # began them) and all warps have loaded dlink for their products, in the turn before (the barrier in front of
@@ -281,7 +310,7 @@ def mhc_boundary_bwd_kernel(
     bf16: gl.constexpr = gl.bfloat16
     fp32: gl.constexpr = gl.float32
     h_posts = gl.allocate_shared_memory(fp32, [STAGES, BLOCK_T, n], h_post_desc.layout)
-    h_ress = h_posts  # what is not there has no memory of its own
+    h_ress = h_posts  # a map that is absent has no memory of its own
     if h_res_desc is not None:
         h_ress = gl.allocate_shared_memory(fp32, [STAGES, BLOCK_T, n * n], h_res_desc.layout)
     stages = (
@@ -310,7 +339,7 @@ def mhc_boundary_bwd_kernel(
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     mbarrier.init(phi_full, count=1)
-    barrier()  # nobody waits for a barrier before it is one
+    barrier()  # no warp waits for an mbarrier before it is initialised
     descriptors = (x_desc, dlink_next_desc, h_out_desc, dh_in_desc, dh_mix_desc, h_post_desc, h_res_desc, table_desc)
     parameters = (phi_ptr, layer_norm_weight_ptr)
     outputs = (dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr)
@@ -343,32 +372,39 @@ def mhc_boundary_bwd_kernel(
     )
 
 
+class PassB(NamedTuple):
+    """What pass B of the next sublayer takes and fills: dx_next is dlink_next, dx is dlink."""
+
+    dh_in: Tensor
+    dx_next: Tensor
+    dh_mix: Tensor
+    parts: Tensor
+    layer_norm_weight: Tensor | None
+    table: Tensor
+    dx: Tensor
+
+
 def boundary_pass(
     *,
-    x,
-    h_out,
-    h_post,
-    h_res,
-    transposed,
-    dh_out,
-    dh_post,
-    dh_res,
-    dh_in,
-    dx_next,
-    dh_mix,
-    parts,
-    layer_norm_weight,
-    table,
-    dx,
-    dread=None,
-):
-    """What mhc_pre_bwd of the next sublayer takes in place of pass B: its dx_next is dlink_next, its dx is dlink. Fills
-    dx and dh_out; returns A [slices, M, K], with the norm dweight, and of what dh_post, dh_res and, where it is given,
-    dread are the sums."""
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    transposed: bool,
+    dh_out: Tensor,
+    dh_post: Tensor,
+    dh_res: Tensor | None,
+    dread: Tensor | None = None,
+    **of_pass_b: Any,
+) -> tuple[Tensor, Tensor | None, Dots]:
+    """Fills dx and dh_out; returns A [slices, M, K], with the norm dweight, and the dots whose sums are dh_post, dh_res
+    and, where it is given, dread."""
+    pass_b = PassB(**of_pass_b)
+    layer_norm_weight, dh_mix, parts, table = pass_b.layer_norm_weight, pass_b.dh_mix, pass_b.parts, pass_b.table
     assert dread is None or layer_norm_weight is None, "the norm waits for pass A, which makes dread"
     streams, D = x.shape[-2:]
     mixed = 0 if h_res is None else streams**2
-    assert parts.shape[1] == configs.padded_maps(2 * streams + mixed), "both sublayers with a map, or both without"
+    assert parts.shape[1] == configs.padded_maps(2 * streams + mixed), "both sublayers have a map, or neither has"
     T, K, maps = table.shape[0], streams * D, 2 * streams + mixed
     tile, on = configs.BOUNDARY_BWD, device.of(x.device)
     blocks = D // tile.block_d
@@ -376,7 +412,7 @@ def boundary_pass(
     rows_of = partial(by_rows, block_t=tile.block_t)
     slices = configs.partition_rows(T, maps, blocks, tile, on.processors)
 
-    def scratch(*shape: int) -> torch.Tensor:
+    def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     A, dots = scratch(slices, maps, K), scratch(blocks, T, streams + mixed + (0 if dread is None else streams))
@@ -388,14 +424,14 @@ def boundary_pass(
         h_out_desc=rows_of(h_out, D, block=tile.block_d),
         h_post_desc=rows_of(h_post, streams, block=streams),
         h_res_desc=None if h_res is None else rows_of(h_res, mixed, block=mixed),
-        dh_in_desc=rows_of(dh_in, D, block=tile.block_d),
-        dlink_next_desc=streams_of(dx_next),
+        dh_in_desc=rows_of(pass_b.dh_in, D, block=tile.block_d),
+        dlink_next_desc=streams_of(pass_b.dx_next),
         dh_mix_desc=described(dh_mix, dh_mix.shape, dh_mix.stride(), [2, tile.block_t, dh_mix.shape[2]]),
         table_desc=rows_of(table, table.shape[1], block=table.shape[1]),
         phi_desc=described(parts, [2 * parts.shape[1], K], [K, 1], [parts.shape[1], tile.block_d]),
         phi_ptr=parts,
         layer_norm_weight_ptr=layer_norm_weight,
-        dlink_desc=streams_of(dx),
+        dlink_desc=streams_of(pass_b.dx),
         dh_out_desc=rows_of(dh_out, D, block=tile.block_d),
         A_ptr=A,
         dweight_ptr=dweight,

@@ -1,8 +1,11 @@
-"""What the boundary's two large kernels share, in Gluon: tensors that are copied block by block, and small tables."""
+"""Shared by the boundary's two large kernels, in Gluon: tensors that are copied block by block, and small tables."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,24 +19,24 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 @functools.cache
-def shared(shape, dtype):
+def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """The layout in shared memory of blocks that are copied."""
     return gl.NVMMASharedLayout.get_default_for(list(shape), _DTYPES[dtype])
 
 
-def by_streams(tensor, block_t, block_d):
+def by_streams(tensor: Tensor, block_t: int, block_d: int) -> TensorDescriptor:
     """[.., n, D], copied as blocks [n, block_t, block_d]"""
     streams, D = tensor.shape[-2:]
     shape, strides = [streams, tensor.numel() // (streams * D), D], [D, streams * D, 1]
     return described(tensor, shape, strides, [streams, block_t, block_d])
 
 
-def by_rows(tensor, columns, block_t, block):
+def by_rows(tensor: Tensor, columns: int, block_t: int, block: int) -> TensorDescriptor:
     """One row a token, copied as blocks [block_t, block]"""
     return described(tensor, [tensor.numel() // columns, columns], [columns, 1], [block_t, block])
 
 
-def described(tensor, shape, strides, block):
+def described(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(shape), list(strides), block, shared(tuple(block), tensor.dtype))
 
 
@@ -58,7 +61,7 @@ def beside_tile(column, TILE: gl.constexpr):
     return gl.expand_dims(gl.convert_layout(column, gl.SliceLayout(1, TILE), assert_trivial=True), 1)
 
 
-# The columns of a table, of which a thread holds all
+# The columns of a table; a thread holds all of them
 @gluon.jit
 def columns4(table, TILE: gl.constexpr):
     even, odd = gl.split(gl.reshape(table, [table.shape[0], 2, 2]))
@@ -79,7 +82,7 @@ def columns16(table, TILE: gl.constexpr):
     return c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15
 
 
-# h_res of a table's columns, of which a thread holds all: of the old stream i and the new stream j at i·n + j
+# h_res from a table's columns, all in one thread: that of the old stream i and the new stream j at i·n + j
 @gluon.jit
 def mixing(table, TILE: gl.constexpr, TRANSPOSED: gl.constexpr):
     columns = columns16(table, TILE)

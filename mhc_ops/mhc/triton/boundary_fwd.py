@@ -11,7 +11,10 @@ from zero, on units that take 16 columns of K at a time, with the parts of phi a
 bits.
 """
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -40,8 +43,8 @@ from .boundary_common import (
     shared,
     widen,
 )
-from .parts import LANE as COLUMNS_OF_LANE
-from .parts import phi_parts
+from .exact_products import LANE as COLUMNS_OF_LANE
+from .exact_products import phi_parts
 
 BLOCK_T = gl.constexpr(configs.BOUNDARY_FWD.block_t)
 BLOCK_D = gl.constexpr(configs.BOUNDARY_FWD.block_d)  # of a stage
@@ -69,7 +72,7 @@ SUMS = gl.constexpr(
 )
 
 
-def _columns(count):
+def _columns(count: int) -> Any:
     """[tokens, count]: a thread has all columns of the token that TILE gives it."""
     columns = [[0, 1 << bit] for bit in range(count.bit_length() - 1)]
     lanes = [[0, 0], [0, 0], [0, 0], [1, 0], [2, 0]]
@@ -84,7 +87,7 @@ SHARED_PHI = gl.constexpr(shared((64, 64), torch.bfloat16))
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
-# As sum_neighbours in parts.py
+# As sum_neighbours in exact_products.py
 @gluon.jit
 def sum_neighbours(values, COLUMNS: gl.constexpr, TO: gl.constexpr):
     for level in gl.static_range(6):
@@ -131,8 +134,8 @@ def sum_of_tiles(first, second):
 
 
 # Begins the products [rows of parts, tokens] of a stage, one for each stream. A tile of phi has 48 rows: two parts of
-# 24 maps, or 16 where there is no h_res. What stands in the others of the 64 that are multiplied is nobody's, nor are
-# those rows of the product.
+# 24 maps, or 16 where there is no h_res. The remaining rows of the 64 that are multiplied are padding; their products
+# are ignored.
 @gluon.jit
 def begin_products(xs, phis, stage, slice: gl.constexpr, zero, MAP_BLOCKS: gl.constexpr):
     products = ()
@@ -174,15 +177,15 @@ def share(T, D):
 
 # Barriers. Both functions take stages, slots and bundles in the same order, so both know how often (k times) one was
 # used before; `phase` is k % 2. A "full" barrier ends its phase k with the copying warp's one arrival (expect) and the
-# last byte of its copies; whoever reads waits for parity k % 2. An "empty" barrier ends its phase k with one arrival of
-# the computing warps when they have done with use k, behind a barrier of all of them; the copying warp waits, before
+# last byte of its copies; readers wait for parity k % 2. An "empty" barrier ends its phase k with one arrival of the
+# computing warps when they have done with use k, after a barrier of all of them; the copying warp waits, before
 # use k, for phase k − 1: parity of k + 1, and at first (k = 0) not at all, as a fresh barrier counts as one whose phase
 # of parity 1 has ended.
 #   full, empty            of a stage: x and h_out of 128 channels, then x_next
 #   maps_full, maps_empty  of a slot: h_post, h_res and read of a block of tokens
 #   phi_full, phi_empty    of a slice of the bundle: its parts of phi. k: bundles that the program has had before
-# Nobody waits in a circle: before the copying warp waits for a stage, a slot or phi to become empty, it has begun all
-# copies that the computing warps need to get there, which are those of the stage behind it (STAGES ≥ 2).
+# No warps wait for each other in a circle: before the copying warp waits for a stage, a slot or phi to become empty, it
+# has begun all copies that the computing warps need to empty it, those of the stage before (STAGES ≥ 2).
 @gluon.jit
 def copy_in(x_desc, h_out_desc, of_tokens, parts_desc, memory, full, empty, T, D, MAP_BLOCKS: gl.constexpr):
     h_post_desc, h_res_desc, read_desc = of_tokens
@@ -274,13 +277,13 @@ def compute(
             for q in gl.static_range(TILES):
                 at = stage * TILES + q
                 squares = squares + (mix_in_place(xs.index(at), outs.index(at), h_post, h_res, read),)
-            fence_async_shared()  # what this thread stored is seen by matrix units and copies, behind the barrier below
+            fence_async_shared()  # matrix units and copies see what this thread stored, after the barrier below
             if slice > 0:
                 total = end_products(products)  # noqa: F821
-            tma.store_wait(0)  # the copy out of the stage before has read it: of the thread that began it
+            tma.store_wait(0)  # of the thread that began it: the copy out of the stage before has read it
             mbarrier.wait(phi_full.index(slice), phi_phase)
             barrier()
-            # Behind this barrier all warps have stored x_next and fenced, have read the maps of this block (their first
+            # After this barrier all warps have stored x_next and fenced, have read the maps of this block (their first
             # use is above), and have done with the stage before: its products are waited for, above or at the end of
             # the last item, and so is the copy out of it.
             if slice == 0:
@@ -295,7 +298,7 @@ def compute(
                 tma.async_copy_shared_to_global(x_next_desc, [0, t, d], xs.index(stage * TILES + q))
                 if h_in_desc is not None:
                     tma.async_copy_shared_to_global(h_in_desc, [t, d], outs.index(stage * TILES + q))
-            more = sum_of_tiles(squares[0], squares[1])
+            more = sum_of_tiles(squares[0], squares[1])  # type: ignore[misc]
             total_squares = more if slice == 0 else total_squares + more  # noqa: F821
             stage, phase = advance(stage, phase, STAGES)
         total += end_products(products)
@@ -334,13 +337,13 @@ def mhc_boundary_fwd_kernel(
     bf16: gl.constexpr = gl.bfloat16
     fp32: gl.constexpr = gl.float32
     posts = gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n], h_post_desc.layout)
-    ress = posts  # what is not there has no memory of its own
+    ress = posts  # a map that is absent has no memory of its own
     if h_res_desc is not None:
         ress = gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n * n], h_res_desc.layout)
     reads = posts
     if read_desc is not None:
         reads = gl.allocate_shared_memory(fp32, [SLOTS, BLOCK_T, n], read_desc.layout)
-    # Behind the last tile of phi there is what its product reads besides.
+    # The product of the last tile of phi also reads the padding after it.
     PHI: gl.constexpr = SLICES * n * TILES * MAP_BLOCKS + PRODUCT_BLOCKS - MAP_BLOCKS
     memory = (
         gl.allocate_shared_memory(bf16, [STAGES * TILES, n, BLOCK_T, TILE_D], x_desc.layout),
@@ -369,7 +372,7 @@ def mhc_boundary_fwd_kernel(
     for s in gl.static_range(SLICES):
         mbarrier.init(full[2].index(s), count=1)
         mbarrier.init(empty[2].index(s), count=1)
-    barrier()  # nobody waits for a barrier before it is one
+    barrier()  # no warp waits for an mbarrier before it is initialised
     of_tokens = (h_post_desc, h_res_desc, read_desc)
     gl.warp_specialize(
         [
@@ -381,7 +384,19 @@ def mhc_boundary_fwd_kernel(
     )
 
 
-def post_project(*, x, h_out, h_post, h_res, transposed, phi, gamma, x_next, read=None, h_in=None):
+def post_project(
+    *,
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    transposed: bool,
+    phi: Tensor,
+    gamma: Tensor | None,
+    x_next: Tensor,
+    read: Tensor | None = None,
+    h_in: Tensor | None = None,
+) -> tuple[Tensor, configs.SplitK]:
     """Fills x_next and, where x_next is read with `read`, h_in; returns the partial sums [bundles, T, M + 1], and how K
     was split."""
     tile, on = configs.BOUNDARY_FWD, device.of(x.device)
@@ -398,7 +413,7 @@ def post_project(*, x, h_out, h_post, h_res, transposed, phi, gamma, x_next, rea
         h_out_desc=by_rows(h_out, D, tile.block_t, TILE_D.value),
         h_post_desc=by_rows(h_post, streams, tile.block_t, streams),
         h_res_desc=None if h_res is None else by_rows(h_res, streams**2, tile.block_t, streams**2),
-        read_desc=None if h_in is None else by_rows(read, streams, tile.block_t, streams),
+        read_desc=None if read is None else by_rows(read, streams, tile.block_t, streams),
         parts_desc=described(parts, parts.shape, parts.stride(), [2, MAPS.value, TILE_D.value]),
         x_next_desc=by_streams(x_next, tile.block_t, TILE_D.value),
         h_in_desc=None if h_in is None else by_rows(h_in, D, tile.block_t, TILE_D.value),

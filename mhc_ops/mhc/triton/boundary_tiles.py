@@ -4,6 +4,9 @@ Four warps hold a tile of 16 tokens × 64 channels of each of 4 streams. A layou
 register's, a lane's and a warp's number adds a vector to its place in the tensor.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,6 +31,8 @@ FROM_MEMORY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # Of what there is one of a channel, before and after the loop. With another layout, 8 bytes spill.
 ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
+Bases = dict[str, list[tuple[int, int, int]]]  # of registers, lanes and warps: where each bit of their number leads
+
 # A batch's products have the rows (stream i, token) of x and the columns (token, stream j) of dlink.
 _LEFT = {  # of rows m = i·4 + token and channels k, as the left side of a product is held: [batch, m, k]
     "registers": [(0, 0, 1), (0, 8, 0), (0, 0, 8), (0, 0, 16), (0, 0, 32)],
@@ -41,13 +46,13 @@ _RIGHT = {  # of channels k and columns c = token·4 + j, as the right side is h
 }
 
 
-def _layout(shape, of, place):
+def _layout(shape: list[int], of: Bases, place: Callable[..., list[int]]) -> Any:
     """The layout of a tensor in which an element of `of` is at place(*element)."""
     bases = ([place(*element) for element in of[part]] for part in ("registers", "lanes", "warps"))
     return gl.constexpr(gl.DistributedLinearLayout(*bases, [], shape))
 
 
-def _columns(count):
+def _columns(count: int) -> Any:
     """[tokens, count]: a thread has all columns of the tokens that TILE gives it."""
     columns = [[0, 1 << bit] for bit in range(count.bit_length() - 1)]
     lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
@@ -205,7 +210,7 @@ def dlink_as_right(memory):
     return gl.convert_layout(dlink, gl.DotOperandLayout(1, PRODUCTS, 2))
 
 
-# Of a batch's products the columns of two tokens, of which one is the row's own
+# The columns of two tokens in a batch's products; one of the two is the row's own
 @gluon.jit
 def own_half(products, upper):
     low, high = gl.split(gl.permute(gl.reshape(products, [BATCHES, 16, 2, 8]), [0, 1, 3, 2]))
@@ -238,7 +243,7 @@ def by_warp(tile):
 
 
 # memory[warp, t, .., i] = <dh_in[t], x_next[t, i]> over the channels of a warp, among others. Tiles are held as both
-# sides of products of all tokens with all tokens, of which the diagonal is wanted: in one of the 4 lanes of a token.
+# sides of products of all tokens with all tokens. Their diagonal is in one of the 4 lanes of a token.
 @gluon.jit
 def store_warps_dots(memory, dh_in, x_next):
     rows = gl.convert_layout(by_warp(dh_in), gl.DotOperandLayout(0, PRODUCTS, 2), assert_trivial=True)

@@ -1,4 +1,4 @@
-"""Block sizes, warps and stages, each chosen by a pure function of shape and device, with the measurement behind it.
+"""Block sizes, warps and stages, each chosen by a pure function of shape and device, beside its measurement.
 
 Measured on an H200 (copy 4,200 GB/s), torch 2.11, triton 3.6, bf16, n = 4, cold L2, unless a line says otherwise. No
 autotuning: results must not depend on what ran before, and the first call must not stall. The token count T is never
@@ -474,7 +474,7 @@ def split_k_in_bundles(n: int, D: int) -> SplitK:
 
 
 def table_columns(n: int, M: int) -> int:
-    """Of a boundary's table of tokens: h_res, if there is one, h_pre, x_factor and the factors of the layer's norm."""
+    """Columns of a boundary's table: h_res, if there is one, h_pre, x_factor and the factors of the layer's norm."""
     return max(16, next_power_of_2(M - n + 3))
 
 
@@ -484,7 +484,7 @@ def table_columns(n: int, M: int) -> int:
 # version, which took 298, 109 and 511: its copies alone 264; 2 stages with two tiles for the results 306; both parts of
 # phi in shared memory 319 to 324, both in registers 341; two groups of warps a program, with 6 stages, 301.
 BOUNDARY_BWD = Tile(16, 64, 4, 3)
-# Of a thread when a program starts: half a multiprocessor's. Those that compute then get 232, those that copy keep 24.
+# Registers of a thread when a program starts: half a multiprocessor's. Computing warps then get 232, the copying 24.
 BOUNDARY_REGISTERS = 128
 # Blocks of channels × dots that one program of `sums` adds. All sums of a boundary at T = 8192, D = 4096 and at
 # T = 4096, D = 2560: 19.2 and 11.3 µs; 64 × 128 25.6 and 13.3, 64 × 64 21.3 and 11.9, 16 × 256 22.4 and 11.3. As three

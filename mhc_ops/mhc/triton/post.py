@@ -1,14 +1,17 @@
 """mHC post: write a layer's output back into the streams, and its gradients. One pass over x each way."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .parts import LANE, own_sums
+from .exact_products import LANE, own_sums
 
 
 # Where h_res[i, j] of the old stream i and the new stream j stands among the n² of a token
@@ -142,7 +145,9 @@ def mhc_post_bwd_kernel(
         tl.store(dh_res_ptr + t * (n * n) + place_in(ij // n, ij % n, n, TRANSPOSED), total, mask=in_batch)
 
 
-def mhc_post_fwd(*, x, h_out, h_post, h_res, transposed, x_next):
+def mhc_post_fwd(
+    *, x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor | None, transposed: bool, x_next: Tensor
+) -> None:
     n, D = x.shape[-2:]
     T, tile = h_out.numel() // D, configs.post_fwd(n, D, x.dtype == torch.float32, device.of(x.device))
     if T == 0:
@@ -165,12 +170,25 @@ def mhc_post_fwd(*, x, h_out, h_post, h_res, transposed, x_next):
     )
 
 
-def mhc_layer_post(*, link, **arguments):
-    """Nobody reads the link."""
+def mhc_layer_post(*, link: Tensor, **arguments: Any) -> None:
+    """The link is not read."""
     mhc_post_fwd(**arguments)
 
 
-def mhc_post_bwd(*, x, h_out, h_post, h_res, transposed, dx_next, residual, dx, dh_out, dh_post, dh_res):
+def mhc_post_bwd(
+    *,
+    x: Tensor,
+    h_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    transposed: bool,
+    dx_next: Tensor,
+    residual: bool,
+    dx: Tensor,
+    dh_out: Tensor,
+    dh_post: Tensor,
+    dh_res: Tensor,
+) -> None:
     n, D = x.shape[-2:]
     wide = torch.float32 in (x.dtype, dx_next.dtype)
     T, tile = h_out.numel() // D, configs.post_bwd(n, D, wide, h_res is not None, device.of(x.device))

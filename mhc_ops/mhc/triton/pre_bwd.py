@@ -9,19 +9,23 @@ dh_mix is kept without its factor alpha, which dx gets through phi and dphi at t
 without it are still needed.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
 from ..options import PreOptions
+from ..records import PreBackward
 from . import configs
-from .parts import phi_parts
+from .exact_products import phi_parts
 from .pre_dmaps import mhc_pre_dmaps_kernel
 from .pre_norm import normed_dh_pre
-from .pre_sums import sum_gradients
+from .pre_sums import Dots, sum_gradients
 from .sinkhorn import divisors
 
 
@@ -71,6 +75,38 @@ def less_product(minus_A, x, dh_mix, PARTS: tl.constexpr, PRECISION: tl.constexp
     for p in tl.static_range(PARTS):
         product = tl.dot(left, dh_mix[p], product, input_precision=PRECISION)
     return minus_A - product
+
+
+# dx + what the pointer has at these places; dx where it is None
+@triton.jit
+def plus(dx, ptr, at, mask):
+    if ptr is not None:
+        dx += tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return dx
+
+
+# Σ_i h_pre[i]·x[i] of these tokens and channels, from memory: pass B has the streams of x in several threads
+@triton.jit
+def read_again(x_ptr, h_pre_ptr, local, d, in_batch, in_tile, D, n: tl.constexpr):
+    h_in = tl.zeros([local.shape[0], d.shape[1]], tl.float32)
+    for i in tl.static_range(n):
+        weight = tl.load(h_pre_ptr + (local * n + i), mask=in_batch, other=0.0)
+        h_in += weight * tl.load(x_ptr + (local * (n * D) + i * D + d), mask=in_tile, other=0.0).to(tl.float32)
+    return h_in
+
+
+# dx + Σ_j h_res[i, j]·dx_next[j], as [tokens, streams, channels]
+@triton.jit
+def plus_mixed(dx, dx_next_ptr, h_res_ptr, tokens, d, stream, masks, D, n: tl.constexpr):
+    begin, local = tokens
+    in_batch, in_tile = masks
+    for j in tl.static_range(n):
+        at = dx_next_ptr + begin * n * D + (local * (n * D) + j * D + d)
+        dx_next = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+        at = h_res_ptr + begin * (n * n) + ((local * n + j) * n + stream)
+        weight = tl.load(at, mask=in_batch, other=0.0)
+        dx += weight[:, :, None] * dx_next[:, None, :]
+    return dx
 
 
 # dx[t, i] = Σ_m dh_mix[t, m]·alpha[m]·gamma[i]·phi[m, i] + x_factor[t]·x[t, i] + h_pre[t, i]·dh_in[t]
@@ -151,36 +187,22 @@ def mhc_pre_dx_kernel(
         if not A_LAST:
             minus_A = less_product(minus_A, x, dh_mix, PARTS, PRECISION)
         dx = x_factor * wide
-        if dx_next_ptr is not None and h_res_ptr is None:
-            of_next = tl.load(dx_next_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
-            dx += of_next.to(tl.float32)
-        if dx_added_ptr is not None:
-            added = tl.load(dx_added_ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
-            dx += added.to(tl.float32)
-        dx = dot_parts(dh_mix, phi, dx, PARTS, PRECISION)
-        dx = tl.reshape(dx, [BLOCK_T, STREAMS, BLOCK_D])
+        if h_res_ptr is None:
+            dx = plus(dx, dx_next_ptr, begin * n * D + (local * (n * D) + k), in_tiles)
+        dx = plus(dx, dx_added_ptr, begin * n * D + (local * (n * D) + k), in_tiles)
+        dx = tl.reshape(dot_parts(dh_mix, phi, dx, PARTS, PRECISION), [BLOCK_T, STREAMS, BLOCK_D])
         if dh_in_ptr is not None:
             dh_in = tl.load(dh_in_ptr + begin * D + (local * D + d), mask=in_tile, other=0.0).to(tl.float32)
             h_pre = tl.load(h_pre_ptr + begin * n + (local * n + stream), mask=in_batch, other=0.0)
             if factors_ptr is not None:
-                # Read once more: x above has its streams in other threads.
-                h_in = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-                for i in tl.static_range(n):
-                    weight = tl.load(h_pre_ptr + begin * n + (local * n + i), mask=in_batch, other=0.0)
-                    at = x_ptr + begin * n * D + (local * (n * D) + i * D + d)
-                    h_in += weight * tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+                h_in = read_again(x_ptr + begin * n * D, h_pre_ptr + begin * n, local, d, in_batch, in_tile, D, n)
                 r = tl.load(factors_ptr + begin + local, mask=in_batch, other=0.0)
                 c = tl.load(factors_ptr + T64 + begin + local, mask=in_batch, other=0.0)
                 dweight += r * h_in * dh_in
                 dh_in = r * (layer_norm_weight * dh_in) - c * h_in
             dx += h_pre[:, :, None] * dh_in[:, None, :]
         if h_res_ptr is not None:
-            for j in tl.static_range(n):
-                at = dx_next_ptr + begin * n * D + (local * (n * D) + j * D + d)
-                dx_next = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
-                at = h_res_ptr + begin * (n * n) + ((local * n + j) * n + stream)
-                weight = tl.load(at, mask=in_batch, other=0.0)
-                dx += weight[:, :, None] * dx_next[:, None, :]
+            dx = plus_mixed(dx, dx_next_ptr, h_res_ptr, (begin, local), d, stream, (in_batch, in_tile), D, n)
         dx = tl.reshape(dx, [BLOCK_T, STREAMS * BLOCK_D]).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + begin * n * D + (local * (n * D) + k), dx, mask=in_tiles)
         if A_LAST:
@@ -194,120 +216,131 @@ def mhc_pre_dx_kernel(
         tl.store(at, tl.sum(dweight, axis=0), mask=(channel < D) & (first == 0))
 
 
-def mhc_pre_bwd(
-    *,
-    x,
-    phi,
-    alpha,
-    bias,
-    gamma,
-    options,
-    inv_rms,
-    h_mix,
-    dh_in,
-    dh_post,
-    dh_res,
-    dx_next,
-    dx,
-    dphi,
-    dalpha,
-    dbias,
-    dgamma,
-    layer_norm_weight=None,
-    dlayer_norm_weight=None,
-    read=None,
-    dread=None,
-    dh_pre=None,
-    dx_added=None,
-    boundary=None,
-):
-    """dx_next reaches dx through h_res, dx_added as it is. dh_pre is given where h_in was read with `read`, or is not
-    there; dread is then what pass A makes. boundary: what makes dx in pass B's place, and more, so dread, for which
-    it does not have to wait; it takes what there is of a token as one table"""
-    n, D = x.shape[-2:]
-    M, T = phi.shape[0], inv_rms.numel()
-    padded = configs.padded_maps(M)
-    if T == 0:
-        for gradient in (dphi, dalpha, dbias, dgamma, dlayer_norm_weight):
-            if gradient is not None:
-                gradient.zero_()
+class PerToken(NamedTuple):
+    """What the per-token step makes for pass B: tensors of their own or, at a boundary, columns of one table.
+
+    h_pre: [T, n]   x_factor: [T]   h_res: [T, n, n], or None where dx_next is not mixed   table: [T, columns] or None
+    """
+
+    h_pre: Tensor
+    x_factor: Tensor
+    h_res: Tensor | None
+    table: Tensor | None = None
+
+
+def mhc_pre_bwd(**arguments: Any) -> None:
+    pre_bwd(PreBackward(**arguments))
+
+
+def mhc_maps_bwd(**arguments: Any) -> None:
+    """As pre's, without h_in."""
+    pre_bwd(PreBackward(**arguments, dh_in=None, dx_next=None))
+
+
+def mhc_head_bwd(*, hc_eps: float, dout: Tensor, **arguments: Any) -> None:
+    """As pre's, with h_in alone."""
+    options = PreOptions(hc_eps=hc_eps, sinkhorn_iters=0)
+    pre_bwd(PreBackward(**arguments, options=options, dh_in=dout, dh_post=None, dh_res=None, dx_next=None))
+
+
+def pre_bwd(pre: PreBackward) -> None:
+    """The four steps one after the other. boundary.py takes the same, with a kernel of its own for pass B."""
+    if pre.zero_without_tokens():
         return
-    on = device.of(x.device)
-    exact = configs.arithmetic(x.dtype, on)
-    parts = phi_parts(phi, gamma, alpha, n, exact)
+    parts = scaled_phi(pre)
+    dh_pre, factors = pass_a(pre)
+    token = token_tensors(pre)
+    dh_mix, sums = maps_backward(pre, token, dh_pre)
+    A, dweight = pass_b(pre, token, parts, dh_mix, factors)
+    sum_up(pre, A, sums, dweight)
 
-    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.device)
 
-    iters = options.sinkhorn_iters
-    has_h_res = dx_next is not None and M > 2 * n
-    assert iters > 0 or not has_h_res
-    table = None if boundary is None else scratch(T, configs.table_columns(n, M))
-    if table is None:
-        h_pre, x_factor = scratch(T, n), scratch(T)
-        h_res = scratch(T, n, n) if has_h_res else None
-    else:
-        h_pre = x_factor = h_res = table
-    factors = None
-    if dh_in is None:
-        if read is not None:
-            dread.zero_()
-    elif layer_norm_weight is not None:
-        of_pass_a, factors = normed_dh_pre(
-            x=x,
-            dy=dh_in,
-            layer_norm_weight=layer_norm_weight,
-            h_mix=h_mix,
-            inv_rms=inv_rms,
-            alpha=alpha,
-            bias=bias,
-            options=options,
-            read=read,
-            dread=dread,
-            table=table,
-        )
-    elif read is None or boundary is None:
-        of_pass_a = scratch(T, n) if read is None else dread
-        pass_a = configs.dh_pre(n, D, exact.parts == 1, on)
-        launch(
-            mhc_pre_dh_pre_kernel,
-            (cdiv(T, pass_a.block_t),),
-            x_ptr=x,
-            dh_in_ptr=dh_in,
-            dh_pre_ptr=of_pass_a,
-            T=T,
-            D=D,
-            n=n,
-            BLOCK_T=pass_a.block_t,
-            BLOCK_N=next_power_of_2(n),
-            BLOCK_D=pass_a.block_d,
-            num_warps=pass_a.warps,
-        )
-    if dh_in is not None and read is None:
-        dh_pre = of_pass_a
+def scaled_phi(pre: PreBackward) -> Tensor:
+    """alpha · gamma ⊙ phi in parts, as dx gets it."""
+    n, exact = pre.x.shape[-2], configs.arithmetic(pre.x.dtype, device.of(pre.x.device))
+    return phi_parts(pre.phi, pre.gamma, pre.alpha, n, exact)
 
-    dmaps = configs.dmaps(n, on, without_eps=not options.sinkhorn_eps)
-    programs = cdiv(T, dmaps.block_t)
-    dh_mix = scratch(exact.parts, T, padded, dtype=exact.dtype)
-    sums = scratch(programs, 2, M)
-    through_sinkhorn = iters > 0 and M > 2 * n and not (dh_res is None and h_res is None)
+
+def scratch(pre: PreBackward, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=pre.x.device)
+
+
+def token_tensors(pre: PreBackward) -> PerToken:
+    n, T = pre.x.shape[-2], pre.inv_rms.numel()
+    is_mixed = pre.dx_next is not None and pre.phi.shape[0] > 2 * n
+    assert pre.options.sinkhorn_iters > 0 or not is_mixed
+    return PerToken(scratch(pre, T, n), scratch(pre, T), scratch(pre, T, n, n) if is_mixed else None)
+
+
+def token_table(pre: PreBackward) -> PerToken:
+    table = scratch(pre, pre.inv_rms.numel(), configs.table_columns(pre.x.shape[-2], pre.phi.shape[0]))
+    return PerToken(table, table, table, table)
+
+
+def pass_a(pre: PreBackward, table: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+    """dh_pre for the maps, and with the layer's norm the factors that pass B makes dh_in with, or the table with them.
+
+    Where h_in was read with `read`, the pass makes dread, and dh_pre is the one that is given."""
+    if pre.dh_in is None:
+        if pre.read is not None:
+            pre.filled_by_pass_a().zero_()
+        return pre.dh_pre, None
+    if pre.layer_norm_weight is not None:
+        made, factors = normed_dh_pre(pre, table)
+        return (made if pre.read is None else pre.dh_pre), factors
+    made = plain_dh_pre(pre)
+    return (made if pre.read is None else pre.dh_pre), None
+
+
+def plain_dh_pre(pre: PreBackward) -> Tensor:
+    """dh_pre [T, n], in dread where h_in was read with `read`."""
+    n, D = pre.x.shape[-2:]
+    T, on = pre.inv_rms.numel(), device.of(pre.x.device)
+    dh_pre = pre.filled_by_pass_a()
+    tile = configs.dh_pre(n, D, configs.arithmetic(pre.x.dtype, on).parts == 1, on)
+    launch(
+        mhc_pre_dh_pre_kernel,
+        (cdiv(T, tile.block_t),),
+        x_ptr=pre.x,
+        dh_in_ptr=pre.dh_in,
+        dh_pre_ptr=dh_pre,
+        T=T,
+        D=D,
+        n=n,
+        BLOCK_T=tile.block_t,
+        BLOCK_N=next_power_of_2(n),
+        BLOCK_D=tile.block_d,
+        num_warps=tile.warps,
+    )
+    return dh_pre
+
+
+def maps_backward(pre: PreBackward, token: PerToken, dh_pre: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Fills `token`; returns dh_mix in parts [parts, T, padded_maps], and Σ dz and Σ dz·m [programs, 2, M]."""
+    n, D = pre.x.shape[-2:]
+    M, T, options, on = pre.phi.shape[0], pre.inv_rms.numel(), pre.options, device.of(pre.x.device)
+    exact, padded = configs.arithmetic(pre.x.dtype, on), configs.padded_maps(M)
+    tile = configs.dmaps(n, on, without_eps=not options.sinkhorn_eps)
+    programs, iters = cdiv(T, tile.block_t), options.sinkhorn_iters
+    dh_mix, sums = scratch(pre, exact.parts, T, padded, dtype=exact.dtype), scratch(pre, programs, 2, M)
+    through_sinkhorn = iters > 0 and M > 2 * n and not (pre.dh_res is None and token.h_res is None)
     launch(
         mhc_pre_dmaps_kernel,
         (programs,),
-        h_mix_ptr=h_mix,
-        inv_rms_ptr=inv_rms,
+        h_mix_ptr=pre.h_mix,
+        inv_rms_ptr=pre.inv_rms,
         dh_pre_ptr=dh_pre,
-        dh_post_ptr=dh_post,
-        dh_res_ptr=dh_res,
-        alpha_ptr=alpha,
-        bias_ptr=bias,
+        dh_post_ptr=pre.dh_post,
+        dh_res_ptr=pre.dh_res,
+        alpha_ptr=pre.alpha,
+        bias_ptr=pre.bias,
         dh_mix_ptr=dh_mix,
-        x_factor_ptr=x_factor,
-        read_ptr=read,
-        h_pre_ptr=h_pre,
-        h_res_ptr=h_res,
+        x_factor_ptr=token.x_factor,
+        read_ptr=pre.read,
+        h_pre_ptr=token.h_pre,
+        h_res_ptr=token.h_res,
         sums_ptr=sums,
-        divisors_ptr=divisors(T, n, iters, x.device) if through_sinkhorn else None,
+        divisors_ptr=divisors(T, n, iters, pre.x.device) if through_sinkhorn else None,
         T=T,
         D=D,
         hc_eps=options.hc_eps,
@@ -319,70 +352,45 @@ def mhc_pre_bwd(
         M=M,
         PARTS=exact.parts,
         TRANSPOSED=options.transposed,
-        TABLE=0 if table is None else table.shape[1],
-        BLOCK_T=dmaps.block_t,
+        TABLE=0 if token.table is None else token.table.shape[1],
+        BLOCK_T=tile.block_t,
         BLOCK_G=next_power_of_2(padded - (n * n if M > 2 * n else 0)),
         BLOCK_M=padded,
-        num_warps=dmaps.warps,
-        **dmaps.options,
+        num_warps=tile.warps,
+        **tile.options,
     )
-
-    of_pass_b = {"dh_in": dh_in, "dx_next": dx_next, "dh_mix": dh_mix, "parts": parts, "dx": dx}
-    of_pass_b["layer_norm_weight"] = None if factors is None else layer_norm_weight
-    if boundary is not None:
-        of_boundary = {"dread": dread} if read is not None and factors is None else {}
-        A, dweight, dots = boundary(**of_pass_b, **of_boundary, table=table)
-    else:
-        of_token = {"x_factor": x_factor, "h_pre": h_pre, "h_res": h_res, "factors": factors}
-        A, dweight = launch_dx(**of_pass_b, **of_token, x=x, dx_added=dx_added, M=M, exact=exact)
-        dots = None
-
-    sum_gradients(
-        A=A,
-        sums=sums,
-        phi=phi,
-        gamma=gamma,
-        alpha=alpha,
-        n=n,
-        parts=exact.parts,
-        dphi=dphi,
-        dgamma=dgamma,
-        dalpha=dalpha,
-        dbias=dbias,
-        dweight=dweight,
-        dlayer_norm_weight=None if layer_norm_weight is None else dlayer_norm_weight,
-        dots=dots,
-    )
+    return dh_mix, sums
 
 
-def launch_dx(
-    *, x, dh_in, dx_next, dx_added, dh_mix, parts, x_factor, h_pre, h_res, layer_norm_weight, factors, dx, M, exact
-):
-    """Pass B: fills dx; returns A [slices, M, K] and, with the layer's norm, dweight [slices, D]."""
-    n, D = x.shape[-2:]
-    T, on = x_factor.numel(), device.of(x.device)
+def pass_b(
+    pre: PreBackward, token: PerToken, parts: Tensor, dh_mix: Tensor, factors: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Fills dx; returns A [slices, M, K] and, with the layer's norm, dweight [slices, D]."""
+    n, D = pre.x.shape[-2:]
+    M, T, on = pre.phi.shape[0], pre.inv_rms.numel(), device.of(pre.x.device)
+    exact = configs.arithmetic(pre.x.dtype, on)
     # With the maps of the identity the tile without a residual spills on sm_100.
-    wide, residual = exact.parts == 1, M == 2 * n or not (dx_next is None and dx_added is None)
-    pass_b = configs.dx(n, D, wide, residual, on) if factors is None else configs.normed_dx(n, D, wide, on)
-    blocks = cdiv(D, pass_b.block_d) * (n // pass_b.streams)
-    slices = configs.partition_rows(T, M, blocks, pass_b, on.processors)
-    A = torch.empty((slices, M, n * D), dtype=torch.float32, device=x.device)
-    dweight = None if factors is None else torch.empty((slices, D), dtype=torch.float32, device=x.device)
+    wide, residual = exact.parts == 1, M == 2 * n or not (pre.dx_next is None and pre.dx_added is None)
+    tile = configs.dx(n, D, wide, residual, on) if factors is None else configs.normed_dx(n, D, wide, on)
+    blocks = cdiv(D, tile.block_d) * (n // tile.streams)
+    slices = configs.partition_rows(T, M, blocks, tile, on.processors)
+    A = scratch(pre, slices, M, n * D)
+    dweight = None if factors is None else scratch(pre, slices, D)
     launch(
         mhc_pre_dx_kernel,
         (blocks, slices),
-        x_ptr=x,
-        dh_in_ptr=dh_in,
-        dx_next_ptr=dx_next,
-        dx_added_ptr=dx_added,
+        x_ptr=pre.x,
+        dh_in_ptr=pre.dh_in,
+        dx_next_ptr=pre.dx_next,
+        dx_added_ptr=pre.dx_added,
         dh_mix_ptr=dh_mix,
         phi_ptr=parts,
-        x_factor_ptr=x_factor,
-        h_pre_ptr=h_pre,
-        h_res_ptr=h_res,
-        layer_norm_weight_ptr=layer_norm_weight,
+        x_factor_ptr=token.x_factor,
+        h_pre_ptr=token.h_pre,
+        h_res_ptr=token.h_res,
+        layer_norm_weight_ptr=None if factors is None else pre.layer_norm_weight,
         factors_ptr=factors,
-        dx_ptr=dx,
+        dx_ptr=pre.dx,
         A_ptr=A,
         dweight_ptr=dweight,
         T=T,
@@ -392,24 +400,33 @@ def launch_dx(
         M=M,
         PARTS=exact.parts,
         PRECISION=exact.precision,
-        EVEN_D=D % pass_b.block_d == 0,
-        STREAMS=pass_b.streams,
-        A_LAST=pass_b.a_last,
-        BLOCK_T=pass_b.block_t,
+        EVEN_D=D % tile.block_d == 0,
+        STREAMS=tile.streams,
+        A_LAST=tile.a_last,
+        BLOCK_T=tile.block_t,
         BLOCK_M=configs.padded_maps(M),
-        BLOCK_D=pass_b.block_d,
-        STAGES=pass_b.stages,
-        num_warps=pass_b.warps,
+        BLOCK_D=tile.block_d,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
     )
     return A, dweight
 
 
-def mhc_maps_bwd(**arguments):
-    """As pre's, without h_in."""
-    mhc_pre_bwd(**arguments, dh_in=None, dx_next=None)
-
-
-def mhc_head_bwd(*, hc_eps, dout, **arguments):
-    """As pre's, with h_in alone."""
-    options = PreOptions(hc_eps=hc_eps, sinkhorn_iters=0)
-    mhc_pre_bwd(**arguments, options=options, dh_in=dout, dh_post=None, dh_res=None, dx_next=None)
+def sum_up(pre: PreBackward, A: Tensor, sums: Tensor, dweight: Tensor | None, dots: Dots | None = None) -> None:
+    """The gradients of parameters. dots: what a boundary's kernel leaves to be added up"""
+    sum_gradients(
+        A=A,
+        sums=sums,
+        phi=pre.phi,
+        gamma=pre.gamma,
+        alpha=pre.alpha,
+        n=pre.x.shape[-2],
+        parts=configs.arithmetic(pre.x.dtype, device.of(pre.x.device)).parts,
+        dphi=pre.dphi,
+        dgamma=pre.dgamma,
+        dalpha=pre.dalpha,
+        dbias=pre.dbias,
+        dweight=dweight,
+        dlayer_norm_weight=None if pre.layer_norm_weight is None else pre.dlayer_norm_weight,
+        dots=dots,
+    )

@@ -3,12 +3,72 @@
 import triton
 import triton.language as tl
 
-from .parts import alpha_of_row, part_of
+from .exact_products import alpha_of_row, part_of
 from .sinkhorn import matrices, sinkhorn_back, sinkhorn_keeping
 
 
+# dz_pre = dh_pre·slope;  dz_post = post_mult·dh_post·slope, each where it is given
+@triton.jit
+def through_gates(slope, dh_pre_ptr, dh_post_ptr, rows, in_batch, post_mult, n: tl.constexpr, GATES: tl.constexpr):
+    g = tl.arange(0, slope.shape[1])[None, :]
+    dz = tl.zeros(slope.shape, tl.float32)
+    if dh_pre_ptr is not None:
+        dh_pre = tl.load(dh_pre_ptr + rows * n + g, mask=in_batch & (g < n), other=0.0)
+        dz += slope * dh_pre.to(tl.float32)
+    if dh_post_ptr is not None:
+        dh_post = tl.load(dh_post_ptr + rows * n + (g - n), mask=in_batch & (g < GATES) & (g >= n), other=0.0)
+        dz += post_mult * slope * dh_post.to(tl.float32)
+    return dz
+
+
+# h_res = sinkhorn(z), stored where pass B asks for it: [T, new, old], in a table [T, old, new]. Returns dz
+@triton.jit
+def through_sinkhorn(
+    z,
+    dz,
+    dh_res_ptr,
+    h_res_ptr,
+    divisors_ptr,
+    t,
+    T,
+    iters,
+    eps,
+    n: tl.constexpr,
+    N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TABLE: tl.constexpr,
+):
+    at, present = matrices(t, T, n, N)
+    token = t[:, None, None]
+    h_res, lost = sinkhorn_keeping(z, divisors_ptr, t, T, iters, eps, n, N)
+    if h_res_ptr is not None:
+        i, j = tl.arange(0, N)[None, :, None], tl.arange(0, N)[None, None, :]
+        if TRANSPOSED:
+            h_res_at = h_res_ptr + (at if TABLE == 0 else token * TABLE + j * n + i)
+        else:
+            h_res_at = h_res_ptr + (token * (n * n) + j * n + i if TABLE == 0 else token * TABLE + i * n + j)
+        tl.store(h_res_at, h_res, mask=present)
+    if dh_res_ptr is not None:
+        dz = sinkhorn_back(
+            z=z,
+            c=h_res,
+            lost=lost,
+            dc=dz,
+            dc_ptr=dh_res_ptr,
+            divisors_ptr=divisors_ptr,
+            t=t,
+            T=T,
+            iters=iters,
+            eps=eps,
+            n=n,
+            N=N,
+        )
+        dz = tl.where(present, dz, 0.0)
+    return dz
+
+
 # m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
-# dz_res = dh_res back through Sinkhorn, or as it is where iters is 0; none where M is 2n
+# dz_res = dh_res back through Sinkhorn, or dh_res where iters is 0; absent where M is 2n
 # dh_mix = dz·inv_rms, stored in parts;  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix
 # h_pre, what pass B weighs dh_in with: σ(z_pre) + hc_eps, or `read` where that is given
 # sums[program] = Σ_t dz, Σ_t dz·m
@@ -25,7 +85,7 @@ def mhc_pre_dmaps_kernel(
     x_factor_ptr,
     read_ptr,
     h_pre_ptr,
-    h_res_ptr,  # where pass B asks for h_res it is written: [T, new, old]; in a table [T, old, new]
+    h_res_ptr,
     sums_ptr,
     divisors_ptr,
     T,
@@ -50,7 +110,7 @@ def mhc_pre_dmaps_kernel(
     inv_rms = tl.load(inv_rms_ptr + rows, mask=in_batch, other=0.0).to(tl.float32)
     sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * M)
 
-    # The rows of phi that a sigmoid follows, and the padding, for which everything is 0.
+    # The rows of phi that a sigmoid follows, and the padding, whose values are all 0.
     GATES: tl.constexpr = n if M == n else 2 * n
     g = tl.arange(0, BLOCK_G)[None, :]
     m = tl.where(g < GATES, g, g + (M - GATES))
@@ -62,13 +122,7 @@ def mhc_pre_dmaps_kernel(
     z = alpha * normed + bias
     gate = tl.sigmoid(z)
     slope = gate * tl.sigmoid(-z)
-    dz = tl.zeros([BLOCK_T, BLOCK_G], tl.float32)
-    if dh_pre_ptr is not None:
-        dh_pre = tl.load(dh_pre_ptr + rows * n + g, mask=in_batch & (g < n), other=0.0)
-        dz += slope * dh_pre.to(tl.float32)
-    if dh_post_ptr is not None:
-        dh_post = tl.load(dh_post_ptr + rows * n + (g - n), mask=is_gate & (g >= n), other=0.0)
-        dz += post_mult * slope * dh_post.to(tl.float32)
+    dz = through_gates(slope, dh_pre_ptr, dh_post_ptr, rows, in_batch, post_mult, n, GATES)
     dinv = tl.sum(alpha * dz * h_mix, axis=1)[:, None]
     RES: tl.constexpr = M - 2 * n if M > 2 * n else 0
     h_pre_at = h_pre_ptr + (rows * n + g if TABLE == 0 else rows * TABLE + RES + g)
@@ -95,30 +149,21 @@ def mhc_pre_dmaps_kernel(
         if divisors_ptr is not None:
             bias = tl.load(bias_ptr + m, mask=present, other=0.0).to(tl.float32)
             z = alpha_res * normed + bias
-            h_res, lost = sinkhorn_keeping(z, divisors_ptr, t, T, iters, sinkhorn_eps, n, N)
-            if h_res_ptr is not None:
-                i, j = tl.arange(0, N)[None, :, None], tl.arange(0, N)[None, None, :]
-                if TRANSPOSED:
-                    h_res_at = h_res_ptr + (at if TABLE == 0 else token * TABLE + j * n + i)
-                else:
-                    h_res_at = h_res_ptr + (token * (n * n) + j * n + i if TABLE == 0 else token * TABLE + i * n + j)
-                tl.store(h_res_at, h_res, mask=present)
-            if dh_res_ptr is not None:
-                dz = sinkhorn_back(
-                    z=z,
-                    c=h_res,
-                    lost=lost,
-                    dc=dz,
-                    dc_ptr=dh_res_ptr,
-                    divisors_ptr=divisors_ptr,
-                    t=t,
-                    T=T,
-                    iters=iters,
-                    eps=sinkhorn_eps,
-                    n=n,
-                    N=N,
-                )
-                dz = tl.where(present, dz, 0.0)
+            dz = through_sinkhorn(
+                z=z,
+                dz=dz,
+                dh_res_ptr=dh_res_ptr,
+                h_res_ptr=h_res_ptr,
+                divisors_ptr=divisors_ptr,
+                t=t,
+                T=T,
+                iters=iters,
+                eps=sinkhorn_eps,
+                n=n,
+                N=N,
+                TRANSPOSED=TRANSPOSED,
+                TABLE=TABLE,
+            )
         dinv += alpha_res * tl.sum(tl.sum(dz * h_mix, axis=2), axis=1)[:, None]
         store_parts(dh_mix_ptr, token, m, dz * inv_rms[:, :, None], present, T, PARTS, BLOCK_M)
         row, col = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]

@@ -3,12 +3,14 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
+from ..records import Pre
 from . import configs
-from .parts import alpha_of_row, sum_neighbours
+from .exact_products import alpha_of_row, sum_neighbours
 from .sinkhorn import matrices, sinkhorn
 
 
@@ -59,7 +61,7 @@ def gates_of(
 ):
     GATES: tl.constexpr = n if M == n else 2 * n
     g = tl.arange(0, BLOCK_G)[None, :]
-    column = tl.where(g < GATES, g, M)  # and behind them Σ x²
+    column = tl.where(g < GATES, g, M)  # and after them Σ x²
     present = in_batch[:, None] & (g <= GATES)
     mix = sum_pieces(partials_ptr, t[:, None], column, present, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
     squares = tl.sum(tl.where(g == GATES, mix, 0.0), axis=1)
@@ -68,34 +70,23 @@ def gates_of(
     return mix, inv_rms, tl.sigmoid(mix * inv_rms[:, None] * alpha_of_row(alpha_ptr, g, GATES, n) + bias)
 
 
-# All maps of the tokens t, Sinkhorn included, and what the gradient reads
+# h_pre, where it is wanted, and h_post of the tokens t, and what the gradient reads
 @triton.jit
-def store_maps(
+def store_gates(
     mix,
     inv_rms,
     gate,
-    partials_ptr,
-    alpha_ptr,
-    bias_ptr,
     h_post_ptr,
-    h_res_ptr,
     inv_rms_ptr,
     h_mix_ptr,
     h_pre_ptr,
     t,
     in_batch,
-    T,
     hc_eps,
     post_mult,
     post_eps,
-    iters,
-    sinkhorn_eps,
     n: tl.constexpr,
-    N: tl.constexpr,
     M: tl.constexpr,
-    PIECES: tl.constexpr,
-    BUNDLE_PIECES: tl.constexpr,
-    GROUP_PIECES: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
     GATES: tl.constexpr = n if M == n else 2 * n
@@ -108,14 +99,36 @@ def store_maps(
         tl.store(h_pre_ptr + rows * n + g, gate + hc_eps, mask=is_gate & (g < n))
     if M > n:
         tl.store(h_post_ptr + rows * n + (g - n), post_mult * gate + post_eps, mask=is_gate & (g >= n))
+
+
+# h_res of the tokens t, Sinkhorn included, where there is one, and its rows of h_mix
+@triton.jit
+def store_h_res(
+    partials_ptr,
+    alpha_ptr,
+    bias_ptr,
+    h_res_ptr,
+    h_mix_ptr,
+    inv_rms,
+    t,
+    T,
+    iters,
+    sinkhorn_eps,
+    n: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    PIECES: tl.constexpr,
+    BUNDLE_PIECES: tl.constexpr,
+    GROUP_PIECES: tl.constexpr,
+):
     if M > 2 * n:
         at, is_res = matrices(t, T, n, N)
         token = t[:, None, None]
         m = 2 * n + at - token * (n * n)
-        res_mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
-        tl.store(h_mix_ptr + token * M + m, res_mix, mask=is_res)
-        res_bias = tl.load(bias_ptr + m, mask=is_res, other=0.0).to(tl.float32)
-        h_res = res_mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + res_bias
+        mix = sum_pieces(partials_ptr, token, m, is_res, T, M, PIECES, BUNDLE_PIECES, GROUP_PIECES)
+        tl.store(h_mix_ptr + token * M + m, mix, mask=is_res)
+        bias = tl.load(bias_ptr + m, mask=is_res, other=0.0).to(tl.float32)
+        h_res = mix * inv_rms[:, None, None] * tl.load(alpha_ptr + 2).to(tl.float32) + bias
         if iters > 0:
             h_res = sinkhorn(h_res, iters, sinkhorn_eps, n, N)
         tl.store(h_res_ptr + at, h_res, mask=is_res)
@@ -137,6 +150,17 @@ def weigh(x, h_pre, n: tl.constexpr):
     for i in tl.static_range(n):
         h_in += h_pre[i] * x[i].to(tl.float32)
     return h_in
+
+
+# What h_in is read with, as [tokens, BLOCK_G]: `read` where that is given, else h_pre
+@triton.jit
+def read_weights(read_ptr, gate, hc_eps, rows, in_batch, n: tl.constexpr, BLOCK_G: tl.constexpr):
+    if read_ptr is None:
+        weights = gate + hc_eps
+    else:
+        g = tl.arange(0, BLOCK_G)[None, :]
+        weights = tl.load(read_ptr + rows * n + g, mask=in_batch[:, None] & (g < n), other=0.0).to(tl.float32)
+    return weights
 
 
 # h_in of these channels; h_pre as [tokens, BLOCK_G]
@@ -171,7 +195,7 @@ def store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch,
 
 # h_mix, Σ x² = Σ partials;  inv_rms = rsqrt(Σ x² / K + norm_eps);  z = alpha·h_mix·inv_rms + bias
 # h_pre = σ(z_pre) + hc_eps;  h_post = post_mult·σ(z_post) + post_eps;  h_res = sinkhorn(z_res), or z_res where iters is
-# 0, or none where M is 2n;  h_in = Σ_i h_pre[i]·x[i], or of read[i] where that is given, if it is asked for
+# 0, or absent where M is 2n;  h_in = Σ_i h_pre[i]·x[i], or of read[i] where that is given, if it is asked for
 @triton.jit(do_not_specialize=["T", "blocks_each", "iters"])
 def mhc_pre_finish_kernel(
     x_ptr,
@@ -225,11 +249,7 @@ def mhc_pre_finish_kernel(
         GROUP_PIECES=GROUP_PIECES,
         BLOCK_G=BLOCK_G,
     )
-    if read_ptr is None:
-        weights = gate + hc_eps
-    else:
-        g = tl.arange(0, BLOCK_G)[None, :]
-        weights = tl.load(read_ptr + rows * n + g, mask=in_batch[:, None] & (g < n), other=0.0).to(tl.float32)
+    weights = read_weights(read_ptr, gate, hc_eps, rows, in_batch, n, BLOCK_G)
 
     if h_in_ptr is not None:
         begin = tl.program_id(1) * blocks_each
@@ -239,24 +259,32 @@ def mhc_pre_finish_kernel(
             store_h_in(h_in_ptr, None, h_in, None, rows, d, in_batch, D)
 
     if tl.program_id(1) == 0:
-        store_maps(
+        store_gates(
             mix=mix,
             inv_rms=inv_rms,
             gate=gate,
-            partials_ptr=partials_ptr,
-            alpha_ptr=alpha_ptr,
-            bias_ptr=bias_ptr,
             h_post_ptr=h_post_ptr,
-            h_res_ptr=h_res_ptr,
             inv_rms_ptr=inv_rms_ptr,
             h_mix_ptr=h_mix_ptr,
             h_pre_ptr=h_pre_ptr,
             t=t,
             in_batch=in_batch,
-            T=T,
             hc_eps=hc_eps,
             post_mult=post_mult,
             post_eps=post_eps,
+            n=n,
+            M=M,
+            BLOCK_G=BLOCK_G,
+        )
+        store_h_res(
+            partials_ptr=partials_ptr,
+            alpha_ptr=alpha_ptr,
+            bias_ptr=bias_ptr,
+            h_res_ptr=h_res_ptr,
+            h_mix_ptr=h_mix_ptr,
+            inv_rms=inv_rms,
+            t=t,
+            T=T,
             iters=iters,
             sinkhorn_eps=sinkhorn_eps,
             n=n,
@@ -265,7 +293,6 @@ def mhc_pre_finish_kernel(
             PIECES=PIECES,
             BUNDLE_PIECES=BUNDLE_PIECES,
             GROUP_PIECES=GROUP_PIECES,
-            BLOCK_G=BLOCK_G,
         )
 
 
@@ -309,51 +336,34 @@ def mhc_pre_normed_read_kernel(
             store_h_in(h_in_ptr, layer_norm_weight_ptr, h_in, factor, rows, d, in_batch, D)
 
 
-def finish(
-    *,
-    x,
-    partials,
-    split,
-    alpha,
-    bias,
-    options,
-    h_in,
-    inv_rms,
-    h_mix,
-    layer_norm_weight=None,
-    h_post=None,
-    h_res=None,
-    h_pre=None,
-    read=None,
-):
-    """From the sums of `project`. A head has neither h_post nor h_res; h_pre and h_in where somebody wants them. read:
-    what h_in is read with, where that is not h_pre. With a norm, h_in has a kernel of its own: it takes whole rows,
-    several warps a token, of which one would do Sinkhorn."""
-    n, D = x.shape[-2:]
-    T, M = partials.shape[1], partials.shape[2] - 1
-    on = device.of(x.device)
-    normed = layer_norm_weight is not None
-    if normed and h_pre is None and read is None:
-        h_pre = torch.empty((T, n), dtype=torch.float32, device=x.device)
+def finish(pre: Pre, partials: Tensor, split: configs.SplitK) -> None:
+    """From the sums of `project`. With the layer's norm, h_in has a kernel of its own: the norm needs several warps per
+    token, Sinkhorn is fastest with one."""
+    n, D = pre.x.shape[-2:]
+    T, options, on = partials.shape[1], pre.options, device.of(pre.x.device)
+    normed = pre.layer_norm_weight is not None
+    h_pre = pre.h_pre
+    if normed and h_pre is None and pre.read is None:
+        h_pre = torch.empty((T, n), dtype=torch.float32, device=pre.x.device)
     tile = configs.finish(D, on)
     token_blocks, channel_blocks = cdiv(T, tile.block_t), cdiv(D, tile.block_d)
-    maps_only = normed or h_in is None
+    maps_only = normed or pre.h_in is None
     blocks_each = (
         channel_blocks if maps_only else configs.channel_blocks_each(channel_blocks, token_blocks, on.processors)
     )
     launch(
         mhc_pre_finish_kernel,
         (token_blocks, cdiv(channel_blocks, blocks_each)),
-        x_ptr=x,
+        x_ptr=pre.x,
         partials_ptr=partials,
-        alpha_ptr=alpha,
-        bias_ptr=bias,
-        read_ptr=None if maps_only else read,
-        h_in_ptr=None if normed else h_in,
-        h_post_ptr=h_post,
-        h_res_ptr=h_res,
-        inv_rms_ptr=inv_rms,
-        h_mix_ptr=h_mix,
+        alpha_ptr=pre.alpha,
+        bias_ptr=pre.bias,
+        read_ptr=None if maps_only else pre.read,
+        h_in_ptr=None if normed else pre.h_in,
+        h_post_ptr=pre.h_post,
+        h_res_ptr=pre.h_res,
+        inv_rms_ptr=pre.inv_rms,
+        h_mix_ptr=pre.h_mix,
         h_pre_ptr=h_pre,
         T=T,
         D=D,
@@ -366,7 +376,7 @@ def finish(
         sinkhorn_eps=options.sinkhorn_eps or None,
         n=n,
         N=next_power_of_2(n),
-        M=M,
+        M=partials.shape[2] - 1,
         PIECES=split.pieces,
         BUNDLE_PIECES=split.bundle_pieces,
         GROUP_PIECES=split.group_pieces,
@@ -376,20 +386,26 @@ def finish(
         num_warps=tile.warps,
     )
     if normed:
-        tile = configs.normed_read(n, D, on)
-        launch(
-            mhc_pre_normed_read_kernel,
-            (cdiv(T, tile.block_t),),
-            x_ptr=x,
-            h_pre_ptr=h_pre if read is None else read,
-            layer_norm_weight_ptr=layer_norm_weight,
-            h_in_ptr=h_in,
-            T=T,
-            D=D,
-            layer_norm_eps=options.layer_norm_eps,
-            n=n,
-            WHOLE_ROWS=tile.block_d >= D,
-            BLOCK_T=tile.block_t,
-            BLOCK_D=tile.block_d,
-            num_warps=tile.warps,
-        )
+        normed_read(pre, T, h_pre if pre.read is None else pre.read)
+
+
+def normed_read(pre: Pre, T: int, weights: Tensor | None) -> None:
+    """h_in, read with these weights, and the layer's norm."""
+    n, D = pre.x.shape[-2:]
+    tile = configs.normed_read(n, D, device.of(pre.x.device))
+    launch(
+        mhc_pre_normed_read_kernel,
+        (cdiv(T, tile.block_t),),
+        x_ptr=pre.x,
+        h_pre_ptr=weights,
+        layer_norm_weight_ptr=pre.layer_norm_weight,
+        h_in_ptr=pre.h_in,
+        T=T,
+        D=D,
+        layer_norm_eps=pre.options.layer_norm_eps,
+        n=n,
+        WHOLE_ROWS=tile.block_d >= D,
+        BLOCK_T=tile.block_t,
+        BLOCK_D=tile.block_d,
+        num_warps=tile.warps,
+    )

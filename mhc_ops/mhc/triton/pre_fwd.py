@@ -15,16 +15,20 @@ kernel adds the rest up: the same sums in the same order, so a token's bits do n
 kernel projected it.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from ..options import PreOptions
-from . import configs, few
-from .parts import LANE, load_phi, phi_parts, rest_of, stacked_rows, sum_neighbours, sum_parts
+from ..records import Pre
+from . import configs, few_tokens
+from .exact_products import LANE, load_phi, phi_parts, rest_of, stacked_rows, sum_neighbours, sum_parts
 from .pre_finish import finish
 
 
@@ -126,7 +130,7 @@ def mhc_pre_project_kernel(
     store_piece(piece_mix, piece_squares, partials_ptr, piece, begin, T, M, BLOCK_T, BLOCK_M)
 
 
-def project(x, phi, gamma):
+def project(x: Tensor, phi: Tensor, gamma: Tensor | None) -> tuple[Tensor, configs.SplitK]:
     """The partial sums [pieces, T, M + 1], and how K was split."""
     n, D = x.shape[-2:]
     M, K = phi.shape
@@ -136,8 +140,8 @@ def project(x, phi, gamma):
     tile = configs.project(M, D, exact.parts == 1, on)
     token_blocks = cdiv(T, tile.block_t)
     split = configs.split_k(n, D, tile.block_d, token_blocks, on.processors)
-    few = token_blocks <= configs.FEW_TOKEN_BLOCKS
-    parts = None if few else phi_parts(phi, gamma, None, n, exact, tile.block_d)
+    is_cut_here = token_blocks <= configs.FEW_TOKEN_BLOCKS
+    parts = None if is_cut_here else phi_parts(phi, gamma, None, n, exact, tile.block_d)
     partials = torch.empty((split.pieces, T, M + 1), dtype=torch.float32, device=x.device)
     launch(
         mhc_pre_project_kernel,
@@ -168,27 +172,32 @@ def project(x, phi, gamma):
     return partials, split
 
 
-def mhc_pre_fwd(*, x, phi, gamma, h_post=None, h_res=None, **arguments):
-    """arguments: of `finish`"""
-    T = x.numel() // phi.shape[1]
-    tile = few.chosen(x, T, phi.shape[0])
+def pre_fwd(pre: Pre) -> None:
+    """In one launch where there are few tokens, else by a projection and the finishing kernel."""
+    T = pre.x.numel() // pre.phi.shape[1]
     if T == 0:
         return
+    tile = few_tokens.chosen(pre.x, T, pre.phi.shape[0])
     if tile is not None:
-        few.few_fwd(tile=tile, x=x, phi=phi, gamma=gamma, h_post_next=h_post, h_res_next=h_res, **arguments)
+        few_tokens.few_fwd(tile, pre)
         return
-    partials, split = project(x, phi, gamma)
-    finish(x=x, partials=partials, split=split, h_post=h_post, h_res=h_res, **arguments)
+    partials, split = project(pre.x, pre.phi, pre.gamma)
+    finish(pre, partials, split)
 
 
-def mhc_maps_fwd(**arguments):
-    mhc_pre_fwd(**arguments, h_in=None)
+def mhc_pre_fwd(**arguments: Any) -> None:
+    pre_fwd(Pre(**arguments))
 
 
-def mhc_layer_pre(*, link, read, h_pre, **arguments):
-    """Nobody reads the link."""
-    mhc_pre_fwd(**arguments, read=read, h_pre=None if read is None else h_pre)
+def mhc_maps_fwd(**arguments: Any) -> None:
+    pre_fwd(Pre(**arguments, h_in=None))
 
 
-def mhc_head_fwd(*, norm_eps, hc_eps, out, **arguments):
-    mhc_pre_fwd(**arguments, options=PreOptions(norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iters=0), h_in=out)
+def mhc_layer_pre(*, link: Tensor, read: Tensor | None, h_pre: Tensor, **arguments: Any) -> None:
+    """The link is not read."""
+    pre_fwd(Pre(**arguments, read=read, h_pre=None if read is None else h_pre))
+
+
+def mhc_head_fwd(*, norm_eps: float, hc_eps: float, out: Tensor, **arguments: Any) -> None:
+    options = PreOptions(norm_eps=norm_eps, hc_eps=hc_eps, sinkhorn_iters=0)
+    pre_fwd(Pre(**arguments, options=options, h_in=out))

@@ -7,12 +7,14 @@ and takes its dots beside those of weight ⊙ dy: dh_pre, r and c without dh_in.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
+from ..records import PreBackward
 from . import configs
-from .parts import LANE, own_sums
+from .exact_products import LANE, own_sums
 from .pre_finish import load_streams, weigh
 
 
@@ -36,7 +38,7 @@ def mhc_pre_normed_dh_pre_kernel(
     layer_norm_eps,
     n: tl.constexpr,
     M: tl.constexpr,
-    TABLE: tl.constexpr,  # columns of a table with r and c of a token in a row, behind its maps; 0: they are apart
+    TABLE: tl.constexpr,  # columns of a table with r and c of a token in a row, after its maps; 0: they are apart
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -96,33 +98,33 @@ def mhc_pre_normed_dh_pre_kernel(
     tl.store(r_at + (T if TABLE == 0 else 1), c, mask=is_row)
 
 
-def normed_dh_pre(*, x, dy, layer_norm_weight, h_mix, inv_rms, alpha, bias, options, read, dread, table=None):
-    """dh_pre [T, n], in dread where h_in was read with `read`, and the factors [2, T] that pass B makes dh_in with, or
+def normed_dh_pre(pre: PreBackward, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """dh_pre [T, n], in dread where h_in was read with `read`; and the factors [2, T] that pass B makes dh_in with, or
     the table that they are written to."""
-    n, D = x.shape[-2:]
-    T, M, on = inv_rms.numel(), h_mix.shape[-1], device.of(x.device)
-    dh_pre = torch.empty((T, n), dtype=torch.float32, device=x.device) if read is None else dread
-    factors = torch.empty((2, T), dtype=torch.float32, device=x.device) if table is None else table
+    n, D = pre.x.shape[-2:]
+    T, on = pre.inv_rms.numel(), device.of(pre.x.device)
+    dh_pre = pre.filled_by_pass_a()
+    factors = torch.empty((2, T), dtype=torch.float32, device=pre.x.device) if table is None else table
     tile = configs.normed_dh_pre(n, D, on)
     launch(
         mhc_pre_normed_dh_pre_kernel,
         (cdiv(T, tile.block_t),),
-        x_ptr=x,
-        dy_ptr=dy,
-        layer_norm_weight_ptr=layer_norm_weight,
-        h_mix_ptr=h_mix,
-        inv_rms_ptr=inv_rms,
-        alpha_ptr=alpha,
-        bias_ptr=bias,
-        read_ptr=read,
+        x_ptr=pre.x,
+        dy_ptr=pre.dh_in,
+        layer_norm_weight_ptr=pre.layer_norm_weight,
+        h_mix_ptr=pre.h_mix,
+        inv_rms_ptr=pre.inv_rms,
+        alpha_ptr=pre.alpha,
+        bias_ptr=pre.bias,
+        read_ptr=pre.read,
         dh_pre_ptr=dh_pre,
         factors_ptr=factors,
         T=T,
         D=D,
-        hc_eps=options.hc_eps,
-        layer_norm_eps=options.layer_norm_eps,
+        hc_eps=pre.options.hc_eps,
+        layer_norm_eps=pre.options.layer_norm_eps,
         n=n,
-        M=M,
+        M=pre.h_mix.shape[-1],
         TABLE=0 if table is None else table.shape[1],
         BLOCK_T=tile.block_t,
         BLOCK_D=tile.block_d,

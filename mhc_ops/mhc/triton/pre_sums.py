@@ -7,7 +7,7 @@ One launch, whose programs have one of three tasks:
     tokens   the sums of the per-token kernel: dbias and, up to what the parts of phi leave out, dalpha
     dots     of a boundary: what each of its programs made of its channels for dh_post, dh_res and dread
 
-What the parts of phi leave out comes from the slices: whoever of these and the tokens is the last to draw a ticket adds
+What the parts of phi leave out comes from the slices. The last of these programs and the tokens' to draw a ticket adds
 it to dalpha.
 """
 
@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .parts import alpha_of_row, rest_of, rounded_product
+from .exact_products import alpha_of_row, rest_of, rounded_product
 from .tickets import Ticketed, draw
 
 
@@ -37,8 +38,7 @@ def sum_slices(
     alpha_ptr,
     dphi_ptr,
     dgamma_ptr,
-    dweight_ptr,
-    dlayer_norm_weight_ptr,
+    of_norm,  # dweight_ptr, dlayer_norm_weight_ptr
     missing_ptr,
     slices,
     K,
@@ -50,6 +50,7 @@ def sum_slices(
 ):
     m = tl.arange(0, BLOCK_M)
     k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    dweight_ptr, dlayer_norm_weight_ptr = of_norm
     if dlayer_norm_weight_ptr is not None:
         D = K // n
         total = tl.zeros([BLOCK_K], tl.float32)
@@ -115,7 +116,7 @@ def store_dalpha(dalpha_ptr, by_row, n: tl.constexpr, M: tl.constexpr, BLOCK_M: 
 
 
 # Where m was made from parts of phi, it lacks rest·v·inv_rms, and Σ_t dz·(rest·v·inv_rms) = Σ_k rest·A. In missing_ptr,
-# the row behind those of the blocks is by_row.
+# the row after those of the blocks is by_row.
 @triton.jit
 def add_missing(
     missing_ptr,
@@ -220,8 +221,7 @@ def mhc_pre_sums_kernel(
             alpha_ptr=alpha_ptr,
             dphi_ptr=dphi_ptr,
             dgamma_ptr=dgamma_ptr,
-            dweight_ptr=dweight_ptr,
-            dlayer_norm_weight_ptr=dlayer_norm_weight_ptr,
+            of_norm=(dweight_ptr, dlayer_norm_weight_ptr),
             missing_ptr=missing_ptr,
             slices=slices,
             K=K,
@@ -272,18 +272,32 @@ KERNEL = Ticketed(mhc_pre_sums_kernel)
 
 
 class Dots(NamedTuple):
-    """What a boundary leaves to be added up: dots [blocks, T, columns], and what becomes of them."""
+    """Dots [blocks, T, columns] of a boundary that are still to be added up, and the outputs for their sums."""
 
-    dots: torch.Tensor
-    dh_post: torch.Tensor
-    dh_res: torch.Tensor | None
-    dread: torch.Tensor | None
+    dots: Tensor
+    dh_post: Tensor
+    dh_res: Tensor | None
+    dread: Tensor | None
     transposed: bool
 
 
 def sum_gradients(
-    *, A, sums, phi, gamma, alpha, n, parts, dphi, dgamma, dalpha, dbias, dweight, dlayer_norm_weight, dots
-):
+    *,
+    A: Tensor,
+    sums: Tensor,
+    phi: Tensor,
+    gamma: Tensor | None,
+    alpha: Tensor,
+    n: int,
+    parts: int,
+    dphi: Tensor,
+    dgamma: Tensor,
+    dalpha: Tensor,
+    dbias: Tensor,
+    dweight: Tensor | None,
+    dlayer_norm_weight: Tensor | None,
+    dots: Dots | None,
+) -> None:
     """A: [slices, M, K]   sums: [programs, 2, M], Σ dz and Σ dz·m of each program of the per-token kernel
     dweight: [slices, D], or None where nothing used h_in   dots: of a boundary, or None"""
     slices, M, K = A.shape
@@ -291,17 +305,12 @@ def sum_gradients(
     tile = configs.sums(M, on)
     blocks = cdiv(K, tile.block_d)
     missing = torch.empty((blocks + 1, M), dtype=torch.float32, device=A.device)
-    of_dots = {"dots_ptr": None, "dh_post_ptr": None, "dh_res_ptr": None, "dread_ptr": None, "T": 0, "dots_blocks": 0}
-    dots_programs = 0
-    if dots is not None:
-        of_dots = {f"{name}_ptr": getattr(dots, name) for name in ("dots", "dh_post", "dh_res", "dread")}
-        dots_blocks, T, columns = dots.dots.shape
-        of_dots |= {"T": T, "dots_blocks": dots_blocks}
-        dots_programs = cdiv(T * columns, configs.DOTS_COLUMNS)
+    of_dots = {f"{name}_ptr": getattr(dots, name, None) for name in ("dots", "dh_post", "dh_res", "dread")}
+    dots_blocks, tokens, columns = (0, 0, 0) if dots is None else dots.dots.shape
     ticketed = parts > 1 and configs.has_tickets(on)
     launch(
         KERNEL if ticketed else mhc_pre_sums_kernel,
-        (1 + blocks + dots_programs,),
+        (1 + blocks + cdiv(tokens * columns, configs.DOTS_COLUMNS),),
         **({} if ticketed else {"tickets_ptr": None}),
         A_ptr=A,
         sums_ptr=sums,
@@ -319,6 +328,8 @@ def sum_gradients(
         slices=slices,
         K=K,
         programs=sums.shape[0],
+        T=tokens,
+        dots_blocks=dots_blocks,
         n=n,
         M=M,
         PARTS=parts,

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
@@ -76,7 +77,7 @@ def mhc_mean_bwd_kernel(dout_ptr, dx_ptr, T, D, n: tl.constexpr, BLOCK_T: tl.con
         tl.store(dx_ptr + (t * n + i) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=in_tile)
 
 
-def mhc_read_fwd(*, x, h_pre, h_in):
+def mhc_read_fwd(*, x: Tensor, h_pre: Tensor | None, h_in: Tensor) -> None:
     n, D = x.shape[-2:]
     T, tile = h_in.numel() // D, configs.post_fwd(n, D, x.dtype == torch.float32, device.of(x.device))
     if T == 0:
@@ -96,7 +97,7 @@ def mhc_read_fwd(*, x, h_pre, h_in):
     )
 
 
-def mhc_read_bwd(*, x, h_pre, dh_in, dx, dh_pre):
+def mhc_read_bwd(*, x: Tensor, h_pre: Tensor, dh_in: Tensor, dx: Tensor, dh_pre: Tensor) -> None:
     n, D = x.shape[-2:]
     T, tile = dh_in.numel() // D, configs.read_bwd(n, D, device.of(x.device))
     if T == 0:
@@ -119,11 +120,11 @@ def mhc_read_bwd(*, x, h_pre, dh_in, dx, dh_pre):
     )
 
 
-def mhc_mean_fwd(*, x, n, out):
+def mhc_mean_fwd(*, x: Tensor, n: int, out: Tensor) -> None:
     mhc_read_fwd(x=x, h_pre=None, h_in=out)
 
 
-def mhc_mean_bwd(*, n, dout, dx):
+def mhc_mean_bwd(*, n: int, dout: Tensor, dx: Tensor) -> None:
     D = dout.shape[-1]
     T, tile = dout.numel() // D, configs.post_fwd(n, D, dout.dtype == torch.float32, device.of(dout.device))
     if T == 0:

@@ -3,21 +3,22 @@
 The gradient needs the divisor of every half step: they are recomputed, kept in scratch memory ([half steps, T, n]) and
 walked back. Rows and columns beyond n are zero; their divisors are 1.
 
-Without eps (None) a row or a column of which all entries underflow would be 0 / 0, and one of which some do would lack
-them. Matrices that are divided by so little are made again in logarithms: c = exp(z + u + v). A half step makes u, of
+Without eps (None) a row or column whose entries all underflow would be 0 / 0, and one with some such entries would lose
+them. Matrices with such small divisors are made again in logarithms: c = exp(z + u + v). A half step makes u, of
 the rows, or v, of the columns; they are kept in the place of the divisors.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv, next_power_of_2
 from . import configs
 
-# What an entry may be divided by: one that is no normal number then still counts for nothing. 2^-126 / 2^-23
+# The least that an entry may be divided by: a denormal one then still counts for nothing. 2^-126 / 2^-23
 LEAST = tl.constexpr(2.0**-103)
 
 
@@ -67,7 +68,7 @@ def is_lost(rows, columns):
     return tl.min(rows, axis=1, keep_dims=True) * tl.min(columns, axis=2, keep_dims=True) < LEAST
 
 
-# What rows or columns were divided by, with one more divisor; without NaN. Nobody asks where there is an eps.
+# What rows or columns were divided by, with one more divisor; without NaN. Not needed where there is an eps.
 @triton.jit
 def with_divisor(divided, divisor, eps):
     return divided * tl.where(divisor < 1.0, divisor, 1.0) if eps is None else divided
@@ -264,12 +265,12 @@ def sinkhorn_bwd_kernel(
     tl.store(dlogits_ptr + at, dz.to(dlogits_ptr.dtype.element_ty), mask=present)
 
 
-def divisors(T: int, n: int, iters: int, on: torch.device) -> torch.Tensor:
+def divisors(T: int, n: int, iters: int, on: torch.device) -> Tensor:
     """Scratch for the half steps of T tokens."""
     return torch.empty((2 * iters - 1, T, n), dtype=torch.float32, device=on)
 
 
-def sinkhorn_fwd(*, logits, iters, eps, h_res):
+def sinkhorn_fwd(*, logits: Tensor, iters: int, eps: float, h_res: Tensor) -> None:
     n = logits.shape[-1]
     T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.of(logits.device))
     if T == 0:
@@ -289,7 +290,7 @@ def sinkhorn_fwd(*, logits, iters, eps, h_res):
     )
 
 
-def sinkhorn_bwd(*, logits, iters, eps, dh_res, dlogits):
+def sinkhorn_bwd(*, logits: Tensor, iters: int, eps: float, dh_res: Tensor, dlogits: Tensor) -> None:
     n = logits.shape[-1]
     T, tile = logits.numel() // (n * n), configs.sinkhorn(n, device.of(logits.device))
     if T == 0:

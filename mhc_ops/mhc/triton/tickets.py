@@ -7,6 +7,7 @@ graph captures, since that may be replayed on any stream. Sets come out of a res
 capture.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +28,7 @@ _reserves: dict[int, list[Tensor]] = {}
 
 # How many programs have drawn, this one included. What it stored happens before that: all its threads have stored at
 # the barrier, and the ticket releases what the thread that draws it has seen. Who finds that all have drawn acquires
-# what they released, and its threads read behind that, as they wait for the ticket at a barrier.
+# what they released, and its threads read after that, as they wait for the ticket at a barrier.
 @triton.jit
 def draw(count_ptr):
     tl.debug_barrier()
@@ -45,7 +46,7 @@ def tickets(index: int, stream: Any) -> Tensor:
 
 
 def _taken(index: int) -> Tensor:
-    """A set that nobody else has. It is never given back: a graph may be replayed at any time."""
+    """A set for one user. It is never given back: a graph may be replayed at any time."""
     reserve = _reserves.setdefault(index, [])
     if not reserve:
         reserve += _zeros(index)
@@ -53,7 +54,7 @@ def _taken(index: int) -> Tensor:
 
 
 def _zeros(index: int) -> list[Tensor]:
-    with _disable_current_modes():  # whoever records a call is not to see this
+    with _disable_current_modes():  # modes that record calls must not see this
         if index < 0:
             return [torch.zeros(SET, dtype=torch.int32)]
         if torch._C._cuda_isCurrentStreamCapturing():  # then the graph itself sets them to zero before the kernel runs
@@ -80,8 +81,8 @@ class Ticketed:
         first, *self.arg_names = kernel.arg_names
         assert first == "tickets_ptr"
 
-    def __getitem__(self, grid):
-        def run(*values, **options):
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*values: Any, **options: Any) -> Any:
             device = next(value.device for value in values if isinstance(value, Tensor))
             if device.type == "meta":
                 return self.kernel[grid](like_tickets(device), *values, **options)
@@ -91,12 +92,12 @@ class Ticketed:
 
         return run
 
-    def warmup(self, *values, **options):
+    def warmup(self, *values: Any, **options: Any) -> Any:
         device = next(value.device for value in values if isinstance(value, Tensor))
         return self.kernel.warmup(like_tickets(device), *values, **options)
 
 
-def like_tickets(device):
+def like_tickets(device: torch.device) -> Tensor:
     """To compile for."""
     with _disable_current_modes():
         return torch.empty(SET, dtype=torch.int32, device=device)
@@ -108,10 +109,10 @@ class Compiled:
     def __init__(self, kernel: Any, index: int) -> None:
         self.kernel, self.index = kernel, index
 
-    def __getitem__(self, grid):
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         start, index = starter(self.kernel, grid), self.index
 
-        def run(*arguments, stream):
+        def run(*arguments: Any, stream: Any) -> None:
             start(stream, (tickets(index, stream).data_ptr(), *arguments))
 
         return run

@@ -21,7 +21,8 @@ from mhc_ops.core.launch import COMPILE_OPTIONS
 from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import contracts
 from mhc_ops.mhc.options import PreOptions, Residual
-from mhc_ops.mhc.triton import boundary_bwd, configs, next_bwd, post_pre, pre_sums
+from mhc_ops.mhc.triton import boundary as boundary_launchers
+from mhc_ops.mhc.triton import boundary_bwd, configs, pre_sums
 
 HOPPER = GPUS["sm_90"]
 SUBJECTS = (cases.MHC_NEXT, cases.MHC_NEXT_NORMED)
@@ -222,13 +223,13 @@ _choice = configs.boundary_bwd
 def launched(monkeypatch):
     """How often the kernel was taken."""
     found = []
-    taken = next_bwd.as_one_kernel
+    taken = boundary_launchers.as_one_kernel
 
     def counted(**arguments):
         found.append(1)
         taken(**arguments)
 
-    monkeypatch.setattr(next_bwd, "as_one_kernel", counted)
+    monkeypatch.setattr(boundary_launchers, "as_one_kernel", counted)
     return found
 
 
@@ -340,7 +341,7 @@ def test_otherwise_the_composition(monkeypatch):
     """Also of sublayers with and without a residual map (each kernel knows one kind), and of unaligned tensors."""
     monkeypatch.setattr(device, "of", lambda _: HOPPER)
     taken, identity, aligned = boundary(4096), boundary(4096, mixed=False), boundary(1024, D=64, on="cpu")
-    assert all(next_bwd.is_one_kernel(**given) for given in (taken, identity, aligned))
+    assert all(boundary_launchers.is_one_kernel(**given) for given in (taken, identity, aligned))
     others = [
         taken | {"dx_next": taken["x"]},
         taken | {"dh_in": None},
@@ -356,27 +357,27 @@ def test_otherwise_the_composition(monkeypatch):
         identity | {"h_res": taken["h_res"]},
         aligned | {"h_out": torch.zeros(1024 * 64 + 1, dtype=bf16)[1:].view(1024, 64)},
     ]
-    assert [number for number, given in enumerate(others) if next_bwd.is_one_kernel(**given)] == []
+    assert [number for number, given in enumerate(others) if boundary_launchers.is_one_kernel(**given)] == []
     for given, other in ((taken, identity), (identity, taken)):
         of_post = {name: given[name] for name in ("x", "h_out", "h_post", "h_res", "x_next", "phi")} | {"read": None}
-        assert post_pre.is_fused(**of_post)
-        assert not post_pre.is_fused(**of_post | {"h_res": other["h_res"]})
+        assert boundary_launchers.is_fused(**of_post)
+        assert not boundary_launchers.is_fused(**of_post | {"h_res": other["h_res"]})
 
 
 WITHOUT_GLUON = """
 import sys
 sys.modules["triton.experimental.gluon"] = None
-from mhc_ops.mhc.triton import next_bwd, post_pre
-assert next_bwd.boundary_pass() is None
-assert post_pre.post_project() is None
+from mhc_ops.mhc.triton import boundary as boundary_launchers
+assert boundary_launchers.boundary_pass() is None
+assert boundary_launchers.post_project() is None
 """
 
 
 def test_without_gluon_the_composition(monkeypatch):
     subprocess.run([sys.executable, "-c", WITHOUT_GLUON], check=True, cwd=Path(mhc_ops.__file__).parents[1])
     monkeypatch.setattr(device, "of", lambda _: HOPPER)
-    monkeypatch.setattr(next_bwd, "boundary_pass", lambda: None)
-    assert not next_bwd.is_one_kernel(**boundary(4096))
+    monkeypatch.setattr(boundary_launchers, "boundary_pass", lambda: None)
+    assert not boundary_launchers.is_one_kernel(**boundary(4096))
 
 
 # ---- on a Hopper GPU -------------------------------------------------------------------------------------------------
@@ -411,7 +412,7 @@ def test_composition_within_fp32_rounding(subject, T, D, monkeypatch):
     of dlink as it is stored, which the tests against fp64 know."""
     tensors, cotangents, again = differentiated(subject, T, D)
     fused = again()
-    monkeypatch.setattr(next_bwd, "is_one_kernel", lambda **_: False)
+    monkeypatch.setattr(boundary_launchers, "is_one_kernel", lambda **_: False)
     apart = again()
     few = 10 * accuracy.NORM_TOLERANCE[fp32] / accuracy.ROUNDING[bf16]
     assert (fused["dlink"] != apart["dlink"]).float().mean() <= few

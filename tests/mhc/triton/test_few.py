@@ -20,7 +20,7 @@ from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.launch import launch
 from mhc_ops.core.replay import Replay
 from mhc_ops.measure import cases
-from mhc_ops.mhc.triton import configs, few, tickets
+from mhc_ops.mhc.triton import configs, few_tokens, tickets
 
 BOUNDARY, BOUNDARY_NORMED = cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED
 PRE, PRE_NORMED, MAPS, HEAD = cases.MHC_PRE, cases.MHC_PRE_NORMED, cases.MHC_MAPS, cases.MHC_HEAD
@@ -77,7 +77,7 @@ def assert_same(some, others):
 
 
 def is_taken(x):
-    return few.chosen(x, x.numel() // x.shape[-1] // x.shape[-2], configs.maps(x.shape[-2])) is not None
+    return few_tokens.chosen(x, x.numel() // x.shape[-1] // x.shape[-2], configs.maps(x.shape[-2])) is not None
 
 
 def assert_bits_of_several_launches(subject, T, n, D, gamma, device, several):

@@ -14,7 +14,7 @@ import triton.language as tl
 from config_domain import GPUS
 from mhc_launches import launch_all
 
-from mhc_ops.mhc.triton import parts
+from mhc_ops.mhc.triton import exact_products
 
 pytestmark = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -92,7 +92,7 @@ def plain_kernel(phi_ptr, gamma_ptr, out_ptr):
     """A product as the kernels once had it."""
     k = tl.arange(0, 128)
     value = tl.load(phi_ptr + k) * tl.load(gamma_ptr + k)
-    tl.store(out_ptr + k, parts.part_of(value, 1, tl.bfloat16))
+    tl.store(out_ptr + k, exact_products.part_of(value, 1, tl.bfloat16))
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])

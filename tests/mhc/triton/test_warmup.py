@@ -10,9 +10,9 @@ from torch import nn
 import mhc_ops
 from mhc_ops.core import backend as backends
 from mhc_ops.core import launch as launching
-from mhc_ops.mhc.triton import few, parts, post, pre_bwd, pre_finish, pre_fwd, pre_norm, pre_sums
+from mhc_ops.mhc.triton import exact_products, few_tokens, post, pre_bwd, pre_finish, pre_fwd, pre_norm, pre_sums
 
-MODULES = (few, parts, post, pre_bwd, pre_finish, pre_fwd, pre_norm, pre_sums)
+MODULES = (exact_products, few_tokens, post, pre_bwd, pre_finish, pre_fwd, pre_norm, pre_sums)
 CONSTANTS = ("PARTS", "PIECES", "SLICE_STEPS", "n", "M", "BLOCK_T", "BLOCK_D", "BLOCK_K", "STAGES", "num_warps")
 
 

@@ -1,4 +1,4 @@
-"""The one gradient that is written out in torch, step by step; a test holds it to autograd of the reference.
+"""mHC pre, backward, step by step in torch. A test compares it with autograd of the reference.
 
 phi is [M, nD] in these steps, gamma [nD]; alphas is alpha spread over the M rows, dlogits the gradient of z_res.
 """
@@ -20,11 +20,11 @@ def _dz(z: Tensor, n: int, post_mult: float, dh_pre: Tensor, dh_post: Tensor, dl
 
 
 def _rows(tensor: Tensor, width: int) -> Tensor:
-    """All leading dimensions as one."""
+    """[rows, width]: all leading dimensions as one."""
     return tensor.reshape(-1, width)
 
 
-# From the saved h_mix and inv_rms on, the forward once more.
+# The forward again, from the saved h_mix and inv_rms.
 PRE_MAPS = steps_of(
     m=lambda h_mix, inv_rms: h_mix * inv_rms[..., None],
     z=lambda m, alphas, bias: m * alphas + bias,

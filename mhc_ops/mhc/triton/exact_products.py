@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.target_info import is_hip
 
 from ...core.launch import launch
@@ -122,13 +123,13 @@ def phi_parts_kernel(
 
 
 def phi_parts(
-    phi: torch.Tensor,
-    gamma: torch.Tensor | None,
-    alpha: torch.Tensor | None,
+    phi: Tensor,
+    gamma: Tensor | None,
+    alpha: Tensor | None,
     n: int,
     exact: configs.Arithmetic,
     block_d: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """gamma ⊙ phi, times alpha where that is given, as [parts, padded_maps, K rounded up]; made anew in each call.
 
     block_d: where it is given, columns come in the order of the projection, in blocks of so many channels."""

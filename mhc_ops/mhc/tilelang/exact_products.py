@@ -8,6 +8,7 @@ from typing import Any
 
 import tilelang.language as T
 import torch
+from torch import Tensor
 
 from ...core import device
 from . import configs
@@ -25,11 +26,11 @@ def section(m: Any, n: int, head: bool) -> Any:
     return 0 if head else T.if_then_else(m < n, 0, T.if_then_else(m < 2 * n, 1, 2))
 
 
-def tiles(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
+def tiles(count: int, shape: tuple[int, ...], dtype: str) -> tuple[Any, ...]:
     return tuple(T.alloc_shared(shape, dtype) for _ in range(count))
 
 
-def fragments(count: int, shape: tuple[int, ...], dtype: str) -> tuple:
+def fragments(count: int, shape: tuple[int, ...], dtype: str) -> tuple[Any, ...]:
     return tuple(T.alloc_fragment(shape, dtype) for _ in range(count))
 
 
@@ -43,28 +44,28 @@ def parts_of(value: Any, count: int, dtype: str) -> list[Any]:
 
 @T.macro
 def split_bf16(values, parts):
-    """Split values into tiles, one for each part. The values stay as they are: TileLang takes a vector that it has cast
-    for the same as long as its address is the same, also where it was overwritten in between."""
+    """Split values into tiles, one for each part. The values are not overwritten: TileLang reuses the cast of a vector
+    as long as its address is the same, also where its values have changed."""
     for r, c in T.Parallel(*values.shape):
         for p in tuple(range(len(parts))):
             parts[p][r, c] = parts_of(T.cast(values[r, c], F32), len(parts), parts[p].dtype)[p]
 
 
 def fetch(source: Any, tile: Any, loaded: Any) -> Any:
-    """Copy to a tile: at once, or behind a barrier. That only learns how many bytes to expect: when all copies of a
-    phase are on their way, those who load arrive at it."""
+    """Copy to a tile: at once, or with a barrier that learns how many bytes to expect. The loading threads arrive at it
+    when all copies of a phase have begun."""
     return T.copy(source, tile) if loaded is None else T.tma_copy(source, tile, barrier=loaded)
 
 
 @T.macro
 def release(free):
-    """Tell the threads that load that this thread has read what `free` stands for. Its reads may still be on their way
-    when it arrives, and the copies that overwrite the tile do not wait for them: the fence does."""
+    """Tell the loading threads that this thread has read the tile of `free`. Its reads may still be under way when it
+    arrives, and the copies that overwrite the tile do not wait for them: the fence does."""
     T.fence_proxy_async()
     T.barrier_arrive(free)
 
 
-def weighted(phi: torch.Tensor, gamma: torch.Tensor | None) -> torch.Tensor:
+def weighted(phi: Tensor, gamma: Tensor | None) -> Tensor:
     """gamma ⊙ phi in fp32, or phi without gamma. Rounded, by torch: a kernel that cuts the product into parts may fuse
     it with what is subtracted from it, and another kernel may not."""
     return phi.float() if gamma is None else phi.float() * gamma.float().flatten()
@@ -103,7 +104,7 @@ def phi_parts_kernel(*, n, M, K, order, dtype, scaled, threads):
     return mhc_phi_parts
 
 
-def phi_parts(*, phi, alpha, n, order, dtype):
+def phi_parts(*, phi: Tensor, alpha: Tensor | None, n: int, order: tuple[int, ...], dtype: str) -> Tensor:
     """The parts `order` of phi, which is `weighted`, times alpha where that is given, as [len(order)·padded_maps, K];
     made anew in each call."""
     M, K = phi.shape
