@@ -15,6 +15,11 @@ from torch._C._dynamo.guards import TensorGuards
 MOST = 16  # types, strides, with and without gradients; guards are tried one by one
 
 
+MOST_KEYS = 10_000  # token counts are part of them
+
+calls: dict[Any, "Alike"] = {}  # by what else than tensors a call is told apart by
+
+
 class Alike(list[tuple[Any, Any]]):
     """Guards of tensors, and what was found for them. Whoever asks has looked that every tensor `is_readable`."""
 
@@ -33,3 +38,10 @@ class Alike(list[tuple[Any, Any]]):
 
 def is_readable(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def keep(key: Any, tensors: Sequence[Tensor], found: Any) -> None:
+    """In `calls`, for tensors like these."""
+    if len(calls) >= MOST_KEYS:
+        calls.clear()
+    calls.setdefault(key, Alike()).add(tensors, found)

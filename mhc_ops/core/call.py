@@ -17,15 +17,12 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import backend as backends
-from .alike import Alike
+from .alike import calls, keep
 from .modes import is_plain, watched
 from .op import Call, Op
 
-MOST_KEYS = 10_000  # token counts are part of them
 CONSTANTS = frozenset((int, float, bool, str, type(None)))
 STRIDED = torch.strided
-
-_calls: dict[Any, Alike] = {}
 
 
 class Request(NamedTuple):
@@ -82,7 +79,7 @@ def run(prepare: Callable[..., Any], **arguments: Any) -> Any:
     if tensors:
         words.append(tensors[0].numel())  # token counts differ most: few calls are left to be told apart by guards
     key = tuple(words)
-    for guards, kept in _calls.get(key, ()):
+    for guards, kept in calls.get(key, ()):
         if guards.check(*tensors):
             return kept(tensors)
     return first_call(prepare(**arguments), tensors, key)
@@ -112,16 +109,14 @@ def first_call(prepared: Any, tensors: list[Tensor], key: tuple[Any, ...]) -> An
     copied = [(place, name) for place, name in enumerate(names) if laid_out[name] is not prepared.inputs[name]]
     call = Call(prepared.op, prepared.backend, prepared.inputs, returns, repeated=True)
     kept = Kept(call, None if taken == list(range(len(tensors))) else taken, copied, single, missing)
-    if len(_calls) >= MOST_KEYS:
-        _calls.clear()
-    _calls.setdefault(key, Alike()).add(tensors, kept)
+    keep(key, tensors, kept)
     return kept(tensors)
 
 
 def kept_calls() -> list[Kept]:
-    return [kept for alike in _calls.values() for _, kept in alike]
+    return [found for alike in calls.values() for _, found in alike if isinstance(found, Kept)]
 
 
 def forget() -> None:
     """Drop all calls; tests that change configs do."""
-    _calls.clear()
+    calls.clear()

@@ -8,6 +8,7 @@ own tensors: no checks, no configs, no binding and hashing of arguments.
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from itertools import count
 from operator import itemgetter, or_
 from typing import Any
 
@@ -71,12 +72,14 @@ class Plan:
     addresses come the numbers that are the same in every call, so that the arguments of a launch are a selection."""
 
     def __init__(self, launches: list[Any], given: Tensors, made: list[Tensor], results: Tensors):
-        found = {result.data_ptr(): result for result in results if result is not None}
+        wanted = [result for result in results if result is not None]
+        found = {result.data_ptr(): result for result in wanted if result.numel()}
         there = {tensor.data_ptr() for tensor in given if tensor is not None}
         memory = {tensor.data_ptr(): tensor for tensor in made if tensor.numel()}
         returned = [result for address, result in found.items() if address not in there]
+        empty = [result for result in wanted if not result.numel()]
         scratch = [tensor for address, tensor in memory.items() if address not in found]
-        tensors = [*given, *returned, *scratch]
+        tensors = [*given, *returned, *empty, *scratch]
         number = {t.data_ptr(): i for i, t in enumerate(tensors) if t is not None and t.numel()}
         if len(number) < sum(map(_has_memory, tensors)):
             raise LookupError("two tensors begin at the same address")
@@ -100,8 +103,12 @@ class Plan:
         first = next(tensor for tensor in given if tensor is not None)
         self.index = first.get_device()  # −1: a CPU
         self.empty = _empty_cuda if self.index >= 0 else partial(_empty, first.device)
-        self.made = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in returned]
-        self.results = [-1 if result is None else number[result.data_ptr()] for result in results]
+        self.made = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in (*returned, *empty)]
+        next_empty = count(len(given) + len(returned))
+        self.results = [
+            -1 if result is None else number[result.data_ptr()] if result.numel() else next(next_empty)
+            for result in results
+        ]
         self.offsets, self.size = [], 0
         for tensor in scratch:
             self.offsets.append(self.size)
