@@ -1,4 +1,4 @@
-"""Ops as torch calls them, from code that torch.compile wrote too: a call like an earlier one starts the same kernels."""
+"""Ops as torch calls them, also from code that torch.compile wrote: calls that are alike start the same kernels."""
 
 from typing import NamedTuple
 
