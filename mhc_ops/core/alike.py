@@ -10,9 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
+
+from . import private
 
 MOST = 16  # types, strides, with and without gradients; guards are tried one by one
+
+
+MOST_KEYS = 10_000  # token counts are part of them
+
+calls: dict[Any, "Alike"] = {}  # by what else than tensors a call is told apart by
 
 
 class Alike(list[tuple[Any, Any]]):
@@ -28,8 +34,17 @@ class Alike(list[tuple[Any, Any]]):
     def add(self, tensors: Sequence[Tensor], found: Any) -> None:
         if len(self) >= MOST:
             self.clear()
-        self.append((TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None), found))
+        self.append((private.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None), found))
 
 
 def is_readable(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def keep(key: Any, tensors: Sequence[Tensor], found: Any) -> None:
+    """In `calls`, for tensors like these."""
+    if not private.keeps_calls:
+        return
+    if len(calls) >= MOST_KEYS:
+        calls.clear()
+    calls.setdefault(key, Alike()).add(tensors, found)

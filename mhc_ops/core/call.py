@@ -14,19 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import backend as backends
-from .alike import Alike
+from . import private
+from .alike import calls, keep
 from .modes import is_plain, watched
 from .op import Call, Op
 
-MOST_KEYS = 10_000  # a key holds a token count
 CONSTANTS = frozenset((int, float, bool, str, type(None)))
 STRIDED = torch.strided
-
-_calls: dict[Any, Alike] = {}
 
 
 class Request(NamedTuple):
@@ -64,7 +61,7 @@ class KeptCall(NamedTuple):
 
 def run(prepare: Callable[..., Any], **arguments: Any) -> Any:
     """Calls prepare(**arguments) and carries out its Request."""
-    if watched() or forward_ad._current_level >= 0:
+    if not private.keeps_calls or watched() or private.in_forward_mode():
         return answer(prepare(**arguments))
     words: list[Any] = [prepare, backends.chosen_by_caller()]
     tensors: list[Tensor] = []
@@ -82,7 +79,7 @@ def run(prepare: Callable[..., Any], **arguments: Any) -> Any:
     if tensors:
         words.append(tensors[0].numel())  # token counts differ most; few calls are left for the guards
     key = tuple(words)
-    for guards, kept in _calls.get(key, ()):
+    for guards, kept in calls.get(key, ()):
         if guards.check(*tensors):
             return kept(tensors)
     return first_call(prepare(**arguments), tensors, key)
@@ -112,16 +109,14 @@ def first_call(prepared: Any, tensors: list[Tensor], key: tuple[Any, ...]) -> An
     copied = [(place, name) for place, name in enumerate(names) if laid_out[name] is not prepared.inputs[name]]
     call = Call(prepared.op, prepared.backend, prepared.inputs, returns, repeated=True)
     kept = KeptCall(call, None if taken == list(range(len(tensors))) else taken, copied, single, missing)
-    if len(_calls) >= MOST_KEYS:
-        _calls.clear()
-    _calls.setdefault(key, Alike()).add(tensors, kept)
+    keep(key, tensors, kept)
     return kept(tensors)
 
 
 def kept_calls() -> list[KeptCall]:
-    return [kept for alike in _calls.values() for _, kept in alike]
+    return [found for alike in calls.values() for _, found in alike if isinstance(found, KeptCall)]
 
 
 def forget() -> None:
     """Drops all kept calls. Tests that change configs do."""
-    _calls.clear()
+    calls.clear()

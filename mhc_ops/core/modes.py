@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import private
 from .backend import PACKAGE
 
 # Looked up once: every call asks for them.
-_tracing_state, _transform = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_tracing_state, _transform = private.tracing_state, private.transform
+_dispatch_modes, _function_modes = private.dispatch_modes, private.function_modes
 
 
 def is_eager(arguments: Sequence[Any]) -> bool:
@@ -26,6 +27,7 @@ def watched() -> bool:
     """A compiler, torch.jit.trace, a dispatch or function mode, or a functorch transform sees the call."""
     return (
         torch.compiler.is_compiling()
+        or not private.sees_watchers
         or _tracing_state() is not None
         or _dispatch_modes() > 0
         or _function_modes() > 0
@@ -35,13 +37,13 @@ def watched() -> bool:
 
 def is_transformed() -> bool:
     """The call is within grad, vjp, vmap or another transform of torch.func, and no compiler traces it."""
-    return not torch.compiler.is_compiling() and _transform() is not None
+    return not torch.compiler.is_compiling() and _transform is not None and _transform() is not None
 
 
 def traced_under_derivatives() -> bool:
     """Whether torch.compile traces within grad, vjp or jvp of torch.func. It compiles anew for each of them."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in stack)
+    stack = private.transforms() or ()
+    return any(interpreter.key() != private.VMAP for interpreter in stack)
 
 
 def is_dtensor(value: object) -> bool:
@@ -69,11 +71,11 @@ def is_plain(value: object) -> bool:
     if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
         return False
     assert isinstance(value, Tensor)
-    return not (torch._is_functional_tensor(value) or torch._C._functorch.is_functorch_wrapped_tensor(value))
+    return not (private.is_functional(value) or private.is_functorch_wrapped(value))
 
 
 def has_tangent(arguments: Sequence[Any]) -> bool:
     """An argument has a tangent of forward-mode differentiation, which kernels would drop in silence."""
-    if forward_ad._current_level < 0:
+    if not private.in_forward_mode():
         return False
     return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments)

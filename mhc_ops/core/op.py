@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from . import backend as backends
-from . import device
-from .alike import Alike
+from . import device, private
+from .alike import Alike, calls, keep
 from .check import check_memory, check_tensor, check_writable
 from .layout import Layout, resolved
 from .modes import (
@@ -127,7 +128,7 @@ class Op:
         for name, value in inputs.items():
             if name not in self.mutates and isinstance(value, Tensor):
                 for written in self.mutates:
-                    if torch._C._is_alias_of(value, inputs[written]):  # type: ignore[attr-defined]
+                    if private.share_memory(value, inputs[written]):
                         found[name] = value.clone()
         return found
 
@@ -185,15 +186,51 @@ class Op:
         return self.outputs(*(results if isinstance(results, (tuple, list)) else (results,)))
 
     def _flat(self, *flat_and_backend: Any) -> Any:
+        """The op as torch calls it, also from code that torch.compile wrote. A call like an earlier one starts the
+        same kernels, as `call.run` does for eager calls."""
+        words: list[Any] = [self]
+        tensors: list[Tensor] = []
+        for value in flat_and_backend:
+            kind = value.__class__
+            if (kind is Tensor or kind is Parameter) and value.layout is STRIDED and not value.is_nested:
+                words.append(Tensor)
+                tensors.append(value)
+            elif not isinstance(value, Tensor):
+                words.append(value)
+            else:
+                return self._again(flat_and_backend)([v for v in flat_and_backend if isinstance(v, Tensor)])
+        words.append(tensors[0].numel())
+        key = tuple(words)
+        for guards, again in calls.get(key, ()):
+            if guards.check(*tensors):
+                return again(tensors)
+        again = self._again(flat_and_backend)
+        keep(key, tensors, again)
+        return again(tensors)
+
+    def _again(self, flat_and_backend: Sequence[Any]) -> Callable[[list[Tensor]], Any]:
+        """What does the same for tensors like these."""
         *flat, backend = flat_and_backend
-        inputs = self.laid_out(self.unflattened(flat))  # graphs call it without the public function
+        given = self.unflattened(flat)
+        inputs = self.laid_out(given)  # graphs call it without the public function
         for name in self.mutates:
             check_writable(self.name, name, inputs[name])
-        outputs = self.launch(backend=backend, **self.apart(inputs) if self.mutates else inputs)
-        for name in self.unwritten:  # torch's checks of an op read every output
-            if getattr(outputs, name).numel():  # an empty one has no storage
-                getattr(outputs, name).as_strided((1,), (1,)).zero_()
-        return _plain(outputs)
+        call = Call(self, backend, inputs, self.outputs._fields, repeated=private.keeps_calls)
+        copied = [(place, name) for place, name in enumerate(call.names) if inputs[name] is not given[name]]
+        unwritten = [self.outputs._fields.index(name) for name in self.unwritten]
+
+        def again(tensors: list[Tensor]) -> Any:
+            for place, name in copied:
+                tensors[place] = self.taken(name, tensors[place])
+            if self.mutates:
+                tensors = list(self.apart(dict(zip(call.names, tensors))).values())
+            results = call.fill(tensors)
+            for place in unwritten:  # torch's checks of an op read every output
+                if results[place].numel():  # an empty one has no storage
+                    results[place].as_strided((1,), (1,)).zero_()
+            return tuple(results) if len(results) > 1 else results[0]
+
+        return again
 
     def _fake(self, *flat_and_backend: Any) -> Any:
         return _plain(self.contract(**self.unflattened(flat_and_backend[:-1])))
@@ -300,12 +337,11 @@ class Call:
         self.differentiable = op.differentiate is not None and any(
             value.requires_grad for value in inputs.values() if isinstance(value, Tensor)
         )
-        self.forward: Any = self._direct(partial(self.launched, returns))
+        self.fill: Any = self._direct(partial(self.launched, returns))
+        self.forward: Any = partial(self.written, self.fill) if op.mutates else self.fill
         self.forward_keeping: Any = self._direct(partial(self.launched, (*returns, *hidden)))
         self.backward: Any = partial(self.differentiated, partial(Op.launch, backend=backend))
-        self.alike: dict[tuple[bool, ...], Alike] = {}  # how the backward runs, by which cotangents are given
-        if op.mutates:
-            self.forward = partial(self.written, self.forward)
+        self.alike: dict[tuple[bool, ...], Alike] = {}  # by which cotangents there are: how the backward runs
 
     def _direct(self, function: Any) -> Any:
         return Replay(function) if self.replays else function

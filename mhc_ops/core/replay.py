@@ -8,6 +8,7 @@ config, and neither binds nor hashes arguments.
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from itertools import count
 from operator import itemgetter, or_
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import private
 from .launch import Start, record, starter
 
 ALIGNMENT = 512  # bytes, as torch's allocators align on a GPU
@@ -29,7 +31,7 @@ def _empty(device: torch.device | str, shape: tuple[int, ...], stride: tuple[int
 
 
 # Skips torch's dispatcher and takes a third of the time. Code that torch.compile generates allocates with it too.
-_empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", partial(_empty, "cuda"))
+_empty_cuda = private.empty_strided_cuda or partial(_empty, "cuda")
 
 
 class Replay:
@@ -71,12 +73,14 @@ class Plan:
     workspace, then the numbers, which are the same in every call. A launch selects its arguments from that list."""
 
     def __init__(self, launches: list[Any], given: Tensors, made: list[Tensor], results: Tensors):
-        found = {result.data_ptr(): result for result in results if result is not None}
+        wanted = [result for result in results if result is not None]
+        found = {result.data_ptr(): result for result in wanted if result.numel()}
         there = {tensor.data_ptr() for tensor in given if tensor is not None}
         memory = {tensor.data_ptr(): tensor for tensor in made if tensor.numel()}
         returned = [result for address, result in found.items() if address not in there]
+        empty = [result for result in wanted if not result.numel()]
         scratch = [tensor for address, tensor in memory.items() if address not in found]
-        tensors = [*given, *returned, *scratch]
+        tensors = [*given, *returned, *empty, *scratch]
         number = {t.data_ptr(): i for i, t in enumerate(tensors) if t is not None and t.numel()}
         if len(number) < sum(map(_has_memory, tensors)):
             raise LookupError("two tensors begin at the same address")
@@ -100,15 +104,19 @@ class Plan:
         first = next(tensor for tensor in given if tensor is not None)
         self.index = first.get_device()  # −1: a CPU
         self.empty = _empty_cuda if self.index >= 0 else partial(_empty, first.device)
-        self.made = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in returned]
-        self.results = [-1 if result is None else number[result.data_ptr()] for result in results]
+        self.made = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in (*returned, *empty)]
+        next_empty = count(len(given) + len(returned))
+        self.results = [
+            -1 if result is None else number[result.data_ptr()] if result.numel() else next(next_empty)
+            for result in results
+        ]
         self.offsets, self.size = [], 0
         for tensor in scratch:
             self.offsets.append(self.size)
             self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
     def run(self, given: Tensors, addresses: list[int]) -> Tensors:
-        if self.index >= 0 and self.index != torch._C._cuda_getDevice():
+        if self.index >= 0 and self.index != private.current_device():
             with torch.cuda.device(self.index):
                 return self.run_here(given, addresses)
         return self.run_here(given, addresses)
@@ -122,7 +130,7 @@ class Plan:
             base = workspace.data_ptr()
             addresses += [base + offset for offset in self.offsets]
         addresses += self.numbers
-        stream = torch._C._cuda_getCurrentRawStream(self.index) if self.index >= 0 else None
+        stream = private.raw_stream(self.index) if self.index >= 0 else None
         for start, arguments in self.launches:
             start(stream, arguments(addresses))
         tensors = [*given, *made, None]  # place −1 is None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..core import private
 from ..core.backend import choose
 from ..core.modes import is_transformed
 from ..core.precision import accumulate
@@ -195,7 +196,7 @@ def _merge(kept: dict[str, Tensor], name: str, value: Tensor, both: Callable[[Te
 
 def _unseen() -> bool:
     """True under torch.compile and torch.func, and where a checkpoint runs a forward again in the backward."""
-    return torch.compiler.is_compiling() or is_transformed() or torch._C._current_graph_task_id() != -1
+    return torch.compiler.is_compiling() or is_transformed() or private.graph_task() != -1
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..core import backend as backends
+from ..core import private
 from .ops import Carry, mhc_post
 
 
@@ -94,8 +95,8 @@ class SavedTensors:
     """Context that sees what autograd saves within it, unless other hooks do already, as a checkpoint's."""
 
     def __init__(self) -> None:
-        others = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        others = private.saved_tensors_hooks_on_top(True)
+        refused = private.why_no_hooks()
         self.may_leave_out = torch.is_grad_enabled() and refused is None and not others
         self.slots: list[_Slot] = []
 

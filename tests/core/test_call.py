@@ -257,12 +257,12 @@ def test_a_plan_allocates_with_plain_tuples(kernel, scaled):
 
 
 def test_what_is_kept_is_bounded(kernel, scaled, monkeypatch):
-    monkeypatch.setattr(call, "MOST_KEYS", 3)
+    monkeypatch.setattr(alike, "MOST_KEYS", 3)
     monkeypatch.setattr(alike, "MOST", 2)
     for amount in range(10):
         for shape in [(64,), (2, 32), (4, 16), (8, 8)]:  # as many elements: one key
             scaled(torch.zeros(shape), float(amount))
-    assert len(call._calls) <= 3 and len(call.kept_calls()) <= 6
+    assert len(alike.calls) <= 3 and len(call.kept_calls()) <= 6
 
 
 class Described:

@@ -127,7 +127,8 @@ def test_nothing_is_held_after_the_backward():
     for connection in stack:
         connection.register_forward_hook(
             lambda module, inputs, carry: found.extend(
-                StorageWeakRef(tensor.untyped_storage()) for tensor in (carry.carry.h_post, carry.carry.h_res, carry.h_out)
+                StorageWeakRef(tensor.untyped_storage())
+                for tensor in (carry.carry.h_post, carry.carry.h_res, carry.h_out)
             )
         )
     gc.collect()
@@ -182,7 +183,9 @@ def test_recompute_and_a_hook_that_replaces_x(place):
 
     def gradients_with(recompute):
         stack, x = HyperStack(*connections(place, 4), recompute=recompute), streams(place)
-        stack[1].register_forward_hook(lambda module, inputs, carry: carry._replace(carry=carry.carry._replace(x=carry.x * 2, link=None)))
+        stack[1].register_forward_hook(
+            lambda module, inputs, carry: carry._replace(carry=carry.carry._replace(x=carry.x * 2, link=None))
+        )
         return step(stack, x)
 
     assert_equal(gradients_with(3), gradients_with(0))

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...core import private
 from ...core.launch import starter
 
 SET = 64  # counts of a launch, at most
@@ -37,7 +38,7 @@ def draw(count_ptr):
 
 def tickets(index: int, stream: Any) -> Tensor:
     """A set of counts for a launch on this stream of the GPU `index`, the current one; −1 is the CPU."""
-    if index >= 0 and torch._C._cuda_isCurrentStreamCapturing():
+    if index >= 0 and private.is_capturing():
         return _taken(index)
     found = _of_streams.get((index, stream))
     if found is None:
@@ -57,7 +58,7 @@ def _zeros(index: int) -> list[Tensor]:
     with _disable_current_modes():  # modes that record calls must not see this
         if index < 0:
             return [torch.zeros(SET, dtype=torch.int32)]
-        if torch._C._cuda_isCurrentStreamCapturing():  # then the graph itself sets them to zero before the kernel runs
+        if private.is_capturing():  # then the graph itself sets them to zero before the kernel runs
             return [torch.zeros(SET, dtype=torch.int32, device=index)]
     # By a thread of its own: what this one allocates may belong to a pool, as in the warm-up of torch.compile's CUDA
     # graphs, which want all of it back.
@@ -87,7 +88,7 @@ class Ticketed:
             if device.type == "meta":
                 return self.kernel[grid](like_tickets(device), *values, **options)
             index = -1 if device.type == "cpu" else device.index
-            stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else None
+            stream = private.raw_stream(index) if index >= 0 else None
             return Compiled(self.kernel[grid](tickets(index, stream), *values, **options), index)
 
         return run

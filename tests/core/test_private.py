@@ -1,0 +1,83 @@
+"""Private names of torch: which there are, and what happens without them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mhc_ops
+from mhc_ops.core import private
+
+PACKAGE = Path(mhc_ops.__file__).parent
+# A training step of a stack, second derivatives of the reference, forward mode and vmap, by the torch that is there.
+STEP = """
+import torch
+{before}
+import mhc_ops
+from mhc_ops.core import call, private
+torch.manual_seed(0)
+connections = [mhc_ops.HyperConnection(torch.nn.Linear(8, 8), 2, 8) for _ in range(3)]
+stack = mhc_ops.HyperStack(*connections, recompute=2)
+x = torch.ones(3, 2, 8, requires_grad=True)
+for _ in range(2):
+    stack(x).square().sum().backward()
+y = mhc_ops.causal_conv1d(torch.ones(1, 5, 4), torch.ones(4, 3), backend="{backend}")
+assert torch.equal(y[0, :, 0], torch.tensor([1.0, 2.0, 3.0, 3.0, 3.0]))
+vmapped = torch.func.vmap(mhc_ops.mhc_mean)(torch.ones(2, 3, 2, 8))
+assert torch.equal(vmapped, torch.ones(2, 3, 8))
+print(x.grad.sum().item(), bool(call.kept_calls()), *private.missing)
+"""
+# torch itself needs most of the names: private.py alone looks for another one.
+WITHOUT = """
+import sys, types
+sys.modules["mhc_ops.core.private"] = types.ModuleType("mhc_ops.core.private")
+source = open({path!r}).read().replace('_found("{{name}}"', '_found("absent.{{name}}"')
+exec(source, vars(sys.modules["mhc_ops.core.private"]))
+""".format(path=str(PACKAGE / "core" / "private.py"))
+NAMES = re.findall(r'_found\("([\w.]+)"', (PACKAGE / "core" / "private.py").read_text(encoding="utf-8"))
+
+
+def step(before="", backend="reference", **environment):
+    source = STEP.format(before=before, backend=backend)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, env={**ENVIRONMENT, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    total, kept, *missing = done.stdout.split()
+    return float(total), kept == "True", missing
+
+
+ENVIRONMENT = {
+    "PYTHONPATH": str(PACKAGE.parent),
+    "OMP_NUM_THREADS": "1",
+    "TRITON_INTERPRET": "1",
+    "PATH": "/usr/bin:/bin",
+}
+
+
+def test_this_torch_has_every_name():
+    assert private.missing == [], "calls are slower without them; private.py says what stands in their place"
+    assert len(NAMES) > 10
+
+
+def test_no_other_file_uses_private_names():
+    used = {path.name for path in PACKAGE.rglob("*.py") if "torch._C" in path.read_text(encoding="utf-8")}
+    assert used <= {"private.py", "misuse.py"}  # the second lists the ops of torch, in a command
+
+
+@pytest.mark.thorough
+def test_a_torch_without_any_of_them():
+    """Each name is taken away in turn, in one process each: the same numbers, and the name is told."""
+    expected, kept, _ = step(backend="triton")
+    assert kept
+    for name in NAMES:
+        found, _, missing = step(WITHOUT.format(name=name), backend="triton")
+        assert (found, missing) == (expected, [f"torch.absent.{name}"]), name
+
+
+def test_replay_is_turned_off():
+    expected, kept, _ = step(backend="triton")
+    assert kept
+    assert step(backend="triton", MHC_OPS_REPLAY="0") == (expected, False, [])
