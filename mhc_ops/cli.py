@@ -18,10 +18,12 @@ from .convert import command as convert
 from .core import backend as backends
 from .core import device as devices
 from .hub import command as hub
-from .measure import accuracy, arguments, bench, compare, files, page, report, results, selection
+from .measure import arguments, bench, compare, files, page, report, results, selection
 from .measure.diagnose import command as diagnose
 from .measure.report import Refused
 from .measure.training_step import backend_of
+from .testing import accuracy
+from .testing.conv_cases import runs
 
 EXIT_CODES = """exit codes:
   0    all well
@@ -196,7 +198,7 @@ def run_check(options: argparse.Namespace) -> int:
     chosen = selection.named(options.case, selection.CHECK)
     found = results.begin("check")
     found.not_measured = selection.absent(wanted(options), options.device)
-    runs = [(c, b) for b in wanted(options) for c in chosen if selection.runs(c, b, options.device)]
+    runs = [(c, b) for b in wanted(options) for c in chosen if runs(c, b, options.device)]
     try:
         for case, backend in report.progress(runs, "check"):
             with bench.failures_of(str(case), backend, found):
@@ -222,7 +224,7 @@ def run_fuzz(options: argparse.Namespace) -> int:
             f"--{which} draws cases of its own and prints those that fail: --case and --json do not go with it"
         )
     which, seconds = ("fuzz", options.fuzz) if options.misuse is None else ("misuse", options.misuse)
-    draw = importlib.import_module(f".measure.{which}", __package__)
+    draw = importlib.import_module(f".testing.{which}", __package__)
     seed = random.randrange(2**32) if options.seed is None else options.seed
     absent = selection.absent(wanted(options), options.device)
     here = [b for b in wanted(options) if sum(entry.provider == b for entry in absent) < len(backends.families())]

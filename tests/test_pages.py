@@ -28,7 +28,7 @@ import torch
 from processes import run_alone, run_as_torchrun
 
 from mhc_ops import cli
-from mhc_ops.measure import cases
+from mhc_ops.testing import cases
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

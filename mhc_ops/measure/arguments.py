@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from ..testing.cases import LARGEST_SEED
 from . import files
 
 MOST_ELEMENTS = 2**40
-LARGEST_SEED = 2**62  # below what torch takes, so that others can be counted on from it
 
 
 def device(text: str) -> torch.device:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from . import accuracy, peers, report, selection, speed, training_step
-from .cases import Call, Stack, Sweep, Tensors
-from .conv_cases import AnyCase
+from ..testing import accuracy, conv_cases
+from ..testing.cases import Call, Stack, Sweep, Tensors
+from ..testing.conv_cases import AnyCase
+from . import peers, report, selection, speed, training_step
 from .results import Results
 from .selection import KERNELS, OF_TORCH, NotMeasured
 from .speed import Unit
@@ -194,7 +195,7 @@ def plan(request: Request, present: Sequence[str]) -> list[Unit | Race]:
     group_of = {case: group for group, cases in reversed(request.groups.items()) for case in cases}
 
     def units(cases: Sequence[AnyCase], provider: str) -> list[Unit]:
-        runs = selection.runs if provider in KERNELS else lambda case, provider, _: case.runs_on(provider)
+        runs = conv_cases.runs if provider in KERNELS else lambda case, provider, _: case.runs_on(provider)
         there = [case for case in cases if runs(case, provider, request.device)]
         return [Unit(case, provider, group_of[case]) for case in there if request.case in str(case)]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.backend import BACKENDS
-from .accuracy import Row
+from ..testing.accuracy import Row
 from .results import Results
 from .speed import deviation
 from .training_step import PLAIN, backend_of, name_of

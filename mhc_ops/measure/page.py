@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.backend import BACKENDS
-from .accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row, worst
+from ..testing.accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row, worst
 from .peers import WITH_GRADIENTS
 from .report import Refused, Table, refuse_without
 from .results import DIRECTIONS, GROUPS, Results

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mhc.options import DEFAULTS as OURS
-from . import accuracy
-from .cases import Tensors
-from .conv_cases import AnyCase
+from ..testing import accuracy
+from ..testing.cases import Tensors
+from ..testing.conv_cases import AnyCase
 
 WITH_GRADIENTS = " with gradients"
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ..core.check import listed
+from ..testing.accuracy import Row
 from . import files, peers, report
-from .accuracy import Row
 from .selection import NotMeasured
 from .speed import Direction, Group, Growth, Measurement
 from .training_step import Step

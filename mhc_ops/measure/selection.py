@@ -10,9 +10,10 @@ from typing import TypeVar
 import torch
 
 from ..core import backend as backends
-from . import accuracy, cases, conv_cases, peers
-from .cases import Stack, Subject, Sweep
-from .conv_cases import AnyCase
+from ..testing import accuracy, cases, conv_cases
+from ..testing.cases import Stack, Subject, Sweep
+from ..testing.conv_cases import AnyCase
+from . import peers
 from .report import Refused
 
 Named = TypeVar("Named")  # a case, or a training step
@@ -64,10 +65,6 @@ def named(text: str, cases: Sequence[Named]) -> list[Named]:
     nearest = difflib.get_close_matches(text, dict.fromkeys([*ops, *names, *words]))
     meant = f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"there are cases of {', '.join(ops)}"
     raise Refused(f"no case matches {text!r}: {meant}")
-
-
-def runs(case: AnyCase, backend: str, device: torch.device) -> bool:
-    return case.runs_on(backend) and backends.why_not(case.subject.family, backend, device) is None
 
 
 def absent(wanted: Sequence[str], device: torch.device) -> list[NotMeasured]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mhc_ops import HyperConnection
 
-from .cases import Call, Sweep, Tensors
-from .conv_cases import AnyCase
+from ..testing.cases import Call, Sweep, Tensors
+from ..testing.conv_cases import AnyCase
 
 SAMPLES = 20
 FEWEST_SAMPLES = 5  # when time is short: the fewest that have quartiles of their own

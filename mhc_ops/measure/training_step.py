@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from mhc_ops import HyperConnection, HyperStack
 
 from ..core import backend as backends
-from . import cases, peers, selection
+from ..testing import cases
+from . import peers, selection
 from .peers import Layer
 from .speed import Timing, peak_memory, samples, summary
 

@@ -13,7 +13,8 @@ import torch
 import mhc_ops
 from mhc_ops import cli
 from mhc_ops.core import device as devices
-from mhc_ops.measure import accuracy, bench, cases, peers, selection
+from mhc_ops.measure import bench, peers, selection
+from mhc_ops.testing import accuracy, cases
 
 SMALL = (cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16),)
 

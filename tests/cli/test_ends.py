@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from mhc_ops import cli, measure
-from mhc_ops.measure import accuracy, arguments, compare, page, report, results, selection
+from mhc_ops.measure import arguments, compare, page, report, results, selection
+from mhc_ops.testing import accuracy
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "mhc_ops"]
@@ -259,7 +260,7 @@ def fuzz(monkeypatch):
             yield outcome
 
     module.run = run
-    monkeypatch.setitem(sys.modules, "mhc_ops.measure.fuzz", module)
+    monkeypatch.setitem(sys.modules, "mhc_ops.testing.fuzz", module)
     monkeypatch.setattr(measure, "fuzz", module, raising=False)  # where the real one was imported before
     return module
 

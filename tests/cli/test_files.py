@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mhc_ops import cli
-from mhc_ops.measure import accuracy, bench, cases, results, selection
+from mhc_ops.measure import bench, results, selection
+from mhc_ops.testing import accuracy, cases
 
 SMALL = (cases.Case(cases.MHC_POST, (3,), 2, 8),)
 CHECK = ["check", "--device", "cpu", "--backend", "reference"]

@@ -11,7 +11,7 @@ from convert_files import D, K, M, N
 
 from mhc_ops import cli, convert
 from mhc_ops.convert.command import FORMATS
-from mhc_ops.measure import cases
+from mhc_ops.testing import cases
 
 VALUES = (
     None, True, -1, 0, 1, 3, 2**63, 10**400, 1.5, 1e99, 1e-99, 1e308, float("nan"), float("inf"),

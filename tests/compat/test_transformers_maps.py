@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mhc_ops import mhc_head, mhc_maps, mhc_mean, mhc_post, mhc_pre, mhc_read
-from mhc_ops.measure import accuracy
+from mhc_ops.testing import accuracy
 
 N, D = 4, 24
 # Large, so that one that is left out shows.

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from mhc_ops.measure import accuracy
-from mhc_ops.measure.conv_cases import ConvCase
+from mhc_ops.testing import accuracy
+from mhc_ops.testing.conv_cases import ConvCase
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 PLACES = ("states", "cu_seqlens states")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conv_oracle import CASES, IDS, PADDED, Case, calls, conv, gradients
 
 import mhc_ops
-from mhc_ops.measure import accuracy
+from mhc_ops.testing import accuracy
 
 NAN = float("nan")
 

@@ -36,8 +36,9 @@ ALLOWED = {
     "distributed": {"core", "prepare", "contracts", "ops", "modules", "recompute", "stack", "distributed"},
     "hub": {"ops", "public"},
     "command": {"convert", "hub", "measure", "command"},
-    "measure": {"core", "public", "measure", "options", "reference", "manual"},  # diagnose takes them apart
-    "cli": {"core", "measure", "command"},
+    "testing": {"core", "public", "options", "testing"},
+    "measure": {"core", "public", "testing", "measure", "options", "reference", "manual"},  # diagnose takes them apart
+    "cli": {"core", "testing", "measure", "command"},
     "__main__": {"cli"},
     # The last four for type checkers: test_import_loads_nothing_slow.
     "public": {
@@ -63,7 +64,7 @@ def layer(parts):
         return "public", None
     if parts[0] in ("convert", "hub") and parts[1:] in (("command",), ("checkpoint",)):
         return "command", None
-    if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "distributed", "hub"):
+    if parts[0] in ("core", "testing", "measure", "cli", "__main__", "compat", "convert", "distributed", "hub"):
         return parts[0], None
     family, *rest = parts
     if not rest:

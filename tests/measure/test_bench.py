@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import mhc_ops
-from mhc_ops.measure import bench, cases, peers, results, selection, speed, training_step
+from mhc_ops.measure import bench, peers, results, selection, speed, training_step
+from mhc_ops.testing import cases
 
 CPU = torch.device("cpu")
 POST = cases.Case(cases.MHC_POST, (16,), 2, 8)

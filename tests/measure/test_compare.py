@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from mhc_ops.measure import compare
-from mhc_ops.measure.accuracy import Row
 from mhc_ops.measure.results import NotMeasured, Results
 from mhc_ops.measure.speed import Growth, Measurement
 from mhc_ops.measure.training_step import Step
+from mhc_ops.testing.accuracy import Row
 
 TIMED = Measurement(
     "op", "op 8x8", "triton", "both", 200.0, 1.0, 100.0, peak_megabytes=50.0, spread=2.0, copy_spread=1.0, samples=20

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mhc_ops import cli
-from mhc_ops.measure import cases
-from mhc_ops.measure.conv_cases import ConvCase
 from mhc_ops.measure.diagnose import command
 from mhc_ops.mhc import reference
+from mhc_ops.testing import cases
+from mhc_ops.testing.conv_cases import ConvCase
 
 fp64 = torch.float64
 SMALL = ["--device", "cpu", "--shape", "12x4x24"]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from mhc_ops.core import steps
-from mhc_ops.measure import cases
-from mhc_ops.measure.accuracy import NORM_TOLERANCE, Exact, judge
-from mhc_ops.measure.cases import Case
 from mhc_ops.measure.diagnose import findings, outputs
+from mhc_ops.testing import cases
+from mhc_ops.testing.accuracy import NORM_TOLERANCE, Exact, judge
+from mhc_ops.testing.cases import Case
 
 SECTIONS = {"pre": range(2), "post": range(2, 4), "res": range(4, 8)}
 

@@ -8,10 +8,10 @@ import torch
 
 import mhc_ops
 from mhc_ops.core.backend import BACKENDS
-from mhc_ops.measure import cases, fuzz
-from mhc_ops.measure.cases import LAYOUTS, Case
-from mhc_ops.measure.conv_cases import PLACES, ConvCase
 from mhc_ops.mhc.options import PreOptions
+from mhc_ops.testing import cases, fuzz
+from mhc_ops.testing.cases import LAYOUTS, Case
+from mhc_ops.testing.conv_cases import PLACES, ConvCase
 
 CPU = torch.device("cpu")
 

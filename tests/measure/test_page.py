@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from mhc_ops import cli
-from mhc_ops.measure import cases, page, results, selection
-from mhc_ops.measure.accuracy import Row
-from mhc_ops.measure.conv_cases import ConvCase
+from mhc_ops.measure import page, results, selection
 from mhc_ops.measure.results import NotMeasured
+from mhc_ops.testing import cases
+from mhc_ops.testing.accuracy import Row
+from mhc_ops.testing.conv_cases import ConvCase
 
 VOID = {"meta", "link", "input", "line", "polyline"}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

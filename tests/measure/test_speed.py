@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from mhc_ops.measure import cases, report, speed
+from mhc_ops.measure import report, speed
+from mhc_ops.testing import cases
 
 CPU = torch.device("cpu")
 CASE = cases.Case(cases.MHC_FORWARD_PRE, (16,), 2, 8, torch.float32)

@@ -10,8 +10,9 @@ import torch
 
 import mhc_ops
 from mhc_ops import cli
-from mhc_ops.measure import bench, cases, compare, page, peers, results, speed, training_step
+from mhc_ops.measure import bench, compare, page, peers, results, speed, training_step
 from mhc_ops.measure.training_step import ALLOWED, APART, PLAIN, RECOMPUTE, Size, Step, Training
+from mhc_ops.testing import cases
 
 CPU = torch.device("cpu")
 SMALL = Size(16, 128, 2, 128)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mhc_ops
-from mhc_ops.measure import cases
 from mhc_ops.mhc import prepare
+from mhc_ops.testing import cases
 
 N, D = 4, 16
 M = N * N + 2 * N

@@ -4,7 +4,7 @@ import pytest
 import torch
 from mhc_kernels import bf16, by_any_subject, cotangents_of, fp16, fp32, needs, on_gpu
 
-from mhc_ops.measure import accuracy, cases, fuzz
+from mhc_ops.testing import accuracy, cases, fuzz
 
 by_every_subject = pytest.mark.parametrize("subject", cases.ALL, ids=lambda subject: subject.name)
 

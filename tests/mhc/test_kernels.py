@@ -8,7 +8,7 @@ import torch
 from mhc_kernels import STREAMED, bf16, by_any_subject, by_subject, cotangents_of, fp16, fp32, leave_out, needs, on_gpu
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 
 def accuracy_cases(subject):

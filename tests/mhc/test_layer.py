@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperHead
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import contracts, prepare
 from mhc_ops.mhc.options import PreOptions
+from mhc_ops.testing import accuracy, cases
 
 N, D = 3, 20
 OPTIONS = tuple(PreOptions())

@@ -7,7 +7,7 @@ from mhc_kernels import bf16, fp16, fp32
 from stack_results import PLACES, assert_close, assert_equal, exact, gradients
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 
 @pytest.fixture(params=PLACES)

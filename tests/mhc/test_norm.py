@@ -8,8 +8,8 @@ import torch
 from mhc_kernels import bf16, cotangents_of, fp16, fp32, leave_out
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import prepare
+from mhc_ops.testing import accuracy, cases
 
 by_stack_subject = pytest.mark.parametrize("subject", cases.OF_THE_STACK, ids=lambda subject: subject.name)
 by_normed = pytest.mark.parametrize("subject", cases.NORMED, ids=lambda subject: subject.name)

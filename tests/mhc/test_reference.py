@@ -5,7 +5,7 @@ import torch
 from mhc_kernels import leave_out
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 SUBJECT = cases.MHC_FORWARD_PRE
 

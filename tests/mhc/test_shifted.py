@@ -31,9 +31,9 @@ from torch import nn
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import prepare, recompute
 from mhc_ops.mhc.options import DEFAULTS, NOT_IN_TILELANG
+from mhc_ops.testing import accuracy, cases
 
 # Against the loops
 

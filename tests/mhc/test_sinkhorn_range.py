@@ -6,7 +6,7 @@ from mhc_kernels import needs
 from sinkhorn_oracle import ITERS, assert_right, drawn
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 KERNELS = [
     pytest.param(("triton", "cpu"), marks=pytest.mark.interpreted, id="interpreted"),

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
-from mhc_ops.measure import accuracy
+from mhc_ops.testing import accuracy
 
 N, D, DEPTH = 3, 20, 3
 

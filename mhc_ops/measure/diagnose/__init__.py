@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ...core.steps import Computation, always
-from .. import accuracy
-from ..accuracy import Cotangents, Row
-from ..cases import Case, Tensors
-from ..conv_cases import AnyCase
+from ...testing import accuracy
+from ...testing.accuracy import Cotangents, Row
+from ...testing.cases import Case, Tensors
+from ...testing.conv_cases import AnyCase
 from .ops import Hypothesis, hypotheses, model_of, terms_of
 from .outputs import Output, coefficients
 

@@ -16,9 +16,10 @@ from torch import Tensor
 import mhc_ops
 
 from ...core import backend as backends
-from .. import arguments, cases, files, page, report, selection
-from ..cases import Case, Tensors
-from ..conv_cases import AnyCase, ConvCase
+from ...testing import cases
+from ...testing.cases import Case, Tensors
+from ...testing.conv_cases import AnyCase, ConvCase
+from .. import arguments, files, page, report, selection
 from ..report import Refused
 from . import Diagnosis, diagnose
 from .outputs import map_of

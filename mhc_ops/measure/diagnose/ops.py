@@ -17,9 +17,9 @@ from ...core.steps import Change, Computation, Steps, Values, renamed, steps_of,
 from ...mhc import manual
 from ...mhc import reference as mhc
 from ...mhc.options import DEFAULTS
-from ..accuracy import Cotangents
-from ..cases import Case, Tensors
-from ..conv_cases import AnyCase, ConvCase
+from ...testing.accuracy import Cotangents
+from ...testing.cases import Case, Tensors
+from ...testing.conv_cases import AnyCase, ConvCase
 from .outputs import BLOCKED, layout, words_of
 
 Hypothesis = tuple[str, Mapping[str, Change]]  # a sentence, and what is then instead of which values

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import accuracy
-from ..accuracy import NORM_TOLERANCE, ROUNDING, Exact, Row
-from ..cases import Case, Tensors
-from ..conv_cases import AnyCase
+from ...testing import accuracy
+from ...testing.accuracy import NORM_TOLERANCE, ROUNDING, Exact, Row
+from ...testing.cases import Case, Tensors
+from ...testing.conv_cases import AnyCase
 
 FILLED = 0.5  # of the elements in a place must be wrong for the place to say anything
 BLOCKED = ("channel", "token")  # axes that kernels go through in blocks

@@ -7,8 +7,8 @@ import torch
 
 import mhc_ops
 from mhc_ops.core import backend
-from mhc_ops.measure import accuracy
-from mhc_ops.measure.conv_cases import ConvCase
+from mhc_ops.testing import accuracy
+from mhc_ops.testing.conv_cases import ConvCase
 
 PLACES = ("states", "seq_idx", "seq_idx states")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)

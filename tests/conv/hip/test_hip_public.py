@@ -5,8 +5,8 @@ import torch
 
 import mhc_ops
 from mhc_ops.core import backend
-from mhc_ops.measure import accuracy
-from mhc_ops.measure.conv_cases import CHECK, ConvCase
+from mhc_ops.testing import accuracy
+from mhc_ops.testing.conv_cases import CHECK, ConvCase
 
 pytestmark = pytest.mark.skipif(not backend._CXX, reason="needs a C++ compiler")
 CASES = [case for case in CHECK if case.runs_on("hip")]

@@ -18,10 +18,10 @@ from mhc_ops.core import call
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.launch import launch
 from mhc_ops.core.replay import Replay
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import contracts
 from mhc_ops.mhc.options import PreOptions
 from mhc_ops.mhc.triton import configs, few, tickets
+from mhc_ops.testing import accuracy, cases
 
 BOUNDARY, BOUNDARY_NORMED = cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED
 PRE, PRE_NORMED, MAPS, HEAD = cases.MHC_PRE, cases.MHC_PRE_NORMED, cases.MHC_MAPS, cases.MHC_HEAD

@@ -24,7 +24,7 @@ from stack_results import assert_close, assert_equal, exact, gradients
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 
 @pytest.fixture(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mhc_ops
 
+from ..core import backend as backends
 from ..core.check import name_of
 from .cases import Case, Drawn, Subject, Sweep, Tensors, public
 
@@ -125,6 +126,12 @@ class ConvCase(Drawn):
 
 
 AnyCase = Case | ConvCase
+
+
+def runs(case: AnyCase, backend: str, device: torch.device) -> bool:
+    """Whether the backend has the case and runs on the device."""
+    return case.runs_on(backend) and backends.why_not(case.subject.family, backend, device) is None
+
 
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 import mhc_ops
 
-from . import fuzz, selection
+from . import fuzz
 from .cases import Case, laid_out
-from .conv_cases import AnyCase
+from .conv_cases import AnyCase, runs
 
 
 class Subclass(Tensor):
@@ -236,6 +236,6 @@ def small_case(draw: random.Random, seed: int, number: int, backend: str, device
             small: AnyCase = replace(case, outer=(draw.randint(1, 3),), n=min(case.n, 3), D=case.D and D)
         else:
             small = replace(case, B=1, L=draw.randint(1, 5), D=D, n=min(case.n, 2), W=min(case.W, 4))
-        if selection.runs(small, backend, device):
+        if runs(small, backend, device):
             return replace(small, scale=1.0, sigma=1.05) if isinstance(small, Case) else replace(small, scale=1.0)
     raise AssertionError

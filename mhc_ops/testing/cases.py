@@ -1,6 +1,5 @@
 """Cases as data: an op, a shape, types and scales; the same case always makes the same tensors."""
 
-import argparse
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -15,23 +14,28 @@ import mhc_ops
 
 from ..core.check import name_of
 from ..mhc.options import NOT_IN_TILELANG as OPTIONS_NOT_IN_TILELANG
-from . import arguments
 
 Tensors = dict[str, Tensor]
 Call = Callable[..., tuple[Tensor, ...]]
 STEEP_LOGITS = 8.0
 
 
-def _base_seed(variable: str) -> tuple[int, str]:
-    """And what is wrong with it: an import does not fail, the commands and the tests say it."""
-    text = os.environ.get(variable) or "0"
-    try:
-        return arguments.seed(text), ""
-    except (ValueError, argparse.ArgumentTypeError):
-        return 0, f"{variable}: {text!r} is no whole number from 0 to {arguments.LARGEST_SEED}"
+LARGEST_SEED = 2**62  # torch takes larger ones, which leaves room to count on from a seed
 
 
-SEED, WRONG_SEED = _base_seed("MHC_OPS_SEED")  # of every case: none is chosen for what it happens to draw
+def seed_of(text: str) -> int:
+    """The seed that a text says; ValueError where it says none."""
+    if not 0 <= (seed := int(text)) <= LARGEST_SEED:
+        raise ValueError(text)
+    return seed
+
+
+# The seed of every case: none is chosen for what it happens to draw. A wrong one does not fail the import; the commands
+# and the tests report it.
+try:
+    SEED, WRONG_SEED = seed_of(os.environ.get("MHC_OPS_SEED") or "0"), ""
+except ValueError:
+    SEED, WRONG_SEED = 0, f"MHC_OPS_SEED: {os.environ['MHC_OPS_SEED']!r} is no whole number from 0 to {LARGEST_SEED}"
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import accuracy, cases, selection
+from . import accuracy, cases
 from .cases import LAYOUTS, Case, Subject, Tensors
-from .conv_cases import FINAL, PLACES, AnyCase, ConvCase
+from .conv_cases import FINAL, PLACES, AnyCase, ConvCase, runs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)
@@ -63,7 +63,7 @@ def run(
         progress(number)
         case = case_of(seed, number, small=place.type == "cpu")
         for backend in backends:
-            if selection.runs(case, backend, place):
+            if runs(case, backend, place):
                 detail = examine(case, backend, place)
                 yield Outcome(f"{seed}:{number} {case}", backend, not detail, detail)
 
