@@ -13,10 +13,10 @@ MOST_ELEMENTS = 2**40
 
 
 def device(text: str) -> torch.device:
-    """One that computes: meta, for one, does not."""
+    """A device that computes; meta does not."""
     try:
         torch.ones(1, device=text).item()
-    except Exception as error:  # whatever a build of torch has to say about a device that it does not know
+    except Exception as error:  # builds of torch raise different errors for a device that they do not know
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise ArgumentTypeError(f"{text}: {reason}") from error
     return torch.device(text)

@@ -343,15 +343,6 @@ class Stack(Case):
         return super().__str__() + f" recompute {self.recompute}" * bool(self.recompute)
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """How time grows. axis: the size that varies; cases: what its values make of the op; at: what stays the same."""
-
-    axis: str
-    at: str
-    cases: dict[int, Any]
-
-
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -407,13 +398,4 @@ DECODE = (
 BENCH_CPU = (
     *_each(SUBJECTS, [(256, 256)], dtype=_fp32),
     *(stack for k in (0, 4) for stack in _each([MHC_NEXT_NORMED], [(64, 64)], Stack, dtype=_fp32, recompute=k)),
-)
-_swept, _few = partial(Case, MHC_LAYER, n=4, gamma=False), (64, 128, 256, 512)
-SCALING = (
-    Sweep("T", "D = 4096", {T: _swept((T,), D=4096) for T in (1024, 2048, 4096, 8192, 16384)}),
-    Sweep("D", "T = 8192", {D: _swept((8192,), D=D) for D in (1280, 2560, 4096, 5120, 7168)}),
-)
-SCALING_CPU = (
-    Sweep("T", "D = 256", {T: _swept((T,), D=256, dtype=_fp32) for T in _few}),
-    Sweep("D", "T = 256", {D: _swept((256,), D=D, dtype=_fp32) for D in _few}),
 )

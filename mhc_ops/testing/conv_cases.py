@@ -12,7 +12,7 @@ import mhc_ops
 
 from ..core import backend as backends
 from ..core.check import name_of
-from .cases import Case, Drawn, Subject, Sweep, Tensors, public
+from .cases import Case, Drawn, Subject, Tensors, public
 
 PLACES = ("states", "seq_idx", "seq_idx states", "cu_seqlens", "cu_seqlens states")
 FINAL = ("states", "cu_seqlens states")  # those with final states
@@ -172,12 +172,4 @@ BENCH_CPU = (
     ConvCase(2, 256, 256, dtype=_fp32),
     ConvCase(2, 1, 256, dtype=_fp32, update=True),
     ConvCase(2, 64, 64, dtype=_fp32, n=4),
-)
-SCALING = (
-    Sweep("L", "B = 8, D = 4096", {L: ConvCase(8, L, 4096) for L in (512, 1024, 2048, 4096, 8192)}),
-    Sweep("D", "B = 8, L = 4096", {D: ConvCase(8, 4096, D) for D in (1024, 2048, 3072, 4096, 8192)}),
-)
-SCALING_CPU = (
-    Sweep("L", "B = 2, D = 256", {L: ConvCase(2, L, 256, dtype=_fp32) for L in (128, 256, 512, 1024)}),
-    Sweep("D", "B = 2, L = 256", {D: ConvCase(2, 256, D, dtype=_fp32) for D in (64, 128, 256, 512)}),
 )
