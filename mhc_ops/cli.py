@@ -188,9 +188,9 @@ def run_check(options: argparse.Namespace) -> int:
     chosen = selection.named(options.case, selection.CHECK)
     found = results.begin("check")
     found.not_measured = selection.absent(wanted(options), options.device)
-    runs = [(c, b) for b in wanted(options) for c in chosen if runs(c, b, options.device)]
+    work = [(c, b) for b in wanted(options) for c in chosen if runs(c, b, options.device)]
     try:
-        for case, backend in report.progress(runs, "check"):
+        for case, backend in report.progress(work, "check"):
             with bench.failures_of(str(case), backend, found):
                 found.accuracy += accuracy.measure(case, backend, options.device)
             results.save(found, options.json)
@@ -202,7 +202,7 @@ def run_check(options: argparse.Namespace) -> int:
     if not found.complete:
         return INTERRUPTED
     failed = any(not row.passed for row in found.accuracy) or any(entry.failed for entry in found.not_measured)
-    return (1 if failed else 0) if runs else 2
+    return (1 if failed else 0) if work else 2
 
 
 def run_fuzz(options: argparse.Namespace) -> int:

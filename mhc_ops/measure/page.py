@@ -229,9 +229,9 @@ class Shown:
             yield Section("A training step", f"{STEP_NOTE} {FORMS * several}", [("", table(r.steps, STEPS))], True)
         if self.training:
             boundary = any(case.subject.startswith("mhc_next") for case in self.training)
-            yield Section("In short", SHORT_NOTE, [("", self._overview())], True)
+            yield Section("In short", SHORT_NOTE, [("", self._overview())], True, self.training)
             times = [("", self._times(*alike)) for alike in self._alike(self.training)]
-            yield Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", times, True, self.training)
+            yield Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", times, True)
         if self.decode:
             yield Section("Small sizes and decoding", SMALL_NOTE, [("", self._small())])
         with_memory = [c for c in self.training if any(m.peak_megabytes for m in c.every)]

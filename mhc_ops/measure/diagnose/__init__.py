@@ -57,11 +57,12 @@ def diagnose(
     case: AnyCase,
     backend: str = "reference",
     device: torch.device | str = "cpu",
+    tensors: Tensors | None = None,
     call: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> Diagnosis:
-    """call: what to examine instead of the op, called as Subject.call is."""
+    """tensors: instead of the case's own. call: what to examine instead of the op, called as Subject.call is."""
     subject = case.subject if call is None else replace(case.subject, call=call)
-    tensors = case.inputs(device)
+    tensors = case.inputs(device) if tensors is None else tensors
 
     def run(cotangents: Cotangents | None = None) -> Tensors:
         results = accuracy.run(subject, tensors, backend, cotangents)
