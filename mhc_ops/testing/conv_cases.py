@@ -24,11 +24,11 @@ def _update(conv_state: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class ConvCase(Drawn):
-    """causal_conv1d on x [B, L, D], a decoding step of it where `update`, ShortConv on [B, L, n, D] where n is given.
+    """causal_conv1d on x [B, L, D], a decoding step of it if `update`, ShortConv on [B, L, n, D] if n is given.
 
-    places: "" for none, "states", "seq_idx" (with padding in between), "cu_seqlens" (with an empty sequence and padding
-    at the end), "seq_idx states" (there is no final one) or "cu_seqlens states". In a decoding step: "", "ring" or
-    "slots" (one of them padding).
+    places: "", "states", "seq_idx" (with padding in between), "cu_seqlens" (with an empty sequence and padding at the
+    end), "seq_idx states" (without a final one) or "cu_seqlens states"; in a decoding step "", "ring" or "slots" (one
+    of them padding).
     """
 
     B: int
@@ -82,7 +82,7 @@ class ConvCase(Drawn):
             tensors["bias"] = 0.5 * parameter(D)
         if self.residual and not self.n:
             tensors["residual"] = data(B, L, D)
-        if self.update:  # with two rows and slots that nobody reads where there are places
+        if self.update:  # with two unused rows and slots if there are places
             drawn_on, more = generator.device, 2 * bool(self.places)
             slots = torch.randperm(B + 2, generator=generator, device=drawn_on)[:B].to(torch.int32)
             slots[-1] = -1
@@ -111,7 +111,7 @@ class ConvCase(Drawn):
         return provider != "hip" or (plain and 2 <= self.W <= 4 and "cu_seqlens" not in self.places)
 
     def smaller(self) -> "ConvCase":
-        """As quick to check as to start."""
+        """The case on few tokens, to check it quickly."""
         return replace(self, B=min(2, self.B), L=min(128, self.L))
 
     @property
@@ -159,8 +159,7 @@ BENCH = (
     *(ConvCase(*sizes, silu=silu) for sizes in _TRAINING for silu in (False, True)),
     *(ConvCase(2, 4096, D, n=4, residual=True) for D in (4096, 1280)),
 )
-# small sizes, the presets of the HIP test program, and decoding, beside other kernels only (launches are all there is
-# to see),
+# small sizes, the presets of the HIP test program, and decoding, beside other kernels only: they show launches,
 _PRESETS = ((1, 64, 32), (2, 256, 64), (4, 512, 64), (4, 1024, 64))
 DECODE = (
     *(ConvCase(*sizes, dtype=_fp32, silu=False) for sizes in _PRESETS),

@@ -119,14 +119,8 @@ def test_check_goes_on_after_a_crash(small, monkeypatch, tmp_path, capsys):
 
 def test_check_of_a_backend_that_cannot_run(small, capsys):
     assert cli.main(["check", "--device", "cpu", "--backend", "hip"]) == 2
-    assert "mhc: hip did not run: there are no hip kernels for mhc" in capsys.readouterr().out
-
-
-def test_check_names_what_did_not_run(small, capsys):
-    assert cli.main(["check", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert "mhc: tilelang did not run: " in printed
-    assert "conv: tilelang did not run: there are no tilelang kernels for conv" in printed
+    assert "mhc: hip did not run: there are no hip kernels for mhc" in printed
 
 
 def test_bench(small, capsys, tmp_path, cxx):
@@ -182,16 +176,6 @@ def test_an_interrupted_check_keeps_what_it_has(small, monkeypatch, tmp_path, ca
     content = json.loads(file.read_text())
     assert content["complete"] is False
     assert len(content["accuracy"]) == 11
-
-
-def test_check_json(small, tmp_path):
-    file = tmp_path / "check.json"
-    assert cli.main(["check", "--device", "cpu", "--backend", "reference", "--json", str(file)]) == 0
-    content = json.loads(file.read_text())
-    assert content["command"] == "check"
-    assert content["complete"] is True
-    assert all(row["passed"] for row in content["accuracy"])
-    assert {row["output"] for row in content["accuracy"]} >= {"h_in", "dphi"}
 
 
 def test_compare_exits_1_on_a_regression(small, tmp_path, capsys):
@@ -316,12 +300,6 @@ def test_check_in_the_interpreter(small, capsys):
     assert capsys.readouterr().out.endswith("11 passed, 0 failed\n")
 
 
-def test_bad_command_line():
-    done = subprocess.run([sys.executable, "-m", "mhc_ops", "chekc"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "invalid choice" in done.stderr
-
-
 WITHOUT_EXTRAS = """
 import runpy, sys
 sys.modules |= dict.fromkeys(("jinja2", "markupsafe", "pygments"))  # as if they were not installed
@@ -369,7 +347,6 @@ def test_what_needs_an_extra_says_so_first(words, tmp_path, monkeypatch, capsys)
     ("command", "variable", "value", "reason"),
     [
         ("info", "MHC_OPS_SEED", "seven", "'seven' is no whole number from 0 to 4611686018427387904"),
-        ("check", "MHC_OPS_SEED", "-1", "'-1' is no whole number from 0 to 4611686018427387904"),
         ("check", "MHC_OPS_BACKEND", "cuda", "backend must be one of reference, triton, tilelang, hip, got 'cuda'"),
     ],
 )

@@ -191,19 +191,6 @@ def test_status_speaks_now_and_then(monkeypatch, capsys):
     assert capsys.readouterr().err == "fuzz: case 10\nfuzz: case 20\n"
 
 
-def test_status_on_a_terminal(terminal):
-    """It gives way to what is printed, and comes back."""
-    lines = terminal("stderr", 14)
-    show = report.status("fuzz: case")
-    show(3)
-    assert lines()[-1].rstrip() == "fuzz: case 3"
-    report.say("FAIL")
-    assert "FAIL" in lines()
-    show(4)
-    assert lines()[-1].rstrip() == "fuzz: case 4"
-    report.clear()
-
-
 @dataclass
 class Outcome:
     case: str
@@ -239,19 +226,24 @@ FINE, OFF = (
 )
 
 
-def test_fuzz(fuzz, capsys):
-    fuzz.outcomes = [FINE, FINE]
-    assert cli.main([*FUZZ, "--seed", "7"]) == 0
+FAILED = "FAIL: mhc_pre 1x8x64 reference: dphi: 2.00 (--seed 7)\n"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "printed"),
+    [
+        ([FINE, FINE], 0, "2 cases, 0 failed, seed 7\n"),
+        ([FINE, OFF, FINE], 1, f"{FAILED}3 cases, 1 failed, seed 7\n"),
+        ([OFF, Outcome("Ctrl-C", "", True, "")], 130, f"{FAILED}1 cases, 1 failed, seed 7\n"),
+    ],
+)
+def test_fuzz(outcomes, code, printed, fuzz, capsys):
+    fuzz.outcomes = outcomes
+    assert cli.main([*FUZZ, "--seed", "7"]) == code
     assert fuzz.called == [(2.5, "cpu", ["reference"], 7)]
-    assert capsys.readouterr().out == "2 cases, 0 failed, seed 7\n"
-
-
-def test_fuzz_names_what_failed(fuzz, capsys):
-    fuzz.outcomes = [FINE, OFF, FINE]
-    assert cli.main([*FUZZ, "--seed", "7"]) == 1
-    assert capsys.readouterr().out == (
-        "FAIL: mhc_pre 1x8x64 reference: dphi: 2.00 (--seed 7)\n3 cases, 1 failed, seed 7\n"
-    )
+    said = capsys.readouterr()
+    assert said.out == printed
+    assert code != 130 or said.err.splitlines()[-1] == "interrupted"
 
 
 def test_fuzz_draws_a_seed_and_says_it(fuzz, capsys):
@@ -262,14 +254,8 @@ def test_fuzz_draws_a_seed_and_says_it(fuzz, capsys):
         seeds.add(fuzz.called[-1][-1])
         assert capsys.readouterr().out == f"1 cases, 0 failed, seed {fuzz.called[-1][-1]}\n"
     assert len(seeds) > 1
-
-
-def test_fuzz_interrupted(fuzz, capsys):
-    fuzz.outcomes = [OFF, Outcome("Ctrl-C", "", True, "")]
-    assert cli.main([*FUZZ, "--seed", "7"]) == 130
-    printed = capsys.readouterr()
-    assert printed.out.endswith("1 cases, 1 failed, seed 7\n")
-    assert printed.err.splitlines()[-1] == "interrupted"
+    assert cli.main(["check", "--device", "cpu", "--fuzz", "1"]) == 0
+    assert "reference" in fuzz.called[-1][2] and "tilelang" not in fuzz.called[-1][2]
 
 
 def test_fuzz_with_nothing_to_do(fuzz, capsys):
@@ -278,13 +264,6 @@ def test_fuzz_with_nothing_to_do(fuzz, capsys):
     assert cli.main(["check", "--device", "cpu", "--backend", "tilelang", "--fuzz", "1"]) == 2
     assert "mhc-ops check: conv: tilelang did not run: there are no tilelang kernels" in capsys.readouterr().err
     assert len(fuzz.called) == 1
-
-
-def test_fuzz_takes_the_backends_that_run_here(fuzz):
-    fuzz.outcomes = [FINE]
-    assert cli.main(["check", "--device", "cpu", "--fuzz", "1"]) == 0
-    ((_, _, backends, _),) = fuzz.called
-    assert "reference" in backends and "tilelang" not in backends
 
 
 @pytest.mark.parametrize("options", [[*FUZZ, "--case", "mhc"], [*FUZZ, "--json", "file"], ["check", "--seed", "3"]])

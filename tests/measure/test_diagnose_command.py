@@ -99,14 +99,6 @@ def test_unknown_op(capsys):
     assert "short_conv" in printed
 
 
-def test_every_op_has_cases():
-    assert (
-        *("mhc_forward_pre", "mhc_pre", "mhc_post", "mhc_layer", "mhc_post_pre", "mhc_head", "sinkhorn", "mhc_maps"),
-        *("mhc_read", "mhc_next", "mhc_shifted_pre", "mhc_mean"),
-        *("causal_conv1d", "causal_conv1d_update", "short_conv"),
-    ) == command.OPS
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -199,24 +199,6 @@ def test_what_is_planned(monkeypatch):
     }
 
 
-def test_what_was_skipped_is_named():
-    found, _ = run(skip=("torch.compile", "eager training_step"))
-    named = [(entry.where, entry.provider) for entry in found.not_measured if entry.reason == "left out (--skip)"]
-    assert named == [(str(SMALL), "eager"), (f"torch.compile {SMALL}", "torch.compile")]
-    assert found.steps == []
-
-
-def test_interrupted(monkeypatch):
-    def interrupt(self, step):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Training, "microseconds", interrupt)
-    found = results.begin("bench")
-    with pytest.raises(KeyboardInterrupt):
-        bench.run(bench.Options(CPU, providers=["eager"], case="training_step"), found, lambda: None)
-    assert [(e.where, e.provider, e.reason) for e in found.not_measured] == [(str(SMALL), "eager", "interrupted")]
-
-
 def test_streams_make_another_model():
     training = Training(SMALL, False, CPU)
     losses = [training.step(provider)()[0] for provider in (PLAIN, "eager", "eager")]
@@ -356,15 +338,6 @@ def test_a_step_on_a_gpu(provider, compiled):
     assert own.peak_megabytes > plain.peak_megabytes > 0
 
 
-def test_the_command(tmp_path, capsys):
-    file = tmp_path / "bench.json"
-    arguments = ["bench", "--device", "cpu", "--providers", "eager", "--json", str(file)]
-    assert cli.main([*arguments, "--case", "training_step"]) == 0
-    assert f"{SMALL}     plain  eager" in capsys.readouterr().out
-    assert [step.provider for step in results.read(file).steps] == [PLAIN, "eager"]
-    assert cli.main([*arguments, "--case", "training_stop"]) == 2
-
-
 def test_rows_are_kept(tmp_path):
     found = replace(results.begin("bench"), steps=STEPS)
     results.write(found, tmp_path / "file")
@@ -402,9 +375,3 @@ def test_a_picture_of_nothing(tmp_path, capsys):
     results.write(results.begin("bench"), tmp_path / "none")
     assert cli.main(["page", str(tmp_path / "none"), "--svg", str(tmp_path / "svg")]) == 2
     assert "there are none" in capsys.readouterr().err
-
-
-def test_the_pages_show_it():
-    found = replace(results.begin("bench"), steps=STEPS)
-    assert "+130.0" in page.draw(found)
-    assert "+130.0" in page.markdown([found])
