@@ -110,8 +110,8 @@ def in_any_batch(case: AnyCase, backend: str, device: torch.device) -> list[str]
         if "final_state" in alone and "y" in part and not with_gradients:  # the rest, from that state on
             rest = {name: (slice(None), slice(alone["y"].shape[1], None)) for name in ("x", "residual", "y")}
             some = {name: tensor[rest.get(name, ...)] for name, tensor in tensors.items()}
-            behind = accuracy.run(subject, some | {"initial_state": alone["final_state"]}, backend)
-            wrong |= {name for name in behind if differ(behind[name] + 0, whole[name][rest.get(name, ...)] + 0)}
+            after = accuracy.run(subject, some | {"initial_state": alone["final_state"]}, backend)
+            wrong |= {name for name in after if differ(after[name] + 0, whole[name][rest.get(name, ...)] + 0)}
     return [name for name in whole if name in wrong]
 
 
@@ -171,7 +171,7 @@ def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
 
 def differ(one: Tensor, other: Tensor) -> bool:
     """Whether any bit differs: NaN equals itself, 0 does not equal −0."""
-    # A copy: to torch, a single element is contiguous whatever its stride, and then it has no view as bytes.
+    # A copy: to torch, a single element is contiguous with any stride, and then it has no view as bytes.
     bits = [tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8) for tensor in (one, other)]
     return not torch.equal(*bits)
 

@@ -119,7 +119,7 @@ def test_what_is_printed_to_is_not_replaced(checkpoint, tmp_path, monkeypatch):
 
 
 def test_files_have_the_mode_that_umask_says(checkpoint, shards, tmp_path):
-    """safetensors alone makes files that nobody else can read."""
+    """safetensors alone makes files that only their owner can read."""
     before = os.umask(0o027)
     try:
         assert cli.main(["convert", str(checkpoint), str(tmp_path / "one"), "--from", "deepseek"]) == 0

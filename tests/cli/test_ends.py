@@ -82,7 +82,7 @@ except BaseException as error:  # as C code may have it
 
 
 def test_ctrl_c_while_torch_is_imported(tmp_path):
-    """Which takes seconds: nothing is said, whatever is made of the interruption on its way."""
+    """Nothing is printed, even if an import turns the interruption into another exception."""
     (tmp_path / "torch.py").write_text(SLOW)
     module, function = re.search(
         r'^mhc-ops = "(.+):(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
@@ -110,7 +110,7 @@ def test_a_reader_that_has_gone():
 
 
 @pytest.mark.parametrize("words", [["--help"], [*DIAGNOSE, "--json", "/dev/stdout"]], ids=lambda words: words[0])
-def test_a_stdout_that_nobody_reads(words, monkeypatch):
+def test_a_stdout_without_a_reader(words, monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stdout:  # closing it would fail, too

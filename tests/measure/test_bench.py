@@ -78,7 +78,7 @@ def test_peers_are_checked_timed_and_named(monkeypatch):
 
 
 def test_a_stack(monkeypatch):
-    """Timed as a whole by whoever has layers, checked as a boundary or, of a library, as a layer; never compiled."""
+    """A stack is timed as a whole and checked as a boundary, or as a layer of a library; it is never compiled."""
     stacked = [cases.Stack(s, (16,), 2, 8, gamma=False) for s in (cases.MHC_NEXT, cases.MHC_NEXT_NORMED)]
     stacked.append(replace(stacked[0], recompute=4))
     monkeypatch.setattr(selection, "BENCH_CPU", stacked)
@@ -98,7 +98,7 @@ def test_a_stack(monkeypatch):
 
 
 def test_the_stacks_of_providers_are_the_same(monkeypatch):
-    """x behind them: of ours, with less kept too, and of a library's layers."""
+    """x after a stack of ours, with less kept too, and after a library's layers."""
     case = cases.Stack(cases.MHC_NEXT, (16,), 4, 8, torch.float32, gamma=False)
     monkeypatch.setattr(peers, "PEERS", (of_layers("library"),))
     x = case.inputs()["x"]

@@ -123,7 +123,7 @@ CONV = {
         ConvCase(1, 12, 5, dtype=torch.float32, places="cu_seqlens states"),
         lambda y, cu_seqlens=None, **_: cu_seqlens is not None,
     ),
-    "the tokens behind it": (ConvCase(1, 12, 5, dtype=torch.float32), lambda y, **_: y.shape[1] == 12),
+    "the tokens after it": (ConvCase(1, 12, 5, dtype=torch.float32), lambda y, **_: y.shape[1] == 12),
     "the chunks before it": (
         ConvCase(1, 12, 5, dtype=torch.float32, places="states"),
         lambda y, x, initial_state, **_: (
