@@ -1,11 +1,11 @@
-"""The command mhc-ops, beside the package: importing that imports torch, for seconds in which Ctrl-C may come."""
+"""The command mhc-ops. It stands beside the package, whose import takes seconds, so that Ctrl-C works during it."""
 
 import os
 import signal
 
 
 def main() -> int:
-    """Ctrl-C raises nothing here: code that is being imported may make another exception of it, or catch it."""
+    """Ctrl-C ends the process here instead of raising: imported code may catch an exception."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # else the signal is ignored, as in a shell's background
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))

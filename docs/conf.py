@@ -10,6 +10,7 @@ from docstrings import to_restructured_text  # noqa: E402
 from docutils import nodes  # noqa: E402
 
 import mhc_ops  # noqa: E402
+from mhc_ops.measure import page, results  # noqa: E402
 
 project = "mhc_ops"
 author = "The mhc_ops authors"
@@ -21,7 +22,7 @@ html_title = f"mhc_ops {release}"
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_extra_path = ["../benchmarks/results"]  # the page of each run and its figures, beside index.html
+html_extra_path = ["../benchmarks/results"]  # the figures of each run; setup draws its page beside them
 highlight_language = "text"  # equations stand in code blocks that name no language
 nitpicky = True
 smartquotes = False  # [..., D] is not […, D]
@@ -39,5 +40,11 @@ def setup(app):
         for text in list(doctree.findall(lambda node: isinstance(node, nodes.Text) and node == " -- ")):
             text.parent.replace(text, nodes.Text(" – "))
 
+    def draw_pages(app, exception):
+        for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+            drawn = page.draw(results.read(file))
+            (Path(app.outdir) / file.with_suffix(".html").name).write_text(drawn, encoding="utf-8")
+
+    app.connect("build-finished", draw_pages)
     app.connect("autodoc-process-docstring", replace)
     app.connect("doctree-read", draw_dashes)

@@ -1,9 +1,7 @@
 """mhc-ops: info, check, bench, page, compare, diagnose, convert, hub."""
 
 import argparse
-import errno
 import importlib
-import math
 import os
 import random
 import sys
@@ -18,10 +16,12 @@ from .convert import command as convert
 from .core import backend as backends
 from .core import device as devices
 from .hub import command as hub
-from .measure import accuracy, arguments, bench, compare, files, page, report, results, selection
+from .measure import arguments, bench, compare, files, page, report, results, selection
 from .measure.diagnose import command as diagnose
 from .measure.report import Refused
 from .measure.training_step import backend_of
+from .testing import accuracy
+from .testing.conv_cases import runs
 
 EXIT_CODES = """exit codes:
   0    all well
@@ -29,37 +29,31 @@ EXIT_CODES = """exit codes:
        regression, or diagnose an error
   2    the command line is wrong, a file cannot be read or written, or there was nothing to do
   130  interrupted; what check and bench have measured is printed and kept
-  141  whoever read the output has closed it, as head does
+  141  the reader of the output has closed it, as head does
 """
-INTERRUPTED = 130  # 128 + SIGINT, as of a program that the signal ended
+INTERRUPTED = 130  # 128 + SIGINT
 PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """One line where the command line is wrong."""
+    """Says in one line what is wrong with the command line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {_in_one_line(message)} ({self.prog} --help says more)\n")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit codes: see above, and docs/measure.md."""
+    """Returns the exit code."""
     try:
         report.open_streams()
         try:
             return _run(words)
         finally:
-            report.clear()  # whatever ended it, the terminal keeps no progress
-            sys.stdout.flush()  # Python would as it ends, where nothing can be done about a closed pipe
+            report.clear()  # the terminal keeps no progress
+            sys.stdout.flush()  # here, since Python cannot handle a closed pipe as it ends
     except BrokenPipeError:
         report.discard()
         return PIPE_CLOSED
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        report.discard()
-        report.say(f"mhc-ops: stdout: {error.strerror}")
-        return 2
 
 
 def _run(words: Sequence[str] | None) -> int:
@@ -83,12 +77,12 @@ def _in_one_line(message: object) -> str:
 
 
 def _refuse_what_cannot_be_written(options: argparse.Namespace) -> None:
-    """One file for two things, where the second would replace the first; or a page without what draws it."""
+    """Refused if two options name one file, or if jinja2 is missing, which draws pages."""
     given = {name: value for name, value in vars(options).items() if value is not None}
-    for name in ("html", "markdown", "svg"):
+    for name in ("html", "svg"):
         if name in given:
             report.refuse_without("jinja2", f"--{name}")
-    read = [*given.get("results", []), *(given[name] for name in ("inputs", "checkpoint") if name in given)]
+    read = [*given.get("results", []), *([given["checkpoint"]] if "checkpoint" in given else [])]
     written = [given[name] for name in ("json", "html", "markdown", "svg", "output") if name in given]
     taken: dict[str, Path] = {}
     for path in [*read, *filter(files.is_replaced, written)]:
@@ -150,8 +144,6 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     several("--providers", metavar="NAME", choices=bench.PROVIDERS, help="only these: %(choices)s")
     several("--skip", metavar="TEXT", help='leave these out: "provider op TxnxD type"')
     add("--peers", action="store_true", help="beside them, other libraries that are installed")
-    in_time = "take fewer samples and leave out the least important to be done by then"
-    add("--budget", metavar="SECONDS", type=arguments.seconds, default=math.inf, help=in_time)
     _common_arguments(parser)
     add("--resume", action="store_true", help="measure what the file of --json lacks, and add it")
     add("--html", metavar="FILE", type=arguments.output, help="draw the results as a page")
@@ -192,27 +184,25 @@ def run_check(options: argparse.Namespace) -> int:
     if options.fuzz is not None or options.misuse is not None:
         return run_fuzz(options)
     if options.seed is not None:
-        raise Refused("--seed is of --fuzz and --misuse; the usual cases are always the same")
+        raise Refused("--seed goes with --fuzz or --misuse; the usual cases are always the same")
     chosen = selection.named(options.case, selection.CHECK)
     found = results.begin("check")
     found.not_measured = selection.absent(wanted(options), options.device)
-    runs = [(c, b) for b in wanted(options) for c in chosen if selection.runs(c, b, options.device)]
+    work = [(c, b) for b in wanted(options) for c in chosen if runs(c, b, options.device)]
     try:
-        for case, backend in report.progress(runs, "check"):
+        for case, backend in report.progress(work, "check"):
             with bench.failures_of(str(case), backend, found):
                 found.accuracy += accuracy.measure(case, backend, options.device)
             results.save(found, options.json)
         found.complete = True
     except KeyboardInterrupt:
         report.say("interrupted")
-    lost = results.save(found, options.json, last=True)
     report.show(*page.of_check(found, options.rows))
-    if lost is not None:
-        raise lost
+    results.save(found, options.json, last=True)
     if not found.complete:
         return INTERRUPTED
     failed = any(not row.passed for row in found.accuracy) or any(entry.failed for entry in found.not_measured)
-    return (1 if failed else 0) if runs else 2
+    return (1 if failed else 0) if work else 2
 
 
 def run_fuzz(options: argparse.Namespace) -> int:
@@ -221,8 +211,7 @@ def run_fuzz(options: argparse.Namespace) -> int:
         raise Refused(
             f"--{which} draws cases of its own and prints those that fail: --case and --json do not go with it"
         )
-    which, seconds = ("fuzz", options.fuzz) if options.misuse is None else ("misuse", options.misuse)
-    draw = importlib.import_module(f".measure.{which}", __package__)
+    draw = importlib.import_module(f".testing.{which}", __package__)
     seed = random.randrange(2**32) if options.seed is None else options.seed
     absent = selection.absent(wanted(options), options.device)
     here = [b for b in wanted(options) if sum(entry.provider == b for entry in absent) < len(backends.families())]
@@ -249,23 +238,19 @@ def run_fuzz(options: argparse.Namespace) -> int:
 
 def run_bench(options: argparse.Namespace) -> int:
     if options.resume and options.json is None:
-        raise Refused("--resume is of --json: it measures what that file lacks")
+        raise Refused("--resume goes with --json: it measures what that file lacks")
     found = results.resume(options.json) if options.resume else results.begin("bench")
-    request = bench.Request(
-        options.device, options.providers, options.peers, options.case, options.skip, options.budget
-    )
+    asked = bench.Options(options.device, options.providers, options.peers, options.case, options.skip)
     interrupted = False
     try:
-        bench.run(request, found, partial(results.save, found, options.json))
+        bench.run(asked, found, partial(results.save, found, options.json))
     except KeyboardInterrupt:
         interrupted = True
         report.say("interrupted")
-    lost = results.save(found, options.json, last=True)
     report.show(*page.of_bench(found))
+    results.save(found, options.json, last=True)
     if options.html:
         files.write(options.html, page.draw(found))
-    if lost is not None:
-        raise lost
     if interrupted:
         return INTERRUPTED
     ours_failed = any(entry.failed and backend_of(entry.provider) in backends.BACKENDS for entry in found.not_measured)

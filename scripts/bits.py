@@ -18,7 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from mhc_ops.core.backend import BACKENDS
-from mhc_ops.measure import accuracy, files, selection
+from mhc_ops.measure import files, selection
+from mhc_ops.testing import accuracy
+from mhc_ops.testing.conv_cases import runs
 
 
 def hashes(case, backend: str, device: torch.device) -> dict[str, str]:
@@ -38,7 +40,7 @@ def record(options: argparse.Namespace) -> None:
     for backend in [options.backend] if options.backend else BACKENDS:
         for case in selection.CHECK[first::of]:
             small = next(iter(case.inputs().values())).numel() <= options.largest
-            if options.only in str(case) and small and selection.runs(case, backend, device):
+            if options.only in str(case) and small and runs(case, backend, device):
                 found |= hashes(case, backend, device)
                 files.write(options.files[0], json.dumps(found, indent=1) + "\n")  # kept if the run is stopped
                 print(f"\r{len(found)}", end="", file=sys.stderr, flush=True)

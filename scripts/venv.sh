@@ -58,7 +58,7 @@ pip_install() {
 }
 
 install_project() {
-    local source=$1 purpose=$2 extras=triton,bench packages='^(numpy|rich)=='
+    local source=$1 purpose=$2 extras=triton,bench packages='^(numpy|jinja2)=='
     if [ "$purpose" = test ]; then
         extras=test packages=.
     fi

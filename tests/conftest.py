@@ -12,7 +12,8 @@ import torch
 import mhc_ops
 from mhc_ops.core import call
 from mhc_ops.core.backend import _INTERPRETED
-from mhc_ops.measure import cases, speed, training_step
+from mhc_ops.measure import speed, training_step
+from mhc_ops.testing import cases
 
 # torch keeps what torch.compile made by its source, not by ATEN_CPU_CAPABILITY: code for one set of vector instructions
 # would be taken for another, and give garbage or not compile. Nor by the ops that a backward calls: where they take

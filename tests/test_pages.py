@@ -28,7 +28,6 @@ import torch
 from processes import run_alone, run_as_torchrun
 
 from mhc_ops import cli
-from mhc_ops.measure import cases
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -167,7 +166,6 @@ def write_what_commands_read():
     Path("train.py").write_text("import sys, causal_conv1d; assert sys.argv[1:] == ['--its', 'arguments']")
     Path("its").mkdir()
     shutil.copy("train.py", "its/module.py")
-    torch.save(cases.Case(cases.MHC_LAYER, (12,), 4, 24, torch.float32).inputs(), "mine.pt")
     if importlib.util.find_spec("safetensors"):
         from safetensors.torch import save_file
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 
+from ..testing.cases import LARGEST_SEED
 from . import files
 
 MOST_ELEMENTS = 2**40
-LARGEST_SEED = 2**62  # below what torch takes, so that others can be counted on from it
 
 
 def device(text: str) -> torch.device:
-    """One that computes: meta, for one, does not."""
+    """A device that computes; meta does not."""
     try:
         torch.ones(1, device=text).item()
-    except Exception as error:  # whatever a build of torch has to say about a device that it does not know
+    except Exception as error:  # builds of torch raise different errors for a device that they do not know
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise ArgumentTypeError(f"{text}: {reason}") from error
     return torch.device(text)

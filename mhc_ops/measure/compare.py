@@ -1,8 +1,8 @@
 """What got slower, less exact or larger from one file of results to another, beyond noise; docs/measure.md says when.
 
 Times count as multiples of the copy of the same run, or of the step with plain residuals, so the files may come from
-different days and machines. Beside the samples of both times in both files, their noise is how much all ratios scatter
-from one file to the other: what a run does to its times that its samples do not show.
+different days and machines. The noise has two parts: the spread of the samples in both files, and how much all ratios
+scatter from one file to the other.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.backend import BACKENDS
-from .accuracy import Row
+from ..testing.accuracy import Row
 from .results import Results
 from .speed import deviation
 from .training_step import PLAIN, backend_of, name_of
@@ -21,11 +21,11 @@ from .training_step import PLAIN, backend_of, name_of
 SURE = 3  # standard deviations
 A_BIT = 2
 DEVIATION_OF_MEDIAN = 1.4826  # standard deviation over median absolute deviation, of normal numbers
-MEMORY_ROUNDING = 0.01  # the allocator rounds each of a handful of tensors up, by far less than a percent of large ones
+MEMORY_ROUNDING = 0.01  # the allocator rounds each of a few tensors up, by far less than a percent of large ones
 OURS = (*BACKENDS, "eager")
 WORSE = ("slower", "less exact", "more memory", "fails")  # of ours, what `compare` exits 1 for
 
-Key = tuple[str, ...]  # what it was measured on, by whom, and what of it
+Key = tuple[str, ...]  # the case, the provider, and what of it
 Pairs = Mapping[Key, tuple[Any, Any]]  # the entries of both files
 
 
@@ -41,11 +41,11 @@ class Change(NamedTuple):
         return self.kind in WORSE and backend_of(self.key[1]) in OURS
 
     def __str__(self) -> str:
-        return f"{self.kind}: {' '.join(self.key)}{': ' if self.words else ''}{self.words}"
+        return f"{self.kind}: {' '.join(self.key)}: {self.words}"
 
 
 class Timed(NamedTuple):
-    """A time as a multiple of something of its own run, and the relative standard deviation of that."""
+    """ratio: in units of what it is compared with; noise: its relative standard deviation, None without a spread."""
 
     ratio: float
     noise: float | None
@@ -54,7 +54,7 @@ class Timed(NamedTuple):
 
 
 def compare(before: Results, after: Results) -> tuple[list[Change], int]:
-    """All that changed, regressions first; and how many entries were in both."""
+    """All changes, regressions first; and how many entries both files have."""
     changes: list[Change] = []
     common = 0
     for entries, differences in ((_kernels, _slower), (_steps, _slower), (_rows, _less_exact)):
@@ -66,7 +66,7 @@ def compare(before: Results, after: Results) -> tuple[list[Change], int]:
 
 
 def _only_in_one(old: Mapping[Key, Any], new: Mapping[Key, Any], after: Results) -> Iterator[Change]:
-    """What has failed in the second file; then one for each case and provider, with what is missing of it."""
+    """What failed in the second file; then a line for each case and provider that one file lacks."""
     failed: dict[Key, str] = {(n.where, n.provider): n.reason for n in after.not_measured if n.failed}
     gone, added = [key for key in old if key not in new], [key for key in new if key not in old]
     yield from (Change("fails", key, failed[key[:2]]) for key in gone if key[:2] in failed)
@@ -81,9 +81,6 @@ def _kernels(results: Results) -> dict[Key, Timed]:
     for m in results.measurements:
         noise = _noise((m.microseconds, m.spread), (m.copy_microseconds, m.copy_spread))
         found[m.case, m.provider, m.direction] = Timed(1 / m.of_copy, noise, "the copy's time", m.peak_megabytes)
-    for g in results.scaling:
-        key = f"{g.subject} growing with {g.along}", g.provider, g.direction
-        found[key] = Timed(g.over_copy, g.noise, "the copy's cost per byte")
     return found
 
 
@@ -110,16 +107,11 @@ def _noise(*times: tuple[float, float | None], unit: float = 1.0) -> float | Non
 
 
 def _scatter(pairs: Pairs) -> float:
-    """Relative standard deviation of the change of a ratio, over all of them. From medians: what many entries have in
-    common, and a few that changed a lot, do not count as scatter."""
-    changes = [math.log(new.ratio / old.ratio) for old, new in pairs.values() if _grows(old, new)] or [0.0]
+    """Relative standard deviation of the change of a ratio, over all of them. Medians ignore what all entries have in
+    common, and a few that changed a lot."""
+    changes = [math.log(new.ratio / old.ratio) for old, new in pairs.values()] or [0.0]
     middle = statistics.median(changes)
     return DEVIATION_OF_MEDIAN * statistics.median(abs(change - middle) for change in changes)
-
-
-def _grows(*times: Timed) -> bool:
-    """The cost of a byte may be measured as less than nothing, where it is less than the noise."""
-    return all(time.ratio > 0 for time in times)
 
 
 def _slower(pairs: Pairs) -> Iterator[Change]:
@@ -127,21 +119,20 @@ def _slower(pairs: Pairs) -> Iterator[Change]:
     for key, (a, b) in pairs.items():
         if a.noise is None or b.noise is None:
             yield Change("not compared", key, "there is no spread of the samples in one of the files")
-        elif not _grows(a, b):
-            yield Change("not compared", key, "a time that does not grow with the bytes has no ratio to the other")
         else:
             allowed = SURE * math.hypot(a.noise, b.noise, scatter)
             words = f"{a.ratio:.3g} × {a.unit}, now {b.ratio:.3g} ({b.ratio / a.ratio - 1:+.1%}, noise {allowed:.1%})"
-            if b.ratio > a.ratio * (1 + allowed):
-                yield Change("slower", key, words)
-            elif a.ratio > b.ratio * (1 + allowed):
-                yield Change("faster", key, words)
+            yield from _changed(key, words, b.ratio / a.ratio, allowed, "slower", "faster")
         if a.megabytes and b.megabytes is not None:
             words = f"{a.megabytes:.0f} MB, now {b.megabytes:.0f} MB"
-            if b.megabytes > a.megabytes * (1 + MEMORY_ROUNDING):
-                yield Change("more memory", key, words)
-            elif b.megabytes < a.megabytes * (1 - MEMORY_ROUNDING):
-                yield Change("less memory", key, words)
+            yield from _changed(key, words, b.megabytes / a.megabytes, MEMORY_ROUNDING, "more memory", "less memory")
+
+
+def _changed(key: Key, words: str, ratio: float, allowed: float, more: str, less: str) -> Iterator[Change]:
+    if ratio > 1 + allowed:
+        yield Change(more, key, words)
+    elif ratio * (1 + allowed) < 1:
+        yield Change(less, key, words)
 
 
 def _less_exact(pairs: Pairs) -> Iterator[Change]:
@@ -157,6 +148,7 @@ def _less_exact(pairs: Pairs) -> Iterator[Change]:
 
 def _lost_a_bit(a: Row, b: Row) -> bool:
     """The norm of N random errors has a relative standard deviation of 1/√(2N)."""
-    rounding = torch.finfo(getattr(torch, b.dtype)).eps / 2 if b.dtype else 0.0
+    dtype = getattr(torch, b.dtype, None)
+    rounding = torch.finfo(dtype).eps / 2 if isinstance(dtype, torch.dtype) and dtype.is_floating_point else 0.0
     luck = 1 + SURE / (2 * max(1, b.elements)) ** 0.5
     return b.relative_error > A_BIT * luck * max(a.relative_error, rounding)

@@ -1,28 +1,26 @@
-"""What is shown of results: tables that commands print, one HTML page that needs nothing beside itself, Markdown and a
-picture; all drawn from what is in the file. The templates say how pages look; here is what they show."""
+"""What is shown of results: the tables that commands print, and pages drawn from a file, as HTML, Markdown or SVG."""
 
 import html
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.backend import BACKENDS
-from .accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row, worst
+from ..testing.accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row, worst
 from .peers import WITH_GRADIENTS
 from .report import Refused, Table, refuse_without
-from .results import DIRECTIONS, GROUPS, Results
+from .results import Results
 from .selection import OF_TORCH, NotMeasured, op_of
-from .speed import STACKED_LAYERS, Measurement
+from .speed import DIRECTIONS, Measurement
 from .training_step import PLAIN, backend_of
 
-# Columns: "header = field format", or the field alone where it is the header.
+# Columns: "header = field format", or the field alone if it is the header.
 ACCURACY = """op and case = case, backend, output, max error = max_error .2e, relative = relative_error .2e,
     tolerance = tolerance .0e, verdict"""
 SUMMARY = "op, backend, cases, results, failed, worst = worst .2f, verdict"
@@ -31,15 +29,35 @@ SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± =
     host adds = adds .1f, peak MB = peak_megabytes .0f, error = error .1e"""
 STEPS = """training step = size, provider, mode, ms = milliseconds .2f, ± = spread .2f,
     % over plain = overhead_percent +.1f, peak MB = peak_megabytes .0f, difference = difference .1e"""
-GROWTH = """op = subject, grows with = along, provider, direction, overhead µs = overhead .1f,
-    µs per MB = per_megabyte .3f, × copy = over_copy .2f, ± = noise .1%"""
-
-WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
-SHORT_WORDS = {"forward": "fwd", "backward": "bwd", "both": "step"}
-PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
 WORST = "worst: the largest error of a result, in norm, as a share of what is allowed."
-BOUNDARY = "mhc_next is a boundary of a HyperStack: what 12 connections take beyond 4, by 8; so is its memory."
-FORMS = "A backend alone is a HyperStack, in Triton with the norms inside; others have them in front of their layers."
+WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
+PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
+
+STEP_NOTE = """A small transformer in bf16 with plain residuals and with hyper-connections of 4 streams on the same
+weights: wall clock of a forward and backward, host included, in ms; peak memory above weights and input; difference of
+the loss or of dx from the formula in PyTorch."""
+FORMS = """A backend alone is a HyperStack, in Triton with the norms inside; the other forms have them in front of their
+layers."""
+SHORT_NOTE = """Over all training sizes: the share of a copy's speed that the faster of our kernels reaches, its
+bandwidth, and the time of the others over its time."""
+TIME_NOTE = """Ours: µs · of a copy. Others: µs (times the faster of ours). mHC has 4 streams and 20 Sinkhorn
+iterations; mhc_layer, which HyperConnection calls, stands around a layer that costs nothing. The convolution has a
+bias, short_conv (which ShortConv calls) a residual."""
+BOUNDARY = """mhc_next is a boundary of a HyperStack: what 12 connections take beyond 4, divided by 8; so is its
+memory."""
+SMALL_NOTE = """Forward is without gradients. On the host: until the call returns, which CUDA graphs remove; also in
+multiples of what torch.add takes there."""
+EXACT_NOTE = """The largest relative error against fp64, in norm, of each output and gradient over all cases of the run.
+bf16 and fp16 outputs are rounded once."""
+MARKDOWN_HEAD = """# Measured
+
+<!-- Written by `mhc-ops page benchmarks/results/*.json --markdown docs/benchmarks.md`; a test holds this file to the
+results. -->
+
+Times are medians of device time in µs, with a cold L2. *Of a copy*: the time that a copy of the same bytes takes in the
+same run, over the operator's time; 100% is the memory limit. Kernels and libraries were checked against fp64 before
+they were timed. [How it is measured](measure.md). The [page of a run](report.md) has small sizes, memory and errors.
+"""
 
 
 def table(entries: Iterable[Any], columns: str) -> Table:
@@ -56,7 +74,7 @@ def figure(value: Any, form: str, missing: str = "") -> str:
 
 
 def of_check(results: Results, rows: bool) -> Iterator[Table | str]:
-    """rows: all of them, not only those that failed."""
+    """What `check` prints. rows: all of them, not only those that failed."""
     failed = [row for row in results.accuracy if not row.passed]
     if shown := results.accuracy if rows else failed:
         yield table(shown, ACCURACY)
@@ -71,39 +89,29 @@ def of_check(results: Results, rows: bool) -> Iterator[Table | str]:
 
 
 def _summary(rows: Iterable[Row]) -> Iterator[SimpleNamespace]:
-    """A line for each op and backend."""
+    """A line for each op and backend. Few elements of 16 bits are judged one by one, not in norm."""
     for (op, backend), of in _grouped(rows, lambda row: (op_of(row.case), row.backend)).items():
         failed = [row for row in of if not row.passed]
-        in_norm = [
-            replace(row, relative_error=row.relative_error / row.tolerance) for row in of if _is_judged_in_norm(row)
-        ]
+        in_norm = [r for r in of if getattr(torch, r.dtype, None) not in ROUNDING or r.elements >= ENOUGH_TO_AVERAGE]
+        shares = [replace(row, relative_error=row.relative_error / row.tolerance) for row in in_norm]
         yield SimpleNamespace(
             op=op,
             backend=backend,
             cases=len({row.case for row in of}),
             results=len(of),
             failed=len(failed),
-            worst=worst(in_norm).relative_error if in_norm else None,
+            worst=worst(shares).relative_error if shares else None,
             verdict=worst(failed or of).verdict,
         )
 
 
-def _is_judged_in_norm(row: Row) -> bool:
-    """Few elements of 16 bits are judged each by itself."""
-    return getattr(torch, row.dtype, None) not in ROUNDING or row.elements >= ENOUGH_TO_AVERAGE
-
-
 def of_bench(results: Results) -> Iterator[Table | str]:
+    """What `bench` prints."""
     failed = [row for row in results.accuracy if not row.passed]
     if results.steps:
         yield table(results.steps, STEPS)
     if results.measurements or not results.steps:
         yield table(_timed(results), SPEED)
-    if results.scaling:
-        yield table(results.scaling, GROWTH)
-    for name, megabytes in results.stack_megabytes.items():
-        if megabytes is not None:
-            yield f"stack of {STACKED_LAYERS} HyperConnections, {name}: peak {megabytes:.0f} MB"
     yield from (f"{name} computes with: {words}" for name, words in results.precision.items())
     yield f"{len(results.accuracy) - len(failed)} results within their tolerance of fp64, {len(failed)} not"
     if failed:
@@ -113,9 +121,9 @@ def of_bench(results: Results) -> Iterator[Table | str]:
 
 
 def _timed(results: Results) -> Iterator[SimpleNamespace]:
-    """In the order of the cases, not of the time they were measured at; a direction's providers beside each other, and
-    how many times faster than the formula in torch each of them is."""
-    for case in sorted(Shown(results).cases, key=lambda case: GROUPS.index(case.group)):
+    """By case and direction; and how many times faster than the formula in torch each provider is."""
+    shown = Shown(results)
+    for case in (*shown.training, *shown.decode):
         for m in sorted(case.every, key=lambda m: DIRECTIONS.index(m.direction)):
             others = {name: case.bar(m.direction, name) if name != m.provider else None for name in OF_TORCH}
             faster = {name: other and other.microseconds / m.microseconds for name, other in others.items()}
@@ -123,68 +131,23 @@ def _timed(results: Results) -> Iterator[SimpleNamespace]:
             yield SimpleNamespace(**vars(m), of_copy=m.of_copy, **faster, adds=host / add if host and add else None)
 
 
-def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str, bool], list[str]]:
-    """Each provider, reason and whether it failed once, with where that was."""
-    found = _grouped(entries, attrgetter("provider", "reason", "failed"))
+def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str], list[str]]:
+    """Each provider and reason once, with its cases."""
+    found = _grouped(entries, attrgetter("provider", "reason"))
     return {key: [entry.where for entry in of] for key, of in found.items()}
 
 
 def left_out(entries: Iterable[NotMeasured]) -> str:
-    """Each reason once, with the cases that it has."""
     lines = []
-    for (provider, reason, _), where in by_reason(entries).items():
+    for (provider, reason), where in by_reason(entries).items():
         several = len(where) > 1
         lines += [str(NotMeasured(f"{len(where)} cases" if several else where[0], provider, reason))]
         lines += [f"  {case}" for case in where if several]
     return "\n".join(lines)
 
 
-def significant(value: float) -> str:
-    """Three digits, and all that stand before the point: 0.0123, 1.23, 12.3, 123, 12,345"""
-    if not math.isfinite(value):
-        return str(value)
-    digits = 2 - (math.floor(math.log10(abs(value))) if value else 0)
-    return f"{value:,.{min(6, max(0, digits))}f}"
-
-
-def grid_step(largest: float) -> float:
-    """1, 2 or 5 times a power of ten, at most six of them up to the largest."""
-    power = 10.0 ** math.floor(math.log10(largest))
-    return next(step * power for step in (0.2, 0.5, 1.0, 2.0) if largest / (step * power) <= 6)
-
-
-def slug(name: str) -> str:
-    """For classes and anchors."""
-    return re.sub(r"\W+", "-", name)
-
-
-def code(subject: str) -> str:
-    """`mhc_pre`, no gamma"""
-    name, *options = subject.split()
-    return _markdown(", ".join([quoted(name), *map(literal, options)]))
-
-
-def quoted(name: str) -> str:
-    """As code of Markdown, within which only its own end and that of a cell mean anything."""
-    return _markdown("`" + name.replace("`", "'").replace("|", r"\|") + "`")
-
-
-def literal(value: Any) -> Any:
-    """As words of Markdown: no tags, no links, no end of a cell. What is Markdown already stays as it is."""
-    if hasattr(value, "__html__"):
-        return value
-    return _markdown(re.sub(r"[\\`*\[\]|~#]", r"\\\g<0>", html.escape(str(value), quote=False)))
-
-
-def _markdown(text: str) -> str:
-    """Of a class that templates do not escape."""
-    import markupsafe
-
-    return markupsafe.Markup(text)
-
-
 def extent(values: Iterable[float | None], form: str, unit: str = "") -> str:
-    """1.8 to 4.1×, or one number where both are the same; of those that are there."""
+    """1.8 to 4.1×, or one number if both ends are the same; – without values."""
     there = [value for value in values if value is not None]
     ends = dict.fromkeys(f"{end:{form}}" for end in (min(there), max(there))) if there else ()
     return " to ".join(ends) + unit if ends else "–"
@@ -195,27 +158,12 @@ def size_of(case: str, subject: str) -> str:
     return re.sub(r"(?<=\d)x(?=\d)", " × ", case.removeprefix(subject).strip())
 
 
-@dataclass(frozen=True)
-class Value:
-    """A number and its origin: paths into the JSON file, joined by " * " and " / " and evaluated from left to right."""
-
-    value: float
-    origin: str
-
-    def __mul__(self, other: "Value") -> "Value":
-        return Value(self.value * other.value, f"{self.origin} * {other.origin}")
-
-    def __truediv__(self, other: "Value") -> "Value":
-        return Value(self.value / other.value, f"{self.origin} / {other.origin}")
-
-
-class CaseBars:
-    """All of one case; bars: direction -> provider -> measurement, in the order of the providers."""
+class Timed:
+    """The measurements of one case; bars: direction -> provider -> measurement, in the order of the providers."""
 
     def __init__(self, every: Sequence[Measurement], providers: Sequence[str]) -> None:
         self.every, self.subject, self.group = every, every[0].subject, every[0].group
         self.size = size_of(every[0].case, self.subject)
-        self.has_memory = any(m.peak_megabytes for m in every)
         self.bars: dict[str, dict[str, Measurement]] = {}
         for m in sorted(every, key=lambda m: (DIRECTIONS.index(m.direction), providers.index(m.provider))):
             self.bars.setdefault(m.direction, {})[m.provider] = m
@@ -232,6 +180,34 @@ class CaseBars:
         bar, ours = self.bar(direction, provider), self.ours(direction)
         return bar.microseconds / ours.microseconds if bar and ours else None
 
+    def time(self, direction: str, provider: str) -> str:
+        """Ours: µs · share of a copy; others: µs (times the faster of ours)."""
+        bar, over_ours = self.bar(direction, provider), self.over_ours(direction, provider)
+        if bar is None:
+            return "–"
+        beside = f" ({over_ours:.1f}×)" if over_ours and provider not in BACKENDS else f" · {bar.of_copy:.0%}"
+        return f"{bar.microseconds:.1f}{beside}"
+
+    def host(self, direction: str, provider: str, add: float | None) -> str:
+        bar = self.bar(direction, provider)
+        if bar is None or bar.host_microseconds is None:
+            return "–"
+        return f"{bar.host_microseconds:.0f} µs" + (f" ({bar.host_microseconds / add:.1f} adds)" if add else "")
+
+    def peaks(self, provider: str) -> str:
+        found = [bar and bar.peak_megabytes for bar in (self.bar("forward", provider), self.bar("both", provider))]
+        return " · ".join(figure(value, ".0f", "–") for value in found) if any(found) else "–"
+
+
+class Section(NamedTuple):
+    """bars: cases that HTML draws; tables: (summary, table), folded if it has a summary; brief: also in Markdown."""
+
+    title: str
+    note: str
+    tables: Sequence[tuple[str, Table]]
+    brief: bool = False
+    bars: Sequence[Timed] = ()
+
 
 class Shown:
     """The results of one file in the order in which they are shown."""
@@ -239,61 +215,115 @@ class Shown:
     def __init__(self, results: Results) -> None:
         self.results = results
         self.device = results.versions.get("device", "unknown device")
-        names = dict.fromkeys(m.provider for m in results.measurements)
+        measurements = [m for m in results.measurements if m.group in ("training", "decode")]
+        names = dict.fromkeys(m.provider for m in measurements)
         self.providers = [name for name in dict.fromkeys([*PROVIDER_ORDER, *names]) if name in names]
-        cases = _grouped(results.measurements, attrgetter("case"))
-        self.cases = [CaseBars(every, self.providers) for every in cases.values()]
-        self.training, self.decode = ([c for c in self.cases if c.group == group] for group in ("training", "decode"))
-        self.subjects = list(dict.fromkeys(case.subject for case in (*self.training, *self.decode)))
-        self.charts = _grouped(results.scaling, attrgetter("subject", "axis", "at", "direction"))
-        self.reasons = by_reason(results.not_measured)
-        self.boundary = BOUNDARY if any(subject.startswith("mhc_next") for subject in self.subjects) else ""
-        self.forms = FORMS if any(backend_of(step.provider) != step.provider for step in results.steps) else ""
-        lists: dict[str, Sequence[Any]]
-        lists = {"measurements": results.measurements, "accuracy": results.accuracy, "scaling": results.scaling}
-        self._places = {id(e): f"{name}.{nth}" for name, entries in lists.items() for nth, e in enumerate(entries)}
+        cases = [Timed(every, self.providers) for every in _grouped(measurements, attrgetter("case")).values()]
+        self.training, self.decode = ([c for c in cases if c.group == group] for group in ("training", "decode"))
 
-    def of(self, entry: Any, field: str) -> Value | None:
-        """What an entry says, with its origin."""
-        found = getattr(entry, field)
-        return None if found is None else Value(found, f"{self._places[id(entry)]}.{field}")
+    def sections(self) -> Iterator[Section]:
+        """Those that have content."""
+        r = self.results
+        if r.steps:
+            several = any(backend_of(step.provider) != step.provider for step in r.steps)
+            yield Section("A training step", f"{STEP_NOTE} {FORMS * several}", [("", table(r.steps, STEPS))], True)
+        if self.training:
+            boundary = any(case.subject.startswith("mhc_next") for case in self.training)
+            yield Section("In short", SHORT_NOTE, [("", self._overview())], True, self.training)
+            times = [("", self._times(*alike)) for alike in self._alike(self.training)]
+            yield Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", times, True)
+        if self.decode:
+            yield Section("Small sizes and decoding", SMALL_NOTE, [("", self._small())])
+        with_memory = [c for c in self.training if any(m.peak_megabytes for m in c.every)]
+        if with_memory:
+            peaks = [
+                Table(["op", "size", *ps], [[c.subject, c.size, *map(c.peaks, ps)] for c in cases])
+                for ps, cases in self._alike(with_memory)
+            ]
+            yield Section("Memory", "Peak MB above the inputs: forward · training step.", [("", t) for t in peaks])
+        if r.accuracy:
+            precision = " ".join(f"{name} computes with {words}." for name, words in r.precision.items())
+            yield Section("How exact", f"{EXACT_NOTE} {precision}", [("", self._errors()), *self._accuracy()])
+        if r.not_measured:
+            reasons = [[p, why, "; ".join(where)] for (p, why), where in by_reason(r.not_measured).items()]
+            yield Section("Not measured", "", [("", Table(["provider", "reason", "cases"], reasons))])
+        found = {"date": r.date, **r.versions, "complete": "yes" if r.complete else "no"}
+        yield Section("Environment", "", [("", Table(["", ""], list(found.items())))])
 
-    def alike(self, cases: Sequence[CaseBars]) -> list[tuple[list[str], list[CaseBars]]]:
+    def _alike(self, cases: Sequence[Timed]) -> Iterator[tuple[list[str], list[Timed]]]:
         """Ops that the same providers have share a table: the providers, and the cases."""
 
-        def providers(case: CaseBars) -> tuple[str, ...]:
-            there = {m.provider for c in cases if (c.subject, c.group) == (case.subject, case.group) for m in c.every}
-            return case.group, *(provider for provider in self.providers if provider in there)
+        def providers(case: Timed) -> tuple[str, ...]:
+            there = {m.provider for c in cases if c.subject == case.subject for m in c.every}
+            return tuple(provider for provider in self.providers if provider in there)
 
-        return [(names, found) for (_, *names), found in _grouped(cases, providers).items()]
+        return ((list(names), found) for names, found in _grouped(cases, providers).items())
 
-    def overview(self) -> Table:
-        """Over all training sizes: how near ours comes to a copy, and how long the others take."""
+    def _overview(self) -> Table:
         others = [provider for provider in self.providers if provider not in BACKENDS]
         rows = []
-        for subject, direction in product(self.subjects, DIRECTIONS):
+        for subject, direction in product(dict.fromkeys(case.subject for case in self.training), DIRECTIONS):
             cases = [case for case in self.training if case.subject == subject]
             if ours := [m for case in cases if (m := case.ours(direction))]:
                 share, bandwidth = extent((100 * m.of_copy for m in ours), ".0f", "%"), (m.bandwidth for m in ours)
                 ratios = [extent((case.over_ours(direction, p) for case in cases), ".1f", "×") for p in others]
-                rows.append([code(subject), WORDS[direction], share, extent(bandwidth, ".0f"), *ratios])
+                rows.append([subject, WORDS[direction], share, extent(bandwidth, ".0f"), *ratios])
         return Table(["op", "", "of a copy", "GB/s", *others], rows)
 
-    def accuracy(self) -> dict[str, dict[tuple[str, str], dict[str, Row]]]:
-        """Of every op, case, provider and output the row. Some libraries run other kernels where gradients are wanted:
-        the larger error counts."""
-        found: dict[str, dict[tuple[str, str], dict[str, Row]]] = {}
-        for row in self.results.accuracy:
-            line, output = found.setdefault(op_of(row.case), {}).setdefault((row.case, row.backend), {}), _output(row)
-            line[output] = max(line.get(output, row), row, key=lambda row: (not row.passed, row.relative_error))
-        return found
+    def _times(self, providers: Sequence[str], cases: Sequence[Timed]) -> Table:
+        rows = [[c.subject, c.size, WORDS[d], *(c.time(d, p) for p in providers)] for c in cases for d in c.bars]
+        return Table(["op", "size", "", *providers], rows)
 
-    def errors(self) -> dict[str, dict[str, float]]:
-        """The largest of each output and provider."""
-        return {
-            output: {name: worst(of).relative_error for name, of in _grouped(rows, attrgetter("backend")).items()}
-            for output, rows in _grouped(self.results.accuracy, _output).items()
-        }
+    def _small(self) -> Table:
+        rows, add = [], self.results.add_microseconds
+        for case, p in product(self.decode, self.providers):
+            times = [figure(bar and bar.microseconds, ".1f", "–") for d in DIRECTIONS for bar in [case.bar(d, p)]]
+            hosts = [case.host(direction, p, add) for direction in ("forward", "both")]
+            if any(bar.provider == p for bar in case.every):
+                rows.append([case.subject, case.size, p, *times, *hosts])
+        header = ["forward µs", "backward µs", "step µs", "forward on the host", "step on the host"]
+        return Table(["op", "size", "provider", *header], rows)
+
+    def _errors(self) -> Table:
+        names = list(dict.fromkeys(row.backend for row in self.results.accuracy))
+        rows = []
+        for output, found in _grouped(self.results.accuracy, _output).items():
+            of = {name: worst(every).relative_error for name, every in _grouped(found, attrgetter("backend")).items()}
+            rows.append([output, *(figure(of.get(name), ".1e", "–") for name in names)])
+        return Table(["output or gradient", *names], rows)
+
+    def _accuracy(self) -> Iterator[tuple[str, Table]]:
+        """A folded table for each op. Some libraries run other kernels for gradients: the larger error counts."""
+        for op, rows in _grouped(self.results.accuracy, lambda row: op_of(row.case)).items():
+            outputs = list(_grouped(rows, _output))
+            failed = sum(not row.passed for row in rows)
+            lines = []
+            for (case, name), of in _grouped(rows, attrgetter("case", "backend")).items():
+                found = {output: worst(every) for output, every in _grouped(of, _output).items()}
+                cells = [
+                    f"{found[o].relative_error:.1e}" + " FAIL" * (not found[o].passed) if o in found else "–"
+                    for o in outputs
+                ]
+                lines.append([size_of(case, op), name, *cells])
+            verdict = f"{failed} of {len(rows)} fail" if failed else f"all {len(rows)} pass"
+            yield f"{op}: {verdict}", Table(["size", "provider", *outputs], lines)
+
+    def tiles(self) -> Iterator[tuple[str, str]]:
+        """The first figures of a page, with their words."""
+        if not (cases := self.training or self.decode):
+            return
+        case, rows = cases[0], self.results.accuracy
+        direction = "both" if "both" in case.bars else "forward"
+        (base, ours), *others = case.bars[direction].items()
+        fastest = max(m.copy_bandwidth for case in cases for m in case.every)
+        yield f"{fastest:,.0f} GB/s", "the fastest copy of this run: the floor that times stand on"
+        yield f"{ours.microseconds:,.0f} µs", f"{WORDS[direction]} of {case.subject}, {case.size}: {base}"
+        yield f"{ours.of_copy:.0%}", "of the speed of a copy that moves the same bytes"
+        if rows:
+            passed = sum(row.passed for row in rows)
+            yield f"{passed} of {len(rows)}", "results of this run within their tolerance of fp64"
+        for name, bar in others:
+            yield f"{bar.microseconds / ours.microseconds:.2f}×", f"the time of {name} over that of {base}"
 
 
 def _output(row: Row) -> str:
@@ -308,12 +338,34 @@ def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, lis
 
 
 def draw(results: Results) -> str:
-    shown = Shown(results)
-    return render("page.html", shown=shown, r=results, of=shown.of)
+    """A page that needs no other file."""
+    return _render("page.html", shown=Shown(results), r=results, WORDS=WORDS)
 
 
 def markdown(files: Sequence[Results]) -> str:
-    return render("benchmarks.md", files=[Shown(results) for results in files])
+    """The main tables of several files."""
+    parts = [MARKDOWN_HEAD]
+    for shown in map(Shown, files):
+        r = shown.results
+        versions = [f"{n} {v}" for n, v in r.versions.items() if n not in ("device", "python") and v != "-"]
+        parts.append(f"## {literal(shown.device)}\n\n{literal(', '.join([r.date, *versions]))}.")
+        parts[-1] += "\n\nThe run was interrupted." * (not r.complete)
+        for section in shown.sections():
+            if section.brief:
+                parts += [f"### {section.title}", literal(section.note.strip())]
+                parts += [
+                    "\n".join(map(_line, [t.header, ["---"] * len(t.header), *t.rows])) for _, t in section.tables
+                ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(map(literal, cells))} |"
+
+
+def literal(text: str) -> str:
+    """Words of Markdown: no tags, no links, no end of a cell."""
+    return re.sub(r"[\\`*\[\]|~#]", r"\\\g<0>", html.escape(text, quote=False))
 
 
 def picture(results: Results) -> str:
@@ -324,23 +376,15 @@ def picture(results: Results) -> str:
     if not bars:
         raise Refused("--svg draws training steps, and there are none: mhc-ops bench --case training_step --json FILE")
     bars.sort(key=lambda step: step.overhead_percent or 0.0)
-    return render("training_step.svg", bars=bars, plain=plain, device=Shown(results).device)
+    return _render("training_step.svg", bars=bars, plain=plain, device=Shown(results).device, OURS=BACKENDS)
 
 
-def render(template: str, **values: Any) -> str:
-    refuse_without("jinja2", "showing what was found")
+def _render(template: str, **values: Any) -> str:
+    refuse_without("jinja2", "a page")
     import jinja2
 
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("mhc_ops.measure"),
-        autoescape=template.endswith(("html", "svg", "md")),
-        finalize=literal if template.endswith("md") else None,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    filters: list[Callable[..., Any]] = [significant, grid_step, slug, code, quoted, figure, backend_of]
-    environment.filters |= {function.__name__: function for function in [*filters, math.isfinite, math.log10]}
-    environment.globals |= {"WORDS": WORDS, "SHORT": SHORT_WORDS, "STEPS": STEPS, "GROWTH": GROWTH, "OURS": BACKENDS}
-    environment.globals |= {"Value": Value, "size_of": size_of, "tabulate": table}
+    loader = jinja2.PackageLoader("mhc_ops.measure")
+    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
+    environment = jinja2.Environment(loader=loader, autoescape=True, **options)
+    environment.filters |= {"slug": lambda name: re.sub(r"\W+", "-", name), "backend_of": backend_of}
     return environment.get_template(template).render(**values).strip() + "\n"

@@ -1,7 +1,7 @@
-"""The operators of other libraries on our tensors, to be timed beside ours; and how each is checked before that.
+"""The operators of other libraries on our tensors, checked and then timed beside ours.
 
-Each peer runs the way its own modules run it, with our options: the defaults of PreOptions.
-Nothing of a peer is imported before it is asked to prepare a subject.
+Each peer runs as its own modules run it, with the defaults of PreOptions. It is imported when it first prepares a
+subject.
 """
 
 import importlib
@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mhc.options import DEFAULTS as OURS
-from . import accuracy
-from .cases import Tensors
-from .conv_cases import AnyCase
+from ..testing import accuracy
+from ..testing.cases import Tensors
+from ..testing.conv_cases import AnyCase
 
 WITH_GRADIENTS = " with gradients"
 
-# The same function is one that is off by no more than five roundings in a row, in norm: a projection, its sums, two
-# maps and the stored result. A transposed or missing term is off by far more.
+# The same function is off by at most five roundings in a row, in norm: a projection, its sums, two maps and the stored
+# result. A transposed or missing term is off by far more.
 ROUNDINGS = 5
 TENSOR_CORES = ROUNDINGS * 2**-11  # what fp32 tensors are held to where tensor cores round them to tf32
 NO_TENSOR_CORES = accuracy.NORM_TOLERANCE[torch.float32]
@@ -38,10 +38,10 @@ Layer = Callable[[Tensor], Tensor]
 class Prepared:
     """A subject as a peer computes it: `call(**tensors)` returns our outputs, in our order and meaning.
 
-    tensors: the peer's own leaves, converted once from ours; their gradients come in the peer's layout and type.
-    call: differentiable with the peer's backward, given contiguous cotangents for every output, in the order of the
-          outputs; a backward may overwrite the cotangent of x_next. Of mhc_layer, h_out may be the layer itself.
-    same: the leaves that hold a tensor of ours as it is: their gradients can be compared.
+    tensors: the peer's own leaves, converted once from ours; gradients have the peer's layout and type.
+    call: differentiable, with contiguous cotangents for every output; a backward may overwrite the cotangent of
+          x_next. The h_out of mhc_layer may be the layer itself.
+    same: the leaves that are tensors of ours, whose gradients can be compared.
     """
 
     tensors: Tensors
@@ -50,8 +50,7 @@ class Prepared:
 
 
 def load_module(peer: "Peer") -> Any:
-    """The packages of `unrun` import every other kernel of their library, which fails with some releases of TileLang:
-    they are entered without being run."""
+    """The packages of `unrun` are entered without being run: they import kernels that fail with some TileLangs."""
     if version(peer) is None:
         raise RuntimeError(f"{peer.name} is not installed: pip install {peer.package}")
     try:
@@ -66,13 +65,12 @@ def load_module(peer: "Peer") -> Any:
 
 @dataclass(frozen=True)
 class Peer:
-    """A library with such operators of its own.
+    """A library with such operators.
 
-    package: its distribution's name on PyPI; module: the one with the functions used here
-    precision: what it computes in, where that is less than fp32
-    fp32_tolerance: what its results are held to where tensors are fp32
-    adapt: (load, subject, our tensors with the tokens in one dimension) -> None where the peer lacks that op or cannot
-           take these sizes and types; load() has the functions of its module
+    package: its name on PyPI; module: the one with the functions used here
+    precision: what it computes in, if less than fp32; fp32_tolerance: what its results are held to for fp32 tensors
+    adapt: (load, subject, our tensors with the tokens in one dimension) -> Prepared, or None if the peer lacks the op
+           or these sizes and types; load() returns its module
     """
 
     name: str
@@ -85,12 +83,12 @@ class Peer:
     load: Callable[["Peer"], Any] = load_module
 
     def prepare(self, subject: str, ours: Tensors) -> Prepared | None:
-        """None where it lacks the op; RuntimeError where it is not installed or does not import."""
+        """None if it lacks the op; RuntimeError if it is not installed or does not import."""
         return self.adapt(lambda: self.load(self), subject, {name: tensor.detach() for name, tensor in ours.items()})
 
 
 def version(peer: Peer) -> str | None:
-    """Of the installed distribution, or None."""
+    """The installed version, or None."""
     try:
         return importlib.metadata.version(peer.package)
     except importlib.metadata.PackageNotFoundError:
@@ -111,10 +109,8 @@ def by_name(name: str) -> Peer | None:
 
 
 def measure(peer: Peer, case: AnyCase, device: torch.device | str = "cpu") -> list[accuracy.Row] | None:
-    """How far its outputs and the gradients of tensors it lays out as we do are from fp64; None where it lacks the op.
-
-    Judged at its own precision, with and without gradients: some peers run other kernels where none is asked for.
-    """
+    """Its outputs, and the gradients of tensors it lays out as we do, against fp64 at its own precision; None if it
+    lacks the op. Outputs are judged with and without gradients, for which some peers run other kernels."""
     subject, ours = case.subject, case.inputs(device)
     prepared = peer.prepare(subject.name, ours)
     if prepared is None:
@@ -138,7 +134,7 @@ def measure(peer: Peer, case: AnyCase, device: torch.device | str = "cpu") -> li
 
 
 def _composed(pre: Function, post: Function) -> dict[str, Function]:
-    """All of mHC, of a pre and a post that take tensors by our names."""
+    """All ops of mHC, made of a pre and a post that take tensors by our names."""
 
     def post_pre(x: Tensor, h_out: Tensor, h_post: Tensor, h_res: Tensor, **maps: Tensor) -> Outputs:
         (x_next,) = post(x, h_out, h_post, h_res)
@@ -160,7 +156,7 @@ def _composed(pre: Function, post: Function) -> dict[str, Function]:
 
 
 def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
-    """No gamma; streams that are a power of two."""
+    """Without gamma; streams must be a power of two."""
     options = {"rms_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
     options |= {"allow_fp32": True, "tmax": OURS.sinkhorn_iters, "post_mult": OURS.post_mult}
 
@@ -195,7 +191,7 @@ def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | N
 
 
 class _NextPost(torch.autograd.Function):
-    """The streams as they are; backward leaves their cotangent where the post of the next layer would."""
+    """The identity; its backward leaves the cotangent where the post of the next layer would."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -210,7 +206,7 @@ class _NextPost(torch.autograd.Function):
 
 
 def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
-    """No gamma; four streams in bf16 whose nD is a multiple of its blocks; logits in fp32."""
+    """Without gamma; four streams in bf16 with nD a multiple of its blocks; logits in fp32."""
     options = {"norm_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
     options |= {"sinkhorn_repeat": OURS.sinkhorn_iters, "post_mult_value": OURS.post_mult}
 

@@ -1,17 +1,15 @@
-"""What a command says: tables (in colour where stdout is a terminal and rich is installed), progress, why it was
-refused."""
+"""What a command prints: tables, progress on stderr, and the line that says why it was refused."""
 
 import importlib
 import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,14 +21,13 @@ Item = TypeVar("Item")
 VERSION = mhc_ops.__version__
 WIDEST_BAR = 30
 NARROWEST_WITH_BAR = 39  # columns
-BETWEEN_LINES = 10.0  # seconds, of a status where there is no terminal
-BETWEEN_COLUMNS = 2  # spaces, of a table
-COLOURS = {"PASS": "green", "FAIL": "bold red"}
-ERASE = "\x1b[K"  # a terminal, from the cursor to the end of the line
+BETWEEN_LINES = 10.0  # seconds between two lines of a status without a terminal
+COLOURS = {"PASS": "32", "FAIL": "1;31"}  # of a terminal
+ERASE = "\x1b[K"  # a terminal clears from the cursor to the end of the line
 
 
 class Refused(Exception):
-    """A command cannot be run like this; the message is the one line that the user sees before exit code 2."""
+    """The command cannot run like this. The message is the one line that the user sees before exit code 2."""
 
 
 class Table(NamedTuple):
@@ -39,17 +36,13 @@ class Table(NamedTuple):
 
 
 def refuse_without(package: str, purpose: str) -> None:
-    """Before the work begins, where a package of the extra `bench` is needed."""
-    if not _installed(package):
+    """Refused before the work begins if a package of the extra `bench` is missing."""
+    if importlib.util.find_spec(package) is None:
         raise Refused(f"{purpose} needs {package}, which is not installed: pip install mhc-ops[bench]")
 
 
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def open_streams() -> None:
-    """Where the shell closed one (`>&-`) there is none; and no letter may end a run on a terminal that lacks it."""
+    """The shell may have closed a stream (`>&-`), and a terminal may lack a letter: neither ends a run."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
@@ -58,7 +51,7 @@ def open_streams() -> None:
 
 
 def discard() -> None:
-    """Whatever is still in a buffer fails no more when Python ends; as the documentation of SIGPIPE has it."""
+    """Drops what is buffered for a closed pipe, so that Python does not fail as it ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -66,81 +59,29 @@ def discard() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], columns: int = 0) -> str:
-    """Each column as wide as its widest entry; the first one left, the others right.
-
-    columns: of the terminal, if there is one. The first column is wrapped between words to fit it; where a word would
-    not fit, each row is a paragraph."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Each column is as wide as its widest entry; the first is aligned left, the others right."""
     lines = [header, *rows]
     first, *others = (max(map(len, column)) for column in zip(*lines))
-    if columns:
-        left = columns - sum(BETWEEN_COLUMNS + width for width in others)
-        if left < min(first, _longest_word(line[0] for line in lines)):
-            return "\n".join(_paragraph(header, row, columns) for row in lines[1:])
-        first = min(first, left)
     lines.insert(1, ["-" * width for width in (first, *others)])
-    return "\n".join(_line(line, first, others) for line in lines)
-
-
-def _line(cells: Sequence[str], first: int, others: Sequence[int]) -> str:
-    begin, *more = _wrapped(cells[0], first) or [""]
-    aligned = [begin.ljust(first), *map(str.rjust, cells[1:], others)]
-    return "\n".join([(" " * BETWEEN_COLUMNS).join(aligned).rstrip(), *more])
-
-
-def _paragraph(header: Sequence[str], cells: Sequence[str], columns: int) -> str:
-    """The first cell, then the others with their names, as many in a line as fit."""
-    lines = _wrapped(cells[0], columns)
-    line = ""
-    for named in (f"{name} {cell}" for name, cell in zip(header[1:], cells[1:]) if cell):
-        if line and len(line) + BETWEEN_COLUMNS + len(named) > columns:
-            lines.append(line)
-            line = ""
-        line += " " * BETWEEN_COLUMNS + named
-    return "\n".join([*lines, line])
-
-
-def _wrapped(text: str, columns: int, indent: str = "") -> list[str]:
-    """Between words; indent: of all lines but the first."""
-    return textwrap.wrap(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _longest_word(texts: Iterable[str]) -> int:
-    return max((len(word) for text in texts for word in text.split()), default=0)
+    aligned = [[cells[0].ljust(first), *map(str.rjust, cells[1:], others)] for cells in lines]
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
 def show(*parts: Table | str) -> None:
-    """On stdout, with an empty line in between. On a terminal nothing is wider than it, and rich colours verdicts."""
-    columns = _columns(sys.stdout)
-    for nth, part in enumerate(parts):
-        print(end="\n" * (nth > 0))
-        text = _wrapped_lines(part, columns) if isinstance(part, str) else table(*part, columns)
-        if columns and _installed("rich"):
-            _print_coloured(text, columns)
-        else:
-            print(text)
+    """Prints tables and texts with an empty line between two; a terminal shows verdicts in colour."""
+    text = "\n\n".join(part if isinstance(part, str) else table(*part) for part in parts)
+    if _columns(sys.stdout):
+        text = re.sub(rf"\b({'|'.join(COLOURS)})\b", lambda found: painted(found[0], COLOURS[found[0]]), text)
+    print(text)
 
 
-def _wrapped_lines(text: str, columns: int) -> str:
-    """What goes on in another line is indented."""
-    if not columns:
-        return text
-    indents = [" " * (len(line) - len(line.lstrip()) + 2) for line in text.splitlines()]
-    return "\n".join("\n".join(_wrapped(*line)) for line in zip(text.splitlines(), repeat(columns), indents))
-
-
-def _print_coloured(text: str, columns: int) -> None:
-    import rich.console
-    import rich.text
-
-    coloured = rich.text.Text(text)
-    for verdict, colour in COLOURS.items():
-        coloured.highlight_regex(rf"\b{verdict}\b", colour)
-    rich.console.Console(file=sys.stdout, width=columns).print(coloured, soft_wrap=True)
+def painted(text: str, colour: str) -> str:
+    return f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
-    """Yield the items and say on stderr how far it is: in one line of a terminal, written anew for each item."""
+    """Yields the items and says on stderr how far it is: a terminal has one line, which each item overwrites."""
     columns = _columns(sys.stderr)
     width = min(WIDEST_BAR, columns * 3 // 8) if columns >= NARROWEST_WITH_BAR else 0
     for done, item in enumerate(items):
@@ -153,7 +94,7 @@ def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
 
 
 def status(label: str) -> Callable[[object], None]:
-    """For work of unknown length: call it with where it is. Without a terminal it speaks now and then."""
+    """For work of unknown length: call the result with the current place. Without a terminal it prints rarely."""
     last = time.monotonic()
 
     def show(where: object) -> None:
@@ -166,36 +107,36 @@ def status(label: str) -> Callable[[object], None]:
 
 
 def _write_line(text: str) -> bool:
-    """In place of what stands there; False, and nothing, where the cursor does not move."""
+    """Overwrites the line of a terminal; returns False and writes nothing if the cursor cannot move."""
     if columns := _columns(sys.stderr):
         print(f"\r{text[:columns]}{ERASE}", end="", file=sys.stderr, flush=True)
     return columns > 0
 
 
 def clear() -> None:
-    """Take the progress off the terminal, to print something in its place."""
+    """Takes the progress off the terminal."""
     _write_line("")
 
 
 def say(text: object) -> None:
-    """A line on stderr, after all that was printed."""
+    """Prints a line on stderr, after all that was printed."""
     sys.stdout.flush()
     clear()
     print(printable(str(text)), file=sys.stderr)
 
 
 def printable(text: str) -> str:
-    """A text of a file that anybody may have written, in one line that no terminal obeys: \\x1b in place of ESC."""
+    """A foreign text in one line without terminal escapes: \\x1b in place of ESC."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(text: str, longest: int = 80) -> str:
-    """A value of such a file, in a message."""
+    """A foreign text in a message."""
     return text if len(text) <= longest else text[:longest] + "…"
 
 
 def _columns(stream: Any) -> int:
-    """Of a terminal whose cursor moves, without the last one, where some wrap; 0 elsewhere."""
+    """The width of a terminal whose cursor moves, less the last column, at which some wrap; otherwise 0."""
     if not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return 0
     try:
@@ -206,7 +147,7 @@ def _columns(stream: Any) -> int:
 
 
 def finite(value: Any) -> Any:
-    """For JSON, which has neither NaN nor infinity: null in their place."""
+    """For JSON, which has neither NaN nor infinity: null takes their place."""
     return json.loads(json.dumps(value), parse_constant=lambda constant: None)
 
 

@@ -1,5 +1,7 @@
-"""Which cases there are, which backends can run them here, and how whoever is timed on one is checked: a backend's
-kernels, "eager" or "torch.compile" (the reference, as it is and compiled), or a peer."""
+"""Which cases there are, which backends run them here, and how each provider is checked before it is timed.
+
+A provider is a backend's kernels, "eager" or "torch.compile" (the reference, as it is and compiled), or a peer.
+"""
 
 import difflib
 import re
@@ -10,9 +12,10 @@ from typing import TypeVar
 import torch
 
 from ..core import backend as backends
-from . import accuracy, cases, conv_cases, peers
-from .cases import Stack, Subject, Sweep
-from .conv_cases import AnyCase
+from ..testing import accuracy, cases, conv_cases
+from ..testing.cases import Stack, Subject
+from ..testing.conv_cases import AnyCase
+from . import peers
 from .report import Refused
 
 Named = TypeVar("Named")  # a case, or a training step
@@ -20,16 +23,14 @@ Named = TypeVar("Named")  # a case, or a training step
 CHECK: tuple[AnyCase, ...] = (*cases.CHECK, *conv_cases.CHECK)
 BENCH: tuple[AnyCase, ...] = (*cases.BENCH, *conv_cases.BENCH)
 DECODE: tuple[AnyCase, ...] = (*cases.DECODE, *conv_cases.DECODE)
-SCALING: tuple[Sweep, ...] = (*cases.SCALING, *conv_cases.SCALING)
 BENCH_CPU: tuple[AnyCase, ...] = (*cases.BENCH_CPU, *conv_cases.BENCH_CPU)
-SCALING_CPU: tuple[Sweep, ...] = (*cases.SCALING_CPU, *conv_cases.SCALING_CPU)
 KERNELS = tuple(backend for backend in backends.BACKENDS if backend != "reference")
 OF_TORCH = ("eager", "torch.compile")
 
 
 @dataclass(frozen=True)
 class NotMeasured:
-    """where: a case, a family of ops, or "" for all; failed: wrong or crashed, not just absent or out of time."""
+    """where: a case, a family of ops, or "" for all; failed: wrong or crashed, not only absent."""
 
     where: str
     provider: str
@@ -45,7 +46,7 @@ class Wrong(Exception):
 
 
 def refuse_wrong_environment() -> None:
-    """What the variables say is chosen as the package is imported, which is too early for one line."""
+    """The package reads the variables as it is imported, which is too early for one line."""
     if wrong := backends.wrong_environment or cases.WRONG_SEED:
         raise Refused(wrong)
 
@@ -56,7 +57,7 @@ def op_of(case: object) -> str:
 
 
 def named(text: str, cases: Sequence[Named]) -> list[Named]:
-    """Those with the text in their name; Refused where there is none, with the ops, names and words nearest to it."""
+    """The cases with the text in their name; without any, Refused with the ops, names and words nearest to it."""
     if found := [case for case in cases if text in str(case)]:
         return found
     ops, names = list(dict.fromkeys(map(op_of, cases))), [str(case) for case in cases]
@@ -66,10 +67,6 @@ def named(text: str, cases: Sequence[Named]) -> list[Named]:
     raise Refused(f"no case matches {text!r}: {meant}")
 
 
-def runs(case: AnyCase, backend: str, device: torch.device) -> bool:
-    return case.runs_on(backend) and backends.why_not(case.subject.family, backend, device) is None
-
-
 def absent(wanted: Sequence[str], device: torch.device) -> list[NotMeasured]:
     """Backends that cannot run here, and why."""
     found = [(f, b, backends.why_not(f, b, device)) for f in backends.families() for b in wanted]
@@ -77,9 +74,9 @@ def absent(wanted: Sequence[str], device: torch.device) -> list[NotMeasured]:
 
 
 def check(case: AnyCase, provider: str, device: torch.device) -> list[accuracy.Row]:
-    """Outputs and gradients against fp64 on few tokens, each provider held to its own precision."""
+    """Outputs and gradients against fp64 on few tokens; each provider is held to its own precision."""
     if provider == "torch.compile":
-        return []  # eager's formula; a compilation more for every case would cost more than all the rest
+        return []  # eager's formula; another compilation for every case would cost more than all the rest
     if peer := peers.by_name(provider):
         return peers.measure(peer, case.layer() if isinstance(case, Stack) else case.smaller(), device) or []
     rows = accuracy.measure(case.smaller(), "reference" if provider == "eager" else provider, device)
@@ -87,7 +84,7 @@ def check(case: AnyCase, provider: str, device: torch.device) -> list[accuracy.R
 
 
 def refuse_if_wrong(provider: str, rows: list[accuracy.Row]) -> None:
-    """But for eager, which is the formula itself in fewer bits: its errors are shown, and it is timed."""
+    """Eager is timed all the same: it is the formula itself in fewer bits, and its errors are shown."""
     failed = [row for row in rows if not row.passed]
     if failed and provider != "eager":
         worst = accuracy.worst(failed)
@@ -98,7 +95,7 @@ def refuse_if_wrong(provider: str, rows: list[accuracy.Row]) -> None:
 
 
 def worst_errors(subject: Subject, rows: list[accuracy.Row]) -> dict[str, float]:
-    """By direction, the largest relative error: of the outputs, of the gradients, of all."""
+    """The largest relative error by direction: of the outputs, of the gradients, of both."""
     outputs = [row for row in rows if row.output.removesuffix(peers.WITH_GRADIENTS) in subject.outputs]
     found = {"forward": outputs, "backward": [row for row in rows if row not in outputs], "both": rows}
     return {direction: max(row.relative_error for row in of) for direction, of in found.items() if of}

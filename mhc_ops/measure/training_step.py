@@ -1,11 +1,10 @@
-"""What hyper-connections cost where they are used: a training step of a small transformer, beside plain residuals; and
-layers in a row, which its model is made of and whose boundaries `bench` times.
+"""The cost of hyper-connections in use: a training step of a small transformer, beside plain residuals; and stacks of
+layers, of which its model is made and whose boundaries `bench` times.
 
-Attention and SwiGLU in turn, each behind an RMSNorm, in bf16. Every provider connects the same layers with the same
-weights, and the maps of all hyper-connections hold the same numbers; ours is a HyperStack, with the norms inside where
-the backend has them. A step is a forward and a backward with all gradients; an optimiser, which would add the same to
-each, is left out. Its time is the wall clock's, host included, with the device idle before and after: the median over
-rounds in which it and plain residuals take turns.
+The model has attention and SwiGLU in turn, each after an RMSNorm, in bf16. Every provider connects the same layers with
+the same weights, and all maps hold the same numbers. Ours is a HyperStack, with the norms inside if the backend has
+them. A step is a forward and a backward with all gradients, without an optimiser. Its time is the wall clock's, host
+included, from an idle device to an idle device: the median over rounds in which it and plain residuals take turns.
 """
 
 import time
@@ -21,9 +20,10 @@ from torch import Tensor, nn
 from mhc_ops import HyperConnection, HyperStack
 
 from ..core import backend as backends
-from . import cases, peers, selection
+from ..testing import cases
+from . import peers, selection
 from .peers import Layer
-from .speed import Timing, peak_memory, samples, summary
+from .speed import SAMPLES, Timing, peak_memory, summary
 
 N = 4
 PLAIN = "plain"
@@ -31,7 +31,7 @@ ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 
 HEAD = 128  # channels of a head of attention
 LONGEST = 4096  # tokens of a sequence
 DTYPE = torch.bfloat16
-APART, RECOMPUTE, SHIFTED = "HyperConnection", "recompute=4", "shifted"  # forms of ours, behind the backend's name
+APART, RECOMPUTE, SHIFTED = "HyperConnection", "recompute=4", "shifted"  # forms of ours, after the backend's name
 # Its pre finds the gradient of the streams in an attribute of their storage, which a trace does not see: only the
 # layers between its operators are compiled.
 UNTRACED = ("TileKernels",)
@@ -48,8 +48,7 @@ class Size:
         return f"training_step {self.tokens}x{N}x{self.D} F={self.F} {self.sublayers} sublayers"
 
     def case(self, provider: str, tokens: int = 1) -> cases.Stack:
-        """What its model is made of, and what the maps are drawn from: layers, or the boundaries of a HyperStack, with
-        the norm where the backend has it."""
+        """What its model is made of: layers, or boundaries of a HyperStack, with the norm if the backend has it."""
         backend, subject = backend_of(provider), cases.MHC_NEXT_NORMED
         if provider.endswith(SHIFTED):
             subject = cases.MHC_NEXT_SHIFTED_NORMED
@@ -66,13 +65,13 @@ SIZES_CPU = (Size(64, 128, 2, 256),)
 
 
 def backend_of(provider: str) -> str:
-    """Of ours the backend, without the form that may follow it; of others the name."""
+    """The backend of ours, without the form that may follow it; the name of others."""
     first, *_ = provider.split()
     return first if first in backends.BACKENDS else provider
 
 
 class Connection(nn.Module):
-    """call(x, layer, **maps): a layer within its residuals, with maps of their own."""
+    """A layer within its residuals: call(x, layer, **maps)."""
 
     def __init__(self, layer: Layer, call: Callable[..., Tensor], maps: cases.Tensors | None = None):
         super().__init__()
@@ -97,8 +96,8 @@ def _of_peer(peer: peers.Peer, layer: Layer, ours: cases.Tensors) -> Connection:
 def connect(
     provider: str, layers: Sequence[Layer], case: cases.Stack, device: torch.device, norms: Sequence[Tensor] = ()
 ) -> nn.Module:
-    """norms: the weights of those that the layers lack. A HyperStack, or one HyperConnection after the other where the
-    case is of a layer. The maps of each layer, and its norm where the case has one, are drawn from its number."""
+    """A HyperStack, or HyperConnections in a row if the case is a layer. A layer's maps are drawn from its number.
+    norms: the weights of norms that the layers lack."""
     if provider == PLAIN:
         return nn.Sequential(*(Connection(layer, lambda x, layer: x + layer(x)) for layer in layers))
     alone, subject = replace(case.layer(), outer=(1,)), case.subject
@@ -121,7 +120,7 @@ def connect(
 
 
 def build(case: cases.Stack, provider: str, depth: int, device: torch.device) -> nn.Module | None:
-    """A stack around layers that cost nothing; None where a peer lacks it: its norm would be torch's."""
+    """A stack around layers that cost nothing; None if a peer lacks it, so that its norm would be torch's."""
     peer, layer = peers.by_name(provider), case.layer()
     only_ours = case.recompute or case.subject in cases.VARIANTS
     if peer is not None and (only_ours or peer.prepare(layer.subject.name, layer.inputs(device)) is None):
@@ -151,8 +150,8 @@ class SwiGLU(nn.Module):
 
 
 class Model(nn.Module):
-    """The mean square of what comes out, for x [T, D]. Streams begin as copies of x and end as their mean, in plain
-    torch whoever connects the layers; a shifted stack has contracted them itself."""
+    """The mean square of the output for x [T, D]. Streams begin as copies of x and end as their mean; a shifted stack
+    has contracted them itself."""
 
     def __init__(self, connected: nn.Module, streams: bool):
         super().__init__()
@@ -169,7 +168,7 @@ TakeStep = Callable[[], tuple[Tensor, Tensor]]  # the loss and dx
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """One provider at one size. compiled: under torch.compile, and so is the plain model it is compared with."""
 
     size: str
@@ -189,7 +188,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Race:
-    """One provider and plain residuals that take turns at one size: a unit of `bench`, kept as soon as it is over."""
+    """A unit of `bench`: one provider and plain residuals take turns at one size."""
 
     size: Size
     compiled: bool
@@ -212,8 +211,8 @@ def named(case: str, device: torch.device) -> list[Size]:
 
 
 def plan(case: str, present: Sequence[str], device: torch.device, compiled: bool) -> list[Race]:
-    """present: of bench's selection. The formula in torch is "eager" or, where the model is compiled, "torch.compile",
-    which stands for the mode too: without it nothing is compiled."""
+    """The formula in torch is "eager" or, if the model is compiled, "torch.compile". Nothing is compiled unless
+    "torch.compile" is present."""
     formula = "torch.compile" if compiled else "eager"
     return [
         Race(size, compiled, form)
@@ -225,7 +224,7 @@ def plan(case: str, present: Sequence[str], device: torch.device, compiled: bool
 
 
 def _forms(provider: str, compiled: bool) -> list[str]:
-    """A stack; beside the first backend's the same layers apart, and with less kept (which torch.compile decides)."""
+    """A stack; for the first backend also layers apart, and with less kept (which torch.compile decides itself)."""
     more = (APART, SHIFTED) if compiled else (APART, RECOMPUTE, SHIFTED)
     return [provider, *(f"{provider} {form}" for form in more if provider == selection.KERNELS[0])]
 
@@ -238,8 +237,7 @@ def _connects(provider: str, size: Size, device: torch.device) -> bool:
 
 
 class Training:
-    """Steps of the models of one size and mode, which share their layers, norms, x, the plain model and what the
-    reference makes of them."""
+    """Steps of the models of one size and mode, which share layers, norms, x and the plain model."""
 
     def __init__(self, size: Size, compiled: bool, device: torch.device):
         torch.compiler.reset()
@@ -271,8 +269,8 @@ class Training:
         return step
 
     def microseconds(self, step: TakeStep) -> float:
-        """From an idle device to an idle device, after a step of the same kind: the clocks of a GPU depend on the
-        power that the work before it took."""
+        """From an idle device to an idle device, after a step of the same kind: a GPU's clocks depend on the power that
+        the work before took."""
         wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         step()
         wait()
@@ -283,14 +281,14 @@ class Training:
 
     @cached_property
     def plain(self) -> tuple[TakeStep, float | None]:
-        """And its peak memory."""
+        """The step with plain residuals, and its peak memory."""
         step = self.step(PLAIN, self.compiled)
         step()
         return step, peak_memory(step, self.device)
 
     def difference(self, provider: str, found: Sequence[Tensor]) -> float:
-        """The relative one of the loss or of dx, whichever is larger; Wrong where it is another function, and where one
-        layer or boundary is, against fp64."""
+        """The relative difference of the loss or of dx, whichever is larger; Wrong if the model or one of its layers is
+        another function."""
         layer = self.size.case(provider, self.size.tokens)
         selection.refuse_if_wrong(provider, selection.check(layer, backend_of(provider), self.device))
         expected = self.expected(f"eager {SHIFTED}" if provider.endswith(SHIFTED) else "eager")
@@ -301,17 +299,17 @@ class Training:
             raise selection.Wrong(f"{provider} is wrong, so it is not timed: {words}")
         return worst
 
-    def measure(self, provider: str, until: float) -> list[Step]:
-        """Of plain residuals and of the provider. until: from then on few rounds do."""
+    def measure(self, provider: str) -> list[StepTime]:
+        """The times of plain residuals and of the provider, which take turns."""
         (plain, plain_peak), step = self.plain, self.step(provider, self.compiled)
         difference, peak = self.difference(provider, step()), peak_memory(step, self.device)
-        turns = samples(lambda: (self.microseconds(plain), self.microseconds(step)), until)
+        turns = [(self.microseconds(plain), self.microseconds(step)) for _ in range(SAMPLES)]
         of_plain, own = (summary(times) for times in zip(*turns))
         overhead = 100 * (own.microseconds / of_plain.microseconds - 1)
 
-        def row(provider: str, timing: Timing, **more: Any) -> Step:
+        def row(provider: str, timing: Timing, **more: Any) -> StepTime:
             times = timing.microseconds / 1e3, timing.spread / 1e3, timing.samples
-            return Step(str(self.size), provider, self.compiled, *times, **more)
+            return StepTime(str(self.size), provider, self.compiled, *times, **more)
 
         return [
             row(PLAIN, of_plain, peak_megabytes=plain_peak),

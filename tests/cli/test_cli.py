@@ -13,7 +13,8 @@ import torch
 import mhc_ops
 from mhc_ops import cli
 from mhc_ops.core import device as devices
-from mhc_ops.measure import accuracy, bench, cases, peers, selection
+from mhc_ops.measure import bench, peers, selection
+from mhc_ops.testing import accuracy, cases
 
 SMALL = (cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16),)
 
@@ -22,7 +23,6 @@ SMALL = (cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16),)
 def small(monkeypatch):
     monkeypatch.setattr(selection, "CHECK", SMALL)
     monkeypatch.setattr(selection, "BENCH_CPU", SMALL)
-    monkeypatch.setattr(selection, "SCALING_CPU", ())
 
 
 def test_info(capsys):
@@ -119,14 +119,8 @@ def test_check_goes_on_after_a_crash(small, monkeypatch, tmp_path, capsys):
 
 def test_check_of_a_backend_that_cannot_run(small, capsys):
     assert cli.main(["check", "--device", "cpu", "--backend", "hip"]) == 2
-    assert "mhc: hip did not run: there are no hip kernels for mhc" in capsys.readouterr().out
-
-
-def test_check_names_what_did_not_run(small, capsys):
-    assert cli.main(["check", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert "mhc: tilelang did not run: " in printed
-    assert "conv: tilelang did not run: there are no tilelang kernels for conv" in printed
+    assert "mhc: hip did not run: there are no hip kernels for mhc" in printed
 
 
 def test_bench(small, capsys, tmp_path, cxx):
@@ -184,16 +178,6 @@ def test_an_interrupted_check_keeps_what_it_has(small, monkeypatch, tmp_path, ca
     assert len(content["accuracy"]) == 11
 
 
-def test_check_json(small, tmp_path):
-    file = tmp_path / "check.json"
-    assert cli.main(["check", "--device", "cpu", "--backend", "reference", "--json", str(file)]) == 0
-    content = json.loads(file.read_text())
-    assert content["command"] == "check"
-    assert content["complete"] is True
-    assert all(row["passed"] for row in content["accuracy"])
-    assert {row["output"] for row in content["accuracy"]} >= {"h_in", "dphi"}
-
-
 def test_compare_exits_1_on_a_regression(small, tmp_path, capsys):
     files = [tmp_path / name for name in ("a.json", "b.json")]
     arguments = ["check", "--device", "cpu", "--backend", "reference", "--json", str(files[0])]
@@ -249,7 +233,6 @@ def test_version(capsys):
     [
         ["bench", "--providers", "trition"],
         ["bench", "--providers"],
-        *(["bench", f"--budget={budget}"] for budget in ("0", "-1", "nan", "soon", "")),
         *(["diagnose", "mhc_post", f"--seed={seed}"] for seed in ("9" * 20, "9" * 5000, "-1", "0.5", "")),
         *(["check", f"--fuzz={seconds}"] for seconds in ("0", "-1", "nan")),
         ["check", "--fuzz=1", "--seed=" + "9" * 20],
@@ -317,15 +300,9 @@ def test_check_in_the_interpreter(small, capsys):
     assert capsys.readouterr().out.endswith("11 passed, 0 failed\n")
 
 
-def test_bad_command_line():
-    done = subprocess.run([sys.executable, "-m", "mhc_ops", "chekc"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "invalid choice" in done.stderr
-
-
 WITHOUT_EXTRAS = """
 import runpy, sys
-sys.modules |= dict.fromkeys(("rich", "jinja2", "markupsafe", "pygments"))  # as if they were not installed
+sys.modules |= dict.fromkeys(("jinja2", "markupsafe", "pygments"))  # as if they were not installed
 runpy.run_module("mhc_ops", run_name="__main__")
 """
 
@@ -348,9 +325,8 @@ def test_what_needs_no_extra(tmp_path):
     "words",
     [
         ["page", "results.json", "--html", "page"],
-        ["page", "results.json", "--markdown", "page"],
+        ["page", "results.json", "--svg", "page"],
         ["bench", "--device", "cpu", "--html", "page"],
-        ["diagnose", "mhc_post", "--device", "cpu", "--html", "page"],
     ],
     ids=lambda words: f"{words[0]} {words[-2]}",
 )
@@ -371,7 +347,6 @@ def test_what_needs_an_extra_says_so_first(words, tmp_path, monkeypatch, capsys)
     ("command", "variable", "value", "reason"),
     [
         ("info", "MHC_OPS_SEED", "seven", "'seven' is no whole number from 0 to 4611686018427387904"),
-        ("check", "MHC_OPS_SEED", "-1", "'-1' is no whole number from 0 to 4611686018427387904"),
         ("check", "MHC_OPS_BACKEND", "cuda", "backend must be one of reference, triton, tilelang, hip, got 'cuda'"),
     ],
 )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import mhc_ops
 from mhc_ops.compat import causal_conv1d as compat
 from mhc_ops.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
-from mhc_ops.measure import accuracy
+from mhc_ops.testing import accuracy
 
 B, D, L = 2, 5, 23
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]

@@ -10,7 +10,7 @@ import torch
 
 import mhc_ops
 from mhc_ops.compat.fla import ShortConvolution, causal_conv1d, causal_conv1d_update
-from mhc_ops.measure import accuracy
+from mhc_ops.testing import accuracy
 
 B, T, D, W = 2, 9, 5, 4
 PACKED = (0, 6, 6, 8, 9)  # longer than W, empty, shorter than W, one token

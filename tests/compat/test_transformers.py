@@ -15,7 +15,7 @@ from mhc_ops import use_backend
 from mhc_ops.compat import transformers as on_mhc_ops
 from mhc_ops.compat.transformers import patch, patched, unpatch
 from mhc_ops.core.backend import too_old
-from mhc_ops.measure.cases import SEED
+from mhc_ops.testing.cases import SEED
 
 ROOT = Path(__file__).parents[2]
 HAVE = importlib.util.find_spec("transformers") is not None

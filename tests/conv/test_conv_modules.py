@@ -11,7 +11,7 @@ from torch import nn
 
 import mhc_ops
 from mhc_ops import ShortConv
-from mhc_ops.measure import accuracy
+from mhc_ops.testing import accuracy
 
 
 def oracle(x, norm_weight, weight, dilation, residual, norm_eps):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from conv_oracle import CASES, IDS, PADDED, Case, calls, conv, gradients
 
 import mhc_ops
-from mhc_ops.measure import accuracy
-from mhc_ops.measure.conv_cases import FINAL, ConvCase
+from mhc_ops.testing import accuracy
+from mhc_ops.testing.conv_cases import FINAL, ConvCase
 
 NAN = float("nan")
 

@@ -11,7 +11,7 @@ import torch
 
 import mhc_ops
 from mhc_ops.core import backend, device
-from mhc_ops.measure import cases
+from mhc_ops.testing import cases
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

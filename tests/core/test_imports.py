@@ -39,8 +39,10 @@ ALLOWED = {
     "distributed": {"core", "prepare", "contracts", "ops", "modules", "carry", "stack", "distributed"},
     "hub": {"ops", "public"},
     "command": {"convert", "hub", "measure", "command"},
-    "measure": {"core", "public", "measure", "options", "reference", "backward_formula"},  # diagnose takes them apart
-    "cli": {"core", "measure", "command"},
+    "testing": {"core", "public", "options", "testing"},
+    # `diagnose` takes the formulas apart.
+    "measure": {"core", "public", "testing", "measure", "options", "reference", "backward_formula"},
+    "cli": {"core", "testing", "measure", "command"},
     "__main__": {"cli"},
     # The last four for type checkers: test_one_import.
     "public": {
@@ -66,7 +68,18 @@ def layer(parts):
         return "public", None
     if parts[0] in ("convert", "hub") and parts[1:] in (("command",), ("checkpoint",)):
         return "command", None
-    if parts[0] in ("core", "measure", "cli", "__main__", "compat", "convert", "distributed", "guide", "hub"):
+    if parts[0] in (
+        "core",
+        "testing",
+        "measure",
+        "cli",
+        "__main__",
+        "compat",
+        "convert",
+        "distributed",
+        "guide",
+        "hub",
+    ):
         return parts[0], None
     family, *rest = parts
     if not rest:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mhc_ops.core import interpreter
 from mhc_ops.core.backend import _repair_interpreter
-from mhc_ops.measure.cases import SEED
+from mhc_ops.testing.cases import SEED
 
 
 def by_halves(terms):

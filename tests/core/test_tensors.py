@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import mhc_ops
 from mhc_ops.conv import contracts as conv_contracts
-from mhc_ops.measure import accuracy, cases
-from mhc_ops.measure.cases import Case
-from mhc_ops.measure.conv_cases import ConvCase
 from mhc_ops.mhc import contracts
+from mhc_ops.testing import accuracy, cases
+from mhc_ops.testing.cases import Case
+from mhc_ops.testing.conv_cases import ConvCase
 
 CONV = (
     ConvCase(1, 4, 3, 3, torch.float32),

@@ -19,8 +19,8 @@ from mhc_ops import distributed
 from mhc_ops.core import call
 from mhc_ops.core.op import Op
 from mhc_ops.distributed.row_exchange import pieces_of
-from mhc_ops.measure import accuracy
-from mhc_ops.measure.conv_cases import PLACES, ConvCase
+from mhc_ops.testing import accuracy
+from mhc_ops.testing.conv_cases import PLACES, ConvCase
 
 
 @dataclass(frozen=True)

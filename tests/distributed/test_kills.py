@@ -16,7 +16,7 @@ import pytest
 from processes import WITHOUT_GPUS
 from stored import checkpoint, different
 
-from mhc_ops.measure import cases
+from mhc_ops.testing import cases
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KILLS = int(os.environ.get("MHC_OPS_KILLS", "2"))

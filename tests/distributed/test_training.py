@@ -12,7 +12,7 @@ from processes import WITHOUT_GPUS, run
 from stored import checkpoint, different
 from torch.nn.functional import cross_entropy
 
-from mhc_ops.measure import accuracy
+from mhc_ops.testing import accuracy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))

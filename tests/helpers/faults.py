@@ -1,7 +1,4 @@
-"""The ops with one step done wrong: computed by diagnose's steps in fp32, as kernels do it, each fault a change of one.
-
-Without a fault these are the ops.
-"""
+"""The ops with one step done wrong: diagnose's steps in fp32, with one of them changed. Unchanged, they are the ops."""
 
 import torch
 
@@ -14,7 +11,7 @@ PRE, POST, RES = slice(0, N), slice(N, 2 * N), slice(2 * N, None)
 
 
 class Faulty(torch.autograd.Function):
-    """Called with the tensors of a case; in the backward the steps run once more, now with the cotangents."""
+    """Takes the tensors of a case; in the backward the steps run once more, now with the cotangents."""
 
     @staticmethod
     def forward(ctx, case, changes, names, *tensors):
@@ -39,7 +36,7 @@ class Faulty(torch.autograd.Function):
 
 
 def steps(case, tensors, cotangents, changes):
-    """A pre behind a post goes on with what was stored."""
+    """A pre after a post goes on with what was stored."""
     between = ("x_next", "dlink") if "link" in tensors else ("x_next",) if {"h_post", "phi"} <= set(tensors) else ()
     stored = {}
     for name in between:
@@ -59,7 +56,7 @@ def times(factor):
 
 
 def unwritten(value, values):
-    """As a kernel leaves it that does not get there: fresh memory."""
+    """Fresh memory, as a kernel leaves what it does not reach."""
     return torch.empty_like(value)
 
 
@@ -86,7 +83,7 @@ def no_halo(taps, values):
 
 
 def leak(taps, values):
-    """A tap reads the token before, whosever it is."""
+    """A tap reads the token before, even of another sequence."""
     W, _, L, _ = taps.shape
     padded = torch.nn.functional.pad(values["x"], (0, 0, W - 1, 0))
     return torch.stack([padded[:, k : k + L] for k in range(W)])
@@ -144,7 +141,7 @@ FAULTS = {
     "dbias counted per tap": {"dbias": times(4)},
 }
 
-# Of which there is a place alone.
+# Faults of which only the place is found.
 PLACED = {
     "halo missing": {"taps": no_halo},
     "leak between sequences": {"taps": leak},

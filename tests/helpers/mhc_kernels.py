@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mhc_ops.core.backend import why_not
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 STREAMED = [subject for subject in cases.SUBJECTS if subject is not cases.SINKHORN]

@@ -1,10 +1,10 @@
-"""Compare what several processes compute with one process in fp64, by the rules of mhc_ops.measure.accuracy."""
+"""Compare what several processes compute with one process in fp64, by the rules of mhc_ops.testing.accuracy."""
 
 import math
 
 import torch
 
-from mhc_ops.measure import accuracy
+from mhc_ops.testing import accuracy
 
 
 def exact_gradients(loss_of, outputs, leaves, between=()):

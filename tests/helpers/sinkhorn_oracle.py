@@ -3,7 +3,7 @@
 import torch
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 SCALES, SEEDS, ITERS = (1.0, 8.0, 20.0, 50.0, 100.0), 3, 20
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 # a backend, and a device where it runs
 PLACES = [

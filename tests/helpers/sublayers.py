@@ -7,7 +7,7 @@ from mhc_kernels import fp32
 from stack_results import assert_close, exact, gradients
 
 import mhc_ops
-from mhc_ops.measure import cases
+from mhc_ops.testing import cases
 
 fp64 = torch.float64
 T, D = 5, 7  # sizes that are a multiple of nothing

@@ -20,10 +20,10 @@ from tilelang import tvm
 
 from mhc_ops.core import backend, device
 from mhc_ops.core.device import Device
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.tilelang import build, configs
 from mhc_ops.mhc.tilelang.pre_dx import Residual, mhc_pre_dx_kernel
 from mhc_ops.mhc.tilelang.pre_project import mhc_pre_project_kernel
+from mhc_ops.testing import accuracy, cases
 
 # By what nvcc compiles for: instructions of one generation alone are marked with an a.
 DEVICES = {name + "a" * (name in ("sm_90", "sm_100", "sm_120")): on for name, on in GPUS.items()}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases
-from mhc_ops.measure.accuracy import Exact
-from mhc_ops.measure.conv_cases import ConvCase
 from mhc_ops.measure.selection import CHECK
+from mhc_ops.testing import accuracy, cases
+from mhc_ops.testing.accuracy import Exact
+from mhc_ops.testing.conv_cases import ConvCase
 
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

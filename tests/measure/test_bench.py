@@ -2,14 +2,14 @@
 
 import importlib.metadata
 import json
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 import mhc_ops
-from mhc_ops.measure import bench, cases, peers, results, selection, speed, training_step
+from mhc_ops.measure import bench, peers, results, selection, speed, training_step
+from mhc_ops.testing import cases, conv_cases
 
 CPU = torch.device("cpu")
 POST = cases.Case(cases.MHC_POST, (16,), 2, 8)
@@ -19,13 +19,12 @@ PRE = cases.Case(cases.MHC_PRE, (16,), 2, 8)
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(selection, "BENCH_CPU", (POST, PRE))
-    monkeypatch.setattr(selection, "SCALING_CPU", ())
 
 
 def run(**options):
     found = results.begin("bench")
     saved = []
-    request = bench.Request(CPU, **{"skip": ("torch.compile",), **options})
+    request = bench.Options(CPU, **{"skip": ("torch.compile",), **options})
     bench.run(request, found, lambda: saved.append(len(found.measurements)))
     return found, saved
 
@@ -79,7 +78,7 @@ def test_peers_are_checked_timed_and_named(monkeypatch):
 
 
 def test_a_stack(monkeypatch):
-    """Timed as a whole by whoever has layers, checked as a boundary or, of a library, as a layer; never compiled."""
+    """A stack is timed as a whole and checked as a boundary, or as a layer of a library; it is never compiled."""
     stacked = [cases.Stack(s, (16,), 2, 8, gamma=False) for s in (cases.MHC_NEXT, cases.MHC_NEXT_NORMED)]
     stacked.append(replace(stacked[0], recompute=4))
     monkeypatch.setattr(selection, "BENCH_CPU", stacked)
@@ -99,7 +98,7 @@ def test_a_stack(monkeypatch):
 
 
 def test_the_stacks_of_providers_are_the_same(monkeypatch):
-    """x behind them: of ours, with less kept too, and of a library's layers."""
+    """x after a stack of ours, with less kept too, and after a library's layers."""
     case = cases.Stack(cases.MHC_NEXT, (16,), 4, 8, torch.float32, gamma=False)
     monkeypatch.setattr(peers, "PEERS", (of_layers("library"),))
     x = case.inputs()["x"]
@@ -133,7 +132,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
     case = replace(PRE, subject=replace(cases.MHC_PRE, call=wrong))
     monkeypatch.setattr(selection, "BENCH_CPU", (case,))
-    monkeypatch.setattr(selection, "runs", lambda case, backend, device: backend == "triton")
+    monkeypatch.setattr(conv_cases, "runs", lambda case, backend, device: backend == "triton")
     found, _ = run()
     assert {m.provider for m in found.measurements} == {"eager"}
     (entry,) = [entry for entry in found.not_measured if entry.failed]
@@ -141,13 +140,10 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 
 def test_order_of_importance(monkeypatch):
-    monkeypatch.setattr(selection, "runs", lambda case, backend, device: True)
-    sweep = cases.Sweep("T", "", {T: replace(POST, outer=(T,)) for T in (1, 2)})
-    monkeypatch.setattr(selection, "SCALING_CPU", (sweep,))
-    request = bench.Request(CPU, skip=(f"Liger {PRE}",))
+    monkeypatch.setattr(conv_cases, "runs", lambda case, backend, device: True)
+    request = bench.Options(CPU, skip=(f"Liger {PRE}",))
     units = bench.plan(request, ["triton", "Liger", "eager", "torch.compile"])
-    assert [unit.provider for unit in units] == [*["triton"] * 4, "Liger", *["eager"] * 2, *["torch.compile"] * 2]
-    assert [unit.group for unit in units[:4]] == ["training", "training", "sweep", "sweep"]
+    assert [unit.provider for unit in units] == [*["triton"] * 2, "Liger", *["eager"] * 2, *["torch.compile"] * 2]
 
 
 def test_what_was_skipped_is_named():
@@ -157,35 +153,10 @@ def test_what_was_skipped_is_named():
     assert found.complete
 
 
-def test_a_sweep_measures_no_case_twice(monkeypatch):
-    monkeypatch.setattr(
-        selection, "SCALING_CPU", (cases.Sweep("T", "", {T: replace(POST, outer=(T,)) for T in (16, 32)}),)
-    )
-    units = bench.plan(bench.Request(CPU), ["eager"])
-    assert sorted(map(str, units)) == sorted({str(unit) for unit in units})
-    assert len(units) == 3
-
-
 def test_providers_that_were_asked_for():
     found, _ = run(providers=["eager"], skip=())
     assert {m.provider for m in found.measurements} == {"eager"}
     assert found.not_measured == []
-
-
-def test_a_budget_leaves_out_the_rest(monkeypatch):
-    def slow(*arguments):
-        time.sleep(0.2)
-        return []
-
-    monkeypatch.setattr(selection, "check", slow)
-    found, _ = run(budget=0.2)
-    assert found.budget_seconds == 0.2
-    assert not found.complete
-    assert {m.case for m in found.measurements} == {str(POST)}
-    (late,) = [entry for entry in found.not_measured if (entry.where, entry.provider) == (str(PRE), "eager")]
-    assert late.reason == "out of time (--budget 0.2)"
-    assert not late.failed
-    assert {m.samples for m in found.measurements} == {speed.FEWEST_SAMPLES}
 
 
 def test_small_cases_are_checked_once(monkeypatch):
@@ -224,13 +195,3 @@ def test_not_a_number_survives(tmp_path):
     (row,) = results.read(tmp_path / "file").accuracy
     assert row.max_error != row.max_error
     assert not row.passed
-
-
-def test_older_files_can_be_read(tmp_path):
-    """Format 1 had no more than this."""
-    old = {"subject": "s", "case": "c", "provider": "p", "direction": "forward", "microseconds": 2, "bandwidth": 3}
-    content = {"date": "d", "complete": True, "versions": {}, "measurements": [{**old, "copy_microseconds": 1}]}
-    (tmp_path / "file").write_text(json.dumps(content))
-    (measurement,) = results.read(tmp_path / "file").measurements
-    assert measurement.of_copy == 0.5
-    assert measurement.spread is None

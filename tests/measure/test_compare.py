@@ -5,20 +5,19 @@ from dataclasses import replace
 import pytest
 
 from mhc_ops.measure import compare
-from mhc_ops.measure.accuracy import Row
 from mhc_ops.measure.results import NotMeasured, Results
-from mhc_ops.measure.speed import Growth, Measurement
-from mhc_ops.measure.training_step import Step
+from mhc_ops.measure.speed import Measurement
+from mhc_ops.measure.training_step import StepTime
+from mhc_ops.testing.accuracy import Row
 
 TIMED = Measurement(
     "op", "op 8x8", "triton", "both", 200.0, 1.0, 100.0, peak_megabytes=50.0, spread=2.0, copy_spread=1.0, samples=20
 )
 ROW = Row("op 8x8", "triton", "y", 1e-6, 2e-7, 1e-5, True, "float32", 10_000)
-GROWTH = Growth("op", "T", "D = 8", "triton", "both", [], [], [], [], [], 1.0, 2.0, 1.0, 0.01)
 
 
 def changes(after, before=TIMED, **rest):
-    kinds = {Measurement: "measurements", Row: "accuracy", Growth: "scaling"}
+    kinds = {Measurement: "measurements", Row: "accuracy"}
     files = [Results("bench", **{kinds[type(entry)]: [entry]}) for entry in (before, after)]
     found, common = compare.compare(files[0], replace(files[1], **rest))
     assert common == 1
@@ -87,17 +86,6 @@ def test_memory():
     assert changes(replace(TIMED, peak_megabytes=40.0)) == [("less memory", False)]
 
 
-def test_growth():
-    assert changes(replace(GROWTH, per_megabyte=2.05), GROWTH) == []
-    assert changes(replace(GROWTH, per_megabyte=2.2), GROWTH) == [("slower", True)]
-
-
-def test_a_time_that_does_not_grow_is_not_compared():
-    """As noise makes it, where a byte more costs next to nothing."""
-    for before, after in ((GROWTH, replace(GROWTH, per_megabyte=-0.1)), (replace(GROWTH, per_megabyte=-0.1), GROWTH)):
-        assert changes(after, before) == [("not compared", False)]
-
-
 @pytest.mark.parametrize(
     ("after", "expected"),
     [
@@ -134,8 +122,8 @@ def test_a_kernel_that_no_longer_runs():
     assert str(change) == "fails: op 8x8 triton both: RuntimeError: no"
 
 
-PLAIN = Step("training_step 8x4x8", "plain", False, 50.0, 0.5, 20)
-STEP = Step("training_step 8x4x8", "triton", False, 60.0, 0.6, 20, overhead_percent=20.0, peak_megabytes=900.0)
+PLAIN = StepTime("training_step 8x4x8", "plain", False, 50.0, 0.5, 20)
+STEP = StepTime("training_step 8x4x8", "triton", False, 60.0, 0.6, 20, overhead_percent=20.0, peak_megabytes=900.0)
 
 
 @pytest.mark.parametrize(

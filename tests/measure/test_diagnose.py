@@ -6,10 +6,10 @@ import faults
 import pytest
 import torch
 
-from mhc_ops.measure import cases
-from mhc_ops.measure.cases import Case
-from mhc_ops.measure.conv_cases import ConvCase
 from mhc_ops.measure.diagnose import diagnose
+from mhc_ops.testing import cases
+from mhc_ops.testing.cases import Case
+from mhc_ops.testing.conv_cases import ConvCase
 
 fp32, bf16 = torch.float32, torch.bfloat16
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from mhc_ops.measure import accuracy, cases
-from mhc_ops.measure.cases import Case
-from mhc_ops.measure.conv_cases import PLACES, ConvCase
 from mhc_ops.measure.diagnose import diagnose
 from mhc_ops.measure.diagnose.ops import hypotheses, model_of, terms_of
+from mhc_ops.testing import accuracy, cases
+from mhc_ops.testing.cases import Case
+from mhc_ops.testing.conv_cases import PLACES, ConvCase
 
 fp32, bf16 = torch.float32, torch.bfloat16
 OPS = [

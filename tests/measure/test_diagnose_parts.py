@@ -1,15 +1,13 @@
-"""The parts of a diagnosis: places as words, terms by least squares, distributions, maps; and what steps can do."""
-
-import math
+"""The parts of a diagnosis: places as words, terms by least squares, and what steps can do."""
 
 import pytest
 import torch
 
 from mhc_ops.core import steps
-from mhc_ops.measure import cases
-from mhc_ops.measure.accuracy import NORM_TOLERANCE, Exact, judge
-from mhc_ops.measure.cases import Case
 from mhc_ops.measure.diagnose import findings, outputs
+from mhc_ops.testing import cases
+from mhc_ops.testing.accuracy import Exact, judge
+from mhc_ops.testing.cases import Case
 
 SECTIONS = {"pre": range(2), "post": range(2, 4), "res": range(4, 8)}
 
@@ -108,69 +106,6 @@ def test_a_factor_in_a_place():
     result[..., 2:5] *= 2.5
     finding = found_in(result, exact, {})
     assert (finding.sentence, finding.share) == ("channels 2 to 4 are counted 2.5 times", pytest.approx(1))
-
-
-def output(result, exact):
-    """As inv_rms of so many tokens."""
-    case, truth = Case(cases.MHC_FORWARD_PRE, (len(exact),), 1, 1), Exact(exact)
-    row = judge(case, "reference", "inv_rms", result, truth)
-    return outputs.Output(case, row, result, result, truth, {})
-
-
-def test_distribution():
-    exact = torch.ones(100, dtype=torch.float64)
-    result = exact.clone()
-    result[:10] += 1e-3 * 1.5
-    result[10:12] = -2
-    result[12] = math.nan
-    result[13] = 0
-    found = output(result, exact).details()["statistics"]
-    assert found["decades"] == {"1e-9": 0.86, "1e-3": 0.10, "1e0": 0.03}
-    assert (found["nan"], found["zero"]) == (1, 1)
-    assert found["error"]["min"] == pytest.approx(-3)
-    assert (found["ratio"]["min"], found["ratio"]["max"]) == (-2, pytest.approx(1.0015))
-
-
-def test_errors_by_block():
-    exact = torch.ones(80, dtype=torch.float64)
-    result = exact.clone()
-    result[40] += 50 * NORM_TOLERANCE[torch.float64]
-    result[79] = math.nan
-    blocks = output(result, exact).details()["largest error by block, of what is allowed"]["token"]
-    assert list(blocks) == [str(first) for first in range(0, 80, 4)]
-    assert (blocks["0"], blocks["40"], blocks["76"]) == (0, pytest.approx(50, rel=0.1), math.inf)
-
-
-def test_a_map_joins_lines_that_look_the_same():
-    excess = torch.zeros(64, 2, 40)
-    excess[:, 1] = 50
-    excess[40:, 0, 32:] = math.inf
-    assert list(outputs.map_of(excess, {"token": 64, "stream": 2, "channel": 40}, columns=12)) == [
-        ("stream", "  0  │  1"),
-        ("tokens 0 to 39", "·····│▒▒▒▒▒"),
-        ("tokens 40 and up", "····N│▒▒▒▒▒"),
-        ("", "channels 0 to 39 of each stream, 8 per character"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("axes", "labels"),
-    [
-        ({"section": 3}, [""]),
-        ({"token": 12, "stream": 4}, ["tokens 0 and up"]),
-        ({"stream": 4, "channel": 70}, ["streams 0 to 3"]),
-        ({"token": 12, "old stream": 4, "new stream": 4}, ["old stream", "tokens 0 and up"]),
-        (
-            {"sequence": 2, "token": 40, "stream": 3, "channel": 9},
-            ["stream", "sequence 0", "tokens 0 and up", "sequence 1", "tokens 0 and up"],
-        ),
-    ],
-)
-def test_a_map_takes_every_layout(axes, labels):
-    *lines, (_, unit) = outputs.map_of(torch.full(tuple(axes.values()), 5.0), axes, columns=64)
-    assert [label for label, _ in lines] == labels
-    assert set(lines[-1][1]) - {"│"} == {"░"}
-    assert unit.startswith(list(axes)[-1])
 
 
 def test_gradients_of_steps():

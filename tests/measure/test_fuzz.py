@@ -8,10 +8,10 @@ import torch
 
 import mhc_ops
 from mhc_ops.core.backend import BACKENDS
-from mhc_ops.measure import cases, fuzz
-from mhc_ops.measure.cases import LAYOUTS, Case
-from mhc_ops.measure.conv_cases import PLACES, ConvCase
 from mhc_ops.mhc.options import PreOptions
+from mhc_ops.testing import cases, fuzz
+from mhc_ops.testing.cases import LAYOUTS, Case
+from mhc_ops.testing.conv_cases import PLACES, ConvCase
 
 CPU = torch.device("cpu")
 
@@ -108,7 +108,7 @@ def test_faults_are_found(fault, monkeypatch):
         return plant(y, len(runs)) if backend == "triton" else y
 
     monkeypatch.setattr(mhc_ops, "mhc_post", wrong)
-    monkeypatch.setattr(fuzz.selection, "runs", lambda case, *_: case.subject.name == "mhc_post" and all(case.outer))
+    monkeypatch.setattr(fuzz, "runs", lambda case, *_: case.subject.name == "mhc_post" and all(case.outer))
     monkeypatch.setattr(fuzz, "FLOATS", (torch.float32,))
     found = [next(o for o in fuzz.run(60, "cpu", [name], seed=cases.SEED)) for name in ("triton", "reference")]
     assert [outcome.passed for outcome in found] == [False, True]
@@ -123,7 +123,7 @@ CONV = {
         ConvCase(1, 12, 5, dtype=torch.float32, places="cu_seqlens states"),
         lambda y, cu_seqlens=None, **_: cu_seqlens is not None,
     ),
-    "the tokens behind it": (ConvCase(1, 12, 5, dtype=torch.float32), lambda y, **_: y.shape[1] == 12),
+    "the tokens after it": (ConvCase(1, 12, 5, dtype=torch.float32), lambda y, **_: y.shape[1] == 12),
     "the chunks before it": (
         ConvCase(1, 12, 5, dtype=torch.float32, places="states"),
         lambda y, x, initial_state, **_: (

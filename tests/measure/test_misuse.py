@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases, misuse, unusual
-from mhc_ops.measure.misuse import Misuse
+from mhc_ops.testing import accuracy, cases, misuse, unusual
+from mhc_ops.testing.misuse import Misuse
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,9 @@ import torch
 
 import mhc_ops
 import mhc_ops.compat.causal_conv1d
-from mhc_ops.measure import cases, peers
-from mhc_ops.measure.conv_cases import ConvCase
+from mhc_ops.measure import peers
+from mhc_ops.testing import cases
+from mhc_ops.testing.conv_cases import ConvCase
 
 by_peer = pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
 by_subject = pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda subject: subject.name)

@@ -9,9 +9,9 @@ import torch
 import mhc_ops
 from mhc_ops import HyperConnection, HyperHead, HyperStack, MHCBlock
 from mhc_ops.core import backend as backends
-from mhc_ops.measure import cases
 from mhc_ops.mhc import prepare
 from mhc_ops.mhc.options import DEFAULTS, NOT_IN_TILELANG
+from mhc_ops.testing import cases
 
 N, D = 4, 16
 M = N * N + 2 * N

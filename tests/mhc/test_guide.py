@@ -15,7 +15,7 @@ from mhc_ops import (
     mhc_forward_pre_triton,
     mhc_forward_pre_triton_optimized,
 )
-from mhc_ops.measure import accuracy
+from mhc_ops.testing import accuracy
 
 B, S, n, D = 2, 128, 4, 256
 M = n * n + 2 * n

@@ -4,7 +4,7 @@ import pytest
 import torch
 from mhc_kernels import bf16, by_most_subjects, cotangents_of, fp16, fp32, needs, on_gpu
 
-from mhc_ops.measure import accuracy, cases, fuzz
+from mhc_ops.testing import accuracy, cases, fuzz
 
 # of a batch; one launch takes the small ones
 PARTS = (slice(0, 1), slice(3, 19), slice(100, 164), slice(5, 133), slice(7, 650), slice(-7, None))

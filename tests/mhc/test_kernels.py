@@ -22,7 +22,7 @@ from mhc_kernels import (
 )
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 Pre = partial(cases.Case, cases.MHC_FORWARD_PRE)
 TYPES = (bf16, fp16, fp32)

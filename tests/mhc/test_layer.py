@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
-from mhc_ops.measure import cases
 from mhc_ops.mhc import contracts, prepare
 from mhc_ops.mhc.options import PreOptions
+from mhc_ops.testing import cases
 
 OPTIONS = tuple(PreOptions())
 by_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -12,7 +12,7 @@ from torch import nn
 import mhc_ops
 from mhc_ops import HyperConnection, HyperHead, MHCBlock, ShortConv, mhc_expand
 from mhc_ops.core import backend
-from mhc_ops.measure import accuracy
+from mhc_ops.testing import accuracy
 
 
 def test_block_is_the_function():

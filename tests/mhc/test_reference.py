@@ -6,7 +6,7 @@ from mhc_kernels import backward_by_hand
 from stack_results import assert_equal
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 SUBJECT = cases.MHC_FORWARD_PRE
 

@@ -8,7 +8,7 @@ from sinkhorn_oracle import ITERS, assert_pre_has_the_sinkhorn_of_its_logits, as
 from stack_oracle import doubly_stochastic
 
 import mhc_ops
-from mhc_ops.measure import accuracy, cases
+from mhc_ops.testing import accuracy, cases
 
 
 @pytest.mark.parametrize("sigma", [0.1, 1])

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
-from mhc_ops.measure import accuracy
 from mhc_ops.mhc import recompute as recomputing
+from mhc_ops.testing import accuracy
 
 REFERENCE = ("reference", "cpu")
 fp64 = torch.float64

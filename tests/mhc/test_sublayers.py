@@ -30,8 +30,8 @@ from sublayers import (
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import recompute
+from mhc_ops.testing import accuracy, cases
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
 from mhc_ops.core.modes import is_eager
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.contracts import mhc_pre_bwd, mhc_pre_fwd
 from mhc_ops.mhc.options import PreOptions
+from mhc_ops.testing import accuracy, cases
 
 SUBJECT = cases.MHC_FORWARD_PRE
 OPTIONS = PreOptions(sinkhorn_iters=0)

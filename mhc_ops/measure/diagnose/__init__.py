@@ -1,7 +1,7 @@
-"""Where an error comes from: run an op, compare it with fp64, and explain what is off.
+"""Where an error comes from: an op is run, compared with fp64, and what is off is explained.
 
 An output is explained by the first of these that leaves an error within its tolerance: a fact (never written, NaN,
-zero); an output before it that is wrong; a hypothesis; the terms that it is a sum of; a factor.
+zero); an earlier output that is wrong; a hypothesis; the terms that it is a sum of; a factor.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ...core.steps import Computation, always
-from .. import accuracy
-from ..accuracy import Cotangents, Row
-from ..cases import Case, Tensors
-from ..conv_cases import AnyCase
+from ...testing import accuracy
+from ...testing.accuracy import Cotangents, Row
+from ...testing.cases import Case, Tensors
+from ...testing.conv_cases import AnyCase
 from .ops import Hypothesis, hypotheses, model_of, terms_of
 from .outputs import Output, coefficients
 
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """rows: what `check` says of every output, in the order of the dataflow. wrong: those that do not pass."""
+    """rows: the verdict of `check` on every output, in the order of the dataflow. wrong: those that fail."""
 
     case: AnyCase
     backend: str
@@ -70,7 +70,7 @@ def diagnose(
 
     with contextlib.ExitStack() as afterwards:
         if max(tensor.numel() for tensor in tensors.values()) < ENOUGH_FOR_THREADS:
-            # Hundreds of models are run; on a busy CPU threads that wait for each other take ten times as long.
+            # Hundreds of models run; on a busy CPU, threads that wait for each other take ten times as long.
             afterwards.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         outputs = run()
@@ -92,7 +92,7 @@ def diagnose(
 
 
 def _leave_zeros(*like: Tensor) -> None:
-    """What is allocated next, for outputs and gradients, is then memory without a NaN of an earlier run."""
+    """The memory that outputs and gradients get next then holds no NaN of an earlier run."""
     zeros = [torch.zeros_like(tensor) for tensor in like for _ in range(SPARE)]
     del zeros
 
@@ -104,14 +104,14 @@ def _fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it, unless told not to
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about algorithms that are not deterministic: nobody asked for that here
+            warnings.simplefilter("ignore")  # of algorithms that are not deterministic
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypothesis]) -> list[Finding]:
-    """Outputs come in the order of the dataflow; a finding takes the first that has none, and all it explains."""
+    """Each finding explains the first output without one, in the order of the dataflow, and others with it."""
     wrong = [output for output in outputs if not output.passed]
     found: list[Finding] = []
     while wrong:
@@ -131,7 +131,7 @@ def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypo
 
 
 def _fact(wrong: Sequence[Output]) -> Finding | None:
-    """Other outputs of the same pass of which the same is true are the same fact."""
+    """Outputs of the same pass that share the fact share the finding."""
     lead = wrong[0]
     alike = [o.name for o in wrong if o.is_gradient == lead.is_gradient and o.fact == lead.fact]
     return Finding(lead.fact, tuple(alike), 1.0) if lead.fact else None
@@ -140,7 +140,7 @@ def _fact(wrong: Sequence[Output]) -> Finding | None:
 def _hypothesis(
     wrong: Sequence[Output], outputs: Sequence[Output], every: Sequence[Hypothesis], model: Computation
 ) -> Finding | None:
-    """The one that explains most of what is wrong and contradicts least of what is right; the first of equals."""
+    """The hypothesis that explains most wrong outputs and contradicts fewest right ones; the first of equals."""
     lead, best, most = wrong[0], None, -math.inf
     for sentence, changes in every:
         candidate = model.value(lead.name, changes)
@@ -154,7 +154,7 @@ def _hypothesis(
 
 
 def _fit(lead: Output) -> Finding | None:
-    """Terms that are left out or count more than once; the last resort is all of the place that is wrong."""
+    """Terms that are left out or count more than once; as the last resort, a factor of the whole place."""
     whole: Tensors = {}
     for name, term in lead.terms.items():  # "a of p" and "a of q" as a
         group = name.split(" of ")[0]
@@ -172,7 +172,7 @@ def _fit(lead: Output) -> Finding | None:
 
 
 def _rounded(factor: float) -> float:
-    """Not to 1: that would be no fault."""
+    """Rounds to a whole number, but not to 1, which is no fault."""
     whole = round(factor)
     return float(whole) if whole != 1 and abs(factor - whole) <= WHOLE * max(1.0, abs(factor)) else factor
 

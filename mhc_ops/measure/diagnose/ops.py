@@ -1,8 +1,8 @@
 """The ops as named steps, and what may be wrong in them.
 
 Only the forward is written down; the terms of a gradient follow from it (core/steps.py): "dx via h_mix" is what dx gets
-from the step h_mix. A hypothesis is a sentence and the values that are then others, by their names: "h_mix", "dh_mix",
-"dx via h_mix", or what one step reads: "gamma for h_mix".
+from the step h_mix. A hypothesis is a sentence and the values that change with it, by name: "h_mix", "dh_mix", "dx via
+h_mix", or what one step reads, "gamma for h_mix".
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -17,15 +17,15 @@ from ...core.steps import Change, Computation, Steps, Values, renamed, steps_of,
 from ...mhc import backward_formula
 from ...mhc import reference as mhc
 from ...mhc.options import DEFAULTS
-from ..accuracy import Cotangents
-from ..cases import Case, Tensors
-from ..conv_cases import AnyCase, ConvCase
+from ...testing.accuracy import Cotangents
+from ...testing.cases import Case, Tensors
+from ...testing.conv_cases import AnyCase, ConvCase
 from .outputs import BLOCKED, layout, words_of
 
-Hypothesis = tuple[str, Mapping[str, Change]]  # a sentence, and what is then instead of which values
-BLOCKS = [8 << k for k in range(30)]  # that kernels read
+Hypothesis = tuple[str, Mapping[str, Change]]  # a sentence, and the values that change
+BLOCKS = [8 << k for k in range(30)]  # sizes that kernels read at once
 
-# mHC, with the maps of mhc/backward_formula.py. Of a layer with a norm, h_read is h_in before it.
+# mHC, with the maps of mhc/backward_formula.py. In a layer with a norm, h_read is h_in before the norm.
 MAPS = (
     *steps_of(
         inv_rms=lambda x, norm_eps: torch.rsqrt(x.square().mean((-2, -1)) + norm_eps),
@@ -48,21 +48,21 @@ WRITTEN = steps_of(written=lambda h_post, h_out: h_post[..., None] * h_out[..., 
 MIX = (*WRITTEN, *steps_of(mixed=lambda h_res, x: h_res.mT @ x), total("x_next", "written", "mixed"))
 KEEP = (*WRITTEN, *steps_of(kept=lambda x: x), total("x_next", "written", "kept"))
 MEAN = steps_of(out=lambda x: x.mean(-2))
-# A post and the pre behind it have two of some names: "h_post before" is the post's. The pre reads x_next as it was
-# stored, or as it is where nothing was. mhc_next ends with the post of the next sublayer, which costs nothing.
+# In a post and the pre after it some names occur twice: "h_post before" is the post's. The pre reads x_next as it was
+# stored. mhc_next ends with the post of the next sublayer, which costs nothing.
 BEFORE = {"h_post": "h_post before", "h_res": "h_res before"}
 AFTER = {"x_next": "x_after"} | {name: f"{name} after" for name in ("h_out", "written", "mixed", "kept")}
 STORED = steps_of(
     stored=lambda x_next, as_stored: x_next if as_stored is None else x_next + (as_stored - x_next).detach()
 )
-# Its backward is two: that of the next sublayer ends with dlink, the gradient of x_next; that of the post before begins
-# with dlink as it was stored. x has none.
+# Its backward has two parts: that of the next sublayer ends with dlink, the gradient of x_next; that of the post before
+# begins with dlink as it was stored. x has no gradient.
 LINK = steps_of(
     dlink_taken=lambda dlink, dlink_as_stored: dlink if dlink_as_stored is None else dlink_as_stored,
     dx=lambda x: torch.zeros_like(x),
 )
 
-# The convolution; `under` says what lies under each tap, which the final state is, and which tokens are no padding.
+# The convolution. `under` returns what lies under each tap, the final state, and which tokens are no padding.
 CONV = (
     *steps_of(
         taps=lambda x, initial_state, under: torch.stack(under(x, initial_state)[0]),
@@ -87,7 +87,7 @@ SHORT_CONV = (
     *renamed(CONV, x="normed"),
 )
 
-# What a sentence says for a value, and for a term of dx.
+# How a sentence names a value, and a term of dx.
 WORDS = {"written": "h_post ⊗ h_out", "mixed": "h_resᵀ x", "kept": "x", "stored": "x_next", "dstored": "dx_next"}
 WORDS |= {"written after": WORDS["written"], "mixed after": "h_resᵀ x_next", "h_out after": "h_out", "alphas": "alpha"}
 WORDS |= {"shift": "the bias", "gate": "the activation", "convolved": "the convolution", "added": "the residual"}
@@ -111,7 +111,7 @@ FACTORS = ("gamma", "alphas", "layer_norm_weight", "r", "gate")
 def model_of(
     case: AnyCase, tensors: Tensors, cotangents: Cotangents, results: Tensors, dtype: torch.dtype = torch.float64
 ) -> Computation:
-    """results: those that are judged. A decoding step has no steps: where it is wrong has to do."""
+    """results: those that are judged. A decoding step is not split into steps; only its place is reported."""
     if isinstance(case, ConvCase) and case.update:
         return Computation((), {**results})
     pairs = zip(case.subject.differentiable, cotangents)
@@ -123,7 +123,7 @@ def model_of(
 
 
 def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]:
-    """And what the steps read."""
+    """The steps, and what they read."""
     boundary = {"h_post", "phi"} <= set(tensors)
     given = {BEFORE.get(name, name) if boundary else name: tensor for name, tensor in tensors.items()}
     device = next(iter(tensors.values())).device
@@ -139,7 +139,7 @@ def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]
 
 
 def _forward(case: Case, given: Collection[str]) -> Steps:
-    """A pre and a post, of which most ops are a part; a boundary is a post and both."""
+    """Most ops are a part of a pre and a post; a boundary is a post, a pre and a post."""
     op, identity = case.subject.name.split()[0], "identity" in case.subject.name
     read = renamed(READ, h_pre="read") if "read" in given else READ
     if "layer_norm_weight" in given:
@@ -171,7 +171,7 @@ def _gradients_of_next(forward: Steps, wanted: Collection[str], outputs: Collect
 
 
 def _conv(case: ConvCase, tensors: Tensors, given: Tensors) -> tuple[Steps, Values]:
-    """And what the steps read: without an argument, zero."""
+    """The steps, and what they read; an argument that is not given is zero."""
     x, bounds = tensors["x"].flatten(2), tensors.get("cu_seqlens")
 
     def under(x: Tensor, initial_state: Tensor | None) -> conv.Taps:
@@ -192,7 +192,7 @@ def _conv(case: ConvCase, tensors: Tensors, given: Tensors) -> tuple[Steps, Valu
 
 
 def terms_of(case: AnyCase, model: Computation, output: str) -> Tensors:
-    """What adds up to an output, by its words: its terms, in parts where they are sums; none where it is one."""
+    """The terms of an output by their words, split where they are sums; none if there is only one."""
     found: Tensors = {}
     for step in model.steps:
         if step.name in model.sums.get(output, (output,)):
@@ -208,7 +208,7 @@ def terms_of(case: AnyCase, model: Computation, output: str) -> Tensors:
 
 
 def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
-    """What may be wrong; of two that explain an output equally well the first is preferred."""
+    """What may be wrong, the likelier first."""
     yield from _in_maps(case.sections)
     for name in FACTORS:
         readers = _readers(model, name)
@@ -238,7 +238,7 @@ def _in_maps(sections: Mapping[str, range]) -> Iterator[Hypothesis]:
 
 
 def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
-    """The tensor is read up to some index only, where a block ends: after the first, or before one that is not full."""
+    """The tensor is read up to an index at which a block ends: the first block, or the last full one."""
     axes, readers = layout(case, tensor, model.right[tensor].shape), _readers(model, tensor)
     for axis, (word, size) in enumerate(axes.items()):
         blocks = BLOCKS if word in BLOCKED else range(1, size) if word in ("stream", "sequence") else ()
@@ -251,7 +251,7 @@ def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[H
 
 
 def _readers(model: Computation, tensor: str) -> dict[str, list[str]]:
-    """By the words of what it is read for, and of all of it: what is then read, as a change names it."""
+    """What reads the tensor, by the words of each reader and of all together, as a change names it."""
     found: dict[str, list[str]] = {}
     for step in model.steps:
         if tensor in step.reads and not step.is_sum and model.depends(step, tensor):

@@ -1,30 +1,27 @@
-"""One output beside its truth: which elements are wrong, where they lie, how the error is distributed."""
+"""One output beside its truth: which elements are wrong, and where they lie."""
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import accuracy
-from ..accuracy import NORM_TOLERANCE, ROUNDING, Exact, Row
-from ..cases import Case, Tensors
-from ..conv_cases import AnyCase
+from ...testing import accuracy
+from ...testing.accuracy import NORM_TOLERANCE, ROUNDING, Exact, Row
+from ...testing.cases import Case, Tensors
+from ...testing.conv_cases import AnyCase
 
 FILLED = 0.5  # of the elements in a place must be wrong for the place to say anything
 BLOCKED = ("channel", "token")  # axes that kernels go through in blocks
-MOST_BLOCKS = 32  # that the errors by axis are given for
-MOST_GROUPS, MOST_ROWS = 4, 16  # of a map
 FEW = 6  # indices that are listed one by one
+LEAST_TERM = 5e-4  # coefficient that is shown
 WORTH_A_RATIO = 1e-3  # of the root mean square; below it a ratio says nothing
-NEARLY_ALL = 0.75  # of the error must be gone, beside what is left being within the tolerance
+NEARLY_ALL = 0.75  # of the error that an explanation must remove; the rest must be within the tolerance
 
 NO_SECTIONS: Mapping[str, range] = {}
-# The tensors that have these axes; a gradient has those of its tensor.
+# Axes, and the tensors that have them; a gradient has the axes of its tensor.
 MHC = {"token, stream, channel": "x x_next x_after stored link", "token, channel": "h_in h_read h_out out"}
 MHC |= {"token, stream": "h_pre h_post read", "token, old stream, new stream": "h_res logits", "token": "inv_rms"}
 MHC |= {"row, stream, channel": "phi", "token, row": "h_mix z", "row": "bias", "section": "alpha"}
@@ -35,7 +32,7 @@ CONV |= {"stream, channel": "gamma", "channel": "bias"}
 
 
 def layout(case: AnyCase, name: str, shape: Sequence[int]) -> dict[str, int]:
-    """The axes of a tensor and their sizes: all tokens are one axis, streams and channels are two."""
+    """The axes of a tensor and their sizes. All tokens are one axis; streams and channels are two."""
     tensor = name.split()[0].removeprefix("d")  # "h_out after" has the axes of h_out
     table = MHC if isinstance(case, Case) else CONV
     axes = next(axes for axes, tensors in table.items() if tensor in tensors.split())
@@ -47,7 +44,7 @@ def layout(case: AnyCase, name: str, shape: Sequence[int]) -> dict[str, int]:
 
 
 class Place(NamedTuple):
-    """words: "" where the error is everywhere or scattered. box: the elements meant, shaped as the output."""
+    """words: "" if the error is everywhere or scattered. box: the elements meant, shaped as the output."""
 
     words: str
     several: bool  # whether the words are a plural
@@ -98,10 +95,8 @@ def words_of(indices: Sequence[int], size: int, axis: str, sections: Mapping[str
 
 
 def wrong_elements(result: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Elements further off than their type allows: one rounding, or the tolerance in norm as a share of the rms.
-
-    Where the norm fails, some element is further off than the second, so that the mask is never empty.
-    """
+    """Elements further off than their type allows: one rounding, or the tolerance in norm as a share of the rms. If the
+    norm fails, some element exceeds the second, so the mask is never empty."""
     error = (result - exact).abs()
     largest = exact.abs() if exact.dim() == 0 or not exact.numel() else exact.abs().amax(-1, keepdim=True)
     by_rounding = ~(error <= ROUNDING.get(dtype, 0.0) * largest)
@@ -110,7 +105,7 @@ def wrong_elements(result: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def coefficients(error: Tensor, terms: Tensors) -> dict[str, float]:
-    """c of error ≈ Σ c · term by least squares; what is not finite has no say."""
+    """c of error ≈ Σ c · term by least squares; elements that are not finite count as 0."""
     if not terms:
         return {}
     columns = torch.stack([tensor.flatten() for tensor in (error, *terms.values())], -1).nan_to_num(0.0, 0.0, 0.0).cpu()
@@ -119,7 +114,7 @@ def coefficients(error: Tensor, terms: Tensors) -> dict[str, float]:
 
 
 class Output:
-    """An output or a gradient of a run (stored) and of the run before (first), its truth and the terms of that."""
+    """An output or a gradient of a run (stored) and of the run before (first), its truth and the truth's terms."""
 
     def __init__(self, case: AnyCase, row: Row, stored: Tensor, first: Tensor, truth: Exact, terms: Tensors) -> None:
         self.case, self.row, self.stored, self.first, self.truth = case, row, stored, first, truth
@@ -128,8 +123,6 @@ class Output:
         self.error, self.rms = self.result - self.exact, float(self.exact.square().mean().sqrt())
         self.terms = {name: term.reshape(self.exact.shape) for name, term in terms.items()}
         self.axes = layout(case, self.name, self.exact.shape)
-        excess = (self.error / (NORM_TOLERANCE[stored.dtype] * self.rms or 1.0)).abs().nan_to_num(torch.inf, torch.inf)
-        self.excess = excess.reshape(tuple(self.axes.values()))  # as a multiple of what is allowed
         self.off = wrong_elements(self.result, self.exact, stored.dtype)
 
     @cached_property
@@ -138,9 +131,9 @@ class Output:
 
     @cached_property
     def fact(self) -> str:
-        """What needs no explanation."""
+        """Why an output is wrong, if that shows by itself; otherwise ""."""
         if not bool(self.exact.isfinite().all()):
-            return "cannot be judged: the truth is not finite, as an input or an output stored before it is not"
+            return "cannot be judged: the truth is not finite, because an input or an output stored before it is not"
         lost = ~self.result.isfinite()
         if bool(lost.any()):
             what = "NaN" if bool(self.result[lost].isnan().all()) else "NaN or infinite"
@@ -151,13 +144,13 @@ class Output:
 
     @property
     def race_and_place(self) -> str:
-        """All that is left to say where nothing explains it."""
+        """All that is known of an unexplained error."""
         race = "; different in each run: a race, or memory read before it is written"
         where = f"; wrong: {self.place.words}" if self.place.words else ""
         return f"{'' if self.close(self.first.double()) else race}{where}"
 
     def close(self, candidate: Tensor) -> bool:
-        """Whether the result would pass if this were the truth."""
+        """Whether the result passes with the candidate as the truth."""
         truth = Exact(candidate.reshape(self.exact.shape), self.truth.terms)
         return accuracy.judge(self.case, self.row.backend, self.name, self.stored, truth).passed
 
@@ -169,79 +162,23 @@ class Output:
     def explained_by(self, candidate: Tensor) -> bool:
         return self.share(candidate) >= NEARLY_ALL and self.close(candidate)
 
-    def details(self) -> dict[str, Any]:
-        """All that is shown of it. error: relative to the root mean square of the truth; ratio: result / truth where an
-        element is wrong and its truth not tiny; decades: share of all elements by the power of ten of their error.
-        """
-        relative = self.error / (self.rms or 1.0)
-        finite = relative[relative.isfinite()]
-        powers, counts = finite.abs().log10().floor().clamp(-9, 1).unique(return_counts=True)
+    def details(self) -> dict[str, str]:
+        """What is known beyond the verdict: the place, result / truth where elements are wrong, and the terms."""
         worth = self.off & self.result.isfinite() & (self.exact.abs() > WORTH_A_RATIO * self.rms)
-        statistics = {
-            "error": _spread(finite),
-            "ratio": _spread(self.result[worth] / self.exact[worth]),
-            "decades": {f"1e{int(power)}": int(count) / relative.numel() for power, count in zip(powers, counts)},
-            "nan": int((~self.result.isfinite()).sum()),
-            "zero": int(((self.result == 0) & (self.exact != 0)).sum()),
-        }
-        inside = {name: term[self.place.box] for name, term in self.terms.items()}
-        largest = {axis: in_blocks(_along(self.excess, k).amax(1), 0, MOST_BLOCKS) for k, axis in enumerate(self.axes)}
-        return {
-            "output": self.name,
-            "axes": self.axes,
-            "statistics": statistics,
-            "place": self.place.words or "everywhere",
-            "filled": self.place.filled,
-            "coefficients of terms": coefficients(self.error[self.place.box], inside),
-            "largest error by block, of what is allowed": {
-                axis: {str(block[0]): value for block, value in zip(blocks, values.tolist())}
-                for axis, (values, blocks) in largest.items()
-            },
-        }
-
-
-def _spread(values: Tensor) -> dict[str, float]:
-    """Nothing of no values."""
-    if not values.numel():
-        return {}
-    found = {"min": values.min(), "max": values.max(), "mean": values.mean(), "std": values.std(correction=0)}
-    return {name: float(value) for name, value in found.items()}
+        ratio, box = (self.result / self.exact)[worth], self.place.box
+        found = {"place": f"{self.place.words or 'everywhere'}, {self.place.filled:.1%} of it wrong"}
+        if ratio.numel():
+            mean, std, least, most = (
+                float(v) for v in (ratio.mean(), ratio.std(correction=0), ratio.min(), ratio.max())
+            )
+            kind = "constant" if std <= 0.01 * abs(mean) else "varying"
+            found["result / truth"] = f"{kind}: mean {mean:.4g}, std {std:.2g}, {least:.4g} to {most:.4g}"
+        terms = coefficients(self.error[box], {name: term[box] for name, term in self.terms.items()})
+        if named := [f"{c:+.3g} · {term}" for term, c in terms.items() if abs(c) >= LEAST_TERM]:
+            found["error ≈ Σ c · term"] = ", ".join(named)
+        return found
 
 
 def _along(values: Tensor, axis: int) -> Tensor:
     """[size of the axis, all others]"""
     return values.movedim(axis, 0).reshape(values.shape[axis], -1)
-
-
-def in_blocks(values: Tensor, axis: int, most: int) -> tuple[Tensor, list[range]]:
-    """The largest of each block of an axis, and these blocks; a power of two long, as kernels have them."""
-    size = values.shape[axis]
-    length = 1 << max(0, math.ceil(math.log2(size / most)))
-    largest = torch.stack([block.amax(axis) for block in values.split(length, axis)], axis)
-    return largest, [range(size)[first : first + length] for first in range(0, size, length)]
-
-
-def map_of(excess: Tensor, axes: dict[str, int], columns: int) -> Iterator[tuple[str, str]]:
-    """Labels, and what stands right of them: a shade per block; streams side by side, lines that look alike joined."""
-    *above, last = axes
-    beside = above.pop() if len(above) > 1 and above[-1].endswith("stream") else ""
-    outer, inner = ["", "", *above][-2:]
-    streams = axes.get(beside, 1)
-    largest = excess.reshape([axes.get(axis, 1) for axis in (outer, inner, beside, last)])
-    largest, groups = in_blocks(largest, 0, MOST_GROUPS)
-    largest, rows = in_blocks(largest, 1, MOST_ROWS)
-    largest, cells = in_blocks(largest, 3, max(1, columns // streams - 1))
-    if beside:
-        yield beside, "│".join(str(k).center(len(cells)) for k in range(streams)).rstrip()
-    for group, lines in zip(groups, largest.tolist()):
-        if outer:
-            yield words_of(group, axes[outer], outer), ""
-        drawn = ["│".join("".join(map(shade, part)) for part in line) for line in lines]
-        for line, alike in groupby(zip(drawn, rows), key=lambda pair: pair[0]):
-            yield words_of([k for _, row in alike for k in row], axes[inner], inner) if inner else "", line
-    yield "", f"{last}s 0 to {axes[last] - 1}{f' of each {beside}' if beside else ''}, {len(cells[0])} per character"
-
-
-def shade(excess: float) -> str:
-    """· what is allowed, then a decade beyond it each, N not finite"""
-    return "N" if math.isinf(excess) else "·░▒▓█"[bisect_left((1, 10, 100, 1000), excess)]

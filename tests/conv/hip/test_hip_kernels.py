@@ -12,8 +12,8 @@ import mhc_ops
 from mhc_ops.conv import contracts, hip
 from mhc_ops.conv.hip import build
 from mhc_ops.core import backend
-from mhc_ops.measure import accuracy
-from mhc_ops.measure.conv_cases import CHECK, ConvCase
+from mhc_ops.testing import accuracy
+from mhc_ops.testing.conv_cases import CHECK, ConvCase
 
 pytestmark = pytest.mark.skipif(not backend._CXX, reason="needs a C++ compiler")
 PLACES = ("states", "seq_idx", "seq_idx states")

@@ -10,8 +10,8 @@ from conv_oracle import IDS, RETURNS, Case, gradients, loop
 
 import mhc_ops
 from mhc_ops.core import call
-from mhc_ops.measure import accuracy
-from mhc_ops.measure.conv_cases import CHECK, FINAL, PLACES, ConvCase
+from mhc_ops.testing import accuracy
+from mhc_ops.testing.conv_cases import CHECK, FINAL, PLACES, ConvCase
 
 pytest.importorskip("triton")
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,9 +10,9 @@ from stale_values import stale_values
 from tilelang_targets import DEVICES, PRODUCTS, Product, distinct_products, launched, lower, nvcc, resources
 
 from mhc_ops.core.device import Device
-from mhc_ops.measure import cases
 from mhc_ops.mhc.tilelang import configs
 from mhc_ops.mhc.tilelang.pre_dx import Residual
+from mhc_ops.testing import cases
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 needs_nvcc = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc to compile with")

@@ -14,9 +14,9 @@ from sinkhorn_oracle import assert_pre_has_the_sinkhorn_of_its_logits, assert_ri
 pytest.importorskip("tilelang")
 import mhc_ops
 from mhc_ops.core import backend
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.tilelang import build, pre_bwd, pre_project, pre_sums
 from mhc_ops.mhc.tilelang.pre_dx import Residual
+from mhc_ops.testing import accuracy, cases
 
 
 def project(*, M, K, config, **constants):

@@ -18,11 +18,11 @@ import mhc_ops
 from mhc_ops.core import device
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.launch import COMPILE_OPTIONS
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import contracts
 from mhc_ops.mhc.options import PreOptions, Residual
 from mhc_ops.mhc.triton import boundary as boundary_launchers
 from mhc_ops.mhc.triton import boundary_bwd, configs, pre_sums
+from mhc_ops.testing import accuracy, cases
 
 HOPPER = GPUS["sm_90"]
 SUBJECTS = (cases.MHC_NEXT, cases.MHC_NEXT_NORMED)

@@ -16,13 +16,13 @@ import mhc_ops
 from mhc_ops.core import device
 from mhc_ops.core.backend import _INTERPRETED, load
 from mhc_ops.core.launch import collected
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc import warmup
 from mhc_ops.mhc.options import PreOptions
 from mhc_ops.mhc.triton import boundary_fwd, configs
 from mhc_ops.mhc.triton.boundary_fwd import post_project
 from mhc_ops.mhc.triton.post import mhc_post_fwd
 from mhc_ops.mhc.triton.pre_fwd import project
+from mhc_ops.testing import accuracy, cases
 
 bf16, fp32 = torch.bfloat16, torch.float32
 n, M = 4, 24

@@ -19,8 +19,8 @@ from mhc_ops.core import call
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.launch import launch
 from mhc_ops.core.replay import Replay
-from mhc_ops.measure import cases
 from mhc_ops.mhc.triton import configs, few_tokens, tickets
+from mhc_ops.testing import cases
 
 BOUNDARY, BOUNDARY_NORMED = cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED
 PRE, PRE_NORMED, MAPS, HEAD = cases.MHC_PRE, cases.MHC_PRE_NORMED, cases.MHC_MAPS, cases.MHC_HEAD

@@ -11,10 +11,10 @@ pytest.importorskip("triton")
 import mhc_ops
 from mhc_ops.core import call, device
 from mhc_ops.core.sizes import cdiv
-from mhc_ops.measure import accuracy, cases
 from mhc_ops.mhc.contracts import mhc_pre_bwd
 from mhc_ops.mhc.options import PreOptions
 from mhc_ops.mhc.triton import configs
+from mhc_ops.testing import accuracy, cases
 
 SUBJECT = cases.MHC_FORWARD_PRE
 Case = partial(cases.Case, SUBJECT)

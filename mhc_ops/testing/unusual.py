@@ -1,9 +1,10 @@
-"""What `misuse` draws from: layouts and kinds of tensors, hooks, values, and a valid call of every public function."""
+"""What `misuse` draws from: layouts and kinds of tensors, hooks, values, and a valid call of each public function."""
 
 import inspect
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -13,19 +14,19 @@ from torch.utils._pytree import tree_map_only
 
 import mhc_ops
 
-from . import fuzz, selection
+from . import fuzz
 from .cases import Case, laid_out
-from .conv_cases import AnyCase
+from .conv_cases import AnyCase, runs
 
 PUBLIC = (*mhc_ops.__all__, *mhc_ops.guide.__all__)
 
 
 class Subclass(Tensor):
-    """A class of its own, and nothing else."""
+    """Tensor under another name."""
 
 
 class Wrapped(Tensor):
-    """As a DTensor: it has no memory, its operations run on the tensor within."""
+    """Like a DTensor: it has no memory, and its operations run on the tensor within."""
 
     within: Tensor
 
@@ -44,7 +45,7 @@ class Wrapped(Tensor):
 
 
 def plain(value: Any) -> Any:
-    """A copy of the values, contiguous; None where that has no meaning."""
+    """A contiguous copy of the values; None for what has none."""
     if isinstance(value, Wrapped):
         return plain(value.within)
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.is_quantized:
@@ -55,45 +56,14 @@ def plain(value: Any) -> Any:
 
 
 def leaf(value: Any) -> Any:
-    """With a gradient, where torch gives it one."""
+    """The tensor with a gradient, if torch gives it one."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_inference():
         return value
     return value.detach().requires_grad_()
 
 
-def _negated(tensor: Tensor) -> Tensor:
-    return torch._neg_view(-tensor)
-
-
-def _imaginary(tensor: Tensor) -> Tensor:
-    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
-
-
-def _window(tensor: Tensor) -> Tensor:
-    """Every element but the first lies where another one does."""
-    return torch.zeros_like(tensor).flatten().copy_(tensor.flatten()).as_strided(tensor.shape, (1,) * tensor.dim())
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return tensor.contiguous(memory_format=formats[tensor.dim()])
-
-
-def _inference(tensor: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return tensor.clone()
-
-
-def _layout(layout: str) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: laid_out("x", tensor, layout)
-
-
-def _quantized(tensor: Tensor) -> Tensor:
-    return torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.quint8)
-
-
 def _or_itself(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Where torch has no such tensor of this type or shape."""
+    """The tensor itself if torch cannot change one of this type or shape."""
 
     def changed(tensor: Tensor) -> Any:
         try:
@@ -104,30 +74,32 @@ def _or_itself(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return changed
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
-    "sliced": _layout("sliced"),
-    "strided": _layout("strided"),
-    "transposed": _layout("transposed"),
-    "negated": _negated,
-    "imaginary part": _imaginary,
-    "channels last": _channels_last,
+    "sliced": partial(laid_out, "x", layout="sliced"),
+    "strided": partial(laid_out, "x", layout="strided"),
+    "transposed": partial(laid_out, "x", layout="transposed"),
+    "negated": lambda t: torch._neg_view(-t),
+    "imaginary part": lambda t: torch.complex(torch.zeros_like(t), -t).conj().imag,
+    "channels last": lambda t: t.contiguous(memory_format=_CHANNELS_LAST[t.dim()]),
 }
 _KINDS: dict[str, Callable[[Tensor], Any]] = {
     "expanded": lambda t: t.narrow(0, 0, 1).expand_as(t),
-    "overlapping": _window,
+    # every element but the first lies where another one does
+    "overlapping": lambda t: t.flatten().clone().as_strided(t.shape, (1,) * t.dim()),
     "zeros without memory": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
     "Parameter": lambda t: nn.Parameter(t.clone(), requires_grad=t.is_floating_point()),
     "Buffer": nn.Buffer,
     "of a subclass": lambda t: t.as_subclass(Subclass),
     "wrapped": Wrapped,
-    "inference": _inference,
+    "inference": torch.inference_mode()(torch.clone),
     "nested": lambda t: torch.nested.nested_tensor(list(t)),
     "sparse": Tensor.to_sparse,
     "sparse rows": lambda t: t.flatten(1).to_sparse_csr(),
     "sparse blocks": lambda t: t.flatten(1).to_sparse_bsr((1, 1)),
     "mkldnn": Tensor.to_mkldnn,
     "meta": lambda t: t.to("meta"),
-    "quantized": _quantized,
+    "quantized": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.quint8),
     "complex": lambda t: t.to(torch.complex64),
     "double": Tensor.double,
     "half": Tensor.half,
@@ -153,8 +125,8 @@ HOOKS = {
 
 
 def values() -> dict[str, Any]:
-    """Of any argument."""
-    import numpy  # torch's tests of misuse need it, the operators do not
+    """Values for any argument."""
+    import numpy  # only needed here
 
     numbers = {str(value): value for value in (0, 1, 2, -1, 1.5, float("nan"), float("inf"), True, None)}
     numbers |= {"10**400": 10**400, "-10**400": -(10**400), "2**63": 2**63}
@@ -167,7 +139,7 @@ def values() -> dict[str, Any]:
 
 
 def calls(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Arguments that every public function takes; what is no function or makes nothing of its arguments is left out."""
+    """Valid arguments of every public function that computes with them."""
     generator = torch.Generator().manual_seed(0)
     T, n, D, M = 3, 2, 8, 8
 
@@ -211,7 +183,7 @@ def calls(device: torch.device) -> dict[str, dict[str, Any]]:
 def outputs(
     function: Callable[..., Any], arguments: dict[str, Any], backend: str, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The tensors that a public function returns for copies of its arguments, of this type where one is given."""
+    """The tensors that a public function returns for copies of its arguments. dtype: of the copies."""
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
@@ -230,7 +202,7 @@ def outputs(
 
 
 def small_case(draw: random.Random, seed: int, number: int, backend: str, device: torch.device) -> AnyCase:
-    """Of usual scales: what is unusual is how it is called."""
+    """A case of usual scales: only the call is unusual."""
     for nth in count():
         case = fuzz.case_of(seed, number * 1000 + nth, small=True)
         D = draw.randint(3, 8)
@@ -238,6 +210,6 @@ def small_case(draw: random.Random, seed: int, number: int, backend: str, device
             small: AnyCase = replace(case, outer=(draw.randint(1, 3),), n=min(case.n, 3), D=case.D and D)
         else:
             small = replace(case, B=1, L=draw.randint(1, 5), D=D, n=min(case.n, 2), W=min(case.W, 4))
-        if selection.runs(small, backend, device):
+        if runs(small, backend, device):
             return replace(small, scale=1.0, sigma=1.05) if isinstance(small, Case) else replace(small, scale=1.0)
     raise AssertionError

@@ -4,15 +4,15 @@ Tolerances follow from the type that a result is stored in:
   16 bits  one rounding of the exact value: 2^-8 (bf16) or 2^-11 (fp16) of the largest magnitude in the row, for every
            element; and in norm, from 1,000 elements up (fewer do not average), 2e-3 or 3e-4, or what rounding the exact
            values gives where that is more (values that repeat do not average either)
-  fp32     1e-5 in norm; 3e-5 behind Sinkhorn where its logits have σ = 8: errors of the logits grow with them
+  fp32     1e-5 in norm; 3e-5 after Sinkhorn if its logits have σ = 8: errors of the logits grow with them
   fp64     1e-12 in norm
 
-A gradient is a sum, whose terms may cancel; no arithmetic is more exact than the size of its terms, (Σ terms²)^½, says.
-Where that exceeds the norm of the gradient, the tolerance is a share of it. A gradient in 16 bits is that sum in fp32,
-rounded: beside the rounding each of its N elements is allowed what the largest of N errors of that norm is, √(2 ln N)
-times their mean. 16 random draws estimate the size of the terms; where they let a result fail, 128 decide. And 2^-100
-of the largest element is nothing: fp32 flushes what is far smaller than all else to 0. GPUs also flush what is smaller
-than its smallest normal number: below that, one result is as good as another.
+A gradient is a sum whose terms may cancel; it can be no more exact than the size of its terms, (Σ terms²)^½, allows.
+If that exceeds the norm of the gradient, the tolerance is a share of it. A gradient in 16 bits is the sum in fp32,
+rounded: beside the rounding, each of its N elements is allowed the largest of N errors of that norm, √(2 ln N) times
+their mean. 16 random draws estimate the size of the terms; if they let a result fail, 128 decide. 2^-100 of the largest
+element counts as nothing, because fp32 flushes it to 0. Below fp32's smallest normal number, which GPUs flush, any two
+results count as equal.
 """
 
 import math
@@ -37,15 +37,14 @@ SUMMED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # and
 FLUSHED = 2**-100
 OTHER_SIDE = 1.01  # values almost in the middle of two steps may be rounded to the other side
 STEEP_TOLERANCE = 3e-5
-NOT_BEHIND_SINKHORN = ("h_in", "h_post", "inv_rms", "h_mix", "h_pre", "out")
-# Of signs: 16 know the size of the terms of a single number to 18 %, 128 to 6 %; that of many to far less.
-DRAWS = (16, 128)
+NOT_AFTER_SINKHORN = ("h_in", "h_post", "inv_rms", "h_mix", "h_pre", "out")
+DRAWS = (16, 128)  # of signs: they give the size of a single number's terms to 18 % and to 6 %
 
 
 @dataclass(frozen=True)
 class Exact:
-    """A result in fp64. terms: of a gradient, element by element (Σ terms²)^½ of what it adds up: estimates, the next
-    better than the one before, each asked for only where a result does not pass without it, as it takes longer."""
+    """A result in fp64. terms: for a gradient, estimates of (Σ terms²)^½ element by element, each better than the one
+    before, slower, and used only if a result fails without it."""
 
     value: Tensor
     terms: Sequence[Callable[[], Tensor]] = ()
@@ -53,8 +52,8 @@ class Exact:
 
 @dataclass(frozen=True)
 class Row:
-    """One output of one case: errors, what is allowed, and the verdict. relative_error: in norm, of the truth; where
-    that is too much, of the terms it is the sum of if they are larger."""
+    """One output of one case. relative_error: in norm, as a share of the truth, or of its terms if they are larger and
+    the first is too much."""
 
     case: str
     backend: str
@@ -73,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a case was run with, and what came of it."""
+    """A case that was run: its inputs and its results."""
 
     tensors: Tensors
     cotangents: Cotangents
@@ -83,7 +82,7 @@ class Ran:
 def _forward(
     subject: Subject, call: Callable[[Tensors], Tensors], tensors: Tensors, differentiable: bool
 ) -> tuple[Tensors, Gradients]:
-    """What call makes of the tensors, and what makes gradients of it."""
+    """The outputs of call(tensors), and the function that makes their gradients."""
     leaves = {name: tensor.detach() for name, tensor in tensors.items()}
     leaves |= {name: leaves[name].clone() for name in subject.mutated}
     wanted = {name: leaf for name, leaf in leaves.items() if differentiable and leaf.is_floating_point()}
@@ -92,7 +91,7 @@ def _forward(
     outputs = call(leaves)
 
     def gradients(cotangents: Cotangents | None, again: bool = False) -> Tensors:
-        """again: whether they will be asked for once more."""
+        """again: keep the graph for another call."""
         if not cotangents:
             return {}
         used = [(o, c) for o, c in zip(outputs.values(), cotangents) if c is not None]
@@ -114,10 +113,10 @@ def _detached(outputs: Tensors) -> Tensors:
 
 
 def random_cotangents(subject: Subject, outputs: Tensors, seed: int = SEED, unused: Sequence[str] = ()) -> Cotangents:
-    """One per differentiable output, typed and shaped as it; sums hide errors that random cotangents show.
+    """One per differentiable output, None for `unused`. Random ones show errors that sums hide.
 
-    Divided by the root of the last dimension, so that every output reaches the gradients with about the same weight and
-    none hides the error of another. Made on the CPU, so that a case is the same on every device. None for `unused`.
+    They are divided by the root of the last dimension, so that every output reaches the gradients with about the same
+    weight, and drawn on the CPU, so that a case is the same on every device.
     """
     generator, cotangents = torch.Generator().manual_seed(seed + 1), list[Tensor | None]()
     for name in subject.differentiable:
@@ -128,7 +127,7 @@ def random_cotangents(subject: Subject, outputs: Tensors, seed: int = SEED, unus
 
 
 def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> Ran:
-    """Forward, and backward with cotangents that are shaped as what came out."""
+    """Runs a case forward, and backward with random cotangents."""
     subject, tensors = case.subject, case.inputs(device)
     outputs, gradients = _forward(subject, partial(subject.run, backend=backend), tensors, bool(subject.differentiable))
     cotangents = random_cotangents(subject, outputs, case.seed, case.unused)
@@ -136,7 +135,7 @@ def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") ->
 
 
 def measure(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> list[Row]:
-    """Run a case forward and backward on a backend and compare each result with fp64."""
+    """Runs a case forward and backward on a backend and compares each result with fp64."""
     return judge_all(case, backend, run_case(case, backend, device))
 
 
@@ -146,14 +145,14 @@ def judge_all(case: AnyCase, backend: str, ran: Ran) -> list[Row]:
 
 
 def as_computed(case: AnyCase, result: Tensor) -> Tensor:
-    """An fp64 parameter gets an fp64 gradient, of sums that were fp32."""
+    """A gradient of an fp64 parameter is in fp64, but its sums were fp32."""
     return result.float() if result.dtype == torch.float64 and case.dtype != torch.float64 else result
 
 
 def truth(
     subject: Subject, tensors: Tensors, cotangents: Cotangents, results: Tensors | None = None
 ) -> dict[str, Exact]:
-    """The reference in fp64 on the very same inputs; `results`: what is to be judged, where the subject asks for it."""
+    """The reference in fp64 on the same inputs. results: what is judged, for subjects that read it."""
     wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     doubled = [None if c is None else c.double() for c in cotangents]
     outputs, gradients = _forward(subject, partial(subject.truth, results=results or {}), wide, bool(doubled))
@@ -162,7 +161,7 @@ def truth(
 
 
 def exact_gradients(gradients: Gradients, outputs: Sequence[Tensor], cotangents: Cotangents) -> dict[str, Exact]:
-    """gradients: of fp64 tensors, as often as it is called."""
+    """gradients: a function of cotangents in fp64 that can be called again."""
     sizes = [cache(partial(sizes_of_terms, gradients, outputs, cotangents, draws)) for draws in DRAWS]
     return {
         name: Exact(gradient, [lambda of=of, name=name: of()[name] for of in sizes])  # type: ignore[misc]
@@ -171,13 +170,12 @@ def exact_gradients(gradients: Gradients, outputs: Sequence[Tensor], cotangents:
 
 
 def sizes_of_terms(gradients: Gradients, outputs: Sequence[Tensor], cotangents: Cotangents, draws: int) -> Tensors:
-    """(Σ terms²)^½ of every element of the gradients; a term is what one element of the gradient of an output
-    contributes, where an output may be read by what makes another, as x_next is by the next layer's maps.
+    """(Σ terms²)^½ of every element of the gradients. A term is what one element of the gradient of an output
+    contributes; an output may be read by what makes another, as x_next is by the next layer's maps.
 
     A gradient is linear in those of the outputs: with random signs on their elements it is Σ ± term, and the mean of
-    its square is Σ terms², as the mixed products average out. That holds for every op and costs a few backward passes,
-    where a table of the terms would be as large as x times phi. The signs follow from a seed: more draws begin with the
-    same ones, and a verdict is the same each time.
+    its square is Σ terms². That costs a few backward passes, where a table of the terms would be as large as x times
+    phi. The signs follow from a seed, so a verdict is the same each time.
     """
     squares: Tensors = {}
     device = next(c.device for c in cotangents if c is not None)
@@ -198,11 +196,11 @@ def sizes_of_terms(gradients: Gradients, outputs: Sequence[Tensor], cotangents: 
 def judge(
     case: AnyCase | None, backend: str, name: str, result: Tensor, exact: Exact, norm_tolerance: float | None = None
 ) -> Row:
-    """norm_tolerance: all that a library of another precision is held to; None: what the output's type allows."""
+    """norm_tolerance: for a library of another precision; None: what the output's type allows."""
     words, value, dtype = str(case or ""), exact.value, result.dtype
     if result.shape != value.shape:
         raise AssertionError(f"{words}: {name} is {list(result.shape)}, should be {list(value.shape)}")
-    steep = case is not None and case.steep and name not in NOT_BEHIND_SINKHORN
+    steep = case is not None and case.steep and name not in NOT_AFTER_SINKHORN
     in_norm = NORM_TOLERANCE | ({torch.float32: STEEP_TOLERANCE} if steep else {})
     tolerance = in_norm[dtype] if norm_tolerance is None else norm_tolerance
     rounded = dtype in ROUNDING and norm_tolerance is None
@@ -230,7 +228,7 @@ def judge(
 
 
 def one_rounding(error: Tensor, value: Tensor, dtype: torch.dtype, of_sums: Tensor) -> bool:
-    """Whether every element is as near as a rounding brings it, beside what the sum that is rounded is off."""
+    """Whether every element is within one rounding, beside the error of the sum that is rounded."""
     row_largest = (value.abs() if value.dim() == 0 else value.abs().amax(-1, keepdim=True)).expand_as(value)
     smallest_step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     largest_of_all = math.sqrt(2 * math.log(max(2, value.numel())))
@@ -240,7 +238,7 @@ def one_rounding(error: Tensor, value: Tensor, dtype: torch.dtype, of_sums: Tens
 
 
 def worst(rows: Sequence[Row]) -> Row:
-    """With the largest error; NaN is larger than any."""
+    """The row with the largest error; NaN is larger than any."""
     return max(rows, key=lambda row: (math.isnan(row.relative_error), row.relative_error))
 
 

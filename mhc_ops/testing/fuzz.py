@@ -1,7 +1,7 @@
 """Random cases, each rebuilt from a seed and its number: any op, shape, type, layout, options and used outputs.
 
-Every backend is compared with fp64, and the kernels with themselves: the same call twice gives the same bits, and so
-does a token or a sequence alone and in a batch.
+Every backend is compared with fp64. A kernel must give the same bits twice, and for a token or a sequence alone and in
+a batch.
 """
 
 import math
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import accuracy, cases, selection
+from . import accuracy, cases
 from .cases import LAYOUTS, Case, Subject, Tensors
-from .conv_cases import FINAL, PLACES, AnyCase, ConvCase
+from .conv_cases import FINAL, PLACES, AnyCase, ConvCase, runs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)
@@ -25,13 +25,13 @@ EPSILONS = (0.0, 1e-6, 1e-3)
 MOVES = 8
 ALIKE = 4  # cases in a row that share what kernels are compiled for, which on a GPU takes longer than all the rest
 A_FEW = 16
-SHORTEST_NORM = 3  # channels: what a norm over one or two leaves to differentiate is nothing, or almost
+SHORTEST_NORM = 3  # channels: a norm over one or two leaves almost nothing to differentiate
 LARGEST_IN_FP16 = 30.0  # scale of x where gradients are stored in fp16, which ends at 65504
 PER_TOKEN = ("x", "h_out", "h_post", "h_res", "logits", "link", "h_pre", "read")
 # Tokens: kernels change at 64 and at about 256 and 512. Interpreted, most are few.
 BATCHES, BATCHES_ON_CPU = (9, 70, 300, 600), (9, 9, 9, 70)
 SHARES = (1, 2, 3, 7, 63, 65, 257)  # of a batch
-# Where Hopper's kernels for boundaries are taken. Their backward adds up in another order: gradients are not compared.
+# A size that takes Hopper's kernels for boundaries. Their backward adds in another order: gradients are not compared.
 FILLED = {"n": 4, "D": 1024, "dtype": torch.bfloat16, "outer": (4352,)}
 OFTEN = (*(subject for subject in cases.SUBJECTS if subject is not cases.SINKHORN), cases.MHC_NEXT, *cases.NORMED)
 MHC = (*OFTEN, *OFTEN, *cases.VARIANTS, cases.MHC_MAPS, cases.MHC_READ, cases.SINKHORN)
@@ -40,7 +40,7 @@ CONV = ("causal_conv1d", "causal_conv1d", "causal_conv1d", "causal_conv1d_update
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case on one backend. detail: what is off, "" where nothing is."""
+    """One case on one backend. detail: what is off; "" if nothing is."""
 
     case: str
     backend: str
@@ -63,22 +63,22 @@ def run(
         progress(number)
         case = case_of(seed, number, small=place.type == "cpu")
         for backend in backends:
-            if selection.runs(case, backend, place):
+            if runs(case, backend, place):
                 detail = examine(case, backend, place)
                 yield Outcome(f"{seed}:{number} {case}", backend, not detail, detail)
 
 
 def examine(case: AnyCase, backend: str, device: torch.device) -> str:
-    """What is off, or ""."""
+    """What is off; "" if nothing is."""
     try:
         ran = accuracy.run_case(case, backend, device)
         again = accuracy.run(case.subject, ran.tensors, backend, ran.cotangents)
         rows = [row for row in accuracy.judge_all(case, backend, ran) if not row.passed]
         rows = [row for row in rows if not within_reach(case, ran, row)]
-    except Exception as error:  # a crash is a finding, and the next case is to be run
+    except Exception as error:  # a crash is a finding, and the next case runs
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     wrong = [f"{row.output} off by {row.relative_error:.1e} (allowed {row.tolerance:.0e})" for row in rows]
-    if backend != "reference":  # which is torch's, and torch adds up indexed gradients in any order on a GPU
+    if backend != "reference":  # torch adds indexed gradients in any order on a GPU
         wrong += [f"{name} has other bits in a second run" for name in again if differ(ran.results[name], again[name])]
         try:
             wrong += [f"{name} has other bits in another batch" for name in in_any_batch(case, backend, device)]
@@ -107,17 +107,17 @@ def in_any_batch(case: AnyCase, backend: str, device: torch.device) -> list[str]
             of = name if name in subject.outputs else name[1:]
             if of in part and differ(result + 0, whole[name][part[of]] + 0):  # −0 is 0: packed, masked taps add 0
                 wrong.add(name)
-        if "final_state" in alone and "y" in part and not with_gradients:  # what comes behind, from that state on
+        if "final_state" in alone and "y" in part and not with_gradients:  # the rest, from that state on
             rest = {name: (slice(None), slice(alone["y"].shape[1], None)) for name in ("x", "residual", "y")}
             some = {name: tensor[rest.get(name, ...)] for name, tensor in tensors.items()}
-            behind = accuracy.run(subject, some | {"initial_state": alone["final_state"]}, backend)
-            wrong |= {name for name in behind if differ(behind[name] + 0, whole[name][rest.get(name, ...)] + 0)}
+            after = accuracy.run(subject, some | {"initial_state": alone["final_state"]}, backend)
+            wrong |= {name for name in after if differ(after[name] + 0, whole[name][rest.get(name, ...)] + 0)}
     return [name for name in whole if name in wrong]
 
 
 def _parts(case: AnyCase, tensors: Tensors, draw: random.Random) -> Iterator[tuple[dict[str, Any], bool]]:
-    """What is run alone: by the name of an input or output the part of it, under "" the inputs that are left out; and
-    whether it has gradients of its own."""
+    """What runs alone: the part of each input and output by name, under "" the inputs that are left out; and whether it
+    has gradients of its own."""
     if isinstance(case, Case):
         T = case.outer[0]
         tokens = draw.choice([count for count in SHARES if count < T])
@@ -142,11 +142,10 @@ def _parts(case: AnyCase, tensors: Tensors, draw: random.Random) -> Iterator[tup
 
 
 def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
-    """Whether the truth itself moves this far when every input and cotangent moves by the tolerance of fp32.
+    """Whether the truth moves as far when every input and cotangent moves by the tolerance of fp32.
 
-    Asked of a few numbers only: among thousands of cases some are zero but for rounding, as the slope of SiLU at its
-    turning point or a sum of two streams. In larger tensors such numbers do not count, but as single elements that are
-    rounded to 16 bits where the whole is right.
+    Only for a few numbers: among thousands of cases some are zero but for rounding, as the slope of SiLU at its turning
+    point. In larger tensors they count only as single elements of 16 bits.
     """
     if row.elements > A_FEW and not row.relative_error <= row.tolerance:
         return False
@@ -171,14 +170,14 @@ def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """In any bit: NaN is equal to itself, 0 is not to −0."""
-    # A copy: to torch, a single element is contiguous whatever its stride, and then it has no view as bytes.
+    """Whether any bit differs: NaN equals itself, 0 does not equal −0."""
+    # A copy: to torch, a single element is contiguous with any stride, and then it has no view as bytes.
     bits = [tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8) for tensor in (one, other)]
     return not torch.equal(*bits)
 
 
 def case_of(seed: int, number: int, small: bool = False) -> AnyCase:
-    """small: for the CPU, where a kernel is interpreted."""
+    """small: for the CPU, which interprets kernels."""
     kernels, draw = random.Random(f"{seed}:{number // ALIKE}"), random.Random(f"{seed}:{number} of its kind")
     return (_mhc if kernels.random() < 0.55 else _conv)(kernels, draw, small)
 
@@ -196,7 +195,7 @@ def _mhc(kernels: random.Random, draw: random.Random, small: bool) -> Case:
 
 
 def _options(draw: random.Random, subject: Subject) -> dict[str, float]:
-    """Some of those that the op has, in the order of their names."""
+    """Some options of the op."""
     drawn: dict[str, float] = {}
     if subject is cases.SINKHORN:
         drawn |= {"iters": draw.randint(1, 25), "eps": draw.choice(EPSILONS)}
@@ -231,7 +230,7 @@ def _conv(kernels: random.Random, draw: random.Random, small: bool) -> ConvCase:
 
 
 def _shared(kernels: random.Random, draw: random.Random, outputs: Sequence[str]) -> dict[str, Any]:
-    """Half of the time all outputs are used; never none."""
+    """Half of the time all outputs are used; at least one always is."""
     unused: tuple[str, ...] = ()
     if kernels.random() >= 0.5:
         kept = kernels.choice(outputs) if outputs else ""
@@ -240,12 +239,12 @@ def _shared(kernels: random.Random, draw: random.Random, outputs: Sequence[str])
 
 
 def _size(draw: random.Random, largest: int) -> int:
-    """Every magnitude as often: 1 to 10 as 100 to 1000."""
+    """Every magnitude is as likely: 1 to 10 as 100 to 1000."""
     return min(largest, int(2 ** draw.uniform(0, largest.bit_length())))
 
 
 def _tokens(draw: random.Random, small: bool) -> int:
-    """None now and then."""
+    """Sometimes 0."""
     return 0 if draw.random() < 0.03 else _size(draw, 12 if small else 300)
 
 

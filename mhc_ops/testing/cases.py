@@ -1,6 +1,5 @@
 """Cases as data: an op, a shape, types and scales; the same case always makes the same tensors."""
 
-import argparse
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -15,33 +14,38 @@ import mhc_ops
 
 from ..core.check import name_of
 from ..mhc.options import NOT_IN_TILELANG as OPTIONS_NOT_IN_TILELANG
-from . import arguments
 
 Tensors = dict[str, Tensor]
 Call = Callable[..., tuple[Tensor, ...]]
 STEEP_LOGITS = 8.0
 
 
-def _base_seed(variable: str) -> tuple[int, str]:
-    """And what is wrong with it: an import does not fail, the commands and the tests say it."""
-    text = os.environ.get(variable) or "0"
-    try:
-        return arguments.seed(text), ""
-    except (ValueError, argparse.ArgumentTypeError):
-        return 0, f"{variable}: {text!r} is no whole number from 0 to {arguments.LARGEST_SEED}"
+LARGEST_SEED = 2**62  # torch takes larger ones, which leaves room to count on from a seed
 
 
-SEED, WRONG_SEED = _base_seed("MHC_OPS_SEED")  # of every case: none is chosen for what it happens to draw
+def seed_of(text: str) -> int:
+    """The seed that a text says; ValueError where it says none."""
+    if not 0 <= (seed := int(text)) <= LARGEST_SEED:
+        raise ValueError(text)
+    return seed
+
+
+# The seed of every case: none is chosen for what it happens to draw. A wrong one does not fail the import; the commands
+# and the tests report it.
+try:
+    SEED, WRONG_SEED = seed_of(os.environ.get("MHC_OPS_SEED") or "0"), ""
+except ValueError:
+    SEED, WRONG_SEED = 0, f"MHC_OPS_SEED: {os.environ['MHC_OPS_SEED']!r} is no whole number from 0 to {LARGEST_SEED}"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An op as the measurements see it: `call(**tensors, backend=...)` returns the outputs in order.
+    """An op: `call(**tensors, backend=...)` returns the outputs in order.
 
     inputs, outputs: names of tensors; the last `intermediates` of the outputs carry no gradient.
     moved: (a, b, c, d): forward must move a + b/n times the bytes of x, backward c + d/n times.
-    in_steps: the truth is that of `_in_steps`, not of the reference in one call.
-    mutated: the inputs that a call writes to. options: what a call is given beside tensors, see `with_options`.
+    in_steps: `_in_steps` makes the truth, not the reference in one call.
+    mutated: the inputs that a call writes to. options: further arguments, see `with_options`.
     """
 
     name: str
@@ -65,7 +69,7 @@ class Subject:
         return dict(zip(self.outputs, self.call(**tensors, backend=backend)))
 
     def truth(self, tensors: Tensors, results: Tensors) -> Tensors:
-        """The same in fp64, from fp64 inputs and the results under test (which may be stored in between)."""
+        """The outputs in fp64, from fp64 inputs and the results under test, of which some are stored in between."""
         if not self.in_steps:
             return self.run(tensors, "reference")
         found = _in_steps(tensors, results, **dict(self.options))
@@ -76,7 +80,7 @@ class Subject:
 
 
 def public(name: str, **options: Any) -> Call:
-    """A public function, looked up at the call; its outputs as a tuple, without an h_res that is None."""
+    """A public function, looked up at the call; returns a tuple without an h_res that is None."""
 
     def call(**arguments: Any) -> tuple[Tensor, ...]:
         outputs = getattr(mhc_ops, name)(**arguments, **options)
@@ -86,11 +90,11 @@ def public(name: str, **options: Any) -> Call:
 
 
 def _in_steps(tensors: Tensors, results: Tensors, layer_norm_eps: float = 1e-6, **options: Any) -> dict[str, Any]:
-    """By name what a post and the pre behind it make, or a pre and, where h_out is given, the post behind that.
+    """The outputs of a post and the pre after it, or of a pre and, if h_out is given, the post after that.
 
-    What is stored in between is read as it was stored: x_next in the forward, behind a link its gradient too.
-    scaled: h_in as its norm scales it. The gradient that comes there and the one that comes through the norm's factor
-    cancel (all of dh_pre where n is 1), so the terms of both are to be known apart.
+    What is stored in between is read as it was stored: x_next in the forward, and with a link its gradient too.
+    scaled: h_in as its norm scales it. Its gradient and the one through the norm's factor cancel (all of dh_pre if n is
+    1), so the terms of both must be known apart.
     """
     post: Any = partial(mhc_ops.mhc_post, transposed=options.get("transposed", False), backend="reference")
     x, h_out, linked, found = tensors["x"], tensors.get("h_out"), "link" in tensors, {}
@@ -117,13 +121,13 @@ def _in_steps(tensors: Tensors, results: Tensors, layer_norm_eps: float = 1e-6, 
 
 
 def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[Tensor, ...]:
-    """Around a layer that costs nothing: its output is given, and so is the gradient of its input."""
+    """A layer that costs nothing: its output and the gradient of its input are given."""
     return mhc_ops.mhc_layer(x, lambda h_in: (h_out, h_in), **parameters, backend=backend)
 
 
 def _next(x: Tensor, h_out: Tensor, link: Tensor, backend: str, **own: Any) -> tuple[Tensor, ...]:
-    """One boundary, and the end behind a sublayer that costs nothing. What x_next gets is dlink, as it is stored; the
-    gradient of x is made from that, but not here."""
+    """One boundary, and the end after a sublayer that costs nothing. The gradient of x_next is dlink as it is stored;
+    the gradient of x is made from that, but not here."""
     h_post, h_res, read = (own.pop(name, None) for name in ("h_post", "h_res", "read"))
     if backend == "reference":  # whose link is x itself
         x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend=backend) + link
@@ -146,7 +150,7 @@ def _subject(name: str, inputs: str, outputs: str, moved: Any, call: Call | None
 
 
 def _normed(subject: Subject, **changes: Any) -> Subject:
-    """With the norm of the layer."""
+    """The subject with the norm of the layer."""
     inputs = (*subject.inputs, "layer_norm_weight")
     return replace(subject, name=f"{subject.name} normed", inputs=inputs, in_steps=True, **changes)
 
@@ -168,7 +172,7 @@ MHC_POST_PRE = _subject("mhc_post_pre", f"{_POST} {_OWN}", f"x_next {_MAPS}", (3
 MHC_HEAD = _subject("mhc_head", _PRE, "out", _BYTES)
 SINKHORN = _subject("sinkhorn", "logits", "h_res", (2, 0, 3, 0))
 SUBJECTS = (MHC_FORWARD_PRE, MHC_PRE, MHC_POST, MHC_LAYER, MHC_POST_PRE, MHC_HEAD, SINKHORN)
-# The stack: the maps and the read alone, the boundary with its carry, the layer's norm;
+# The stack: the maps and the read alone, the boundary with its carry, the layer's norm.
 MHC_MAPS = _subject("mhc_maps", _PRE, "h_pre h_post h_res", (1, 0, 2, 0))
 MHC_READ = _subject("mhc_read", "x h_pre", "h_in", (1, 1, 2, 1))
 _boundary = partial(_subject, intermediates=1, in_steps=True)
@@ -179,7 +183,7 @@ OF_THE_STACK = (
     *(MHC_MAPS, MHC_READ, MHC_NEXT),
     *(MHC_PRE_NORMED, MHC_LAYER_NORMED, MHC_POST_PRE_NORMED, MHC_NEXT_NORMED),
 )
-# the shifted form, which reads with the weights of the sublayer before; the identity in place of h_res; the mean.
+# The shifted form, which reads with the weights of the sublayer before; the identity in place of h_res; the mean.
 MHC_SHIFTED_PRE = _subject("mhc_shifted_pre", f"read {_PRE}", f"{_MAPS} h_pre", _BYTES, _shifted_pre)
 MHC_NEXT_SHIFTED = _boundary("mhc_next shifted", f"read {_NEXT}", "h_in x_after h_pre x_next", (2, 2, 3, 3), _next)
 MHC_NEXT_SHIFTED_NORMED = _normed(MHC_NEXT_SHIFTED, moved=MHC_NEXT.moved)
@@ -198,8 +202,8 @@ LAYOUTS = ("", "sliced", "strided", "transposed", "expanded")
 
 
 def laid_out(name: str, tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another layout, NaN around them where there is a place; `expanded` repeats the first row, but
-    of no parameter: of maps that are all alike there is nothing to learn. A link has no values, only its layout."""
+    """The same values in another layout, with NaN around them. `expanded` repeats the first row, except in parameters:
+    equal maps would show nothing. A link has no values, only its layout."""
     if name == "link":
         return tensor
     other = float("nan") if tensor.is_floating_point() else -1
@@ -225,21 +229,21 @@ class Drawn:
     layout: str = ""  # one of LAYOUTS
 
     def inputs(self: Any, device: torch.device | str = "cpu", drawn_on: torch.device | str = "cpu") -> Tensors:
-        """Drawn on the CPU, a case is the same on every device; drawn on a GPU, large ones take no time."""
+        """A case that is drawn on the CPU is the same on every device; large ones are drawn faster on a GPU."""
         generator = torch.Generator(drawn_on).manual_seed(self.seed)
         normal = partial(torch.randn, generator=generator, device=drawn_on)
         drawn = self._drawn(lambda *shape: normal(shape).to(device), generator)
         return {name: laid_out(name, tensor.to(device), self.layout) for name, tensor in drawn.items()}
 
     def bytes_moved(self: Any) -> dict[str, float]:
-        """What kernels must move when x does not fit the cache."""
+        """The bytes that kernels must move if x exceeds the cache."""
         X = math.prod(self.sizes) * self.dtype.itemsize
         a, b, c, d = self.subject.moved
         forward, backward = (a + b / max(1, self.n)) * X, (c + d / max(1, self.n)) * X
         return {"forward": forward, "backward": backward, "both": forward + backward}
 
     def _named(self: Any, first: Sequence[str], last: Sequence[str]) -> str:
-        """first, last: what the family says. What most cases leave as it is stands only in those that do not."""
+        """The name says what differs from most cases. first, last: the words of the family."""
         words = [self.subject.name, "x".join(map(str, self.sizes)), *first]
         words += [f"parameters {name_of(self.parameter_dtype)}" * (self.parameter_dtype != torch.float32)]
         words += [f"scale {self.scale:g}" * (self.scale != 1), *last]
@@ -283,7 +287,7 @@ class Case(Drawn):
         }
         wanted = [name for name in drawn if name in inputs and (name != "gamma" or self.gamma)]
         tensors = {name: drawn[name]() for name in wanted}
-        # On the device of x: moved there, it would get elements of its own.
+        # made on the device of x: moved there, it would get elements of its own
         return tensors | ({"link": tensors["x"].new_zeros(()).expand(self.sizes)} if "link" in inputs else {})
 
     @property
@@ -309,7 +313,7 @@ class Case(Drawn):
         return provider != "tilelang" or (there and not {*dict(self.subject.options)} & {*OPTIONS_NOT_IN_TILELANG})
 
     def smaller(self) -> "Case":
-        """As quick to check as to start."""
+        """The case on few tokens, to check it quickly."""
         return replace(self, outer=(min(256, math.prod(self.outer)),))
 
     def __str__(self) -> str:
@@ -320,32 +324,23 @@ class Case(Drawn):
 
 @dataclass(frozen=True)
 class Stack(Case):
-    """A boundary as `HyperStack` runs it, around layers that cost nothing; on few tokens it is checked alone."""
+    """A boundary as `HyperStack` runs it, around layers that cost nothing; it is checked alone, on few tokens."""
 
     recompute: int = 0
 
     def runs_on(self, provider: str) -> bool:
-        """torch.compile would take longer for two stacks than for all the rest."""
+        """Not torch.compile, which takes longer for two stacks than for all the rest."""
         return provider != "torch.compile" and super().runs_on(provider)
 
     def smaller(self) -> Case:
         return Case(self.subject, self.outer, self.n, self.D, self.dtype, self.gamma).smaller()
 
     def layer(self) -> Case:
-        """What a stack is made of where a library has no boundaries."""
+        """The layer that a stack is made of in a library without boundaries."""
         return replace(self.smaller(), subject=MHC_LAYER_NORMED if self.subject in NORMED else MHC_LAYER)
 
     def __str__(self) -> str:
         return super().__str__() + f" recompute {self.recompute}" * bool(self.recompute)
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """How time grows. axis: the size that varies; cases: what its values make of the op; at: what stays the same."""
-
-    axis: str
-    at: str
-    cases: dict[int, Any]
 
 
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -392,7 +387,7 @@ BENCH = (
     *_each([MHC_NEXT], SIZES[:1], Stack, recompute=4),
     *_each([MHC_NEXT_SHIFTED, MHC_NEXT_SHIFTED_NORMED, MHC_NEXT_IDENTITY], SIZES[:3:2], Stack),
 )
-# decode sizes, beside other kernels only (launches are all there is to see),
+# decode sizes, beside other kernels only: they show launches,
 _FEW = [(T, D) for D in (4096, 7168) for T in (1, 16, 128)]
 DECODE = (
     *_each([*_OPS, MHC_HEAD], _FEW),
@@ -403,13 +398,4 @@ DECODE = (
 BENCH_CPU = (
     *_each(SUBJECTS, [(256, 256)], dtype=_fp32),
     *(stack for k in (0, 4) for stack in _each([MHC_NEXT_NORMED], [(64, 64)], Stack, dtype=_fp32, recompute=k)),
-)
-_swept, _few = partial(Case, MHC_LAYER, n=4, gamma=False), (64, 128, 256, 512)
-SCALING = (
-    Sweep("T", "D = 4096", {T: _swept((T,), D=4096) for T in (1024, 2048, 4096, 8192, 16384)}),
-    Sweep("D", "T = 8192", {D: _swept((8192,), D=D) for D in (1280, 2560, 4096, 5120, 7168)}),
-)
-SCALING_CPU = (
-    Sweep("T", "D = 256", {T: _swept((T,), D=256, dtype=_fp32) for T in _few}),
-    Sweep("D", "T = 256", {D: _swept((256,), D=D, dtype=_fp32) for D in _few}),
 )

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import mhc_ops
 
+from ..core import backend as backends
 from ..core.check import name_of
-from .cases import Case, Drawn, Subject, Sweep, Tensors, public
+from .cases import Case, Drawn, Subject, Tensors, public
 
 PLACES = ("states", "seq_idx", "seq_idx states", "cu_seqlens", "cu_seqlens states")
 FINAL = ("states", "cu_seqlens states")  # those with final states
@@ -23,11 +24,11 @@ def _update(conv_state: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class ConvCase(Drawn):
-    """causal_conv1d on x [B, L, D], a decoding step of it where `update`, ShortConv on [B, L, n, D] where n is given.
+    """causal_conv1d on x [B, L, D], a decoding step of it if `update`, ShortConv on [B, L, n, D] if n is given.
 
-    places: "" for none, "states", "seq_idx" (with padding in between), "cu_seqlens" (with an empty sequence and padding
-    at the end), "seq_idx states" (there is no final one) or "cu_seqlens states". In a decoding step: "", "ring" or
-    "slots" (one of them padding).
+    places: "", "states", "seq_idx" (with padding in between), "cu_seqlens" (with an empty sequence and padding at the
+    end), "seq_idx states" (without a final one) or "cu_seqlens states"; in a decoding step "", "ring" or "slots" (one
+    of them padding).
     """
 
     B: int
@@ -81,7 +82,7 @@ class ConvCase(Drawn):
             tensors["bias"] = 0.5 * parameter(D)
         if self.residual and not self.n:
             tensors["residual"] = data(B, L, D)
-        if self.update:  # with two rows and slots that nobody reads where there are places
+        if self.update:  # with two unused rows and slots if there are places
             drawn_on, more = generator.device, 2 * bool(self.places)
             slots = torch.randperm(B + 2, generator=generator, device=drawn_on)[:B].to(torch.int32)
             slots[-1] = -1
@@ -110,7 +111,7 @@ class ConvCase(Drawn):
         return provider != "hip" or (plain and 2 <= self.W <= 4 and "cu_seqlens" not in self.places)
 
     def smaller(self) -> "ConvCase":
-        """As quick to check as to start."""
+        """The case on few tokens, to check it quickly."""
         return replace(self, B=min(2, self.B), L=min(128, self.L))
 
     @property
@@ -125,6 +126,12 @@ class ConvCase(Drawn):
 
 
 AnyCase = Case | ConvCase
+
+
+def runs(case: AnyCase, backend: str, device: torch.device) -> bool:
+    """Whether the backend has the case and runs on the device."""
+    return case.runs_on(backend) and backends.why_not(case.subject.family, backend, device) is None
+
 
 _bf16, _fp16, _fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -152,8 +159,7 @@ BENCH = (
     *(ConvCase(*sizes, silu=silu) for sizes in _TRAINING for silu in (False, True)),
     *(ConvCase(2, 4096, D, n=4, residual=True) for D in (4096, 1280)),
 )
-# small sizes, the presets of the HIP test program, and decoding, beside other kernels only (launches are all there is
-# to see),
+# small sizes, the presets of the HIP test program, and decoding, beside other kernels only: they show launches,
 _PRESETS = ((1, 64, 32), (2, 256, 64), (4, 512, 64), (4, 1024, 64))
 DECODE = (
     *(ConvCase(*sizes, dtype=_fp32, silu=False) for sizes in _PRESETS),
@@ -165,12 +171,4 @@ BENCH_CPU = (
     ConvCase(2, 256, 256, dtype=_fp32),
     ConvCase(2, 1, 256, dtype=_fp32, update=True),
     ConvCase(2, 64, 64, dtype=_fp32, n=4),
-)
-SCALING = (
-    Sweep("L", "B = 8, D = 4096", {L: ConvCase(8, L, 4096) for L in (512, 1024, 2048, 4096, 8192)}),
-    Sweep("D", "B = 8, L = 4096", {D: ConvCase(8, 4096, D) for D in (1024, 2048, 3072, 4096, 8192)}),
-)
-SCALING_CPU = (
-    Sweep("L", "B = 2, D = 256", {L: ConvCase(2, L, 256, dtype=_fp32) for L in (128, 256, 512, 1024)}),
-    Sweep("D", "B = 2, L = 256", {D: ConvCase(2, 256, D, dtype=_fp32) for D in (64, 128, 256, 512)}),
 )

@@ -1,10 +1,9 @@
-"""Random misuse: calls with something unusual or wrong about an argument, each rebuilt from a seed and its number.
+"""Random misuse: calls with an unusual or wrong argument, each rebuilt from a seed and its number.
 
 Half of them are cases of `fuzz` whose tensors have another layout or kind, share memory, or are changed by hooks of
-autograd; the others are calls of any public function with any value in the place of one argument. What is accepted is
-compared with fp64 on plain copies; what is refused is refused by an error of ours, or in the words of torch with which
-the reference refuses it too. The calls run in a process of their own, which says what it tries before it does: where it
-ends or hangs, the call is known, and the next runs in another.
+autograd. The others call a public function with any value in place of one argument. An accepted call is compared with
+fp64 on plain copies. A refused call must raise an error of ours, or the error of torch that the reference raises too.
+The calls run in a process of their own, which prints each before it runs: if it ends or hangs, the call is known.
 """
 
 import inspect
@@ -35,7 +34,7 @@ from .conv_cases import AnyCase
 from .fuzz import Outcome
 from .unusual import HOOKS, KEEPING, LAYOUTS_AND_KINDS, OF_LAYOUT, calls, leaf, outputs, plain, small_case, values
 
-LONGEST = 600.0  # seconds without an answer; in the interpreter a case takes up to 10 on a machine that is idle
+LONGEST = 600.0  # seconds without an answer; in the interpreter a case takes up to 10 on an idle machine
 _OPS = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
 OURS = {*mhc_ops.__all__, *mhc_ops.guide.__all__, *(op for family, op in _OPS if family == mhc_ops.__name__)}
 OF_AUTOGRAD = "Inference tensors cannot be saved for backward"
@@ -44,8 +43,8 @@ REFUSALS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 
 @dataclass(frozen=True)
 class Misuse:
-    """words: what is unusual. call(backend): outputs by name; exact(results): what they should be, None where the call
-    is to be refused."""
+    """words: what is unusual. call(backend): outputs by name; exact(results): what they should be, None if the call
+    must be refused."""
 
     words: str
     call: Callable[[str], Tensors]
@@ -62,7 +61,7 @@ def run(
     progress: Callable[[int], None] = lambda number: None,
     most: float = float("inf"),
 ) -> Iterator[Outcome]:
-    """Calls 0, 1, ... until the time is over, or so many were made; progress(number) before each."""
+    """Calls 0, 1, ... until the time is over or `most` were made; progress(number) before each."""
     end, number = time.monotonic() + seconds, 0
     while time.monotonic() < end and number < most:
         progress(number)
@@ -75,7 +74,7 @@ def run(
 
 
 def _in_a_process(words: list[str]) -> Iterator[Outcome]:
-    """Without an end, unless a call ends the process or hangs: its outcome is then the last."""
+    """Outcomes without an end, unless a call ends the process or hangs: that outcome is the last."""
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, *words]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     lines: queue.Queue[str] = queue.Queue()
@@ -104,7 +103,7 @@ def _read(stream: Any, lines: queue.Queue[str]) -> None:
 
 
 def main(device: str, backends: str, seed: str, first: str) -> None:
-    """The process of its own: one line before each call, one behind it."""
+    """The process of its own: a line before each call and one after it."""
     for number in count(int(first)):
         backend = backends.split(",")[number % len(backends.split(","))]
         drawn = misuse_of(int(seed), number, backend, torch.device(device))
@@ -114,7 +113,7 @@ def main(device: str, backends: str, seed: str, first: str) -> None:
 
 
 def examine(drawn: Misuse, backend: str) -> str:
-    """What is off, or ""."""
+    """What is off; "" if nothing is."""
     try:
         results = drawn.call(backend)
     except Exception as error:
@@ -139,8 +138,8 @@ def _said(error: Exception) -> str:
 
 
 def _is_proper(error: Exception, drawn: Misuse) -> bool:
-    """Ours begin with the function that was called; others are torch's, and the reference raises the same, or keeps
-    less than kernels do for a backward."""
+    """Our errors begin with the function that was called. The reference must raise any other error too, except those
+    of autograd, since it keeps less for a backward."""
     if type(error) not in REFUSALS:
         return False
     begin = re.match(r"(\w+)(\.__init__)?(\(\))?[: ]", str(error))
@@ -163,7 +162,7 @@ def misuse_of(seed: int, number: int, backend: str, device: torch.device) -> Mis
 
 
 def _of_case(words: str, case: AnyCase, given: dict[str, Any], hook: Any = None) -> Misuse:
-    """The case on these tensors, with gradients, and with a hook on what autograd keeps."""
+    """The case on these tensors, with gradients. hook: on what autograd keeps."""
     subject, cotangents = case.subject, list[Tensor | None]()
     copies: dict[str, Any] = {name: plain(value) for name, value in given.items()}
 
@@ -192,10 +191,10 @@ def _of_case(words: str, case: AnyCase, given: dict[str, Any], hook: Any = None)
 
 
 def _other_tensor(draw: random.Random, case: AnyCase, device: torch.device, backend: str) -> Misuse:
-    """One or two tensors of another layout or kind."""
+    """One or two tensors have another layout or kind."""
     given: dict[str, Any] = dict(case.inputs(device))
     words = []
-    # What makes the truth of a boundary takes tensors alone; and where x is alone, it may be on any device.
+    # The truth of a boundary is made of tensors only; an x that is alone may be on any device.
     kinds = [
         k for k in LAYOUTS_AND_KINDS if k in OF_LAYOUT or ("link" not in given and (k != "meta" or len(given) > 1))
     ]
@@ -224,13 +223,13 @@ def _shared_memory(draw: random.Random, case: AnyCase, device: torch.device, bac
 
 
 def _hooks(draw: random.Random, case: AnyCase, device: torch.device, backend: str) -> Misuse:
-    """Those of the reference are torch's own, which believes whatever hooks bring back."""
+    """torch itself believes what hooks return, so the reference gets only hooks that keep the values."""
     name, hook = draw.choice(list((KEEPING if backend == "reference" else HOOKS).items()))
     return _of_case(f"hooks: {name}", case, dict(case.inputs(device)), hook)
 
 
 def _any_value(draw: random.Random, device: torch.device) -> Misuse:
-    """A public function with any value in the place of one argument, or of an option that it has."""
+    """A public function with any value in place of one argument or option."""
     name, given = draw.choice(list(calls(device).items()))
     function = getattr(mhc_ops, name)
     named = [p.name for p in inspect.signature(function).parameters.values() if "VAR" not in p.kind.name]
