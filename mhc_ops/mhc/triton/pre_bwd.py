@@ -77,11 +77,12 @@ def less_product(minus_A, x, dh_mix, PARTS: tl.constexpr, PRECISION: tl.constexp
     return minus_A - product
 
 
-# dx + what the pointer has at these places; dx where it is None
+# dx + what the pointer has for these tokens and columns; dx where it is None
 @triton.jit
-def plus(dx, ptr, at, mask):
+def plus(dx, ptr, begin, local, k, in_tiles, D, n: tl.constexpr):
     if ptr is not None:
-        dx += tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+        more = tl.load(ptr + begin * n * D + (local * (n * D) + k), mask=in_tiles, other=0.0)
+        dx += more.to(tl.float32)
     return dx
 
 
@@ -188,8 +189,8 @@ def mhc_pre_dx_kernel(
             minus_A = less_product(minus_A, x, dh_mix, PARTS, PRECISION)
         dx = x_factor * wide
         if h_res_ptr is None:
-            dx = plus(dx, dx_next_ptr, begin * n * D + (local * (n * D) + k), in_tiles)
-        dx = plus(dx, dx_added_ptr, begin * n * D + (local * (n * D) + k), in_tiles)
+            dx = plus(dx, dx_next_ptr, begin, local, k, in_tiles, D, n)
+        dx = plus(dx, dx_added_ptr, begin, local, k, in_tiles, D, n)
         dx = tl.reshape(dot_parts(dh_mix, phi, dx, PARTS, PRECISION), [BLOCK_T, STREAMS, BLOCK_D])
         if dh_in_ptr is not None:
             dh_in = tl.load(dh_in_ptr + begin * D + (local * D + d), mask=in_tile, other=0.0).to(tl.float32)
