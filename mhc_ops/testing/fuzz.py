@@ -141,13 +141,13 @@ def _parts(case: AnyCase, tensors: Tensors, draw: random.Random) -> Iterator[tup
             )
 
 
-def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
+def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row, most: float = A_FEW) -> bool:
     """Whether the truth moves as far when every input and cotangent moves by the tolerance of fp32.
 
-    Only for a few numbers: among thousands of cases some are zero but for rounding, as the slope of SiLU at its turning
-    point. In larger tensors they count only as single elements of 16 bits.
+    most: how many numbers may be zero but for rounding. Among thousands of cases a few are, as the slope of SiLU at its
+    turning point. In larger tensors they count only as single elements of 16 bits.
     """
-    if row.elements > A_FEW and not row.relative_error <= row.tolerance:
+    if row.elements > most and not row.relative_error <= row.tolerance:
         return False
     size, generator = accuracy.NORM_TOLERANCE[torch.float32], torch.Generator().manual_seed(0)
 
