@@ -15,7 +15,7 @@ from mhc_kernels import bf16, failures, fp16, fp32
 from mhc_launches import launch_all
 
 import mhc_ops
-from mhc_ops.core import call
+from mhc_ops.core import call, private
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.launch import launch
 from mhc_ops.core.replay import Replay
@@ -140,7 +140,7 @@ def gpu(monkeypatch):
         made.append(index)
         return list(torch.zeros(4, tickets.SET, dtype=torch.int32))
 
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
+    monkeypatch.setattr(private, "is_capturing", lambda: capturing[0])
     monkeypatch.setattr(tickets, "_zeros", zeros)
     monkeypatch.setattr(tickets, "_of_streams", {})
     monkeypatch.setattr(tickets, "_reserves", {})
@@ -159,7 +159,7 @@ def test_every_stream_has_its_tickets(gpu):
 def test_what_stays_is_allocated_by_a_thread_of_its_own(monkeypatch):
     """Whose allocations belong to no pool, as those of this thread may while CUDA graphs are made."""
     threads = []
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(private, "is_capturing", lambda: False)
     monkeypatch.setattr(tickets, "_reserved", lambda index: threads.append(threading.get_ident()) or [index])
     assert tickets._zeros(3) == [3]
     assert threads != [threading.get_ident()]
