@@ -79,10 +79,6 @@ class Measurement:
         """1 means as fast as a copy of the same bytes."""
         return self.copy_microseconds / self.microseconds
 
-    @property
-    def copy_bandwidth(self) -> float:
-        return self.bandwidth * self.microseconds / self.copy_microseconds
-
 
 def deviation(spread: float) -> float:
     """Standard deviation of a sample from the interquartile range; at least what the clock resolves."""

@@ -13,7 +13,7 @@ import torch
 import mhc_ops
 from mhc_ops import cli
 from mhc_ops.core import device as devices
-from mhc_ops.measure import bench, peers, selection
+from mhc_ops.measure import bench, peers, selection, speed
 from mhc_ops.testing import accuracy, cases
 
 SMALL = (cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16),)
@@ -133,14 +133,15 @@ def test_bench(small, capsys, tmp_path, cxx):
     assert "torch.compile" in capsys.readouterr().out
 
 
-def test_bench_skips_and_says_what_is_missing(small, capsys, tmp_path):
+def test_bench_says_what_is_missing(small, capsys, tmp_path, monkeypatch):
     file = tmp_path / "bench.json"
-    arguments = ["bench", "--device", "cpu", "--peers", "--skip", "torch.compile mhc", "--json", str(file)]
-    assert cli.main(arguments) == 0
+    monkeypatch.setattr(speed, "why_no_compiler", lambda: "no compiler")
+    assert cli.main(["bench", "--device", "cpu", "--peers", "--json", str(file)]) == 0
     content = json.loads(file.read_text())
     assert {m["provider"] for m in content["measurements"]} == {"eager"}
     assert content["complete"] is True
     printed = capsys.readouterr().out
+    assert "torch.compile did not run: no compiler" in printed
     assert all(peers.why_not(peer) is None or f"{peer.name} did not run: " in printed for peer in peers.PEERS)
 
 
@@ -277,10 +278,10 @@ def test_no_case_of_this_name(small, command, text, answer, tmp_path, capsys):
 
 def test_providers_of_two_options(small, monkeypatch):
     asked = []
-    monkeypatch.setattr(bench, "run", lambda request, found, save: asked.append((request.providers, request.skip)))
-    options = ["--providers", "eager", "--skip", "a", "--providers", "torch.compile", "eager", "--skip", "b", "c"]
+    monkeypatch.setattr(bench, "run", lambda request, found, save: asked.append(request.providers))
+    options = ["--providers", "eager", "--providers", "torch.compile", "eager"]
     assert cli.main(["bench", "--device", "cpu", *options]) == 2
-    assert asked == [(["eager", "torch.compile", "eager"], ["a", "b", "c"])]
+    assert asked == [["eager", "torch.compile", "eager"]]
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "nonsense", "meta", "", "mps:7", "hpu"])

@@ -157,22 +157,13 @@ def terminal(monkeypatch):
     return open_terminal
 
 
-@pytest.mark.parametrize("columns", [10, 20, 40, 80, 200])
-@pytest.mark.parametrize("label", ["check", "diagnose"])
-def test_progress_fits_the_terminal(columns, label, terminal):
+@pytest.mark.parametrize("columns", [10, 40, 200])
+def test_progress_fits_the_terminal(columns, terminal):
     """Its size is that of stderr: stdout may be a file."""
     lines = terminal("stderr", columns)
     items = [f"mhc_forward_pre 2x128x4x256 bfloat16 no gamma {i}" for i in range(120)]
-    shown = [lines()[-1] for _ in report.progress(items, label)]
-    assert len(shown) == 120
-    assert max(map(len, shown)) < columns
-    assert shown[99].startswith(label)
-    if columns >= 20:
-        assert shown[99].startswith(f"{label} 99/120")
-    if columns >= 40:
-        assert "━╸" in shown[99] and "mhc" in shown[99]
-    if columns >= 120:
-        assert shown[99].rstrip().endswith("no gamma 99")
+    shown = [lines()[-1] for _ in report.progress(items, "check")]
+    assert shown == [f"check {nth}/120: {item}"[: columns - 1] for nth, item in enumerate(items, 1)]
 
 
 def test_no_letters_for_a_terminal_that_cannot_move_its_cursor(terminal, monkeypatch):

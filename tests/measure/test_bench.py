@@ -21,11 +21,11 @@ def small(monkeypatch):
     monkeypatch.setattr(selection, "BENCH_CPU", (POST, PRE))
 
 
-def run(**options):
+def run(*others):
+    """Eager and others."""
     found = results.begin("bench")
     saved = []
-    request = bench.Options(CPU, **{"skip": ("torch.compile",), **options})
-    bench.run(request, found, lambda: saved.append(len(found.measurements)))
+    bench.run(bench.Options(CPU, [*others, "eager"]), found, lambda: saved.append(len(found.measurements)))
     return found, saved
 
 
@@ -64,7 +64,7 @@ def test_peers_are_checked_timed_and_named(monkeypatch):
     crashing, lacking = peer("crashing", crash), peer("lacking", lambda output: output, lacks=("mhc_post", "mhc_pre"))
     monkeypatch.setattr(peers, "PEERS", (right, wrong, crashing, lacking, peers.LIGER))
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    found, _ = run(peers=True)
+    found, _ = run(*(peer.name for peer in peers.PEERS))
     assert {m.provider for m in found.measurements} == {"right", "eager"}
     assert found.precision == dict.fromkeys(["right", "wrong", "crashing", "lacking"], "as the reference")
     reasons = {entry.provider: entry for entry in found.not_measured if entry.where in (str(POST), "")}
@@ -84,7 +84,7 @@ def test_a_stack(monkeypatch):
     monkeypatch.setattr(selection, "BENCH_CPU", stacked)
     monkeypatch.setattr(speed, "DEPTHS", (3, 1))
     monkeypatch.setattr(peers, "PEERS", (of_layers("library"), of_layers("wrong", factor=1.1)))
-    found, _ = run(peers=True, skip=())
+    found, _ = run("library", "wrong", "torch.compile")
     plain, normed, recomputed = map(str, stacked)
     assert recomputed == f"{plain} recompute 4"
     assert {(m.case, m.provider) for m in found.measurements} == {
@@ -133,7 +133,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
     case = replace(PRE, subject=replace(cases.MHC_PRE, call=wrong))
     monkeypatch.setattr(selection, "BENCH_CPU", (case,))
     monkeypatch.setattr(conv_cases, "runs", lambda case, backend, device: backend == "triton")
-    found, _ = run()
+    found, _ = run("triton")
     assert {m.provider for m in found.measurements} == {"eager"}
     (entry,) = [entry for entry in found.not_measured if entry.failed]
     assert entry.reason.startswith("triton is wrong, so it is not timed: ")
@@ -141,20 +141,12 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 def test_order_of_importance(monkeypatch):
     monkeypatch.setattr(conv_cases, "runs", lambda case, backend, device: True)
-    request = bench.Options(CPU, skip=(f"Liger {PRE}",))
-    units = bench.plan(request, ["triton", "Liger", "eager", "torch.compile"])
-    assert [unit.provider for unit in units] == [*["triton"] * 2, "Liger", *["eager"] * 2, *["torch.compile"] * 2]
-
-
-def test_what_was_skipped_is_named():
-    found, _ = run(skip=("torch.compile", f"eager {PRE}"))
-    named = [(entry.provider, entry.where) for entry in found.not_measured if entry.reason == "left out (--skip)"]
-    assert named == [("eager", str(PRE)), ("torch.compile", str(POST)), ("torch.compile", str(PRE))]
-    assert found.complete
+    present = ["triton", "Liger", "eager", "torch.compile"]
+    assert [unit.provider for unit in bench.plan(bench.Options(CPU), present)[::2]] == present
 
 
 def test_providers_that_were_asked_for():
-    found, _ = run(providers=["eager"], skip=())
+    found, _ = run()
     assert {m.provider for m in found.measurements} == {"eager"}
     assert found.not_measured == []
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -84,12 +83,8 @@ def _lines(found: Diagnosis, details: Mapping[str, Mapping[str, str]], done: int
     yield f"{found.case}, {found.backend}: {len(found.wrong)} of {len(found.rows)} outputs are off"
     for nth, finding in enumerate(found.findings, 1):
         share = f" ({finding.share:.2%} of the error)" if finding.share else ""
-        sentence = wrapped(
-            f"{nth}. {', '.join(finding.outputs)}: {finding.sentence}{share}",
-            initial_indent="  ",
-            subsequent_indent=" " * 5,
-        )
-        yield report.painted(sentence, "1;31") if nth == 1 and sys.stdout.isatty() else sentence
+        sentence = f"{nth}. {', '.join(finding.outputs)}: {finding.sentence}{share}"
+        yield wrapped(sentence, initial_indent="  ", subsequent_indent=" " * 5)
     numbers = {output: str(nth) for nth, finding in enumerate(found.findings, 1) for output in finding.outputs}
     rows = [(r.output, r.max_error, r.relative_error, r.tolerance, r.verdict) for r in found.rows]
     cells = [[o, f"{e:.2e}", f"{r:.2e}", f"{t:.0e}", verdict, numbers.get(o, "")] for o, e, r, t, verdict in rows]
