@@ -58,8 +58,6 @@ def run(options: Options, results: Results, save: Callable[[], object]) -> None:
     session = Session(options.device, results)
     try:
         with torch.cuda.device(options.device) if options.on_gpu else contextlib.nullcontext():
-            one = torch.ones(1, device=options.device)
-            results.add_microseconds = speed.host_time(lambda: torch.add(one, one), options.device)
             for unit in report.progress(list(left), "bench"):
                 session.measure(unit)
                 left.remove(unit)
@@ -122,9 +120,8 @@ class Session:
             self._checked[key] = selection.check(case, provider, device)
             self._results.accuracy += self._checked[key]
         selection.refuse_if_wrong(provider, self._checked[key])
-        errors = selection.worst_errors(case.subject, self._checked[key])
         measure = speed.measure_stack if isinstance(case, Stack) else speed.measure
-        for found in measure(unit, *prepared, device, errors):
+        for found in measure(unit, *prepared, device):
             self._results.measurements.append(found)
 
 

@@ -25,7 +25,7 @@ ACCURACY = """op and case = case, backend, output, max error = max_error .2e, re
 SUMMARY = "op, backend, cases, results, failed, worst = worst .2f, verdict"
 SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± = spread .1f, GB/s = bandwidth .0f,
     of copy = of_copy .0%, × eager = eager .2f, × compile = torch.compile .2f, host µs = host_microseconds .0f,
-    host adds = adds .1f, peak MB = peak_megabytes .0f, error = error .1e"""
+    peak MB = peak_megabytes .0f"""
 STEPS = """training step = size, provider, mode, ms = milliseconds .2f, ± = spread .2f,
     % over plain = overhead_percent +.1f, peak MB = peak_megabytes .0f, difference = difference .1e"""
 WORST = "worst: the largest error of a result, in norm, as a share of what is allowed."
@@ -122,8 +122,7 @@ def _timed(results: Results) -> Iterator[SimpleNamespace]:
         for m in sorted(case.every, key=lambda m: DIRECTIONS.index(m.direction)):
             others = {name: case.bar(m.direction, name) if name != m.provider else None for name in OF_TORCH}
             faster = {name: other and other.microseconds / m.microseconds for name, other in others.items()}
-            host, add = m.host_microseconds, results.add_microseconds
-            yield SimpleNamespace(**vars(m), of_copy=m.of_copy, **faster, adds=host / add if host and add else None)
+            yield SimpleNamespace(**vars(m), of_copy=m.of_copy, **faster)
 
 
 def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str], list[str]]:

@@ -21,8 +21,7 @@ SHORTEST, LONGEST = 1e-9, 1e15  # times in a file, in any unit
 @dataclass
 class Results:
     """command: "check" or "bench"; complete: not interrupted; selection: what bench was limited to; precision: what a
-    peer computes in, if less than ours; add_microseconds: the time of torch.add of two small tensors on the host, the
-    unit of host times."""
+    peer computes in, if less than ours."""
 
     command: str
     date: str = ""
@@ -30,7 +29,6 @@ class Results:
     selection: dict[str, list[str]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     precision: dict[str, str] = field(default_factory=dict)
-    add_microseconds: float | None = None
     measurements: list[Measurement] = field(default_factory=list)
     accuracy: list[Row] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)

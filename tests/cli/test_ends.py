@@ -12,13 +12,13 @@ import subprocess
 import sys
 import termios
 import types
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from mhc_ops import cli, testing
 from mhc_ops.measure import arguments, compare, page, report, results
+from mhc_ops.testing.fuzz import Outcome
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "mhc_ops"]
@@ -109,7 +109,7 @@ def test_a_reader_that_has_gone():
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("words", [["--help"], [*DIAGNOSE, "--json", "/dev/stdout"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("words", [["--help"], DIAGNOSE], ids=lambda words: words[0])
 def test_a_stdout_without_a_reader(words, monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
@@ -182,14 +182,6 @@ def test_status_speaks_now_and_then(monkeypatch, capsys):
     assert capsys.readouterr().err == "fuzz: case 10\nfuzz: case 20\n"
 
 
-@dataclass
-class Outcome:
-    case: str
-    backend: str
-    passed: bool
-    detail: str
-
-
 @pytest.fixture
 def fuzz(monkeypatch):
     """A module whose run yields what a test wants; returns what run was called with."""
@@ -211,12 +203,8 @@ def fuzz(monkeypatch):
 
 
 FUZZ = ["check", "--device", "cpu", "--backend", "reference", "--fuzz", "2.5"]
-FINE, OFF = (
-    Outcome("mhc_post 3x2x8", "reference", True, ""),
-    Outcome("mhc_pre 1x8x64", "reference", False, "dphi: 2.00"),
-)
-
-
+FINE = Outcome("mhc_post 3x2x8", "reference", True, "")
+OFF = Outcome("mhc_pre 1x8x64", "reference", False, "dphi: 2.00")
 FAILED = "FAIL: mhc_pre 1x8x64 reference: dphi: 2.00 (--seed 7)\n"
 
 

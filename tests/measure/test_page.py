@@ -57,7 +57,7 @@ def a_run(word=""):
     found.measurements = [TIMED, *others, *forward, replace(TIMED, case="op 1x8", group="decode")]
     found.accuracy = [ROW, replace(ROW, backend=peer, relative_error=float("nan"), passed=False)]
     found.steps = [STEP, replace(STEP, provider=peer, milliseconds=3.0, overhead_percent=50.0)]
-    found.precision, found.add_microseconds = {peer: f"roundings <galore>{word}"}, 2.0
+    found.precision = {peer: f"roundings <galore>{word}"}
     found.not_measured = [NotMeasured(f"case {i}{word}", "fla", f"not there{word}") for i in range(3)]
     return found
 

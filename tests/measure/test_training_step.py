@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stand_ins import a_peer, stand_in
 
 import mhc_ops
 from mhc_ops import cli
 from mhc_ops.measure import bench, compare, page, peers, results, speed, training_step
 from mhc_ops.measure.training_step import ALLOWED, APART, PLAIN, RECOMPUTE, Size, StepTime, Training
-from mhc_ops.testing import cases
 
 CPU = torch.device("cpu")
 SMALL = Size(16, 128, 2, 128)
@@ -50,28 +50,6 @@ def test_it_is_among_the_cases_that_a_wrong_name_is_answered_with(text, answer, 
 def difference(provider, compiled=False, device=CPU):
     training = Training(SMALL, compiled, device)
     return training.difference(provider, training.step(provider, compiled)())
-
-
-def a_peer(name, in_model=lambda h_in: h_in, alone=1.0):
-    """A library that computes what the reference does; in_model: what becomes of h_in before a layer reads it; alone:
-    of x_next where no layer but its output is given."""
-
-    def call(x, h_out, **maps):
-        if callable(h_out):
-            return (mhc_ops.mhc_layer(x, lambda h_in: h_out(in_model(h_in)), **maps, backend="reference"),)
-        x_next, h_in = cases.MHC_LAYER.call(x=x, h_out=h_out, **maps, backend="reference")
-        return alone * x_next, h_in
-
-    def prepare(subject, ours):
-        tensors = {name: tensor.detach() for name, tensor in ours.items()}
-        return peers.Prepared(tensors, call, ("x", "h_out")) if subject == "mhc_layer" else None
-
-    return stand_in(name, prepare)
-
-
-def stand_in(name, prepare):
-    adapt = lambda load, subject, ours: prepare(subject, ours)  # noqa: E731
-    return peers.Peer(name, name, name, "as the reference", 1e-5, adapt, load=lambda peer: None)
 
 
 def crash(h_in):
