@@ -142,10 +142,8 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     add, several = parser.add_argument, partial(parser.add_argument, nargs="+", action="extend", default=[])
     several("--providers", metavar="NAME", choices=bench.PROVIDERS, help="only these: %(choices)s")
-    several("--skip", metavar="TEXT", help='leave these out: "provider op TxnxD type"')
     add("--peers", action="store_true", help="beside them, other libraries that are installed")
     _common_arguments(parser)
-    add("--resume", action="store_true", help="measure what the file of --json lacks, and add it")
     add("--html", metavar="FILE", type=arguments.output, help="draw the results as a page")
 
 
@@ -237,10 +235,8 @@ def run_fuzz(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    if options.resume and options.json is None:
-        raise Refused("--resume goes with --json: it measures what that file lacks")
-    found = results.resume(options.json) if options.resume else results.begin("bench")
-    asked = bench.Options(options.device, options.providers, options.peers, options.case, options.skip)
+    found = results.begin("bench")
+    asked = bench.Options(options.device, options.providers, options.peers, options.case)
     interrupted = False
     try:
         bench.run(asked, found, partial(results.save, found, options.json))

@@ -6,7 +6,7 @@ than all the others. An interruption therefore leaves out what matters least.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,13 +27,12 @@ PROVIDERS = (*KERNELS, *(peer.name for peer in peers.PEERS), *OF_TORCH)
 
 @dataclass(frozen=True)
 class Options:
-    """providers: only these, if any are given; case: a part of the name; skip: parts of "provider case"."""
+    """providers: only these, if any are given; case: a part of the name."""
 
     device: torch.device
     providers: Sequence[str] = ()
     peers: bool = False
     case: str = ""
-    skip: Sequence[str] = ()
 
     @property
     def on_gpu(self) -> bool:
@@ -49,48 +48,24 @@ class Options:
 
 
 def run(options: Options, results: Results, save: Callable[[], object]) -> None:
-    """Fills the results with what they lack and saves after every unit. KeyboardInterrupt passes, with all that was
-    measured kept; Refused if no case has the name that was asked for."""
+    """Fills the results and saves after every unit. KeyboardInterrupt passes, with all that was measured kept; Refused
+    if no case has the name that was asked for."""
     kernels = [case for group in options.groups.values() for case in group]
     selection.named(options.case, [*training_step.named("", options.device), *kernels])
-    asked = {"providers": options.providers, "case": [options.case] if options.case else [], "skip": options.skip}
+    asked = {"providers": options.providers, "case": [options.case] if options.case else []}
     results.selection = {name: list(words) for name, words in asked.items() if words}
-    before, results.not_measured = results.not_measured, []
-    present = find_providers(options, results)
-    planned, every = plan(options, present), plan(replace(options, skip=()), present)
-    results.not_measured += [_unmeasured(unit, "left out (--skip)") for unit in every if unit not in planned]
-    left = _missing(planned, before, results)
+    left = plan(options, find_providers(options, results))
     session = Session(options.device, results)
     try:
         with torch.cuda.device(options.device) if options.on_gpu else contextlib.nullcontext():
-            if results.add_microseconds is None:
-                one = torch.ones(1, device=options.device)
-                results.add_microseconds = speed.host_time(lambda: torch.add(one, one), options.device)
             for unit in report.progress(list(left), "bench"):
                 session.measure(unit)
                 left.remove(unit)
                 save()
         results.complete = True
     finally:
-        results.not_measured += [_unmeasured(unit, "interrupted") for unit in left]
+        results.not_measured += [NotMeasured(str(unit.case), unit.provider, "interrupted") for unit in left]
         save()
-
-
-def _missing(units: Sequence[Unit | Race], unmeasured: Sequence[NotMeasured], results: Results) -> list[Unit | Race]:
-    """The units that an earlier run did not finish, without what it measured of them. Whatever else it did not measure
-    stays named."""
-    there = {(m.case, m.provider) for m in results.measurements}
-    there |= {(training_step.name_of(step.size, step.compiled), step.provider) for step in results.steps}
-    there -= {(entry.where, entry.provider) for entry in unmeasured}
-    missing = {(str(u.case), u.provider): u for u in units if (str(u.case), u.provider) not in there}
-    results.measurements = [m for m in results.measurements if (m.case, m.provider) not in missing]
-    named = {*missing, *((entry.where, entry.provider) for entry in results.not_measured)}
-    results.not_measured += [entry for entry in unmeasured if (entry.where, entry.provider) not in named]
-    return list(missing.values())
-
-
-def _unmeasured(unit: Unit | Race, reason: str) -> NotMeasured:
-    return NotMeasured(str(unit.case), unit.provider, reason)
 
 
 @contextlib.contextmanager
@@ -145,9 +120,8 @@ class Session:
             self._checked[key] = selection.check(case, provider, device)
             self._results.accuracy += self._checked[key]
         selection.refuse_if_wrong(provider, self._checked[key])
-        errors = selection.worst_errors(case.subject, self._checked[key])
         measure = speed.measure_stack if isinstance(case, Stack) else speed.measure
-        for found in measure(unit, *prepared, device, errors):
+        for found in measure(unit, *prepared, device):
             self._results.measurements.append(found)
 
 
@@ -178,5 +152,4 @@ def plan(options: Options, present: Sequence[str]) -> list[Unit | Race]:
     planned += [unit for group in options.groups for p in beside for unit in units(group, p)]
     planned += [unit for p in OF_TORCH if p in present for unit in units("training", p)]
     races = partial(training_step.plan, options.case, present, options.device)
-    every: list[Unit | Race] = [*races(compiled=False), *planned, *races(compiled=True)]
-    return [unit for unit in every if not any(text in str(unit) for text in options.skip)]
+    return [*races(compiled=False), *planned, *races(compiled=True)]

@@ -20,7 +20,7 @@ from .report import Refused
 
 
 def why_not(path: Path) -> str | None:
-    """Why a file cannot be written; the trial leaves nothing behind."""
+    """Why a file cannot be written."""
     try:
         direct = not is_replaced(path)
     except OSError as error:

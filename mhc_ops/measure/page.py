@@ -1,4 +1,4 @@
-"""What is shown of results: the tables that commands print, and pages drawn from a file, as HTML, Markdown or SVG."""
+"""The tables that commands print, and the pages that are drawn from a file of results: HTML, Markdown and SVG."""
 
 import html
 import re
@@ -13,7 +13,6 @@ import torch
 
 from ..core.backend import BACKENDS
 from ..testing.accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row, worst
-from .peers import WITH_GRADIENTS
 from .report import Refused, Table, refuse_without
 from .results import Results
 from .selection import OF_TORCH, NotMeasured, op_of
@@ -26,7 +25,7 @@ ACCURACY = """op and case = case, backend, output, max error = max_error .2e, re
 SUMMARY = "op, backend, cases, results, failed, worst = worst .2f, verdict"
 SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± = spread .1f, GB/s = bandwidth .0f,
     of copy = of_copy .0%, × eager = eager .2f, × compile = torch.compile .2f, host µs = host_microseconds .0f,
-    host adds = adds .1f, peak MB = peak_megabytes .0f, error = error .1e"""
+    peak MB = peak_megabytes .0f"""
 STEPS = """training step = size, provider, mode, ms = milliseconds .2f, ± = spread .2f,
     % over plain = overhead_percent +.1f, peak MB = peak_megabytes .0f, difference = difference .1e"""
 WORST = "worst: the largest error of a result, in norm, as a share of what is allowed."
@@ -45,10 +44,6 @@ iterations; mhc_layer, which HyperConnection calls, stands around a layer that c
 bias, short_conv (which ShortConv calls) a residual."""
 BOUNDARY = """mhc_next is a boundary of a HyperStack: what 12 connections take beyond 4, divided by 8; so is its
 memory."""
-SMALL_NOTE = """Forward is without gradients. On the host: until the call returns, which CUDA graphs remove; also in
-multiples of what torch.add takes there."""
-EXACT_NOTE = """The largest relative error against fp64, in norm, of each output and gradient over all cases of the run.
-bf16 and fp16 outputs are rounded once."""
 MARKDOWN_HEAD = """# Measured
 
 <!-- Written by `mhc-ops page benchmarks/results/*.json --markdown docs/benchmarks.md`; a test holds this file to the
@@ -56,7 +51,7 @@ results. -->
 
 Times are medians of device time in µs, with a cold L2. *Of a copy*: the time that a copy of the same bytes takes in the
 same run, over the operator's time; 100% is the memory limit. Kernels and libraries were checked against fp64 before
-they were timed. [How it is measured](measure.md). The [page of a run](report.md) has small sizes, memory and errors.
+they were timed. [How it is measured](measure.md). The [page of a run](report.md) has small sizes and memory.
 """
 
 
@@ -127,8 +122,7 @@ def _timed(results: Results) -> Iterator[SimpleNamespace]:
         for m in sorted(case.every, key=lambda m: DIRECTIONS.index(m.direction)):
             others = {name: case.bar(m.direction, name) if name != m.provider else None for name in OF_TORCH}
             faster = {name: other and other.microseconds / m.microseconds for name, other in others.items()}
-            host, add = m.host_microseconds, results.add_microseconds
-            yield SimpleNamespace(**vars(m), of_copy=m.of_copy, **faster, adds=host / add if host and add else None)
+            yield SimpleNamespace(**vars(m), of_copy=m.of_copy, **faster)
 
 
 def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str], list[str]]:
@@ -188,23 +182,17 @@ class Timed:
         beside = f" ({over_ours:.1f}×)" if over_ours and provider not in BACKENDS else f" · {bar.of_copy:.0%}"
         return f"{bar.microseconds:.1f}{beside}"
 
-    def host(self, direction: str, provider: str, add: float | None) -> str:
-        bar = self.bar(direction, provider)
-        if bar is None or bar.host_microseconds is None:
-            return "–"
-        return f"{bar.host_microseconds:.0f} µs" + (f" ({bar.host_microseconds / add:.1f} adds)" if add else "")
-
     def peaks(self, provider: str) -> str:
         found = [bar and bar.peak_megabytes for bar in (self.bar("forward", provider), self.bar("both", provider))]
         return " · ".join(figure(value, ".0f", "–") for value in found) if any(found) else "–"
 
 
 class Section(NamedTuple):
-    """bars: cases that HTML draws; tables: (summary, table), folded if it has a summary; brief: also in Markdown."""
+    """bars: cases that HTML draws; brief: Markdown has the section too."""
 
     title: str
     note: str
-    tables: Sequence[tuple[str, Table]]
+    tables: Sequence[Table]
     brief: bool = False
     bars: Sequence[Timed] = ()
 
@@ -226,29 +214,31 @@ class Shown:
         r = self.results
         if r.steps:
             several = any(backend_of(step.provider) != step.provider for step in r.steps)
-            yield Section("A training step", f"{STEP_NOTE} {FORMS * several}", [("", table(r.steps, STEPS))], True)
+            yield Section("A training step", f"{STEP_NOTE} {FORMS * several}", [table(r.steps, STEPS)], True)
         if self.training:
             boundary = any(case.subject.startswith("mhc_next") for case in self.training)
-            yield Section("In short", SHORT_NOTE, [("", self._overview())], True, self.training)
-            times = [("", self._times(*alike)) for alike in self._alike(self.training)]
-            yield Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", times, True)
+            yield Section("In short", SHORT_NOTE, [self._overview()], True, self.training)
+            note = f"{TIME_NOTE} {BOUNDARY * boundary}"
+            yield Section("Training sizes", note, [self._times(*alike) for alike in self._alike(self.training)], True)
         if self.decode:
-            yield Section("Small sizes and decoding", SMALL_NOTE, [("", self._small())])
-        with_memory = [c for c in self.training if any(m.peak_megabytes for m in c.every)]
-        if with_memory:
+            small = [self._times(*alike) for alike in self._alike(self.decode)]
+            yield Section("Small sizes and decoding", "As above. Forward is without gradients.", small)
+        if with_memory := [c for c in self.training if any(m.peak_megabytes for m in c.every)]:
             peaks = [
                 Table(["op", "size", *ps], [[c.subject, c.size, *map(c.peaks, ps)] for c in cases])
                 for ps, cases in self._alike(with_memory)
             ]
-            yield Section("Memory", "Peak MB above the inputs: forward · training step.", [("", t) for t in peaks])
-        if r.accuracy:
-            precision = " ".join(f"{name} computes with {words}." for name, words in r.precision.items())
-            yield Section("How exact", f"{EXACT_NOTE} {precision}", [("", self._errors()), *self._accuracy()])
+            yield Section("Memory", "Peak MB above the inputs: forward · training step.", peaks)
+        failed = [row for row in r.accuracy if not row.passed]
+        if failed:
+            yield Section("Outside their tolerance", "", [table(failed, ACCURACY)])
         if r.not_measured:
             reasons = [[p, why, "; ".join(where)] for (p, why), where in by_reason(r.not_measured).items()]
-            yield Section("Not measured", "", [("", Table(["provider", "reason", "cases"], reasons))])
+            yield Section("Not measured", "", [Table(["provider", "reason", "cases"], reasons)])
         found = {"date": r.date, **r.versions, "complete": "yes" if r.complete else "no"}
-        yield Section("Environment", "", [("", Table(["", ""], list(found.items())))])
+        found["results within their tolerance of fp64"] = f"{len(r.accuracy) - len(failed)} of {len(r.accuracy)}"
+        found |= {f"{name} computes with": words for name, words in r.precision.items()}
+        yield Section("Environment", "", [Table(["", ""], list(found.items()))])
 
     def _alike(self, cases: Sequence[Timed]) -> Iterator[tuple[list[str], list[Timed]]]:
         """Ops that the same providers have share a table: the providers, and the cases."""
@@ -274,61 +264,6 @@ class Shown:
         rows = [[c.subject, c.size, WORDS[d], *(c.time(d, p) for p in providers)] for c in cases for d in c.bars]
         return Table(["op", "size", "", *providers], rows)
 
-    def _small(self) -> Table:
-        rows, add = [], self.results.add_microseconds
-        for case, p in product(self.decode, self.providers):
-            times = [figure(bar and bar.microseconds, ".1f", "–") for d in DIRECTIONS for bar in [case.bar(d, p)]]
-            hosts = [case.host(direction, p, add) for direction in ("forward", "both")]
-            if any(bar.provider == p for bar in case.every):
-                rows.append([case.subject, case.size, p, *times, *hosts])
-        header = ["forward µs", "backward µs", "step µs", "forward on the host", "step on the host"]
-        return Table(["op", "size", "provider", *header], rows)
-
-    def _errors(self) -> Table:
-        names = list(dict.fromkeys(row.backend for row in self.results.accuracy))
-        rows = []
-        for output, found in _grouped(self.results.accuracy, _output).items():
-            of = {name: worst(every).relative_error for name, every in _grouped(found, attrgetter("backend")).items()}
-            rows.append([output, *(figure(of.get(name), ".1e", "–") for name in names)])
-        return Table(["output or gradient", *names], rows)
-
-    def _accuracy(self) -> Iterator[tuple[str, Table]]:
-        """A folded table for each op. Some libraries run other kernels for gradients: the larger error counts."""
-        for op, rows in _grouped(self.results.accuracy, lambda row: op_of(row.case)).items():
-            outputs = list(_grouped(rows, _output))
-            failed = sum(not row.passed for row in rows)
-            lines = []
-            for (case, name), of in _grouped(rows, attrgetter("case", "backend")).items():
-                found = {output: worst(every) for output, every in _grouped(of, _output).items()}
-                cells = [
-                    f"{found[o].relative_error:.1e}" + " FAIL" * (not found[o].passed) if o in found else "–"
-                    for o in outputs
-                ]
-                lines.append([size_of(case, op), name, *cells])
-            verdict = f"{failed} of {len(rows)} fail" if failed else f"all {len(rows)} pass"
-            yield f"{op}: {verdict}", Table(["size", "provider", *outputs], lines)
-
-    def tiles(self) -> Iterator[tuple[str, str]]:
-        """The first figures of a page, with their words."""
-        if not (cases := self.training or self.decode):
-            return
-        case, rows = cases[0], self.results.accuracy
-        direction = "both" if "both" in case.bars else "forward"
-        (base, ours), *others = case.bars[direction].items()
-        fastest = max(m.copy_bandwidth for case in cases for m in case.every)
-        yield f"{fastest:,.0f} GB/s", "the fastest copy of this run: the floor that times stand on"
-        yield f"{ours.microseconds:,.0f} µs", f"{WORDS[direction]} of {case.subject}, {case.size}: {base}"
-        yield f"{ours.of_copy:.0%}", "of the speed of a copy that moves the same bytes"
-        if rows:
-            passed = sum(row.passed for row in rows)
-            yield f"{passed} of {len(rows)}", "results of this run within their tolerance of fp64"
-        for name, bar in others:
-            yield f"{bar.microseconds / ours.microseconds:.2f}×", f"the time of {name} over that of {base}"
-
-
-def _output(row: Row) -> str:
-    return row.output.removesuffix(WITH_GRADIENTS)
-
 
 def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
     found: dict[Any, list[Any]] = {}
@@ -353,9 +288,7 @@ def markdown(files: Sequence[Results]) -> str:
         for section in shown.sections():
             if section.brief:
                 parts += [f"### {section.title}", literal(section.note.strip())]
-                parts += [
-                    "\n".join(map(_line, [t.header, ["---"] * len(t.header), *t.rows])) for _, t in section.tables
-                ]
+                parts += ["\n".join(map(_line, [t.header, ["---"] * len(t.header), *t.rows])) for t in section.tables]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 

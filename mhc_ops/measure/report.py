@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import sys
 import time
@@ -19,10 +18,7 @@ import mhc_ops
 Item = TypeVar("Item")
 
 VERSION = mhc_ops.__version__
-WIDEST_BAR = 30
-NARROWEST_WITH_BAR = 39  # columns
 BETWEEN_LINES = 10.0  # seconds between two lines of a status without a terminal
-COLOURS = {"PASS": "32", "FAIL": "1;31"}  # of a terminal
 ERASE = "\x1b[K"  # a terminal clears from the cursor to the end of the line
 
 
@@ -69,26 +65,17 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def show(*parts: Table | str) -> None:
-    """Prints tables and texts with an empty line between two; a terminal shows verdicts in colour."""
-    text = "\n\n".join(part if isinstance(part, str) else table(*part) for part in parts)
-    if _columns(sys.stdout):
-        text = re.sub(rf"\b({'|'.join(COLOURS)})\b", lambda found: painted(found[0], COLOURS[found[0]]), text)
-    print(text)
-
-
-def painted(text: str, colour: str) -> str:
-    return f"\x1b[{colour}m{text}\x1b[0m"
+    """Prints tables and texts with an empty line between two."""
+    print("\n\n".join(part if isinstance(part, str) else table(*part) for part in parts))
 
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     """Yields the items and says on stderr how far it is: a terminal has one line, which each item overwrites."""
-    columns = _columns(sys.stderr)
-    width = min(WIDEST_BAR, columns * 3 // 8) if columns >= NARROWEST_WITH_BAR else 0
-    for done, item in enumerate(items):
+    for nth, item in enumerate(items, 1):
         words = " ".join(map(str, item)) if isinstance(item, tuple) else str(item)
-        bar = ("━" * (width * done // len(items)) + "╸").ljust(width + 1) if width else ""
-        if not _write_line(f"{label} {done}/{len(items)} {bar} {words}"):
-            print(f"{label} {done + 1}/{len(items)}: {words}", file=sys.stderr, flush=True)
+        line = f"{label} {nth}/{len(items)}: {words}"
+        if not _write_line(line):
+            print(line, file=sys.stderr, flush=True)
         yield item
     clear()
 

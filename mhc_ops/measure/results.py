@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from ..testing.accuracy import Row
 from . import files, peers, report
@@ -15,13 +15,13 @@ from .speed import DIRECTIONS, Measurement
 from .training_step import StepTime
 
 FORMAT = 2
+SHORTEST, LONGEST = 1e-9, 1e15  # times in a file, in any unit
 
 
 @dataclass
 class Results:
     """command: "check" or "bench"; complete: not interrupted; selection: what bench was limited to; precision: what a
-    peer computes in, if less than ours; add_microseconds: the time of torch.add of two small tensors on the host, the
-    unit of host times."""
+    peer computes in, if less than ours."""
 
     command: str
     date: str = ""
@@ -29,7 +29,6 @@ class Results:
     selection: dict[str, list[str]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     precision: dict[str, str] = field(default_factory=dict)
-    add_microseconds: float | None = None
     measurements: list[Measurement] = field(default_factory=list)
     accuracy: list[Row] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)
@@ -43,18 +42,6 @@ def begin(command: str) -> Results:
     """Empty results with today's date and what is installed."""
     versions = {**report.versions(), **{peer.name: peers.version(peer) or "-" for peer in peers.PEERS}}
     return Results(command, datetime.date.today().isoformat(), versions=versions)
-
-
-def resume(path: Path) -> Results:
-    """The results of an earlier run, to be added to; Refused if that was another machine or had other versions."""
-    now = begin("bench")
-    found = read(path) if path.exists() else now
-    for name in report.versions():
-        if found.versions.get(name) != now.versions[name]:
-            there = found.versions.get(name)
-            raise report.Refused(f"{path}: measured with {name} {there}, this is {now.versions[name]}")
-    found.versions |= now.versions
-    return found
 
 
 def write(results: Results, path: Path) -> None:
@@ -78,7 +65,7 @@ def save(results: Results, path: Path | None, last: bool = False) -> None:
 
 
 def read(path: Path) -> Results:
-    """Refused unless the file has our format number and every field that is needed."""
+    """Refused unless the file has our format number, every field that is needed, and times that can be compared."""
     content = _printable(files.read_json(path))
     try:
         if content["format"] != FORMAT:
@@ -87,17 +74,36 @@ def read(path: Path) -> Results:
             )
         lists = {name: [_entry(kind, entry) for entry in content.get(name, ())] for name, kind in ENTRIES.items()}
         found = _entry(Results, {"command": "bench", **content, **lists})
-        if all(m.direction in DIRECTIONS and m.microseconds > 0 < m.copy_microseconds for m in found.measurements):
+        times = [time for m in found.measurements for time in (m.microseconds, m.copy_microseconds)]
+        times += [time for s in found.steps for time in (s.milliseconds, 100 + (s.overhead_percent or 0))]
+        if all(SHORTEST < t < LONGEST for t in times) and all(m.direction in DIRECTIONS for m in found.measurements):
             return found
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, OverflowError):
         pass
     raise report.Refused(f"{path}: not written by mhc-ops check or bench: a field is missing or wrong")
 
 
 def _entry(kind: Any, content: dict[str, Any]) -> Any:
-    """The fields that the class knows. JSON has no NaN: null stands for it in an error."""
-    known = {name: content[name] for name in (f.name for f in dataclasses.fields(kind)) if name in content}
-    return kind(**{name: math.nan if value is None and kind is Row else value for name, value in known.items()})
+    """The fields that the class knows; TypeError if one has another type."""
+    types = {f.name: f.type for f in dataclasses.fields(kind) if f.name in content}
+    return kind(**{name: _of_type(content[name], of, kind is Row) for name, of in types.items()})
+
+
+def _of_type(value: Any, kind: Any, null_is_nan: bool = False) -> Any:
+    """The value if it has the type. JSON has no NaN: null stands for it in an error."""
+    if null_is_nan and value is None and kind is float:
+        return math.nan
+    inner = get_args(kind)
+    if get_origin(kind) is dict:
+        return {name: _of_type(entry, inner[1]) for name, entry in value.items()}
+    if get_origin(kind) is list:
+        return [_of_type(entry, inner[0]) for entry in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = float(value)  # OverflowError for one that nothing here is
+        value = number if float in (kind, *inner) else value
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(kind)
+    return value
 
 
 def _printable(value: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from ..core import backend as backends
 from ..testing import accuracy, cases, conv_cases
-from ..testing.cases import Stack, Subject
+from ..testing.cases import Stack
 from ..testing.conv_cases import AnyCase
 from . import peers
 from .report import Refused
@@ -92,10 +92,3 @@ def refuse_if_wrong(provider: str, rows: list[accuracy.Row]) -> None:
             f"{provider} is wrong, so it is not timed: {worst.output} of {worst.case} is off by "
             f"{worst.relative_error:.1e} (allowed {worst.tolerance:.0e}); wrong in {len(failed)} of {len(rows)} results"
         )
-
-
-def worst_errors(subject: Subject, rows: list[accuracy.Row]) -> dict[str, float]:
-    """The largest relative error by direction: of the outputs, of the gradients, of both."""
-    outputs = [row for row in rows if row.output.removesuffix(peers.WITH_GRADIENTS) in subject.outputs]
-    found = {"forward": outputs, "backward": [row for row in rows if row not in outputs], "both": rows}
-    return {direction: max(row.relative_error for row in of) for direction, of in found.items() if of}

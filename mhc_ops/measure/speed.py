@@ -8,7 +8,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -72,16 +72,11 @@ class Measurement:
     spread: float | None = None  # interquartile range of the samples, µs
     copy_spread: float | None = None
     samples: int | None = None
-    error: float | None = None  # largest relative error against fp64 in the same run: of outputs, of gradients, of both
 
     @property
     def of_copy(self) -> float:
         """1 means as fast as a copy of the same bytes."""
         return self.copy_microseconds / self.microseconds
-
-    @property
-    def copy_bandwidth(self) -> float:
-        return self.bandwidth * self.microseconds / self.copy_microseconds
 
 
 def deviation(spread: float) -> float:
@@ -103,15 +98,9 @@ def copy_time(size: int, device: torch.device) -> Timing:
 
 
 def measure(
-    unit: Unit,
-    tensors: Tensors,
-    call: Call,
-    device: torch.device,
-    errors: Mapping[str, float],
-    *,
-    parameters: Sequence[Tensor] = (),
+    unit: Unit, tensors: Tensors, call: Call, device: torch.device, *, parameters: Sequence[Tensor] = ()
 ) -> Iterator[Measurement]:
-    """Times `call(**tensors)` forward, backward and both. errors: by direction; parameters: further leaves."""
+    """Times `call(**tensors)` forward, backward and both. parameters: further leaves."""
     case = unit.case
     plain = {name: tensor.detach() for name, tensor in tensors.items()}
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
@@ -147,7 +136,6 @@ def measure(
             group=unit.group,
             bytes=size,
             copy_spread=copy.spread,
-            error=errors.get(direction),
         )
 
     yield row("forward", forward)
@@ -157,12 +145,12 @@ def measure(
         yield row("both", both)
 
 
-def measure_stack(unit: Unit, tensors: Tensors, build: Function, *more: Any) -> Iterator[Measurement]:
+def measure_stack(unit: Unit, tensors: Tensors, build: Function, device: torch.device) -> Iterator[Measurement]:
     """As `measure`, for one boundary: the difference of two stacks over the boundaries that the longer has more."""
 
     def rows(depth: int) -> list[Measurement]:
         stack = build(depth)
-        return list(measure(unit, tensors, lambda x: (stack(x),), *more, parameters=list(stack.parameters())))
+        return list(measure(unit, tensors, lambda x: (stack(x),), device, parameters=list(stack.parameters())))
 
     count = DEPTHS[0] - DEPTHS[1]
     for many, few in zip(*map(rows, DEPTHS)):

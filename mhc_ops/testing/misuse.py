@@ -9,12 +9,11 @@ The calls run in a process of their own, which prints each before it runs: if it
 import inspect
 import json
 import math
-import queue
 import random
 import re
+import select
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -77,30 +76,24 @@ def run(
 def _in_a_process(words: list[str]) -> Iterator[Outcome]:
     """Outcomes without an end, unless a call ends the process or hangs: that outcome is the last."""
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, *words]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    lines: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+    # without a buffer, so that `select` sees every line
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0)
+    stdout: Any = child.stdout
     tried: dict[str, Any] = {"case": "the first", "backend": words[1]}
     try:
-        while True:
-            said = json.loads(lines.get(timeout=LONGEST) or "{}")
+        while select.select([stdout], [], [], LONGEST)[0]:
+            said = json.loads(stdout.readline() or "{}")
             if not said:
                 yield Outcome(**tried, passed=False, detail=f"ended the process with {child.wait()}")
                 return
             if "detail" in said:
                 yield Outcome(**said, passed=not said["detail"])
             tried = {name: said[name] for name in ("case", "backend")}
-    except queue.Empty:
         yield Outcome(**tried, passed=False, detail=f"no answer in {LONGEST:g} s")
     finally:
         child.kill()
         child.wait()
-
-
-def _read(stream: Any, lines: queue.Queue[str]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put("")
+        stdout.close()
 
 
 def main(device: str, backends: str, seed: str, first: str) -> None:

@@ -12,13 +12,13 @@ import subprocess
 import sys
 import termios
 import types
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from mhc_ops import cli, testing
 from mhc_ops.measure import arguments, compare, page, report, results
+from mhc_ops.testing.fuzz import Outcome
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "mhc_ops"]
@@ -109,7 +109,7 @@ def test_a_reader_that_has_gone():
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("words", [["--help"], [*DIAGNOSE, "--json", "/dev/stdout"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("words", [["--help"], DIAGNOSE], ids=lambda words: words[0])
 def test_a_stdout_without_a_reader(words, monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
@@ -157,22 +157,13 @@ def terminal(monkeypatch):
     return open_terminal
 
 
-@pytest.mark.parametrize("columns", [10, 20, 40, 80, 200])
-@pytest.mark.parametrize("label", ["check", "diagnose"])
-def test_progress_fits_the_terminal(columns, label, terminal):
+@pytest.mark.parametrize("columns", [10, 40, 200])
+def test_progress_fits_the_terminal(columns, terminal):
     """Its size is that of stderr: stdout may be a file."""
     lines = terminal("stderr", columns)
     items = [f"mhc_forward_pre 2x128x4x256 bfloat16 no gamma {i}" for i in range(120)]
-    shown = [lines()[-1] for _ in report.progress(items, label)]
-    assert len(shown) == 120
-    assert max(map(len, shown)) < columns
-    assert shown[99].startswith(label)
-    if columns >= 20:
-        assert shown[99].startswith(f"{label} 99/120")
-    if columns >= 40:
-        assert "━╸" in shown[99] and "mhc" in shown[99]
-    if columns >= 120:
-        assert shown[99].rstrip().endswith("no gamma 99")
+    shown = [lines()[-1] for _ in report.progress(items, "check")]
+    assert shown == [f"check {nth}/120: {item}"[: columns - 1] for nth, item in enumerate(items, 1)]
 
 
 def test_no_letters_for_a_terminal_that_cannot_move_its_cursor(terminal, monkeypatch):
@@ -189,14 +180,6 @@ def test_status_speaks_now_and_then(monkeypatch, capsys):
         now[0] = float(number)
         show(number)
     assert capsys.readouterr().err == "fuzz: case 10\nfuzz: case 20\n"
-
-
-@dataclass
-class Outcome:
-    case: str
-    backend: str
-    passed: bool
-    detail: str
 
 
 @pytest.fixture
@@ -220,12 +203,8 @@ def fuzz(monkeypatch):
 
 
 FUZZ = ["check", "--device", "cpu", "--backend", "reference", "--fuzz", "2.5"]
-FINE, OFF = (
-    Outcome("mhc_post 3x2x8", "reference", True, ""),
-    Outcome("mhc_pre 1x8x64", "reference", False, "dphi: 2.00"),
-)
-
-
+FINE = Outcome("mhc_post 3x2x8", "reference", True, "")
+OFF = Outcome("mhc_pre 1x8x64", "reference", False, "dphi: 2.00")
 FAILED = "FAIL: mhc_pre 1x8x64 reference: dphi: 2.00 (--seed 7)\n"
 
 

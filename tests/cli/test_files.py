@@ -1,6 +1,7 @@
 """What the commands write and read: links, devices, pipes, files that cannot be, and who says so when."""
 
 import json
+import math
 import os
 import stat
 import sys
@@ -18,7 +19,6 @@ WRITING = (
     [*CHECK, "--json"],
     ["bench", "--device", "cpu", "--providers", "eager", "--json"],
     ["bench", "--device", "cpu", "--providers", "eager", "--html"],
-    ["diagnose", "mhc_post", "--device", "cpu", "--shape", "3x2x8", "--json"],
 )
 IDS = [f"{command[0]} {command[-1]}" for command in WRITING]
 
@@ -36,7 +36,6 @@ def nothing_may_run(monkeypatch):
 
     monkeypatch.setattr(accuracy, "measure", never)
     monkeypatch.setattr(bench, "run", never)
-    monkeypatch.setattr(cli.diagnose, "diagnose", never)
 
 
 def refused(command, capsys):
@@ -84,7 +83,7 @@ def test_a_pipe_gets_one_text(command, tmp_path, monkeypatch):
     reader.join(timeout=300)
     assert fifo.is_fifo()
     if command[-1] == "--json":
-        assert json.loads(read[0])["command" if command[0] != "diagnose" else "op"]
+        assert json.loads(read[0])["command"] == command[0]
     else:
         assert read[0].rstrip().endswith("</html>")
 
@@ -111,13 +110,12 @@ def test_stdout_by_name(into, tmp_path, monkeypatch):
         reading = os.open(tmp_path / "file", os.O_RDONLY)
     with os.fdopen(writing, "w") as stdout, os.fdopen(reading) as reader:
         monkeypatch.setattr(sys, "stdout", stdout)
-        command = ["diagnose", "mhc_post", "--device", "cpu", "--shape", "3x2x8", "--json", f"/dev/fd/{writing}"]
-        assert cli.main(command) == 0
+        assert cli.main([*CHECK, "--json", f"/dev/fd/{writing}"]) == 0
         stdout.close()
         printed = reader.read()
-    summary, rest = printed.split("\n", 1)
-    assert summary.startswith("mhc_post, reference: nothing found")
-    assert json.loads(rest)["op"] == "mhc_post"
+    summary, rest = printed.split("5 passed, 0 failed\n")
+    assert summary.startswith("op ")
+    assert json.loads(rest)["command"] == "check"
 
 
 @pytest.mark.parametrize(
@@ -190,6 +188,47 @@ ROW = {"case": "op 8x8", "backend": "triton", "output": "y", "passed": True}
 ROW |= {"max_error": 1.0, "relative_error": 0.1, "tolerance": 1.0}
 
 
+WRONG = {  # a field, and values that it does not have
+    "measurements": {
+        "microseconds": (0, -1, 1e99, 10**400, "1", None, [], math.nan),
+        "direction": ("up", 1),
+        "case": (1, None, {}),
+        "spread": ("1", [], {}),
+        "peak_megabytes": (True, "1", 10**400),
+        "samples": (1.5, "1", 10**400),
+    },
+    "accuracy": {"relative_error": ("0", [], 10**400), "passed": (1, "yes", None), "elements": ("7", None, 10**400)},
+    "steps": {"milliseconds": (0, "1", 1e99), "overhead_percent": (-100, "1", math.inf), "compiled": (1, "no")},
+    "not_measured": {"reason": (1, None, {}), "failed": ("no", None)},
+}
+RIGHT = {"measurements": TIMED, "accuracy": ROW}
+RIGHT |= {"steps": {"size": "training_step 8x4x8", "provider": "plain", "compiled": False, "milliseconds": 1.0}}
+RIGHT |= {"not_measured": {"where": "", "provider": "fla", "reason": "absent", "failed": False}}
+
+
+def test_a_field_of_another_type(tmp_path, capsys, monkeypatch):
+    """Each is one line before anything is drawn or compared."""
+    monkeypatch.chdir(tmp_path)
+    right = {"format": 2, **{name: [entry] for name, entry in RIGHT.items()}}
+    wrong = [
+        right | {name: [RIGHT[name] | {field: value}]}
+        for name, fields in WRONG.items()
+        for field, values in fields.items()
+        for value in values
+    ]
+    wrong += [right | {name: value} for name in RIGHT for value in (1, None, [1], ["a"], [None])]
+    wrong += [right | {"versions": value} for value in (1, [], {"torch": 1}, {"torch": None})]
+    wrong += [right | {name: [1]} for name in ("date", "complete", "precision", "command")]
+    (tmp_path / "file").write_text(json.dumps(right))
+    assert cli.main(["compare", "file", "file"]) == cli.main(["page", "file", "--html", "page"]) == 0
+    capsys.readouterr()
+    for content in wrong:
+        (tmp_path / "file").write_text(json.dumps(content))
+        for command in (["compare", "file", "file"], ["page", "file", "--html", "new"]):
+            assert "file: not written by mhc-ops" in refused(command, capsys), content
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("place", ["nowhere", ".", "file/file", "loop", "x" * 300])
 def test_a_file_that_is_not_there(place, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -214,4 +253,4 @@ def test_a_check_and_a_bench_have_nothing_in_common(tmp_path, capsys, monkeypatc
     assert cli.main(["compare", "bench", "check"]) == 2
     assert capsys.readouterr().out.endswith("0 entries in both files, 0 regressions\n")
     assert cli.main(["page", "check", "--html", "page"]) == 0
-    assert "all 1 pass" in (tmp_path / "page").read_text()
+    assert "1 of 1" in (tmp_path / "page").read_text()

@@ -40,14 +40,32 @@ def test_times_are_ratios_to_the_copy(microseconds, copy, expected):
     assert changes(replace(scaled, spread=microseconds / 100, copy_spread=copy / 100)) == expected
 
 
-def test_noisy_samples_hide_a_change():
-    assert changes(replace(TIMED, microseconds=212.0, spread=20.0)) == []
+SHORT = replace(TIMED, microseconds=4.0, copy_microseconds=4.0, spread=0.0, copy_spread=0.0)
+LIGER, ONE = replace(TIMED, provider="Liger"), replace(ROW, elements=1, relative_error=1e-9)
 
 
-def test_short_times_are_not_known_better_than_the_clock():
-    before = replace(TIMED, microseconds=4.0, copy_microseconds=4.0, spread=0.0, copy_spread=0.0)
-    assert changes(replace(before, microseconds=4.5), before) == []
-    assert changes(replace(before, microseconds=6.0), before) == [("slower", True)]
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (TIMED, {"microseconds": 212.0, "spread": 20.0}, []),  # noisy samples hide a change
+        (SHORT, {"microseconds": 4.5}, []),  # short times are not known better than the clock
+        (SHORT, {"microseconds": 6.0}, [("slower", True)]),
+        (LIGER, {"microseconds": 400.0}, [("slower", False)]),  # other libraries are said, but count for nothing
+        (replace(TIMED, spread=None), {"microseconds": 900.0, "spread": 2.0}, [("not compared", False)]),
+        (TIMED, {"peak_megabytes": 50.3}, []),
+        (TIMED, {"peak_megabytes": 52.0}, [("more memory", True)]),
+        (TIMED, {"peak_megabytes": 40.0}, [("less memory", False)]),
+        (ROW, {"relative_error": 3e-7}, []),
+        (ROW, {"relative_error": 5e-7}, [("less exact", True)]),
+        (ROW, {"relative_error": 5e-5, "passed": False}, [("fails", True)]),
+        (ROW, {"relative_error": float("nan"), "passed": False}, [("fails", True)]),
+        (ROW, {"relative_error": 6e-8}, [("more exact", False)]),
+        (ONE, {"relative_error": 3e-7}, []),  # the error of one number is luck
+        (ONE, {"relative_error": 3e-6}, [("less exact", True)]),
+    ],
+)
+def test_one_entry(before, after, expected):
+    assert changes(replace(before, **after), before) == expected
 
 
 def test_what_runs_scatter_by_is_noise():
@@ -69,41 +87,6 @@ def test_what_all_have_in_common_is_no_noise():
     after = [replace(m, microseconds=220.0) for m in before]
     found, _ = compare.compare(Results("bench", measurements=before), Results("bench", measurements=after))
     assert sum(change.regression for change in found) == 30
-
-
-def test_other_libraries_are_said_but_count_for_nothing():
-    before = replace(TIMED, provider="Liger")
-    assert changes(replace(before, microseconds=400.0), before) == [("slower", False)]
-
-
-def test_a_file_without_spread():
-    assert changes(replace(TIMED, microseconds=900.0), replace(TIMED, spread=None)) == [("not compared", False)]
-
-
-def test_memory():
-    assert changes(replace(TIMED, peak_megabytes=50.3)) == []
-    assert changes(replace(TIMED, peak_megabytes=52.0)) == [("more memory", True)]
-    assert changes(replace(TIMED, peak_megabytes=40.0)) == [("less memory", False)]
-
-
-@pytest.mark.parametrize(
-    ("after", "expected"),
-    [
-        (replace(ROW, relative_error=3e-7), []),
-        (replace(ROW, relative_error=5e-7), [("less exact", True)]),
-        (replace(ROW, relative_error=5e-5, passed=False), [("fails", True)]),
-        (replace(ROW, relative_error=float("nan"), passed=False), [("fails", True)]),
-        (replace(ROW, relative_error=6e-8), [("more exact", False)]),
-    ],
-)
-def test_errors(after, expected):
-    assert changes(after, ROW) == expected
-
-
-def test_the_error_of_one_number_is_luck():
-    one = replace(ROW, elements=1, relative_error=1e-9)
-    assert changes(replace(one, relative_error=3e-7), one) == []
-    assert changes(replace(one, relative_error=3e-6), one) == [("less exact", True)]
 
 
 def test_missing_rows_are_said():

@@ -1,7 +1,5 @@
 """mhc-ops diagnose: what it prints and writes, and how it exits."""
 
-import json
-
 import pytest
 import torch
 
@@ -32,22 +30,18 @@ def test_silence(capsys):
     assert "diagnose 1/8: mhc_post 12x4x24 float32" in printed.err
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_something_is_off(terminal, only_the_first_stream, capsys, monkeypatch):
+def test_something_is_off(only_the_first_stream, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
     assert cli.main(["diagnose", "mhc_post", *SMALL]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "mhc_post 12x4x24 float32, reference: 5 of 5 outputs are off"
-    red = "\033[1;31m" * terminal
-    assert lines[1].startswith(f"{red}  1. x_next: streams 1 to 3 are zero: masked, or never added to")
+    assert lines[1].startswith("  1. x_next: streams 1 to 3 are zero: masked, or never added to")
     assert lines[2].startswith(
         "  2. dx, dh_res, dh_out, dh_post: streams 1 to 3 of dx_next are read as zero for dh_res"
     )
     assert "x_next  [12 tokens, 4 streams, 24 channels]" in lines
     assert "  place               streams 1 to 3, 100.0% of it wrong" in lines
     assert lines[-1] == "0 of 8 cases right, 1 off, 7 not run"
-    assert ("\033" in "".join(lines)) is terminal
 
 
 @pytest.mark.parametrize(
@@ -64,30 +58,6 @@ def test_a_constant_ratio_is_told_from_a_varying_one(factors, words, capsys, mon
     assert cli.main(["diagnose", "mhc_post", *SMALL, "--dtype", "fp32"]) == 1
     ratio = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  result / truth"))
     assert f" {words}" in ratio
-
-
-def test_json(only_the_first_stream, tmp_path):
-    file = tmp_path / "found.json"
-    assert cli.main(["diagnose", "mhc_post", *SMALL, "--dtype", "fp32", "--seed", "3", "--json", str(file)]) == 1
-    content = json.loads(file.read_text())
-    assert (content["op"], content["backend"], content["passed"]) == ("mhc_post", "reference", False)
-    assert content["findings"][0]["outputs"] == ["x_next"]
-    assert content["findings"][0]["sentence"].startswith("streams 1 to 3 are zero")
-    assert {row["output"]: row["verdict"] for row in content["outputs"]}["dx"] == "FAIL"
-    assert content["details"]["x_next"]["place"] == "streams 1 to 3, 100.0% of it wrong"
-    assert content["versions"]["torch"] == torch.__version__
-
-
-def test_json_has_no_nan(monkeypatch, tmp_path):
-    right = reference.mhc_post
-    monkeypatch.setattr(
-        reference, "mhc_post", lambda x, *more: right(x, *more) * (1 if x.dtype == torch.float64 else torch.nan)
-    )
-    file = tmp_path / "found.json"
-    assert cli.main(["diagnose", "mhc_post", *SMALL, "--json", str(file)]) == 1
-    content = json.loads(file.read_text(), parse_constant=pytest.fail)
-    assert content["findings"][0]["sentence"] == "everything is NaN"
-    assert content["outputs"][0]["relative_error"] is None
 
 
 def test_unknown_op(capsys):

@@ -21,10 +21,6 @@ def small_case(subject, T=8, n=4, D=64, dtype=torch.bfloat16, gamma=False):
     return cases.Case(subject, (T,), n, D, dtype, gamma=gamma)
 
 
-def tensors_of(subject, **options):
-    return small_case(subject, **options).inputs()
-
-
 @by_peer
 def test_not_installed(peer, monkeypatch):
     def missing(name):
@@ -34,43 +30,26 @@ def test_not_installed(peer, monkeypatch):
     assert peers.version(peer) is None
     assert peers.why_not(peer) == f"{peer.name} is not installed: pip install {peer.package}"
     with pytest.raises(RuntimeError, match=f"{peer.name} is not installed: pip install {peer.package}"):
-        if peer in (peers.FLA, peers.CAUSAL_CONV1D):
-            peer.prepare("causal_conv1d", ConvCase(1, 8, 16).inputs())
-        else:
-            peer.prepare("mhc_pre", tensors_of(cases.MHC_PRE))
+        case = ConvCase(1, 8, 16) if peer in (peers.FLA, peers.CAUSAL_CONV1D) else small_case(cases.MHC_PRE)
+        peer.prepare(case.subject.name, case.inputs())
 
 
-def test_what_fla_lacks():
-    for case in (ConvCase(1, 8, 16, places="seq_idx"), ConvCase(1, 8, 16, n=2), ConvCase(1, 1, 16, update=True)):
-        assert peers.FLA.prepare(case.subject.name, case.inputs()) is None
+LACKING = [
+    *((peer, small_case(cases.MHC_FORWARD_PRE)) for peer in peers.PEERS),
+    *((peer, small_case(cases.MHC_PRE, **options)) for peer in peers.PEERS for options in ({"gamma": True}, {"n": 3})),
+    *((peers.LIGER, small_case(subject)) for subject in (cases.MHC_HEAD, cases.SINKHORN)),
+    *((peers.TILE_KERNELS, small_case(cases.MHC_PRE, **options)) for options in ({"dtype": torch.float32}, {"D": 100})),
+    (peers.TILE_KERNELS, small_case(cases.SINKHORN, dtype=torch.float16)),
+    *((peer, ConvCase(1, 8, 16, n=2)) for peer in (peers.FLA, peers.CAUSAL_CONV1D)),
+    *((peers.FLA, case) for case in (ConvCase(1, 8, 16, places="seq_idx"), ConvCase(1, 1, 16, update=True))),
+    *((peers.CAUSAL_CONV1D, case) for case in (ConvCase(1, 8, 16, 5), ConvCase(1, 8, 12))),
+    (peers.CAUSAL_CONV1D, ConvCase(1, 8, 16, places="states")),
+]
 
 
-@by_peer
-def test_what_a_peer_lacks(peer):
-    assert peer.prepare("mhc_forward_pre", tensors_of(cases.MHC_FORWARD_PRE)) is None
-    assert peer.prepare("mhc_pre", tensors_of(cases.MHC_PRE, gamma=True)) is None
-    assert peer.prepare("mhc_pre", tensors_of(cases.MHC_PRE, n=3)) is None
-
-
-def test_what_liger_lacks():
-    assert peers.LIGER.prepare("mhc_head", tensors_of(cases.MHC_HEAD)) is None
-    assert peers.LIGER.prepare("sinkhorn", tensors_of(cases.SINKHORN)) is None
-
-
-def test_what_tile_kernels_cannot_take():
-    assert peers.TILE_KERNELS.prepare("mhc_pre", tensors_of(cases.MHC_PRE, dtype=torch.float32)) is None
-    assert peers.TILE_KERNELS.prepare("mhc_pre", tensors_of(cases.MHC_PRE, D=100)) is None
-    assert peers.TILE_KERNELS.prepare("sinkhorn", tensors_of(cases.SINKHORN, dtype=torch.float16)) is None
-
-
-def test_what_causal_conv1d_lacks():
-    for case in (
-        ConvCase(1, 8, 16, 5),
-        ConvCase(1, 8, 12),
-        ConvCase(1, 8, 16, places="states"),
-        ConvCase(1, 8, 16, n=2),
-    ):
-        assert peers.CAUSAL_CONV1D.prepare(case.subject.name, case.inputs()) is None
+@pytest.mark.parametrize(("peer", "case"), LACKING, ids=lambda value: getattr(value, "name", str(value)))
+def test_what_a_peer_lacks(peer, case):
+    assert peer.prepare(case.subject.name, case.inputs()) is None
 
 
 @pytest.mark.parametrize("silu", [False, True])

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stand_ins import a_peer, stand_in
 
 import mhc_ops
 from mhc_ops import cli
 from mhc_ops.measure import bench, compare, page, peers, results, speed, training_step
 from mhc_ops.measure.training_step import ALLOWED, APART, PLAIN, RECOMPUTE, Size, StepTime, Training
-from mhc_ops.testing import cases
 
 CPU = torch.device("cpu")
 SMALL = Size(16, 128, 2, 128)
@@ -31,11 +31,11 @@ def small(monkeypatch):
     monkeypatch.setattr(training_step, "SIZES_CPU", (SMALL,))
 
 
-def run(**options):
-    found, saved = results.begin("bench"), []
-    request = bench.Options(CPU, **{"case": "training_step", "skip": ("torch.compile",), **options})
-    bench.run(request, found, lambda: saved.append(len(found.steps)))
-    return found, saved
+def run(*others, save=lambda found: None):
+    """Eager and others."""
+    found = results.begin("bench")
+    bench.run(bench.Options(CPU, [*others, "eager"], case="training_step"), found, lambda: save(found))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -52,28 +52,6 @@ def difference(provider, compiled=False, device=CPU):
     return training.difference(provider, training.step(provider, compiled)())
 
 
-def a_peer(name, in_model=lambda h_in: h_in, alone=1.0):
-    """A library that computes what the reference does; in_model: what becomes of h_in before a layer reads it; alone:
-    of x_next where no layer but its output is given."""
-
-    def call(x, h_out, **maps):
-        if callable(h_out):
-            return (mhc_ops.mhc_layer(x, lambda h_in: h_out(in_model(h_in)), **maps, backend="reference"),)
-        x_next, h_in = cases.MHC_LAYER.call(x=x, h_out=h_out, **maps, backend="reference")
-        return alone * x_next, h_in
-
-    def prepare(subject, ours):
-        tensors = {name: tensor.detach() for name, tensor in ours.items()}
-        return peers.Prepared(tensors, call, ("x", "h_out")) if subject == "mhc_layer" else None
-
-    return stand_in(name, prepare)
-
-
-def stand_in(name, prepare):
-    adapt = lambda load, subject, ours: prepare(subject, ours)  # noqa: E731
-    return peers.Peer(name, name, name, "as the reference", 1e-5, adapt, load=lambda peer: None)
-
-
 def crash(h_in):
     raise ValueError("no such size")
 
@@ -82,7 +60,8 @@ def test_plain_and_eager_take_turns(monkeypatch):
     turns = []
     timed = Training.microseconds
     monkeypatch.setattr(Training, "microseconds", lambda self, step: turns.append(step) or timed(self, step))
-    found, saved = run()
+    saved = []
+    found = run(save=lambda found: saved.append(len(found.steps)))
     assert [(step.provider, step.compiled, step.size) for step in found.steps] == [
         (PLAIN, False, str(SMALL)),
         ("eager", False, str(SMALL)),
@@ -97,59 +76,19 @@ def test_plain_and_eager_take_turns(monkeypatch):
     assert found.complete
 
 
-def stopped_once(name):
-    """A library whose first step is interrupted: it takes too long to compile."""
-    calls = []
-
-    def interrupt(h_in):
-        calls.append(h_in)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return h_in
-
-    return a_peer(name, in_model=interrupt)
+def interrupt(h_in):
+    raise KeyboardInterrupt
 
 
 def test_every_provider_is_kept_as_soon_as_it_is_measured(monkeypatch, tmp_path):
-    """And a rerun with --resume measures the others alone."""
-    monkeypatch.setattr(peers, "PEERS", (a_peer("quick"), stopped_once("slow")))
-    file = tmp_path / "bench.json"
-    command = ["bench", "--device", "cpu", "--case", "training_step", "--peers", "--skip", "torch.compile", "--json"]
-    assert cli.main([*command, str(file)]) == 130
-    first = results.read(file)
-    assert [step.provider for step in first.steps] == [PLAIN, "quick"]
-    assert [(e.provider, e.reason) for e in first.not_measured[-2:]] == [
-        ("slow", "interrupted"),
-        ("eager", "interrupted"),
-    ]
-    assert not first.complete
-    assert cli.main([*command, str(file), "--resume"]) == 0
-    second = results.read(file)
-    assert second.steps[:2] == first.steps
-    assert [step.provider for step in second.steps[2:]] == ["slow", "eager"]
-    assert second.complete
-    assert "interrupted" not in {entry.reason for entry in second.not_measured}
-
-
-def test_providers_are_added_to_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "PEERS", (a_peer("Liger"),))
-    file = tmp_path / "bench.json"
-    command = ["bench", "--device", "cpu", "--case", "training_step", "--json", str(file), "--resume", "--providers"]
-    assert cli.main([*command, "eager", "hip"]) == 0
-    assert {step.provider for step in results.read(file).steps} == {PLAIN, "eager"}
-    assert cli.main([*command, "Liger"]) == 0
-    found = results.read(file)
-    assert {step.provider for step in found.steps} == {PLAIN, "eager", "Liger"}
-    assert "hip" in {entry.provider for entry in found.not_measured}
-
-
-def test_what_cannot_be_resumed(tmp_path, capsys):
-    assert cli.main(["bench", "--device", "cpu", "--resume"]) == 2
-    assert "--resume goes with --json" in capsys.readouterr().err
-    other = replace(results.begin("bench"), versions={**results.begin("bench").versions, "torch": "1.0"})
-    results.write(other, tmp_path / "file")
-    assert cli.main(["bench", "--device", "cpu", "--resume", "--json", str(tmp_path / "file")]) == 2
-    assert "file: measured with torch 1.0, this is " in capsys.readouterr().err
+    monkeypatch.setattr(peers, "PEERS", (a_peer("quick"), a_peer("slow", in_model=interrupt)))
+    with pytest.raises(KeyboardInterrupt):
+        run("quick", "slow", save=lambda found: results.write(found, tmp_path / "file"))
+    found = results.read(tmp_path / "file")
+    assert [step.provider for step in found.steps] == [PLAIN, "quick"]
+    reasons = [(entry.provider, entry.reason) for entry in found.not_measured[-2:]]
+    assert reasons == [("slow", "interrupted"), ("eager", "interrupted")]
+    assert not found.complete
 
 
 def test_peers_are_checked_in_a_layer_and_in_the_model(monkeypatch):
@@ -162,7 +101,7 @@ def test_peers_are_checked_in_a_layer_and_in_the_model(monkeypatch):
         a_peer("crashing", in_model=crash),
     )
     monkeypatch.setattr(peers, "PEERS", (*planted, peers.FLA))
-    found, _ = run(peers=True)
+    found = run(*(peer.name for peer in peers.PEERS))
     assert {step.provider for step in found.steps} == {PLAIN, "right", "eager"}
     assert next(step for step in found.steps if step.provider == "right").difference == 0.0
     reasons = {entry.provider: entry.reason for entry in found.not_measured if entry.failed}
@@ -188,15 +127,7 @@ def test_what_is_planned(monkeypatch):
     assert (
         training_step.plan("mhc_post", present, CPU, False) == training_step.plan("mhc_post", present, CPU, True) == []
     )
-    skip = ("right training_step", "torch.compile triton", "triton recompute")
-    request = bench.Options(cuda, case="training_step", skip=skip)
-    assert {(unit.compiled, unit.provider) for unit in bench.plan(request, present)} == {
-        (False, "triton"),
-        (False, "triton HyperConnection"),
-        (False, "triton shifted"),
-        (False, "eager"),
-        (True, "torch.compile"),
-    }
+    assert bench.plan(bench.Options(cuda, case="training_step"), present) == planned
 
 
 def test_streams_make_another_model():

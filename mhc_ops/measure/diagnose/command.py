@@ -1,12 +1,10 @@
 """mhc-ops diagnose: its options, the cases that they mean, and what it prints."""
 
 import argparse
-import json
 import shutil
-import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from ...core import backend as backends
 from ...testing import cases
 from ...testing.conv_cases import AnyCase
-from .. import arguments, files, report, selection
+from .. import arguments, report, selection
 from ..report import Refused
 from . import Diagnosis, diagnose
 
@@ -35,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--width", metavar="W", type=int, choices=range(1, 9), help="taps of a convolution")
     add("--dtype", choices=DTYPES, help="of x (default: those that check takes)")
     add("--seed", metavar="N", type=arguments.seed, help="of the random tensors")
-    add("--json", metavar="FILE", type=arguments.output, help="write everything found to this file")
 
 
 def run_diagnose(options: argparse.Namespace) -> int:
@@ -57,14 +54,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
             break
     report.clear()
     last = done[-1]
-    details = {output.name: output.details() for output in last.wrong}
-    print(_nothing_found(done) if last.passed else "\n".join(_lines(last, details, len(done), len(work))))
-    if options.json:
-        content = {"op": options.op, "device": str(options.device), "versions": report.versions()}
-        content |= {"case": str(last.case), "backend": last.backend, "passed": last.passed, "details": details}
-        content["findings"] = [asdict(finding) for finding in last.findings]
-        content["outputs"] = [{**asdict(row), "verdict": row.verdict} for row in last.rows]
-        files.write(options.json, json.dumps(report.finite(content), indent=1, allow_nan=False) + "\n")
+    print(_nothing_found(done) if last.passed else "\n".join(_lines(last, len(done), len(work))))
     return 0 if last.passed else 1
 
 
@@ -77,19 +67,15 @@ def _nothing_found(done: Sequence[Diagnosis]) -> str:
     return f"{op}, {done[-1].backend}: nothing found in {len(done)} cases; {largest}"
 
 
-def _lines(found: Diagnosis, details: Mapping[str, Mapping[str, str]], done: int, asked: int) -> Iterator[str]:
+def _lines(found: Diagnosis, done: int, asked: int) -> Iterator[str]:
     """The verdicts, the table of outputs, then what is known of the first output of each finding."""
     width = max(40, shutil.get_terminal_size((100, 24)).columns)
     wrapped = partial(textwrap.fill, width=width, break_long_words=False)
     yield f"{found.case}, {found.backend}: {len(found.wrong)} of {len(found.rows)} outputs are off"
     for nth, finding in enumerate(found.findings, 1):
         share = f" ({finding.share:.2%} of the error)" if finding.share else ""
-        sentence = wrapped(
-            f"{nth}. {', '.join(finding.outputs)}: {finding.sentence}{share}",
-            initial_indent="  ",
-            subsequent_indent=" " * 5,
-        )
-        yield report.painted(sentence, "1;31") if nth == 1 and sys.stdout.isatty() else sentence
+        sentence = f"{nth}. {', '.join(finding.outputs)}: {finding.sentence}{share}"
+        yield wrapped(sentence, initial_indent="  ", subsequent_indent=" " * 5)
     numbers = {output: str(nth) for nth, finding in enumerate(found.findings, 1) for output in finding.outputs}
     rows = [(r.output, r.max_error, r.relative_error, r.tolerance, r.verdict) for r in found.rows]
     cells = [[o, f"{e:.2e}", f"{r:.2e}", f"{t:.0e}", verdict, numbers.get(o, "")] for o, e, r, t, verdict in rows]
@@ -98,7 +84,7 @@ def _lines(found: Diagnosis, details: Mapping[str, Mapping[str, str]], done: int
     for output in (output for output in found.wrong if output.name in first):
         axes = ", ".join(f"{size} {axis}{'s' * (size > 1)}" for axis, size in output.axes.items())
         yield f"\n{output.name}  [{axes}]"
-        for label, fact in details[output.name].items():
+        for label, fact in output.details().items():
             yield wrapped(fact, initial_indent=f"  {label:20}", subsequent_indent=" " * 22)
     yield f"\n{done - 1} of {asked} cases right, 1 off" + f", {asked - done} not run" * (asked > done)
 
