@@ -17,7 +17,8 @@ machines=(
         "skylakex  avx512bw SkylakeX  avx512  AVX512     AVX512_CORE 1       7    C      3"
 )
 tests=(
-    tests/core/test_interpreter.py tests/conv/test_conv_reference.py tests/conv/test_conv_modules.py
+    tests/core/test_interpreter.py tests/conv/test_conv_backends.py tests/conv/test_conv_reference.py
+    tests/conv/test_conv_modules.py
     tests/conv/triton/test_conv_kernels.py tests/mhc/test_kernel_bits.py tests/mhc/test_kernels.py
     tests/mhc/test_reference.py tests/mhc/test_sinkhorn.py tests/mhc/test_stack.py tests/mhc/test_sublayers.py
     tests/mhc/triton/test_few.py tests/mhc/triton/test_pre.py

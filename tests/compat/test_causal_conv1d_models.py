@@ -13,12 +13,8 @@ from mhc_ops.compat import causal_conv1d as compat
 TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2}
 ATTENTION = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 HEADS = {f"linear_{name}": size for name, size in {"num_key_heads": 2, "num_value_heads": 2}.items()}
 HEADS |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16}
 MODELS = {
@@ -120,9 +116,8 @@ def test_packed_sequences(models):
     one_by_one = torch.cat([models.own(sequence).logits for sequence in sequences], 1)
     assert relative(logits, one_by_one) < 1e-5
     cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    pairs = [
-        torch.autograd.grad(y, m.parameters(), cotangent) for y, m in ((logits, models.ours), (one_by_one, models.own))
-    ]
+    both = (logits, models.ours), (one_by_one, models.own)
+    pairs = [torch.autograd.grad(y, model.parameters(), cotangent) for y, model in both]
     assert all(relative(gradient, exact) < 1e-4 for gradient, exact in zip(*pairs))
 
 

@@ -1,25 +1,18 @@
 """The short convolution of flash-linear-attention, against its equations: one token and one tap at a time, in fp64."""
 
-import inspect
 import operator
 import re
 from itertools import pairwise
 
 import pytest
 import torch
+from compat_oracle import signature
 
-import mhc_ops
 from mhc_ops.compat.fla import ShortConvolution, causal_conv1d, causal_conv1d_update
 from mhc_ops.testing import accuracy
 
 B, T, D, W = 2, 9, 5, 4
 PACKED = (0, 6, 6, 8, 9)  # longer than W, empty, shorter than W, one token
-
-
-@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpreted)])
-def each_backend(request):
-    with mhc_ops.use_backend(request.param):
-        yield
 
 
 def oracle(x, weight, bias=None, residual=None, initial_state=None, activation=None, bounds=None):
@@ -94,13 +87,8 @@ def test_update(shape, each_backend):
     tensors["cache"] = tensors.pop("initial_state")
     x, residual = tensors.pop("x").reshape(shape), tensors.pop("residual").reshape(shape)
     wide = {name: t.double() for name, t in tensors.items()}
-    expected, state = oracle(
-        x.double().view(3, 1, D),
-        residual=residual.double().view(3, 1, D),
-        initial_state=wide.pop("cache"),
-        activation="silu",
-        **wide,
-    )
+    wide["initial_state"], wide["residual"] = wide.pop("cache"), residual.double().view(3, 1, D)
+    expected, state = oracle(x.double().view(3, 1, D), activation="silu", **wide)
     cache = tensors["cache"]
     y, returned = causal_conv1d_update(x, residual=residual, activation="silu", **tensors)
     assert returned is cache
@@ -193,16 +181,15 @@ def test_mask(conv):
     assert not x.grad[1, :3].any()
 
 
-@pytest.mark.parametrize("length", [1, T])
-def test_a_mask_does_not_change_the_type(length):
+@torch.no_grad()
+def test_a_mask_does_not_change_the_type():
     """A mask in fp32 and one of booleans give the same bits, in a step too."""
     conv = ShortConvolution(D, W, dtype=torch.bfloat16)
-    x, mask = torch.randn(B, length, D).bfloat16(), torch.tensor([[True], [False]]).expand(B, length)
-    with torch.no_grad():
-        found = conv(x, mask=mask.float(), output_final_state=True)
-        expected = conv(x, mask=mask, output_final_state=True)
-    assert [tensor.dtype for tensor in found] == [torch.bfloat16] * 2
-    assert all(map(torch.equal, found, expected))
+    for length in (1, T):
+        x, mask = torch.randn(B, length, D).bfloat16(), torch.tensor([[True], [False]]).expand(B, length)
+        found, expected = (conv(x, mask=given, output_final_state=True) for given in (mask.float(), mask))
+        assert [tensor.dtype for tensor in found] == [torch.bfloat16] * 2
+        assert all(map(torch.equal, found, expected))
 
 
 SIGNATURES = {
@@ -215,21 +202,12 @@ SIGNATURES = {
 }
 
 
-def words(function):
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-
-
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
-def test_arguments_come_in_the_same_order(function):
-    assert words(function) == SIGNATURES[function].split()
-
-
-def test_signatures_are_those_of_fla():
-    """If it is installed."""
+def test_arguments_come_in_the_same_order():
+    """As in fla too, if it is installed."""
+    assert {function: signature(function) for function in SIGNATURES} == SIGNATURES
     fla = pytest.importorskip("fla.modules.causal_conv1d", reason="needs fla-core", exc_type=ImportError)
-    for function in SIGNATURES:
-        assert words(function) == words(operator.attrgetter(function.__qualname__)(fla))
+    for function, expected in SIGNATURES.items():
+        assert signature(operator.attrgetter(function.__qualname__)(fla)) == expected
 
 
 @pytest.mark.interpreted
@@ -268,18 +246,14 @@ ERRORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), ERRORS, ids=[message for *_, message in ERRORS])
-def test_errors(changes, error, message):
+def test_errors(conv):
     causal_conv1d(X, WEIGHT)
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        causal_conv1d(**{"x": X, "weight": WEIGHT, **changes})
-
-
-def test_errors_of_the_module(conv):
+    for changes, error, message in ERRORS:
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            causal_conv1d(**{"x": X, "weight": WEIGHT, **changes})
+    packed = {"mask": X[:1, :, 0], "cu_seqlens": torch.tensor([0, T])}
     for message, use in {
-        "mask and cu_seqlens exclude each other": lambda: conv(
-            X[:1], mask=X[:1, :, 0], cu_seqlens=torch.tensor([0, T])
-        ),
+        "mask and cu_seqlens exclude each other": lambda: conv(X[:1], **packed),
         "activation must be None, 'silu' or 'swish', got 'relu'": lambda: ShortConvolution(D, W, activation="relu"),
         "backend must be 'triton' or 'cuda', got 'mix'": lambda: ShortConvolution(D, W, backend="mix"),
     }.items():

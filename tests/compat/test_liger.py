@@ -7,14 +7,7 @@ import torch
 from compat_oracle import BF16, FP32, assert_near, gradients, in_fp64, inverse_rms, logits, read, sinkhorn, write
 from torch import nn
 
-from mhc_ops.compat.liger import (
-    LigerMHC,
-    liger_mhc_apply,
-    liger_mhc_coeffs,
-    liger_mhc_forward,
-    liger_mhc_post_res,
-    liger_mhc_pre,
-)
+from mhc_ops.compat import liger
 
 N, C = 4, 24
 M, K = N * N + 2 * N, N * C
@@ -40,21 +33,15 @@ def expected_layer(x, layer, *parameters, **options):
 
 
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["defaults", "options"])
-def test_coeffs(options):
-    given = draw()
-    found = liger_mhc_coeffs(*given, allow_fp32=True, **options)
+def test_coeffs_and_forward(options):
+    x, *parameters = given = draw()
+    found = liger.liger_mhc_coeffs(*given, allow_fp32=True, **options)
     expected = expected_coeffs(*(truth := in_fp64(given)), **options)
     assert_near(found, expected, FP32)
     assert_near(gradients(found, given), gradients(expected, truth), FP32)
-
-
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["defaults", "options"])
-def test_forward(options):
-    x, *parameters = given = draw()
-    truth = in_fp64(given)
     expected = expected_layer(truth[0], torch.tanh, *truth[1:], **options)
-    found = liger_mhc_forward(x, torch.tanh, *parameters, allow_fp32=True, **options)
-    x_out, coeffs = liger_mhc_forward(x, torch.tanh, *parameters, allow_fp32=True, return_coeffs=True, **options)
+    found = liger.liger_mhc_forward(x, torch.tanh, *parameters, allow_fp32=True, **options)
+    x_out, coeffs = liger.liger_mhc_forward(x, torch.tanh, *parameters, allow_fp32=True, return_coeffs=True, **options)
     for result in (found, x_out):
         assert_near([result], [expected], FP32)
         assert_near(gradients([result], given), gradients([expected], truth), FP32)
@@ -63,30 +50,25 @@ def test_forward(options):
 
 def test_the_steps_are_the_layer():
     x, *parameters = draw(torch.bfloat16)
-    h_pre, h_post, h_res = liger_mhc_coeffs(x, *parameters)
+    h_pre, h_post, h_res = liger.liger_mhc_coeffs(x, *parameters)
     assert {tensor.dtype for tensor in (h_pre, h_post, h_res)} == {torch.float32}
-    x_in = liger_mhc_pre(x, h_pre)
-    x_out = liger_mhc_post_res(x, torch.tanh(x_in), h_post, h_res)
+    x_in = liger.liger_mhc_pre(x, h_pre)
+    x_out = liger.liger_mhc_post_res(x, torch.tanh(x_in), h_post, h_res)
     assert x_in.dtype == x_out.dtype == torch.bfloat16
-    assert torch.equal(x_out, liger_mhc_forward(x, torch.tanh, *parameters))
-    applied = liger_mhc_apply(x, torch.tanh(x_in), h_pre, h_post, h_res, return_x_in=True)
+    assert torch.equal(x_out, liger.liger_mhc_forward(x, torch.tanh, *parameters))
+    applied = liger.liger_mhc_apply(x, torch.tanh(x_in), h_pre, h_post, h_res, return_x_in=True)
     assert torch.equal(applied[0], x_out) and torch.equal(applied[1], x_in)
-    assert torch.equal(liger_mhc_apply(x, torch.tanh(x_in), h_pre, h_post, h_res), x_out)
+    assert torch.equal(liger.liger_mhc_apply(x, torch.tanh(x_in), h_pre, h_post, h_res), x_out)
 
 
 def test_module():
     """bf16 streams, phi in fp16, a layer in fp32: types as there, values within one rounding."""
     torch.manual_seed(2)
-    mhc = LigerMHC(nn.Linear(C, C, bias=False), hc=N, c=C)
+    mhc = liger.LigerMHC(nn.Linear(C, C, bias=False), hc=N, c=C)
     shapes = {name: (tuple(p.shape), p.dtype) for name, p in mhc.named_parameters()}
-    assert shapes == {
-        "phi": ((K, M), torch.float16),
-        "b": ((M,), torch.float32),
-        "alpha_pre": ((), torch.float32),
-        "alpha_post": ((), torch.float32),
-        "alpha_res": ((), torch.float32),
-        "layer.weight": ((C, C), torch.float32),
-    }
+    alphas = {f"alpha_{part}": ((), torch.float32) for part in ("pre", "post", "res")}
+    own = {"phi": ((K, M), torch.float16), "b": ((M,), torch.float32), **alphas}
+    assert shapes == {**own, "layer.weight": ((C, C), torch.float32)}
     x = torch.randn(3, N, C).bfloat16().requires_grad_()
     parameters = [mhc.phi, mhc.b, mhc.alpha_pre, mhc.alpha_post, mhc.alpha_res]
     truth = in_fp64([x, *parameters, mhc.layer.weight])
@@ -100,20 +82,20 @@ def test_module():
 
 
 def test_what_is_refused():
-    mhc = LigerMHC(nn.Identity(), hc=N, c=C)
+    mhc = liger.LigerMHC(nn.Identity(), hc=N, c=C)
     with pytest.raises(AssertionError, match="x must be bfloat16 or float16 without allow_fp32=True, got float32"):
         mhc(torch.randn(2, N, C))
     with pytest.raises(ValueError, match=r"LigerMHC: x must be \[\.\.\., 4, 24\], got \[2, 3, 24\]"):
         mhc(torch.randn(2, 3, C).bfloat16())
-    assert LigerMHC(nn.Identity(), hc=N, c=C, allow_fp32=True)(torch.randn(2, N, C)).dtype == torch.float32
+    assert liger.LigerMHC(nn.Identity(), hc=N, c=C, allow_fp32=True)(torch.randn(2, N, C)).dtype == torch.float32
 
 
 def test_defaults():
     of_maps = {"tmax": 20, "rms_eps": 1e-6, "pre_eps": 0.0, "sinkhorn_eps": 1e-6, "post_mult": 2.0, "allow_fp32": False}
     more = {
-        liger_mhc_coeffs: {},
-        liger_mhc_forward: {"return_coeffs": False},
-        LigerMHC: {"phi_dtype": torch.float16},
+        liger.liger_mhc_coeffs: {},
+        liger.liger_mhc_forward: {"return_coeffs": False},
+        liger.LigerMHC: {"phi_dtype": torch.float16},
     }
     for function, further in more.items():
         parameters = inspect.signature(function).parameters.values()

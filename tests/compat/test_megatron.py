@@ -59,10 +59,8 @@ def test_aggregate_and_post(with_bias):
     h_pre, h_post, h_res = torch.rand(S, B, N), torch.rand(S, B, N), torch.rand(S, B, N, N)
     given = [t.requires_grad_() for t in (residual, x, h_pre, h_post, h_res, *([bias] if with_bias else []))]
     truth = in_fp64(given)
-    found = (
-        megatron.fused_h_aggregate(residual, h_pre),
-        megatron.fused_h_post_bda(h_res, residual, h_post, x, bias if with_bias else None),
-    )
+    found = [megatron.fused_h_aggregate(residual, h_pre)]
+    found += [megatron.fused_h_post_bda(h_res, residual, h_post, x, bias if with_bias else None)]
     residual, x, h_pre, h_post, h_res, *bias = truth
     expected = read(residual, h_pre), write(residual, x + sum(bias), h_post, h_res)
     assert_near(found, expected, FP32)
@@ -72,8 +70,8 @@ def test_aggregate_and_post(with_bias):
 def test_types_are_those_of_the_streams():
     """Megatron hands maps over in bf16."""
     torch.manual_seed(3)
-    residual, x, bias = torch.randn(S, B, N, C).bfloat16(), torch.randn(S, B, C).bfloat16(), torch.randn(C).bfloat16()
-    h_post, logit = torch.rand(S, B, N).bfloat16(), torch.randn(S, B, N, N).bfloat16()
+    shapes = (S, B, N, C), (S, B, C), (C,), (S, B, N), (S, B, N, N)
+    residual, x, bias, h_post, logit = (torch.randn(shape).bfloat16() for shape in shapes)
     h_res = megatron.fused_sinkhorn(logit, 20)
     found = megatron.fused_h_post_bda(h_res, residual, h_post, x, bias)
     assert h_res.dtype == found.dtype == torch.bfloat16
@@ -151,29 +149,23 @@ def test_ends():
     assert torch.equal(megatron.fused_add_3(x, x, x), 3 * x)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_attributes_of_parameters(parallel):
+def test_attributes_of_parameters():
     """They tell Megatron which parameters stay in fp32, and which gradients are summed over the group."""
-    module = megatron.HyperConnectionModule(config(sequence_parallel=parallel), layer_number=1)
-    assert all(parameter.keep_in_fp32 for parameter in module.parameters())
-    assert all(getattr(parameter, "sequence_parallel", False) is parallel for parameter in module.parameters())
+    for parallel in (False, True):
+        module = megatron.HyperConnectionModule(config(sequence_parallel=parallel), layer_number=1)
+        assert all(parameter.keep_in_fp32 for parameter in module.parameters())
+        assert all(getattr(parameter, "sequence_parallel", False) is parallel for parameter in module.parameters())
     with pytest.raises(NotImplementedError, match="recomputation needs Megatron's own module"):
         module(torch.randn(S, B, K), mhc_recompute_manager=object())
 
 
 @pytest.fixture
-def megatron_core(tmp_path, monkeypatch):
+def megatron_core(written):
     """A Megatron with the file that is stood in for, which must not run. Yields the folder of that file."""
-    fusions = tmp_path / "megatron" / "core" / "fusions"
-    fusions.mkdir(parents=True)
-    for package in (fusions.parent, fusions):
-        (package / "__init__.py").write_text("")
-    (fusions / "fused_mhc_kernels.py").write_text("raise AssertionError('its own kernels were loaded')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield fusions
+    packages = {f"megatron/core/{package}__init__.py": "" for package in ("", "fusions/")}
+    own = {"megatron/core/fusions/fused_mhc_kernels.py": "raise AssertionError('its own kernels were loaded')\n"}
+    yield written(packages | own) / "megatron" / "core" / "fusions"
     megatron.uninstall()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-        del sys.modules[name]
 
 
 def test_install(megatron_core):

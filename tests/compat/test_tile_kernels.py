@@ -6,19 +6,7 @@ import sys
 
 import pytest
 import torch
-from compat_oracle import (
-    BF16,
-    FP32,
-    assert_near,
-    gradients,
-    in_fp64,
-    inverse_rms,
-    logits,
-    read,
-    sinkhorn,
-    weighted,
-    write,
-)
+from compat_oracle import BF16, FP32, assert_near, gradients, in_fp64, inverse_rms, logits, read, sinkhorn, total, write
 
 from mhc_ops.compat import tile_kernels as tk
 
@@ -64,14 +52,11 @@ def test_pre_in_bf16():
     """bf16 streams, fp32 parameters and DeepSeek V4's numbers."""
     given = draw()
     options = {"post_mult_value": 2.0, "sinkhorn_repeat": 20}
-    found, expected = pre(*given, **options), expected_pre(*(truth := in_fp64(given)), 2.0, 20)
-    assert [result.dtype for result in found] == [torch.bfloat16, torch.float32, torch.float32]
-    assert_near(found[:1], expected[:1], BF16)
-    assert_near(found[1:], expected[1:], FP32)
-    found_gradients, expected_gradients = gradients(found, given), gradients(expected, truth)
-    assert [g.dtype for g in found_gradients] == [torch.bfloat16] + [torch.float32] * 4
-    assert_near(found_gradients[:1], expected_gradients[:1], BF16)
-    assert_near(found_gradients[1:], expected_gradients[1:], FP32)
+    outputs, truths = pre(*given, **options), expected_pre(*(truth := in_fp64(given)), 2.0, 20)
+    for found, expected in ((outputs, truths), (gradients(outputs, given), gradients(truths, truth))):
+        assert [tensor.dtype for tensor in found] == [torch.bfloat16] + [torch.float32] * (len(found) - 1)
+        assert_near(found[:1], expected[:1], BF16)
+        assert_near(found[1:], expected[1:], FP32)
 
 
 def test_norm_weight_counts_without_gradients_too():
@@ -80,6 +65,8 @@ def test_norm_weight_counts_without_gradients_too():
         found = pre(*given)
     assert all(torch.equal(a, b) for a, b in zip(found, pre(*given)))
     residual, fn, scale, base, _ = given
+    with pytest.raises(ValueError, match=r"mhc_pre: residual must be \[\.\.\., 2, D\], got \[2, 5, 4, 24\]"):
+        tk.mhc_pre(residual, fn, scale, base, mhc_mult=2)
     fused = tk.mhc_pre_big_fuse(residual, fn, scale, base, 1e-6, 1e-6, 1e-6, 1.0, 10)
     layer_input, (post_mix, comb_mix) = tk.mhc_pre(residual, fn, scale, base)
     assert not any(result.requires_grad for result in fused)
@@ -135,7 +122,7 @@ def test_main_grad(function):
     expected = gradients(function(*given), given)
     for parameter in given[1:]:
         parameter.main_grad = torch.full_like(parameter, 3)
-    weighted(function(*given)).backward()
+    total(function(*given)).backward()
     assert torch.equal(given[0].grad, expected[0])
     assert all(parameter.grad is None for parameter in given[1:])
     assert_near([parameter.main_grad - 3 for parameter in given[1:]], expected[1:], FP32)
@@ -158,7 +145,7 @@ def test_main_grad_under_megatrons_ddp():
     for parameter in parameters:
         parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
         parameter.register_post_accumulate_grad_hook(hook)
-    weighted(pre(*given)).backward()
+    total(pre(*given)).backward()
     assert {id(parameter) for parameter in ready} == {id(parameter) for parameter in parameters}
     assert all(parameter.grad_added_to_main_grad for parameter in parameters)
     assert_near([parameter.main_grad for parameter in parameters], expected, FP32)
@@ -193,12 +180,6 @@ def test_expand():
     assert torch.equal(gradient, torch.full_like(x, 4))
 
 
-def test_streams_that_are_not_mhc_mult():
-    residual, fn, scale, base, _ = draw()
-    with pytest.raises(ValueError, match=r"mhc_pre: residual must be \[\.\.\., 2, D\], got \[2, 5, 4, 24\]"):
-        tk.mhc_pre(residual, fn, scale, base, mhc_mult=2)
-
-
 OF_HEAD = {"norm_weight": None, "norm_eps": 1e-6, "mhc_mult": 4, "pre_eps": 1e-6, "n_splits": 16}
 DEFAULTS = {
     "mhc_pre": {**OF_HEAD, "post_mult_value": 1.0, "sinkhorn_eps": 1e-6, "sinkhorn_repeat": 10},
@@ -213,10 +194,10 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults(name):
-    parameters = inspect.signature(getattr(tk, name)).parameters.values()
-    assert {p.name: p.default for p in parameters if p.default is not p.empty} == DEFAULTS[name]
+def test_defaults():
+    for name, expected in DEFAULTS.items():
+        parameters = inspect.signature(getattr(tk, name)).parameters.values()
+        assert {p.name: p.default for p in parameters if p.default is not p.empty} == expected, name
 
 
 @pytest.fixture
@@ -252,25 +233,18 @@ def test_the_kernels_that_automodel_takes(installed):
 
 
 VERSION_2 = {
-    "__init__.py": "version = 2\n",
-    "modeling/__init__.py": "engram = 'its own'\n",
-    "mhc/__init__.py": "from .sinkhorn_kernel import mhc_sinkhorn_fwd\n",
-    "mhc/sinkhorn_kernel.py": "mhc_sinkhorn_fwd = 'its own'\n",
+    "tile_kernels/__init__.py": "version = 2\n",
+    "tile_kernels/modeling/__init__.py": "engram = 'its own'\n",
+    "tile_kernels/mhc/__init__.py": "from .sinkhorn_kernel import mhc_sinkhorn_fwd\n",
+    "tile_kernels/mhc/sinkhorn_kernel.py": "mhc_sinkhorn_fwd = 'its own'\n",
 }
 
 
 @pytest.fixture
-def version_2(tmp_path, monkeypatch):
+def version_2(written):
     """An installed TileKernels: no layer, and kernels under other names. Yields its folder."""
-    for name, text in VERSION_2.items():
-        path = tmp_path / "tile_kernels" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path / "tile_kernels"
+    yield written(VERSION_2) / "tile_kernels"
     tk.uninstall()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tile_kernels"]:
-        del sys.modules[name]
 
 
 def test_install_beside_version_2(version_2):

@@ -1,6 +1,8 @@
 """Tiny random models of transformers, patched against their own code."""
 
+import contextlib
 import copy
+import functools
 import importlib.util
 import json
 import pickle
@@ -27,14 +29,8 @@ LOGITS, GRADIENTS = 1e-5, 1e-4  # fp32: relative to the norm of what transformer
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 3}
 SIZES |= {"initializer_range": 0.2, "num_attention_heads": 2, "q_lora_rank": 16, "n_routed_experts": 3}
-SIZES |= {
-    "num_experts_per_tok": 3,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
+SIZES |= {"num_experts_per_tok": 3, "index_n_heads": 2, "index_head_dim": 16}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 # No two constants alike, and none so small that it would not show.
 SIZES |= {"hc_mult": 3, "hc_eps": 0.02, "rms_norm_eps": 0.01}
 LATENT = {"num_key_value_heads": 2, "intermediate_size": 32, "kv_lora_rank": 16, "v_head_dim": 16}
@@ -72,17 +68,23 @@ def build(kind, seed=0):
     torch.manual_seed(seed)
     constructor, config = globals()[kind](transformers)
     config._attn_implementation = "eager"  # the others return no attentions
-    model = constructor(config).eval()
+    model = constructor(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() < 2:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    for name, module in model.named_modules():
+    for module in model.modules():
         if hasattr(module, "tid2eid"):
             module.tid2eid.copy_(torch.arange(3).expand_as(module.tid2eid))
+    return with_eps(model)
+
+
+def with_eps(model):
+    """The norms have an eps of their own."""
+    for name, module in model.named_modules():
         if name.endswith(("input_layernorm", "post_attention_layernorm")):
             module.variance_epsilon = 0.05
-    return model
+    return model.eval()
 
 
 class Built:
@@ -98,25 +100,13 @@ class Built:
         return [module for name, module in self.model.named_modules() if re.search(r"layers\.\d+$", name)]
 
     def load(self, **options):
-        loaded = type(self.model).from_pretrained(self.folder, attn_implementation="eager", **options)
-        for name, module in loaded.named_modules():
-            if name.endswith(("input_layernorm", "post_attention_layernorm")):
-                module.variance_epsilon = 0.05
-        return loaded.eval()
+        return with_eps(type(self.model).from_pretrained(self.folder, attn_implementation="eager", **options))
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    if not HAVE:
-        pytest.skip("transformers is not installed: pip install 'mhc-ops[adopt]'")
-    models = {}
-
-    def of(kind):
-        if kind not in models:
-            models[kind] = Built(kind, tmp_path_factory.mktemp(kind))
-        return models[kind]
-
-    return of
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'mhc-ops[adopt]'")
+    return functools.cache(lambda kind: Built(kind, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.fixture(params=KINDS)
@@ -352,18 +342,11 @@ def test_hooks_run_and_another_norm_is_called(built):
         assert distance(model(tiny.ids).logits, expected) < LOGITS
 
 
-def can_be_pickled(model):
-    """Some models of transformers cannot if `kernels` is installed too."""
-    try:
-        pickle.dumps(model)
-    except AttributeError:
-        return False
-    return True
-
-
 def test_copies_and_pickles(tiny):
-    model = tiny.model.model
-    ways = [copy.deepcopy, *([lambda m: pickle.loads(pickle.dumps(m))] if can_be_pickled(model) else [])]
+    model, ways = tiny.model.model, [copy.deepcopy]
+    with contextlib.suppress(AttributeError):  # some models of transformers cannot be pickled beside `kernels`
+        pickle.dumps(model)
+        ways.append(lambda model: pickle.loads(pickle.dumps(model)))
     with patched(model):
         made = [way(model) for way in ways]
         names = [type(module).__name__ for module in model.modules()]
@@ -401,14 +384,11 @@ def test_the_kinds_and_wrong_use(built, mapping):
         patch()
 
 
-def test_without_transformers(monkeypatch):
+@needed
+def test_without_transformers_or_these_models(monkeypatch):
     monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: None)
     with says(ModuleNotFoundError, "patch: the package transformers is not installed: pip install transformers"):
         patch()
-
-
-@needed
-def test_a_transformers_without_these_models(monkeypatch):
     monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: "here" if name == "transformers" else None)
     with pytest.raises(ImportError, match=r"^patch: transformers \S+ has none of deepseek_v4, glm5_next, hy_v4; 5\.8"):
         patch()

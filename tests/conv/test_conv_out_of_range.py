@@ -11,17 +11,6 @@ from mhc_ops.compat.causal_conv1d import causal_conv1d_varlen_states
 
 NAN = float("nan")
 L, D, W = 9, 20, 3
-BACKENDS = [
-    pytest.param(("reference", "cpu"), id="reference"),
-    pytest.param(("triton", "cpu"), id="interpreted", marks=pytest.mark.interpreted),
-    pytest.param(("triton", "cuda"), id="gpu", marks=pytest.mark.gpu),
-]
-
-
-@pytest.fixture(params=BACKENDS)
-def where(request):
-    """A backend and a device."""
-    return request.param
 
 
 def normal(*shape, seed=0):

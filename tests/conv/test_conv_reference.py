@@ -102,40 +102,6 @@ def test_silu_of_any_number():
             torch.testing.assert_close(one, exact.to(dtype))
 
 
-def test_is_torch_conv1d():
-    for bias, dilation in product((False, True), (1, 2)):
-        case = Case(L=20, bias=bias, activation=None, dilation=dilation)
-        x, weight, *rest = case.inputs().values()
-        padded = F.pad(x.mT, ((case.W - 1) * dilation, 0))
-        expected = F.conv1d(padded, weight[:, None], *rest, dilation=dilation, groups=case.D).mT
-        assert accuracy.close(conv(x, weight, *rest, dilation=dilation), expected)
-
-
-IDS_OF_ONE, BOUNDS = (0, 0, 0, -1, -1, 1, 1, 1, 1), (2, 5, 8)
-
-
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("places", [{"ids": (IDS_OF_ONE,)}, {"cu": BOUNDS}], ids=["seq_idx", "cu_seqlens"])
-def test_padding_is_inert(places, activation):
-    """NaN in x, residual and cotangent of the padding changes nothing anywhere; y and its gradients are 0 there."""
-    case = Case(B=1, residual=True, activation=activation, **places)
-    t = torch.arange(case.L)
-    real = torch.tensor(IDS_OF_ONE) >= 0 if case.ids else (t >= BOUNDS[0]) & (t < BOUNDS[-1])
-
-    def call(**tensors):
-        return (conv(**tensors, **case.options()),)
-
-    tensors = case.inputs()
-    clean, dclean = gradients(call, tensors, [torch.ones(1, case.L, case.D, dtype=torch.float64)])
-    poison = torch.where(real[:, None], 0.0, NAN)
-    poisoned = {name: t + poison if name in ("x", "residual") else t for name, t in tensors.items()}
-    y, dy = gradients(call, poisoned, [1 + poison.expand(1, -1, case.D)])
-    assert torch.equal(y[0], clean[0])
-    assert all(torch.equal(dy[name], dclean[name]) for name in dclean)
-    assert not any(tensor[:, ~real].any() for tensor in (y[0], dy["x"], dy["residual"]))
-    assert dy["x"][:, real].all(), "and what is no padding has gradients"
-
-
 @pytest.mark.parametrize("places", [{"ids": ((0,) * 4 + (1,) * 5,)}, {"cu": (0, 4, 9), "state": True}], ids=str)
 def test_nan_stays_in_its_sequence(places):
     """Forward and in the gradients of everything that has one per sequence."""

@@ -62,15 +62,6 @@ def test_update_is_the_whole_sequence(T, ring, with_slots, extra, dilation, W):
         assert state[[slot for slot in range(len(state)) if slot not in used]].isnan().all()
 
 
-def test_prefill_then_decode():
-    x, weight, bias = inputs(L=12, dtype=torch.float32)
-    whole = conv(x, weight, bias, activation="silu")
-    y, state = conv(x[:, :8], weight, bias, activation="silu", output_final_state=True)
-    state = state.clone()
-    steps = [update(x[:, t], state, weight, bias, activation="silu") for t in range(8, 12)]
-    assert torch.equal(torch.cat([y, torch.stack(steps, 1)], 1), whole)
-
-
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("pad_slot_id", [-1, -7, 1])
 def test_pad_slots(pad_slot_id, ring):

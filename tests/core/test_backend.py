@@ -100,24 +100,21 @@ def test_scopes_of_tasks_are_their_own():
     assert conv(torch.zeros(())) == len("reference")
 
 
-LENGTHS = {name: len(name) for name in backend.BACKENDS}  # what a compiled function can return of a name
-
-
-def lengths(x):
-    return x + LENGTHS[chosen("mhc")], x + LENGTHS[chosen("conv")]
-
-
-def scoped(x):
-    before = lengths(x)
-    with mhc_ops.use_backend("reference", conv="hip"):
-        inside = lengths(x)
-    with mhc_ops.use_backend(conv="reference"):
-        return *before, *inside, *lengths(x)
-
-
 def test_scopes_are_traced():
     """Around a compiled function and inside of it, in one graph, with the values of eager; nothing remains."""
     torch.compiler.reset()
+    numbers = {name: len(name) for name in backend.BACKENDS}  # what a compiled function can return of a name
+
+    def lengths(x):
+        return x + numbers[chosen("mhc")], x + numbers[chosen("conv")]
+
+    def scoped(x):
+        before = lengths(x)
+        with mhc_ops.use_backend("reference", conv="hip"):
+            inside = lengths(x)
+        with mhc_ops.use_backend(conv="reference"):
+            return *before, *inside, *lengths(x)
+
     compiled = torch.compile(scoped, fullgraph=True, backend="eager")
     x = torch.zeros((), dtype=torch.int64)
 
@@ -170,7 +167,6 @@ def test_environment_variable(environment):
     for value, expected in {
         "": ("triton", "triton"),
         "reference": ("reference", "reference"),
-        "conv:reference": ("triton", "reference"),
         "conv:reference,mhc:triton": ("triton", "reference"),
         " reference, conv:triton ": ("reference", "triton"),
     }.items():
@@ -182,7 +178,6 @@ def test_environment_variable(environment):
 def test_wrong_environment_variable(environment):
     """A call that would take its choice raises."""
     for value, message in {
-        "cuda": f"backend must be {ONE_OF}, got 'cuda'",
         "conv:cuda": f"backend must be {ONE_OF}, got 'cuda'",
         "conf:hip": "family must be one of conv, mhc, got 'conf'",
         "triton,hip": "more than one backend for all families: triton, hip",

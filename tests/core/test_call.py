@@ -1,5 +1,6 @@
 """Calls by name, with and without gradients; and their replay: a call that is like an earlier one starts the same
-compiled kernels on its own tensors, and nothing else."""
+compiled kernels on its own tensors, and nothing else. So do calls of ops by torch, also from code that torch.compile
+wrote."""
 
 import gc
 import weakref
@@ -14,45 +15,41 @@ from mhc_ops.core import alike, call
 from mhc_ops.core import backend as backends
 from mhc_ops.core.call import Request, run
 from mhc_ops.core.launch import Descriptor, launch
+from mhc_ops.core.layout import any_layout
 from mhc_ops.core.op import op
 from mhc_ops.core.replay import Replay
 
 
 class Kernel:
-    """y = x·amount, and between = x. Counts how often it is bound the long way, and how often it starts."""
+    """y = x·amount, and state = x where there is one. Counts how often it is bound the long way; notes each start."""
 
     __name__ = "kernel"
-    arg_names = ("x_ptr", "between_ptr", "y_ptr", "amount", "BLOCK")
+    arg_names = ("x_ptr", "between_ptr", "y_ptr", "state_ptr", "amount", "BLOCK")
 
     def __init__(self):
-        self.bound, self.started, self.tensors = 0, [], {}
+        self.bound, self.started, self.stray, self.checks = 0, [], [], []
 
     def __getitem__(self, grid):
-        def bind(*arguments, num_warps):
+        def bind(x, between, y, state, amount, BLOCK, num_warps):
             self.bound += 1
-            x, _, y, amount, BLOCK = arguments
-            self.started.append((grid, x.data_ptr(), y.data_ptr(), amount, BLOCK))
+            self.started.append((x.data_ptr(), y.data_ptr(), amount, BLOCK))
             torch.mul(x.detach(), amount, out=y.detach())
-            return Compiled(self)
+            if state is not None:
+                state.detach().copy_(x)
+            return {(3, 1, 1): self.start}
 
         return bind
 
-
-class Compiled:
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        def start(x, between, y, amount, BLOCK, stream):
-            assert between not in (x, y)
-            self.kernel.started.append((grid, x, y, amount, BLOCK))
-
-        return start
+    def start(self, x, between, y, state, amount, BLOCK, stream):
+        assert between not in (x, y)
+        self.started.append((x, y, amount, BLOCK))
 
 
 class ScaledOutputs(NamedTuple):
     y: Tensor
     kept: Tensor
+    empty: Tensor  # an output that this call does not have
+    link: Tensor
 
 
 class ScaledGradients(NamedTuple):
@@ -64,14 +61,24 @@ class Options(NamedTuple):
     block: int = 32
 
 
-@op("mhc")
+class WrittenOutputs(NamedTuple):
+    y: Tensor
+
+
+@op("mhc", unwritten=("link",))
 def scaled_fwd(x: Tensor, options: Options) -> ScaledOutputs:
-    return ScaledOutputs(y=torch.empty_like(x), kept=torch.empty_like(x))
+    y, kept = torch.empty_like(x), torch.empty_like(x)
+    return ScaledOutputs(y=y, kept=kept, empty=x.new_empty(0), link=x.new_empty(1).expand_as(x))
 
 
 @op("mhc")
 def scaled_bwd(x: Tensor, options: Options, kept: Tensor, dy: Tensor) -> ScaledGradients:
     return ScaledGradients(dx=torch.empty_like(x))
+
+
+@op("mhc", mutates=("state",), layouts={"state": any_layout})
+def written_(x: Tensor, state: Tensor) -> WrittenOutputs:
+    return WrittenOutputs(y=torch.empty_like(x))
 
 
 scaled_fwd.gradient_is(scaled_bwd)
@@ -80,23 +87,23 @@ scaled_fwd.gradient_is(scaled_bwd)
 @pytest.fixture
 def kernel(monkeypatch):
     """Stands for the kernels of a GPU; torch does what it does, unseen by who records."""
-    found, stray = Kernel(), []
+    found = Kernel()
 
-    def scale(x, y, options):
+    def scale(x, y, options, state=None):
+        numbers = {"amount": options.amount, "BLOCK": options.block, "num_warps": 4}
         between = torch.empty(100, dtype=torch.float32)
-        arguments = {"x_ptr": x, "between_ptr": between, "y_ptr": y, "amount": options.amount, "BLOCK": options.block}
         with torch.utils._python_dispatch._disable_current_modes():
-            launch(found, (3,), **arguments, num_warps=4)
-        for more in stray:
+            launch(found, (3,), x_ptr=x, between_ptr=between, y_ptr=y, state_ptr=state, **numbers)
+        for more in found.stray:
             more(y)
 
     launchers = {
-        "scaled_fwd": lambda *, x, options, y, kept: scale(x, y, options),
+        "scaled_fwd": lambda *, x, options, y, kept, empty, link: scale(x, y, options),
         "scaled_bwd": lambda *, x, options, kept, dy, dx: scale(dy, dx, options),
+        "written_": lambda *, x, state, y: scale(x, y, Options(), state),
     }
     monkeypatch.setattr(backends, "_INTERPRETED", False)
     monkeypatch.setattr(backends, "load", lambda family, backend, name, device: launchers[name])
-    found.stray, found.checks = stray, []
     return found
 
 
@@ -110,12 +117,14 @@ def scaled(kernel):
 
 
 def test_names_that_are_missing_or_unknown(kernel):
-    expected = "mhc_ops::scaled_fwd(Tensor x, float amount, SymInt block, str backend) -> (Tensor, Tensor)"
+    expected = (
+        "mhc_ops::scaled_fwd(Tensor x, float amount, SymInt block, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
+    )
     assert str(scaled_fwd.traced._opoverload._schema) == expected
     with pytest.raises(TypeError, match="asks for \\['phi'\\]"):
         scaled_fwd.gradient(lambda run, phi, dy: {})
     with pytest.raises(TypeError, match=r"kernel: missing \['y_ptr'\], unknown \['z_ptr'\]"):
-        launch(kernel, (1,), x_ptr=1, between_ptr=2, z_ptr=3, amount=4, BLOCK=5, num_warps=4)
+        launch(kernel, (1,), x_ptr=1, between_ptr=2, z_ptr=3, state_ptr=None, amount=4, BLOCK=5, num_warps=4)
     with pytest.raises(TypeError):
         scaled_fwd(x=torch.zeros(3), backend="triton")
     with pytest.raises(TypeError):
@@ -129,7 +138,7 @@ def test_second_call_is_direct(kernel, scaled):
     x = torch.ones(64)
     y = scaled(x)
     assert (kernel.bound, len(kernel.checks)) == (1, 1)
-    assert kernel.started[-1] == ((3, 1, 1), x.data_ptr(), y.data_ptr(), 2.0, 32)
+    assert kernel.started[-1] == (x.data_ptr(), y.data_ptr(), 2.0, 32)
     assert (y.shape, y.dtype, y.requires_grad) == (x.shape, x.dtype, False)
 
 
@@ -138,10 +147,10 @@ def test_second_step_of_training_is_direct(kernel, scaled):
     for _ in range(3):
         x = torch.ones(64, requires_grad=True)
         y = scaled(x)
-        assert kernel.started[-1][1:3] == (x.data_ptr(), y.data_ptr())
+        assert kernel.started[-1][:2] == (x.data_ptr(), y.data_ptr())
         dy = torch.full((64,), 3.0)
         (dx,) = torch.autograd.grad(y, x, dy)
-        assert kernel.started[-1][1:3] == (dy.data_ptr(), dx.data_ptr())
+        assert kernel.started[-1][:2] == (dy.data_ptr(), dx.data_ptr())
         assert y.grad_fn.name() == "scaled_fwdBackward"
     assert (kernel.bound, len(kernel.checks), len(kernel.started)) == (2, 1, 6)
 
@@ -225,7 +234,7 @@ def test_a_copy_in_another_layout_is_made_each_time(kernel, scaled):
     for value in (1.0, 5.0, 7.0):
         x = torch.full((2, 128), value)[:, ::2]
         scaled(x)
-        assert kernel.started[-1][1] != x.data_ptr()
+        assert kernel.started[-1][0] != x.data_ptr()
     assert (len(kernel.checks), kernel.bound) == (1, 1), "all else as in the first call"
     (dx,) = torch.autograd.grad(scaled(x.requires_grad_()).sum(), x)
     assert dx.shape == x.shape
@@ -244,7 +253,7 @@ def test_a_tensor_that_is_given_twice(kernel):
         x = tensors[taken]
         for given in ({"one": x, "other": x}, tensors, {"one": x, "other": x}):
             run(prepare, **given, backend=None)
-            assert kernel.started[-1][1] == x.data_ptr()
+            assert kernel.started[-1][0] == x.data_ptr()
     assert len(kernel.checks) == 6
 
 
@@ -336,3 +345,71 @@ def test_no_gradient_where_no_output_is_used(kernel, scaled):
     before = kernel.bound
     (unused.detach() + x).sum().backward()
     assert kernel.bound == before
+
+
+# Ops as torch calls them.
+
+
+def traced(x, amount=2.0):
+    return scaled_fwd.traced(x, amount, 32, "triton")
+
+
+def test_the_second_call_of_torch_starts_the_kernel_directly(kernel):
+    traced(torch.ones(3, 4))
+    x = torch.ones(3, 4)
+    y, kept, empty, link = traced(x)
+    assert kernel.bound == 1
+    assert kernel.started[-1] == (x.data_ptr(), y.data_ptr(), 2.0, 32)
+    assert (y.shape, kept.shape, empty.shape, link.shape) == ((3, 4), (3, 4), (0,), (3, 4))
+    assert torch.equal(link, torch.zeros(3, 4)), "torch's checks of an op read it"
+    others = torch.ones(12), torch.ones(3, 4).half(), torch.ones(13)[1:].view(3, 4)
+    for bound, change in enumerate(({"amount": 3.0}, *({"x": x} for x in others)), start=2):
+        traced(**{"x": torch.ones(3, 4)} | change)
+        assert kernel.bound == bound, change
+
+
+def test_torch_has_another_layout_copied_each_time(kernel):
+    for value in (1.0, 2.0):
+        x = torch.full((4, 3), value).mT
+        traced(x)
+        assert kernel.started[-1][0] != x.data_ptr()
+    assert kernel.bound == 1
+
+
+def test_gradients_of_torch(kernel):
+    for _ in range(3):
+        x = torch.ones(3, 4, requires_grad=True)
+        (dx,) = torch.autograd.grad(traced(x)[0], x, torch.ones(3, 4))
+        assert dx.shape == (3, 4)
+    assert (kernel.bound, len(kernel.started)) == (2, 6)
+
+
+def test_compiled_code_binds_once_for_a_number_of_tokens(kernel):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def plus_one(x):
+        return scaled_fwd(x=x, options=Options(), backend="triton").y + 1
+
+    compiled = torch.compile(plus_one, backend=backend, dynamic=True)
+    for tokens in (5, 6, 5, 6, 7, 7):
+        compiled(torch.ones(tokens, 4))
+    assert (kernel.bound, len(kernel.started)) == (3, 6)
+    assert len(graphs) == 1, "nothing is compiled again for another number of tokens"
+
+
+def test_what_is_written_to(kernel):
+    state = torch.zeros(3, 4)
+    versions = [state._version]
+    for _ in range(3):
+        written_.traced(torch.ones(3, 4), state, "triton")
+        versions.append(state._version)
+    assert versions == sorted(set(versions)), "autograd knows of each"
+    assert (kernel.bound, len(kernel.started)) == (1, 3)
+    written_.traced(state, state, "triton")
+    assert kernel.started[-1][0] != state.data_ptr(), "read from a copy"
+    with pytest.raises(ValueError, match="written_: state"):
+        written_.traced(torch.ones(3, 4), torch.zeros(1).expand(3, 4), "triton")

@@ -1,9 +1,17 @@
 """The equations of mHC as other libraries write them, in plain torch, for the tests of their stand-ins."""
 
+import inspect
+
 import torch
 
 FP32 = 1e-5
 BF16 = 2**-8  # one rounding
+
+
+def signature(function):
+    """The names of its arguments in their order, with their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return " ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters)
 
 
 def in_fp64(tensors):
@@ -42,7 +50,7 @@ def write(x, out, post, comb):
     return torch.einsum("...mn,...md->...nd", comb, x) + post[..., None] * out[..., None, :]
 
 
-def weighted(outputs, seed=0):
+def total(outputs, seed=0):
     """The sum of all outputs with fixed random weights, which are exact in bf16 cotangents"""
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(output.shape, generator=generator).bfloat16().double() for output in outputs]
@@ -51,7 +59,7 @@ def weighted(outputs, seed=0):
 
 def gradients(outputs, inputs):
     """The gradients of that sum"""
-    return torch.autograd.grad(weighted(outputs), inputs, retain_graph=True)
+    return torch.autograd.grad(total(outputs), inputs, retain_graph=True)
 
 
 def assert_near(found, expected, tolerance):

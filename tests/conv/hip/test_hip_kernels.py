@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from conv_oracle import IDS, RETURNS, Case, gradients, loop
+from conv_oracle import gradients
 
 import mhc_ops
 from mhc_ops.conv import contracts, hip
@@ -58,15 +58,6 @@ def test_accuracy_of_large_sizes(case, poisoned):
     assert_accurate(case, "cuda")
 
 
-def test_same_bits_twice(device):
-    for dtype in TYPES:
-        case = ConvCase(2, 700, 257, 4, dtype, places="states")
-        tensors = case.inputs(device)
-        cotangents = accuracy.random_cotangents(case.subject, accuracy.run(case.subject, tensors, "hip"))
-        once, again = (accuracy.run(case.subject, tensors, "hip", cotangents) for _ in range(2))
-        assert all(torch.equal(once[name], again[name]) for name in once)
-
-
 def conv(*tensors, **options):
     return mhc_ops.causal_conv1d(*tensors, **options, activation="silu", backend="hip")
 
@@ -80,18 +71,6 @@ def assert_right(call, exact, tensors):
     expected, right = gradients(exact, wide, [cotangent.double() for cotangent in cotangents])
     assert all(accuracy.close(one, other) for one, other in zip(outputs, expected))
     assert [name for name in right if not accuracy.close(grads[name], right[name])] == []
-
-
-@pytest.mark.parametrize("W", [2, 4])
-def test_seq_idx_with_a_state(W, device):
-    """The state is of the sequence of token 0, wherever that goes on; where token 0 is padding, of none."""
-    case = Case(W=W, state=True, ids=(RETURNS[0], IDS[1]))
-    options, ids = case.options(), case.options()["seq_idx"].to(device)
-    for dtype in TYPES:
-        tensors = {name: tensor.to(device) for name, tensor in case.inputs(dtype).items()}
-        assert_right(
-            lambda **t: (conv(**t, seq_idx=ids),), lambda **t: loop(**t, **{**options, "seq_idx": ids})[:1], tensors
-        )
 
 
 def conv_of_a_part(first, backend, x, weight):
@@ -112,29 +91,6 @@ def test_strides_of_single_rows():
     x, weight = torch.randn(1, 1, 24).as_strided((1, 1, 24), (3, 5, 1)), torch.randn(24, 4)
     y = mhc_ops.causal_conv1d(x, weight, backend="hip")
     torch.testing.assert_close(y[0, 0], x[0, 0] * weight[:, 3])
-
-
-def test_padding_keeps_its_nan():
-    ids = torch.tensor([[0] * 5 + [-1] * 5 + [1] * 5 + [-1] * 3], dtype=torch.int32)
-    x, dy = torch.randn(1, 18, 8), torch.randn(1, 18, 8)
-    x[ids < 0] = dy[ids < 0] = float("nan")
-    leaves = [t.requires_grad_() for t in (x, torch.randn(8, 4), torch.randn(8))]
-    y = conv(*leaves, seq_idx=ids)
-    grads = torch.autograd.grad(y, leaves, dy)
-    assert all(result.isfinite().all() for result in (y, *grads))
-    assert not y[ids < 0].any() and not grads[0][ids < 0].any()
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (2, 4, 0)])
-def test_nothing_to_do(shape):
-    B, L, D = shape
-    before = torch.randn(B, 3, D).mT.requires_grad_()
-    leaves = [t.requires_grad_() for t in (torch.randn(shape), torch.randn(D, 4), torch.randn(D))]
-    y, after = conv(*leaves, initial_state=before, output_final_state=True)
-    grads = torch.autograd.grad((y, after), (*leaves, before), (torch.ones_like(y), torch.ones_like(after)))
-    assert not grads[1].any() and not grads[2].any()
-    if L == 0:
-        assert torch.equal(after, before) and torch.equal(grads[3], torch.ones_like(after))
 
 
 def test_what_is_missing_is_named():

@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from conv_oracle import IDS, RETURNS, Case, gradients, loop
 
 import mhc_ops
 from mhc_ops.core import call
@@ -73,23 +72,6 @@ def test_accuracy_of_large_sizes(case, poisoned):
     assert_accurate(case, "cuda")
 
 
-BITS = [
-    ConvCase(2, 37, 65),
-    ConvCase(1, 37, 65, places="cu_seqlens states"),
-    ConvCase(1, 20, 40, n=3, residual=True),
-    ConvCase(3, 2, 65, update=True),
-]
-
-
-@pytest.mark.parametrize("case", BITS, ids=str)
-def test_same_bits_twice(case, kernel_device):
-    tensors = case.inputs(kernel_device)
-    outputs = accuracy.run(case.subject, tensors, "triton")
-    cotangents = accuracy.random_cotangents(case.subject, outputs)
-    once, again = (accuracy.run(case.subject, tensors, "triton", cotangents) for _ in range(2))
-    assert all(torch.equal(once[name], again[name]) for name in once)
-
-
 @pytest.mark.parametrize("dilation", [1, 3])
 def test_pieces_have_the_bits_of_the_whole(dilation, kernel_device):
     tensors = ConvCase(2, 37, 20, dilation=dilation, places="states").inputs(kernel_device)
@@ -135,36 +117,6 @@ def test_a_sequence_is_the_same_in_any_batch(kernel_device):
 
 def leaves_of(tensors):
     return {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
-
-
-def test_padding_keeps_its_nan(kernel_device):
-    """NaN in padding, in x, dy and residual, reaches nothing outside."""
-    tensors = ConvCase(1, 37, 20, places="seq_idx", residual=True, dtype=fp32).inputs(kernel_device)
-    padding = (tensors["seq_idx"] < 0)[..., None]
-    dirty = {name: t.masked_fill(padding, torch.nan) if name in ("x", "residual") else t for name, t in tensors.items()}
-    dy, found = torch.randn_like(tensors["x"]), []
-    for given, cotangent in ((tensors, dy), (dirty, dy.masked_fill(padding, torch.nan))):
-        leaves = leaves_of(given)
-        y = conv(**leaves, activation="silu")
-        found.append([y, *torch.autograd.grad(y, [t for t in leaves.values() if t.requires_grad], cotangent)])
-    assert all(torch.equal(one, other) for one, other in zip(*found))
-    y, dx, *_, dresidual = found[1]
-    assert not any(tensor[padding[..., 0]].any() for tensor in (y, dx, dresidual))
-
-
-def test_seq_idx_with_a_state(kernel_device):
-    """The state is of the sequence of token 0, wherever that goes on; where token 0 is padding, of none."""
-    case = Case(W=5, state=True, ids=(RETURNS[0], IDS[1]))
-    options = case.options()
-    tensors = {name: t.to(kernel_device) for name, t in case.inputs(fp32).items()}
-    tensors["initial_state"][1] = torch.nan
-    cotangent = torch.randn(case.B, case.L, case.D, generator=torch.Generator().manual_seed(1))
-    placed = {**options, "seq_idx": options["seq_idx"].to(kernel_device)}
-    (y,), grads = gradients(lambda **t: (conv(**t, **placed),), tensors, [cotangent.to(kernel_device)])
-    wide = {name: t.double().cpu() for name, t in tensors.items()}
-    (expected,), exact = gradients(lambda **t: loop(**t, **options)[:1], wide, [cotangent.double()])
-    assert accuracy.close(y.cpu(), expected)
-    assert {name for name in exact if not accuracy.close(grads[name].cpu(), exact[name])} == set()
 
 
 LARGEST = torch.finfo(fp32).max
@@ -216,16 +168,6 @@ def test_packing(kernel_device):
         ids[ids == count - 1] = -1
         found_ids, found_bounds = packing(given.to(kernel_device), L)
         assert torch.equal(found_ids.cpu(), ids) and torch.equal(found_bounds.cpu(), bounds), (dtype, count, L)
-
-
-def test_nothing_to_do(kernel_device):
-    for sizes in ((0, 5, 8), (2, 0, 8), (2, 5, 0)):
-        tensors = leaves_of(ConvCase(*sizes, places="states").inputs(kernel_device))
-        y, last = conv(**tensors, output_final_state=True)
-        gradients = torch.autograd.grad([y, last], list(tensors.values()), [torch.ones_like(y), torch.ones_like(last)])
-        assert y.shape == sizes and not gradients[1].any()
-        if sizes[1] == 0:
-            assert torch.equal(last, tensors["initial_state"]) and torch.equal(gradients[-1], torch.ones_like(last))
 
 
 def layouts(x):
