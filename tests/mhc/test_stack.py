@@ -375,7 +375,7 @@ def test_hooks_see_a_shifted_carry():
     whole[1].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     whole[1].register_full_backward_hook(lambda module, dinputs, doutputs: None)
     whole(x).sum().backward()
-    assert seen[0].read.shape == (2, 4, N)
+    assert seen[0].carry.read.shape == (2, 4, N)
     assert torch.equal(seen[0].x, x)
     assert x.grad.abs().max() > 0
 
