@@ -230,8 +230,6 @@ class Program:
             num_programs=lambda axis: Int(self.grid[axis]),
             cdiv=lambda a, b: Int(-(-a // b)),
             allocate_shared_memory=self.allocate,
-            barrier=_nothing,
-            thread_barrier=_nothing,
             warp_specialize=self.warp_specialize,
             arange=lambda start, end, layout=None: torch.arange(start, end),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
@@ -247,7 +245,8 @@ class Program:
             store=_store,
             constexpr=None,
         )
-        return {gl: language, **{getattr(gl, name): _nothing for name in BARRIERS if hasattr(gl, name)}}
+        barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name up to triton 3.6
+        return {gl: language, barrier: lambda: None}
 
     def of_hopper(self):
         def copy_in(descriptor, at, barrier, memory):
@@ -327,9 +326,6 @@ class Program:
             raise failed[0]
 
 
-BARRIERS = ("barrier", "thread_barrier")  # gl.thread_barrier is gl.barrier from triton 3.7 on
-
-
 def fma(a, b, c):
     """a·b + c with one rounding, but for the rare value that fp64 rounds to the middle of two"""
     return (a.double() * b.double() + c.double()).float()
@@ -339,10 +335,6 @@ def fma_of_the_interpreter(a, b, c):
     """With two roundings. To be put in the other's place where results are compared bit by bit with Triton kernels that
     its interpreter runs."""
     return a * b + c
-
-
-def _nothing(*_, **__):
-    pass
 
 
 class Product:

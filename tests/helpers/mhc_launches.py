@@ -9,22 +9,28 @@ SOME, FEW = 100, 16  # tokens, where the projection cuts phi into parts itself, 
 fp32 = torch.float32
 
 
-def launch_all(
-    T, n, D, dtype, gamma=True, normed=False, mixed=True, transposed=False, shifted=False, ops=None, eps=1e-6
-):
-    """Every op, or those of these names, forward and backward, on meta tensors: shapes and types, no storage. normed:
-    with the layer's norm; mixed: with a map as residual, which may be transposed; shifted: h_in is read with given
-    weights; eps: of Sinkhorn"""
-
-    def launch(name, **inputs):
+def launch_all(*sizes, ops=None, **form):
+    """Every op, or those of these names, forward and backward, on meta tensors: shapes and types, no storage."""
+    for name, inputs in all_calls(*sizes, **form):
         if ops is None or name in ops:
             getattr(contracts, name).launch(backend="triton", **inputs)
+
+
+def all_calls(
+    T, n, D, dtype, gamma=True, normed=False, mixed=True, transposed=False, shifted=False, eps=1e-6, on="meta"
+):
+    """Names of ops and their inputs. normed: with the layer's norm; mixed: with a map as residual, which may be
+    transposed; shifted: h_in is read with given weights; eps: of Sinkhorn; on: a device"""
+    found = []
+
+    def launch(name, **inputs):
+        found.append((name, inputs))
 
     sections = [n, n, n * n] if mixed else [n, n]
     M = sum(sections)
 
     def tensor(*shape, dtype=fp32):
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype, device=on)
 
     x, h_out = tensor(T, n, D, dtype=dtype), tensor(T, D, dtype=dtype)
     h_post, h_res, inv_rms, h_mix = tensor(T, n), tensor(T, n, n) if mixed else None, tensor(T), tensor(T, M)
@@ -68,3 +74,4 @@ def launch_all(
     logits = tensor(T, n, n)
     launch("sinkhorn_fwd", logits=logits, iters=20, eps=eps)
     launch("sinkhorn_bwd", logits=logits, iters=20, eps=eps, dh_res=logits)
+    return found

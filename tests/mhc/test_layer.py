@@ -239,14 +239,17 @@ def test_opcheck(gamma, norm, kernel_device):
 
 
 @pytest.mark.parametrize("gamma", [False, True])
-def test_opcheck_of_the_maps_alone(gamma, kernel_device):
+def test_opcheck_of_pre_and_its_parts(gamma, kernel_device):
     tensors = cases.Case(cases.MHC_PRE, (6,), N, D, torch.float32, gamma=gamma).inputs(kernel_device)
     leaves = [t if t is None else t.requires_grad_() for t in (tensors.get(name) for name in cases.MHC_PRE.inputs)]
     opcheck(contracts.mhc_maps_fwd.traced, (*leaves, *OPTIONS, "triton"))
+    opcheck(contracts.mhc_pre_fwd.traced, (*leaves, None, *OPTIONS, "triton"))
     detached = [t if t is None else t.detach() for t in leaves]
     h_pre, h_post, h_res, inv_rms, h_mix = contracts.mhc_maps_fwd.traced(*detached, *OPTIONS, "triton")
     kept = (inv_rms, h_mix, h_pre, h_post, h_res)
     opcheck(contracts.mhc_maps_bwd.traced, (*detached, *OPTIONS, *kept, "triton"))
+    of_pre = (None, inv_rms, h_mix, detached[0][:, 0].clone(), h_post, None, None, None)
+    opcheck(contracts.mhc_pre_bwd.traced, (*detached, None, *OPTIONS, *of_pre, "triton"))
     opcheck(contracts.mhc_read_fwd.traced, (leaves[0], h_pre.requires_grad_(), "triton"))
     opcheck(contracts.mhc_read_bwd.traced, (detached[0], h_pre.detach(), detached[0][:, 0].clone(), "triton"))
     opcheck(contracts.mhc_mean_fwd.traced, (leaves[0], N, "triton"))
@@ -257,22 +260,22 @@ def test_opcheck_of_the_maps_alone(gamma, kernel_device):
 
 
 def test_a_layer_that_returns_more(place):
-    """(h_out, *rest) becomes (x_next, *rest), and extras reach the layer."""
+    """(h_out, *rest) becomes (x_next, *rest), and extras reach the layer, also one that is named x."""
     backend, device = place
 
-    def layer(h, scale, *, shift):
-        return h * scale + shift, "cache"
+    def layer(h, scale, *, x):
+        return h * scale + x, "cache"
 
     (wrapped,) = trained_maps(HyperConnection(layer, N, D, backend=backend).to(device))
     x = streams(place)
-    x_next, rest = wrapped(x, 2.0, shift=1.0)
+    x_next, rest = wrapped(x, 2.0, x=1.0)
     assert rest == "cache"
     alone = HyperConnection(lambda h: h * 2.0 + 1.0, N, D, backend=backend).to(device)
     alone.load_state_dict(wrapped.state_dict())
     assert torch.equal(x_next, alone(x))
     saving = HyperConnection(layer, N, D, backend=backend, checkpoint=True).to(device)
     saving.load_state_dict(wrapped.state_dict())
-    assert torch.equal(saving(x, 2.0, shift=1.0)[0], x_next)
+    assert torch.equal(saving(x, 2.0, x=1.0)[0], x_next)
 
 
 def test_mhc_layer_is_the_module(place):

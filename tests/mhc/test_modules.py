@@ -105,14 +105,6 @@ def test_layer_state_survives_a_round_trip(gamma, tmp_path):
     assert set(one.state_dict()) == names | ({"0.gamma"} if gamma else set())
 
 
-def test_a_layer_may_have_an_argument_named_x():
-    module = HyperConnection(lambda h, *, x: h * x, 2, 8)
-    streams = torch.randn(3, 2, 8)
-    plain = HyperConnection(lambda h: h * 2.0, 2, 8)
-    plain.load_state_dict(module.state_dict())
-    assert torch.equal(module(streams, x=2.0), plain(streams))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtype_and_device_of_parameters(dtype):
     """The default type, as torch's own modules and ShortConv have it, or what is asked for."""

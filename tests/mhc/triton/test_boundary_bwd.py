@@ -11,15 +11,15 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 import cross_compile
 import gluon_emulator
-from config_domain import DEVICES, GPUS
-from mhc_kernels import bf16, failures, fp16, fp32
+from config_domain import GPUS
+from mhc_kernels import bf16, failures, fp16, fp32, stored_x_next
+from mhc_launches import all_calls
 
 import mhc_ops
 from mhc_ops.core import device
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.launch import COMPILE_OPTIONS
 from mhc_ops.mhc import contracts
-from mhc_ops.mhc.options import PreOptions, Residual
 from mhc_ops.mhc.triton import boundary as boundary_launchers
 from mhc_ops.mhc.triton import boundary_bwd, configs, pre_sums
 from mhc_ops.testing import accuracy, cases
@@ -77,16 +77,6 @@ def inputs(T, D, normed, seed=0, mixed=True, transposed=False, shifted=False):
 
 def on_a_gpu(given):
     return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-
-
-def stored_x_next(x, h_out, h_post, h_res):
-    """As mhc_post stores it: fp32, one rounding a step, as fma does."""
-    if h_res is None:
-        return (h_post.double()[:, :, None] * h_out[:, None].double() + x.double()).float().to(x.dtype)
-    value = h_post[:, :, None] * h_out[:, None].float()
-    for i in range(x.shape[1]):
-        value = (h_res[:, i, :, None].double() * x[:, i, None].double() + value.double()).float()
-    return value.to(x.dtype)
 
 
 def exact(x, h_out, h_post, h_res, transposed, dh_in, dx_next, dh_mix, parts, table, layer_norm_weight, dx, dread, **_):
@@ -254,27 +244,9 @@ def test_emulated_in_a_stack(subject, T, options, in_a_stack, poisoned):
     assert in_a_stack, "the composition was taken"
 
 
-def boundary(T, n=4, D=4096, dtype=bf16, normed=False, on="meta", mixed=True, transposed=False, shifted=False):
+def boundary(T, D=4096, dtype=bf16, on="meta", **form):
     """mhc_next_bwd's inputs."""
-    sections = [n, n, n * n] if mixed else [n, n]
-    M = sum(sections)
-
-    def tensor(*shape, dtype=fp32):
-        return torch.zeros(shape, dtype=dtype, device=on)
-
-    x, x_next, dlink_next = (tensor(T, n, D, dtype=dtype) for _ in range(3))
-    h_out, dh_in = (tensor(T, D, dtype=dtype) for _ in range(2))
-    maps = {"h_post": tensor(T, n), "h_res": tensor(T, n, n) if mixed else None}
-    cotangents = {"dh_post_next": tensor(T, n), "dh_res_next": tensor(T, n, n) if mixed else None, "dx_next": None}
-    parameters = {"phi": tensor(M, n * D), "alpha": tensor(len(sections)), "bias": tensor(M), "gamma": tensor(n, D)}
-    parameters["layer_norm_weight"] = tensor(D) if normed else None
-    kept = {"x_next": x_next, "inv_rms": tensor(T), "h_mix": tensor(T, M), "read": None, "dh_pre_next": None}
-    if shifted:
-        kept |= {"read": tensor(T, n), "dh_pre_next": tensor(T, n)}
-    residual = Residual.SINKHORN if mixed else Residual.IDENTITY
-    kept["options"] = PreOptions(residual=residual.value, transposed=transposed)
-    cotangents |= {"dh_in": dh_in, "dlink_next": dlink_next}
-    return {"x": x, "h_out": h_out, **maps, **cotangents, **parameters, **kept}
+    return dict(all_calls(T, 4, D, dtype, on=on, **form))["mhc_next_bwd"]
 
 
 @pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
@@ -287,10 +259,10 @@ def test_compiles_for_hopper(form, weight_dtype, monkeypatch):
     """Without spills; two programs fit a multiprocessor; no token count is compiled in. weight_dtype: of the norm"""
     keys = set()
     for T in (8192, 1025) if not form else (8192,):
+        given = boundary(T, normed=weight_dtype is not None, **form)
+        if weight_dtype is not None:
+            given["layer_norm_weight"] = given["layer_norm_weight"].to(weight_dtype)
         with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
-            given = boundary(T, normed=weight_dtype is not None, **form)
-            if weight_dtype is not None:
-                given["layer_norm_weight"] = given["layer_norm_weight"].to(weight_dtype)
             contracts.mhc_next_bwd.launch(backend="triton", **given)
         cross_compile.check("sm_90", kernels)
         by_name = {kernel.name: kernel for kernel in kernels}
@@ -324,17 +296,6 @@ def test_warps_meet_where_they_must(form, normed, monkeypatch):
     events = [event for line in lines for text, event in EVENTS.items() if text in line]
     loop = events[events.index("wait") - 1 : events.index("arrive") + 1]
     assert loop == ["barrier", "wait", "barrier", "fence", "barrier", "copy", "copy", "barrier", "arrive"]
-
-
-def test_where_it_is_taken():
-    def tile(n=4, D=4096, dtype=bf16, enough=True, on=HOPPER):
-        return configs.boundary_bwd(n, D, dtype, enough, on)
-
-    assert tile() == configs.BOUNDARY_BWD
-    assert tile(D=64) == configs.BOUNDARY_BWD
-    elsewhere = [tile(on=on) for name, on in DEVICES.items() if name != "sm_90"]
-    other_shapes = [tile(n=3), tile(n=8), tile(D=4096 + 32), tile(dtype=fp16), tile(dtype=fp32), tile(enough=False)]
-    assert not any([*elsewhere, *other_shapes])
 
 
 def test_otherwise_the_composition(monkeypatch):
@@ -390,37 +351,16 @@ LARGE = [(1024, 4096), (4096, 2560), (1500, 64), (1111, 1280), (2048, 7168)]
 @pytest.mark.gpu
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 @pytest.mark.parametrize(("T", "D"), LARGE)
-def test_in_a_stack_on_a_gpu(subject, T, D, launched, poisoned):
-    assert failures(drawn(subject, T, D), "triton", "cuda") == []
-    assert launched
-
-
-def differentiated(subject, T, D):
-    """The case's tensors and cotangents, and a function that runs it."""
+def test_in_a_stack_on_a_gpu(subject, T, D, launched, poisoned, monkeypatch):
+    """Few elements of dlink are so near the middle of two steps that fp32 decides; only those differ from the parts."""
     case = drawn(subject, T, D)
-    tensors = case.inputs("cuda")
-    cotangents = accuracy.random_cotangents(subject, accuracy.run(subject, tensors, "triton"), case.seed, case.unused)
-    return tensors, cotangents, lambda: accuracy.run(subject, tensors, "triton", cotangents)
-
-
-@on_hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
-@pytest.mark.parametrize(("T", "D"), LARGE)
-def test_composition_within_fp32_rounding(subject, T, D, monkeypatch):
-    """Few elements of dlink are so near the middle of two steps that fp32 decides. dh_out, dh_post and dh_res are made
-    of dlink as it is stored, which the tests against fp64 know."""
-    tensors, cotangents, again = differentiated(subject, T, D)
-    fused = again()
+    assert failures(case, "triton", "cuda") == []
+    assert launched
+    fused = accuracy.run_case(case, "triton", "cuda").results
     monkeypatch.setattr(boundary_launchers, "is_one_kernel", lambda **_: False)
-    apart = again()
+    apart = accuracy.run_case(case, "triton", "cuda").results
     few = 10 * accuracy.NORM_TOLERANCE[fp32] / accuracy.ROUNDING[bf16]
     assert (fused["dlink"] != apart["dlink"]).float().mean() <= few
-    exact = accuracy.truth(subject, tensors, cotangents, fused)
-    for name in ("dphi", "dalpha", "dbias", "dgamma", "dlayer_norm_weight"):
-        if name in fused:
-            expected = accuracy.Exact(apart[name].double(), exact[name].terms)
-            assert accuracy.close(fused[name], expected), name
 
 
 @on_hopper

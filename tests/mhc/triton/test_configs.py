@@ -80,12 +80,16 @@ def test_boundary_fwd():
         assert (split.pieces, split.bundle_pieces) == (D // configs.BUNDLE, 1)
 
 
-def test_boundary_fwd_is_for_hopper_with_many_tokens():
-    assert configs.boundary_fwd(4, 4096, 8192, HOPPER) == configs.BOUNDARY_FWD
-    assert all(configs.boundary_fwd(4, 4096, 8192, on) is None for on in DEVICES.values() if on is not HOPPER)
-    assert all(configs.boundary_fwd(n, 4096, 8192, HOPPER) is None for n in STREAMS if n != 4)
-    assert configs.boundary_fwd(4, 4096, 64, HOPPER) is None
-    assert configs.boundary_fwd(4, 4100, 8192, HOPPER) is None
+def test_boundaries_are_for_hopper_with_many_tokens():
+    def taken(n=4, D=4096, T=8192, dtype=torch.bfloat16, on=HOPPER):
+        return configs.boundary_fwd(n, D, T, on), configs.boundary_bwd(n, D, dtype, T == 8192, on)
+
+    assert taken() == (configs.BOUNDARY_FWD, configs.BOUNDARY_BWD)
+    assert taken(D=64)[1] == configs.BOUNDARY_BWD
+    elsewhere = [taken(on=on) for on in DEVICES.values() if on is not HOPPER]
+    other_sizes = [taken(n=n) for n in STREAMS if n != 4] + [taken(T=64), taken(D=4096 + 32)]
+    assert {*elsewhere, *other_sizes} == {(None, None)}
+    assert {taken(dtype=dtype)[1] for dtype in (torch.float16, torch.float32)} == {None}
 
 
 @pytest.mark.parametrize("T", [1, 31, 128, 4096, 8192, 140_000])
