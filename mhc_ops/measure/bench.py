@@ -7,7 +7,7 @@ than all the others. An interruption therefore leaves out what matters least.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from . import peers, report, selection, speed, training_step
 from .results import Results
 from .selection import KERNELS, OF_TORCH, NotMeasured
 from .speed import Unit
-from .training_step import Race
+from .training_step import GRAPHS, PLAIN, Race, Training
 
 LONGEST_REASON = 300  # characters that a table shows of what a compiler says
 PROVIDERS = (*KERNELS, *(peer.name for peer in peers.PEERS), *OF_TORCH)
@@ -55,6 +55,8 @@ def run(options: Options, results: Results, save: Callable[[], object]) -> None:
     asked = {"providers": options.providers, "case": [options.case] if options.case else []}
     results.selection = {name: list(words) for name, words in asked.items() if words}
     left = plan(options, find_providers(options, results))
+    if not options.on_gpu and any(isinstance(unit, Race) for unit in left):
+        results.not_measured.append(NotMeasured("training_step", GRAPHS, "CUDA graphs need a GPU"))
     session = Session(options.device, results)
     try:
         with torch.cuda.device(options.device) if options.on_gpu else contextlib.nullcontext():
@@ -64,7 +66,8 @@ def run(options: Options, results: Results, save: Callable[[], object]) -> None:
                 save()
         results.complete = True
     finally:
-        results.not_measured += [NotMeasured(str(unit.case), unit.provider, "interrupted") for unit in left]
+        cut = [(str(unit.case), provider) for unit in left for provider in unit.providers]
+        results.not_measured += [NotMeasured(case, provider, "interrupted") for case, provider in cut]
         save()
 
 
@@ -98,17 +101,19 @@ class Session:
 
     def __init__(self, device: torch.device, results: Results) -> None:
         self._device, self._results = device, results
-        self._training = lru_cache(maxsize=1)(partial(training_step.Training, device=device))
         self._checked: dict[tuple[AnyCase, str], list[accuracy.Row]] = {}
 
     def measure(self, unit: Unit | Race) -> None:
-        with failures_of(str(unit.case), unit.provider, self._results):
-            if isinstance(unit, Race):
-                plain, step = self._training(unit.size, unit.compiled).measure(unit.provider)
-                known = {(s.size, s.compiled) for s in self._results.steps}
-                self._results.steps += [step] if (step.size, step.compiled) in known else [plain, step]
-            else:
+        if isinstance(unit, Unit):
+            with failures_of(str(unit.case), unit.provider, self._results):
                 self._measure(unit)
+            return
+        training, steps = Training(unit.size, unit.mode, self._device), {}
+        for provider in (PLAIN, *unit.providers):
+            with failures_of(unit.case, provider, self._results):
+                steps[provider] = training.checked(provider)
+        with failures_of(unit.case, PLAIN, self._results):
+            self._results.steps += training.measure(steps)
 
     def _measure(self, unit: Unit) -> None:
         case, provider, device = unit.case, unit.provider, self._device
@@ -151,5 +156,7 @@ def plan(options: Options, present: Sequence[str]) -> list[Unit | Race]:
     planned = [unit for group in options.groups for p in kernels for unit in units(group, p)]
     planned += [unit for group in options.groups for p in beside for unit in units(group, p)]
     planned += [unit for p in OF_TORCH if p in present for unit in units("training", p)]
-    races = partial(training_step.plan, options.case, present, options.device)
-    return [*races(compiled=False), *planned, *races(compiled=True)]
+    eager, compiled, graphs = (
+        training_step.plan(options.case, present, options.device, mode) for mode in training_step.MODES
+    )
+    return [*eager, *graphs, *planned, *compiled]

@@ -1,8 +1,8 @@
 """What got slower, less exact or larger from one file of results to another, beyond noise; docs/measure.md says when.
 
-Times count as multiples of the copy of the same run, or of the step with plain residuals, so the files may come from
-different days and machines. The noise has two parts: the spread of the samples in both files, and how much all ratios
-scatter from one file to the other.
+Times count as multiples of the copy of the same run, or of the step with plain residuals in the same round, so the files
+may come from different days and machines. The noise has two parts: the spread of the samples in both files, and how much
+all ratios scatter from one file to the other.
 """
 
 import math
@@ -15,8 +15,8 @@ import torch
 from ..core.backend import BACKENDS
 from ..testing.accuracy import Row
 from .results import Results
-from .speed import deviation
-from .training_step import PLAIN, backend_of, name_of
+from .speed import QUARTILES_OF_NORMAL, deviation
+from .training_step import backend_of
 
 SURE = 3  # standard deviations
 A_BIT = 2
@@ -79,31 +79,24 @@ def _only_in_one(old: Mapping[Key, Any], new: Mapping[Key, Any], after: Results)
 def _kernels(results: Results) -> dict[Key, Timed]:
     found: dict[Key, Timed] = {}
     for m in results.measurements:
-        noise = _noise((m.microseconds, m.spread), (m.copy_microseconds, m.copy_spread))
+        times = (m.microseconds, m.spread), (m.copy_microseconds, m.copy_spread)
+        parts = [deviation(spread) / time for time, spread in times if spread is not None]
+        noise = math.hypot(*parts) if len(parts) == len(times) else None
         found[m.case, m.provider, m.direction] = Timed(1 / m.of_copy, noise, "the copy's time", m.peak_megabytes)
     return found
 
 
 def _steps(results: Results) -> dict[Key, Timed]:
-    plain = {(s.size, s.compiled): s for s in results.steps if s.provider == PLAIN}
     found: dict[Key, Timed] = {}
     for s in results.steps:
-        other = plain.get((s.size, s.compiled))
-        if other and s.overhead_percent is not None:
-            noise = _noise((s.milliseconds, s.spread), (other.milliseconds, other.spread), unit=1e3)
-            key = name_of(s.size, s.compiled), s.provider, "step"
-            found[key] = Timed(1 + s.overhead_percent / 100, noise, "plain residuals", s.peak_megabytes)
+        for kind, (ratio, *quartiles) in (("step", s.ratio), ("steps in a row", s.in_a_row)) if s.ratio else ():
+            noise = (quartiles[1] - quartiles[0]) / QUARTILES_OF_NORMAL / ratio if quartiles else None
+            found[s.case, s.provider, kind] = Timed(ratio, noise, "plain residuals", s.peak_megabytes)
     return found
 
 
 def _rows(results: Results) -> dict[Key, Row]:
     return {(row.case, row.backend, row.output): row for row in results.accuracy}
-
-
-def _noise(*times: tuple[float, float | None], unit: float = 1.0) -> float | None:
-    """Relative standard deviation of the ratio of two times with their spreads, in units of so many µs."""
-    parts = [deviation(unit * spread) / (unit * time) for time, spread in times if spread is not None]
-    return math.hypot(*parts) if len(parts) == len(times) else None
 
 
 def _scatter(pairs: Pairs) -> float:

@@ -1,40 +1,37 @@
 """The files and folders that a command writes, and the JSON that it reads.
 
-A regular file is replaced in one step: a reader finds the old file or the new one, never a part. It keeps its mode and
-owner. A link is followed. A device, a pipe and the file that this process prints to are written directly. A folder gets
-all of its entries or none.
+A file is replaced in one step: a reader finds the old file or the new one, never a part. It keeps its mode. A link is
+followed. A device or a pipe is written directly. A folder gets all of its entries or none.
 """
 
 import contextlib
 import json
 import os
 import shutil
-import stat
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from .report import Refused
+
+DIRECT = ("/dev/", "/proc/")  # names of devices, pipes and open files
 
 
 def why_not(path: Path) -> str | None:
     """Why a file cannot be written."""
     try:
-        direct = not is_replaced(path)
+        if not is_replaced(path):
+            return "is a folder" if path.is_dir() else None
+        if path.exists() and not os.access(path, os.W_OK):
+            return "is read-only"
+        if not (folder := Path(os.path.realpath(path)).parent).is_dir():
+            return f"there is no folder {folder}"
     except OSError as error:
         return error.strerror
-    if path.is_dir():
-        return "is a folder"
-    if path.exists() and not os.access(path, os.W_OK):
-        return "is read-only"
-    folder = Path(os.path.realpath(path)).parent
-    if not direct and not folder.is_dir():
-        return f"there is no folder {folder}"
     try:
-        if not direct:
-            _unfinished(folder).cleanup()
+        _unfinished(folder).cleanup()
     except OSError as error:
         return f"nothing can be written to {folder}: {error.strerror}"
     return None
@@ -46,20 +43,19 @@ def is_replaced(path: Path) -> bool:
         path.stat()
     except FileNotFoundError:
         return True
-    return path.is_file() and _stream(path) is None
+    return path.is_file() and not str(path).startswith(DIRECT)
 
 
 def refuse_what_is_not_replaced(path: Path) -> None:
     if not is_replaced(path):
-        raise Refused(f"{path}: is a device, a pipe or what this command prints to; name a file")
+        raise Refused(f"{path}: is a device or a pipe; name a file")
 
 
 def write(path: Path, text: str) -> None:
-    if stream := _stream(path):
-        stream.write(text)
-        return
     with refusing(path), replaced(path) if is_replaced(path) else contextlib.nullcontext(path) as part:
-        part.write_text(text, encoding="utf-8", errors="replace")
+        sys.stdout.flush()  # which may be the same file
+        with open(part, "a", encoding="utf-8", errors="replace") as file:
+            file.write(text)
 
 
 @contextlib.contextmanager
@@ -70,12 +66,9 @@ def replaced(path: Path) -> Iterator[Path]:
     with _unfinished(final.parent) as folder:
         part = Path(folder, final.name)
         part.touch()
-        kept = (final if final.exists() else part).stat()
+        mode = (final if final.exists() else part).stat().st_mode
         yield part
-        for owner, group in ((kept.st_uid, -1), (-1, kept.st_gid)):
-            with contextlib.suppress(OSError):  # only root gives files away, and not on all file systems
-                os.chown(part, owner, group)
-        part.chmod(stat.S_IMODE(kept.st_mode))  # a new owner has cleared bits
+        part.chmod(mode)
         os.replace(part, final)
 
 
@@ -105,10 +98,11 @@ def filled(folder: Path, last: str = "") -> Iterator[Path]:
             raise
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, **options: Any) -> Any:
+    """options: of json.loads."""
     with refusing(path):
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return json.loads(path.read_text(encoding="utf-8"), **options)
         except (ValueError, RecursionError) as error:
             raise Refused(f"{path}: not JSON: {error}") from error
 
@@ -125,12 +119,3 @@ def refusing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise Refused(f"{path}: {error.strerror or error}") from error
-
-
-def _stream(path: Path) -> TextIO | None:
-    """stdout or stderr if this file is one of them: replaced or truncated, it would lose what is printed."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # no such file yet, or a stream without one, as in a notebook
-            if os.path.samestat(path.stat(), os.fstat(stream.fileno())):
-                return stream
-    return None

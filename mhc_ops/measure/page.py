@@ -17,7 +17,7 @@ from .report import Refused, Table, refuse_without
 from .results import Results
 from .selection import OF_TORCH, NotMeasured, op_of
 from .speed import DIRECTIONS, Measurement
-from .training_step import PLAIN, backend_of
+from .training_step import EAGER, PLAIN, backend_of
 
 # Columns: "header = field format", or the field alone if it is the header.
 ACCURACY = """op and case = case, backend, output, max error = max_error .2e, relative = relative_error .2e,
@@ -27,16 +27,17 @@ SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± =
     of copy = of_copy .0%, × eager = eager .2f, × compile = torch.compile .2f, host µs = host_microseconds .0f,
     peak MB = peak_megabytes .0f"""
 STEPS = """training step = size, provider, mode, ms = milliseconds .2f, ± = spread .2f,
-    % over plain = overhead_percent +.1f, peak MB = peak_megabytes .0f, difference = difference .1e"""
+    % over plain = over_plain, in a row = over_plain_in_a_row, peak MB = peak_megabytes .0f, difference = difference .1e"""
 WORST = "worst: the largest error of a result, in norm, as a share of what is allowed."
 WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
 PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
 
 STEP_NOTE = """A small transformer in bf16 with plain residuals and with hyper-connections of 4 streams on the same
-weights: wall clock of a forward and backward, host included, in ms; peak memory above weights and input; difference of
-the loss or of dx from the formula in PyTorch."""
-FORMS = """A backend alone is a HyperStack, in Triton with the norms inside; the other forms have them in front of their
-layers."""
+weights: wall clock of a forward and backward, host included, from idle to idle, in ms; the percentage over the plain
+model that took turns with it, with quartiles, and the same for steps in a row; peak memory above weights and input;
+difference of the loss or of dx from the formula in PyTorch."""
+FORMS = """A backend alone is a HyperStack, in Triton with the norms inside; HyperConnection and layer_norm=False have
+them in front of their layers."""
 SHORT_NOTE = """Over all training sizes: the share of a copy's speed that the faster of our kernels reaches, its
 bandwidth, and the time of the others over its time."""
 TIME_NOTE = """Ours: µs · of a copy. Others: µs (times the faster of ours). mHC has 4 streams and 20 Sinkhorn
@@ -303,12 +304,12 @@ def literal(text: str) -> str:
 
 def picture(results: Results) -> str:
     """An SVG of what each provider adds to a training step."""
-    eager = [step for step in results.steps if not step.compiled]
+    eager = [step for step in results.steps if step.mode == EAGER]
     plain = max((step for step in eager if step.provider == PLAIN), key=lambda step: step.milliseconds, default=None)
-    bars = [step for step in eager if plain and step.size == plain.size and step.overhead_percent is not None]
+    bars = [step for step in eager if plain and step.size == plain.size and step.ratio]
     if not bars:
         raise Refused("--svg draws training steps, and there are none: mhc-ops bench --case training_step --json FILE")
-    bars.sort(key=lambda step: step.overhead_percent or 0.0)
+    bars.sort(key=lambda step: step.ratio)
     return _render("training_step.svg", bars=bars, plain=plain, device=Shown(results).device, OURS=BACKENDS)
 
 

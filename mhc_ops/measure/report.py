@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -95,7 +94,7 @@ def status(label: str) -> Callable[[object], None]:
 
 def _write_line(text: str) -> bool:
     """Overwrites the line of a terminal; returns False and writes nothing if the cursor cannot move."""
-    if columns := _columns(sys.stderr):
+    if columns := _columns():
         print(f"\r{text[:columns]}{ERASE}", end="", file=sys.stderr, flush=True)
     return columns > 0
 
@@ -122,15 +121,13 @@ def shortened(text: str, longest: int = 80) -> str:
     return text if len(text) <= longest else text[:longest] + "…"
 
 
-def _columns(stream: Any) -> int:
-    """The width of a terminal whose cursor moves, less the last column, at which some wrap; otherwise 0."""
-    if not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
-        return 0
+def _columns() -> int:
+    """The width of stderr, less the last column, at which some wrap; 0 unless it is a terminal whose cursor moves."""
     try:
-        columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):  # a terminal that is no file, as in a notebook
-        columns = 0
-    return max(1, shutil.get_terminal_size((columns or 80, 24)).columns - 1)
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # no terminal, or none that is a file, as in a notebook
+        return 0
+    return columns - 1 if os.environ.get("TERM", "dumb") not in ("dumb", "unknown") else 0
 
 
 def finite(value: Any) -> Any:

@@ -6,16 +6,16 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from ..testing.accuracy import Row
 from . import files, peers, report
+from .report import Refused
 from .selection import NotMeasured
-from .speed import DIRECTIONS, Measurement
-from .training_step import StepTime
+from .speed import Measurement
+from .training_step import COMPILED, EAGER, StepTime
 
 FORMAT = 2
-SHORTEST, LONGEST = 1e-9, 1e15  # times in a file, in any unit
 
 
 @dataclass
@@ -65,51 +65,27 @@ def save(results: Results, path: Path | None, last: bool = False) -> None:
 
 
 def read(path: Path) -> Results:
-    """Refused unless the file has our format number, every field that is needed, and times that can be compared."""
-    content = _printable(files.read_json(path))
+    """Refused unless the file has our format number and every field that is needed."""
+    content = files.read_json(path, object_hook=_printable)
     try:
         if content["format"] != FORMAT:
-            raise report.Refused(
-                f"{path}: written by another mhc-ops (format {content['format']}, this reads {FORMAT})"
-            )
+            raise Refused(f"{path}: written by another mhc-ops (format {content['format']}, this reads {FORMAT})")
         lists = {name: [_entry(kind, entry) for entry in content.get(name, ())] for name, kind in ENTRIES.items()}
-        found = _entry(Results, {"command": "bench", **content, **lists})
-        times = [time for m in found.measurements for time in (m.microseconds, m.copy_microseconds)]
-        times += [time for s in found.steps for time in (s.milliseconds, 100 + (s.overhead_percent or 0))]
-        if all(SHORTEST < t < LONGEST for t in times) and all(m.direction in DIRECTIONS for m in found.measurements):
-            return found
-    except (KeyError, TypeError, AttributeError, OverflowError):
-        pass
-    raise report.Refused(f"{path}: not written by mhc-ops check or bench: a field is missing or wrong")
+        return _entry(Results, {"command": "bench", **content, **lists})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"{path}: not written by mhc-ops check or bench: a field is missing or wrong") from error
 
 
 def _entry(kind: Any, content: dict[str, Any]) -> Any:
-    """The fields that the class knows; TypeError if one has another type."""
-    types = {f.name: f.type for f in dataclasses.fields(kind) if f.name in content}
-    return kind(**{name: _of_type(content[name], of, kind is Row) for name, of in types.items()})
+    """The fields that the class knows. JSON has no NaN: null stands for it in an error."""
+    if kind is StepTime and "compiled" in content:  # as files were written until 2026-11-17
+        mode, percent = COMPILED if content["compiled"] else EAGER, content.get("overhead_percent")
+        content = {**content, "mode": mode, "ratio": [] if percent is None else [1 + percent / 100]}
+    known = {f.name: content[f.name] for f in dataclasses.fields(kind) if f.name in content}
+    return kind(**{name: math.nan if kind is Row and value is None else value for name, value in known.items()})
 
 
-def _of_type(value: Any, kind: Any, null_is_nan: bool = False) -> Any:
-    """The value if it has the type. JSON has no NaN: null stands for it in an error."""
-    if null_is_nan and value is None and kind is float:
-        return math.nan
-    inner = get_args(kind)
-    if get_origin(kind) is dict:
-        return {name: _of_type(entry, inner[1]) for name, entry in value.items()}
-    if get_origin(kind) is list:
-        return [_of_type(entry, inner[0]) for entry in value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        number = float(value)  # OverflowError for one that nothing here is
-        value = number if float in (kind, *inner) else value
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(kind)
-    return value
-
-
-def _printable(value: Any) -> Any:
+def _printable(found: dict[str, Any]) -> dict[str, Any]:
     """Foreign texts must not reach a terminal as they are."""
-    if isinstance(value, dict):
-        return {report.printable(name): _printable(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_printable(entry) for entry in value]
-    return report.printable(value) if isinstance(value, str) else value
+    shown = report.printable
+    return {shown(name): shown(value) if isinstance(value, str) else value for name, value in found.items()}

@@ -4,13 +4,15 @@ layers, of which its model is made and whose boundaries `bench` times.
 The model has attention and SwiGLU in turn, each after an RMSNorm, in bf16. Every provider connects the same layers with
 the same weights, and all maps hold the same numbers. Ours is a HyperStack, with the norms inside if the backend has
 them. A step is a forward and a backward with all gradients, without an optimiser. Its time is the wall clock's, host
-included, from an idle device to an idle device: the median over rounds in which it and plain residuals take turns.
+included: from an idle device to an idle device, and of steps in a row. All models of a size and a mode take turns, and a
+ratio is that to plain residuals in the same round.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from ..core import backend as backends
 from ..testing import cases
 from . import peers, selection
 from .peers import Layer
-from .speed import SAMPLES, Timing, peak_memory, summary
+from .speed import SAMPLES, peak_memory, summary
 
 N = 4
 PLAIN = "plain"
@@ -31,7 +33,12 @@ ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 
 HEAD = 128  # channels of a head of attention
 LONGEST = 4096  # tokens of a sequence
 DTYPE = torch.bfloat16
-APART, RECOMPUTE, SHIFTED = "HyperConnection", "recompute=4", "shifted"  # forms of ours, after the backend's name
+IN_A_ROW = 4  # steps that are timed together
+EAGER, COMPILED, GRAPHS = MODES = ("eager", "torch.compile", "graphs")
+# Forms of ours, after the backend's name. torch.compile itself decides what is kept.
+APART, NO_NORM, RECOMPUTE, SHIFTED = "HyperConnection", "layer_norm=False", "recompute=4", "shifted"
+FORMS = {EAGER: (APART, NO_NORM, RECOMPUTE, SHIFTED), COMPILED: (APART, NO_NORM, SHIFTED)}
+FORMS[GRAPHS] = FORMS[EAGER]
 # Its pre finds the gradient of the streams in an attribute of their storage, which a trace does not see: only the
 # layers between its operators are compiled.
 UNTRACED = ("TileKernels",)
@@ -54,13 +61,13 @@ class Size:
             subject = cases.MHC_NEXT_SHIFTED_NORMED
         elif backend not in backends.BACKENDS or provider.endswith(APART):
             subject = cases.MHC_LAYER
-        elif backend == "tilelang":
+        elif backend == "tilelang" or provider.endswith(NO_NORM):
             subject = cases.MHC_NEXT
         recompute = 4 * provider.endswith(RECOMPUTE)
         return cases.Stack(subject, (tokens,), N, self.D, DTYPE, gamma=False, recompute=recompute)
 
 
-SIZES = (Size(8192, 4096, 6, 11008), Size(4096, 2560, 8, 6912))
+SIZES = (Size(8192, 4096, 6, 11008), Size(4096, 2560, 8, 6912), Size(4096, 1280, 12, 3456), Size(8192, 768, 12, 2048))
 SIZES_CPU = (Size(64, 128, 2, 256),)
 
 
@@ -169,64 +176,86 @@ TakeStep = Callable[[], tuple[Tensor, Tensor]]  # the loss and dx
 
 @dataclass(frozen=True)
 class StepTime:
-    """One provider at one size. compiled: under torch.compile, and so is the plain model it is compared with."""
+    """One provider at one size in one mode. milliseconds, spread: median and interquartile range from idle to idle.
+
+    ratio: to plain residuals of the same round: the median, then its quartiles; in_a_row: the same for steps in a row
+    rounds: of each the milliseconds from idle to idle and in a row. Files of before have neither these nor quartiles.
+    """
 
     size: str
     provider: str
-    compiled: bool
+    mode: str
     milliseconds: float
-    spread: float | None = None  # interquartile range of the samples, ms
+    spread: float | None = None
     samples: int | None = None
-    overhead_percent: float | None = None  # over plain residuals, in the same rounds
+    ratio: list[float] = field(default_factory=list)
+    in_a_row: list[float] = field(default_factory=list)
     peak_megabytes: float | None = None  # above weights and input
     difference: float | None = None  # relative, to the reference: of the loss or of dx, whichever is larger
+    rounds: list[list[float]] = field(default_factory=list)
 
     @property
-    def mode(self) -> str:
-        return "torch.compile" if self.compiled else "eager"
+    def case(self) -> str:
+        return name_of(self.size, self.mode)
+
+    @property
+    def over_plain(self) -> str:
+        return percent(self.ratio)
+
+    @property
+    def over_plain_in_a_row(self) -> str:
+        return percent(self.in_a_row)
+
+
+def percent(ratio: Sequence[float]) -> str:
+    """[1.067, 1.061, 1.072] -> "+6.7 (+6.1 to +7.2)\""""
+    median, *quartiles = [f"{100 * (r - 1):+.1f}" for r in ratio] or [""]
+    return f"{median} ({' to '.join(quartiles)})" if quartiles else median
+
+
+def ratios(own: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Median and quartiles of own over plain in the same round: from idle to idle, and in a row."""
+    of_rounds = zip(*([a / b for a, b in zip(*pair)] for pair in zip(own, plain)))
+    quartiles = (statistics.quantiles(ratio, n=4, method="inclusive") for ratio in of_rounds)
+    return [[median, lower, upper] for lower, median, upper in quartiles]
 
 
 @dataclass(frozen=True)
 class Race:
-    """A unit of `bench`: one provider and plain residuals take turns at one size."""
+    """A unit of `bench`: the models of all providers take turns at one size, in one mode."""
 
     size: Size
-    compiled: bool
-    provider: str
+    mode: str
+    providers: tuple[str, ...]
 
     @property
     def case(self) -> str:
-        return name_of(self.size, self.compiled)
+        return name_of(self.size, self.mode)
 
     def __str__(self) -> str:
-        return name_of(f"{self.provider} {self.size}", self.compiled)
+        return f"{self.case}: {', '.join(self.providers)}"
 
 
-def name_of(what: object, compiled: bool) -> str:
-    return f"{'torch.compile ' * compiled}{what}"
+def name_of(what: object, mode: str) -> str:
+    return f"{what}" if mode == EAGER else f"{mode} {what}"
 
 
 def named(case: str, device: torch.device) -> list[Size]:
     return [size for size in (SIZES if device.type == "cuda" else SIZES_CPU) if case in str(size)]
 
 
-def plan(case: str, present: Sequence[str], device: torch.device, compiled: bool) -> list[Race]:
+def plan(case: str, present: Sequence[str], device: torch.device, mode: str) -> list[Race]:
     """The formula in torch is "eager" or, if the model is compiled, "torch.compile". Nothing is compiled unless
-    "torch.compile" is present."""
-    formula = "torch.compile" if compiled else "eager"
-    return [
-        Race(size, compiled, form)
-        for size in (named(case, device) if formula in present or not compiled else ())
-        for provider in present
-        if provider == formula or _connects(provider, size, device)
-        for form in _forms(provider, compiled)
-    ]
-
-
-def _forms(provider: str, compiled: bool) -> list[str]:
-    """A stack; for the first backend also layers apart, and with less kept (which torch.compile decides itself)."""
-    more = (APART, SHIFTED) if compiled else (APART, RECOMPUTE, SHIFTED)
-    return [provider, *(f"{provider} {form}" for form in more if provider == selection.KERNELS[0])]
+    "torch.compile" is present, and only a GPU has graphs."""
+    formula = COMPILED if mode == COMPILED else EAGER
+    possible = {EAGER: True, COMPILED: COMPILED in present, GRAPHS: device.type == "cuda"}
+    races = []
+    for size in named(case, device) if possible[mode] else ():
+        there = [provider for provider in present if provider == formula or _connects(provider, size, device)]
+        forms = {provider: FORMS[mode] if provider == selection.KERNELS[0] else () for provider in there}
+        providers = [name for p in there for name in (p, *(f"{p} {form}" for form in forms[p]))]
+        races += [Race(size, mode, tuple(providers))] if providers else []
+    return races
 
 
 def _connects(provider: str, size: Size, device: torch.device) -> bool:
@@ -237,13 +266,14 @@ def _connects(provider: str, size: Size, device: torch.device) -> bool:
 
 
 class Training:
-    """Steps of the models of one size and mode, which share layers, norms, x and the plain model."""
+    """Steps of the models of one size and mode, which share layers, norms and x."""
 
-    def __init__(self, size: Size, compiled: bool, device: torch.device):
+    def __init__(self, size: Size, mode: str, device: torch.device):
         torch.compiler.reset()
         torch.manual_seed(cases.SEED)
-        self.size, self.compiled, self.device = size, compiled, device
+        self.size, self.mode, self.device = size, mode, device
         self.expected = cache(lambda reference: self.step(reference)())
+        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         with torch.device(device):
             self.layers = [(Attention, SwiGLU)[i % 2](size).to(DTYPE) for i in range(size.sublayers)]
             self.norms = [nn.RMSNorm(size.D, eps=1e-6, dtype=DTYPE) for _ in self.layers]
@@ -251,8 +281,8 @@ class Training:
                 nn.init.normal_(norm.weight, mean=1.0, std=0.1)
             self.x = torch.randn(size.tokens, size.D).to(DTYPE).requires_grad_()
 
-    def step(self, provider: str, compiled: bool = False) -> TakeStep:
-        compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if compiled else lambda module: module
+    def step(self, provider: str, mode: str = EAGER) -> TakeStep:
+        compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if mode == COMPILED else lambda model: model
         case = self.size.case(provider)
         inside = case.subject in cases.NORMED
         layers = self.layers if inside else [nn.Sequential(*pair) for pair in zip(self.norms, self.layers)]
@@ -266,25 +296,21 @@ class Training:
             loss = loss_of(self.x)
             return loss.detach(), torch.autograd.grad(loss, wanted)[0]
 
-        return step
+        return captured(step) if mode == GRAPHS else step
 
-    def microseconds(self, step: TakeStep) -> float:
-        """From an idle device to an idle device, after a step of the same kind: a GPU's clocks depend on the power that
-        the work before took."""
-        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
-        step()
-        wait()
-        begin = time.perf_counter()
-        step()
-        wait()
-        return (time.perf_counter() - begin) * 1e6
+    def sample(self, step: TakeStep) -> list[float]:
+        """Milliseconds of a step from an idle device to an idle device, and of one in a row. A step of the same kind
+        goes before: a GPU's clocks depend on the power that the work before took."""
 
-    @cached_property
-    def plain(self) -> tuple[TakeStep, float | None]:
-        """The step with plain residuals, and its peak memory."""
-        step = self.step(PLAIN, self.compiled)
-        step()
-        return step, peak_memory(step, self.device)
+        def timed(count: int) -> float:
+            begin = time.perf_counter()
+            for _ in range(count):
+                step()
+            self.wait()
+            return (time.perf_counter() - begin) * 1e3 / count
+
+        timed(1)
+        return [timed(1), timed(IN_A_ROW)]
 
     def difference(self, provider: str, found: Sequence[Tensor]) -> float:
         """The relative difference of the loss or of dx, whichever is larger; Wrong if the model or one of its layers is
@@ -299,19 +325,41 @@ class Training:
             raise selection.Wrong(f"{provider} is wrong, so it is not timed: {words}")
         return worst
 
-    def measure(self, provider: str) -> list[StepTime]:
-        """The times of plain residuals and of the provider, which take turns."""
-        (plain, plain_peak), step = self.plain, self.step(provider, self.compiled)
-        difference, peak = self.difference(provider, step()), peak_memory(step, self.device)
-        turns = [(self.microseconds(plain), self.microseconds(step)) for _ in range(SAMPLES)]
-        of_plain, own = (summary(times) for times in zip(*turns))
-        overhead = 100 * (own.microseconds / of_plain.microseconds - 1)
+    def checked(self, provider: str) -> tuple[TakeStep, dict[str, Any]]:
+        """A step that is right, and what is known of it. The memory of a graph is taken when it is captured."""
+        step = self.step(provider, self.mode)
+        difference = None if provider == PLAIN else self.difference(provider, step())
+        peak = None if self.mode == GRAPHS else peak_memory(step, self.device)
+        return step, {"peak_megabytes": peak, "difference": difference}
 
-        def row(provider: str, timing: Timing, **more: Any) -> StepTime:
-            times = timing.microseconds / 1e3, timing.spread / 1e3, timing.samples
-            return StepTime(str(self.size), provider, self.compiled, *times, **more)
+    def measure(self, steps: Mapping[str, tuple[TakeStep, dict[str, Any]]]) -> list[StepTime]:
+        """The times of the steps, which take turns; each is the first of a round in turn. `plain` is among them."""
+        names, rounds = list(steps), {name: list[list[float]]() for name in steps}
+        for nth in range(SAMPLES):
+            first = nth % len(names)
+            for name in names[first:] + names[:first]:
+                rounds[name].append([round(ms, 4) for ms in self.sample(steps[name][0])])
+        found = []
+        for name, (_, known) in steps.items():
+            milliseconds = summary([idle for idle, _ in rounds[name]])._asdict()
+            of_plain = ratios(rounds[name], rounds[PLAIN]) if name != PLAIN else [[], []]
+            known |= {"milliseconds": milliseconds.pop("microseconds"), **milliseconds, "rounds": rounds[name]}
+            found.append(StepTime(str(self.size), name, self.mode, ratio=of_plain[0], in_a_row=of_plain[1], **known))
+        return found
 
-        return [
-            row(PLAIN, of_plain, peak_megabytes=plain_peak),
-            row(provider, own, peak_megabytes=peak, overhead_percent=overhead, difference=difference),
-        ]
+
+def captured(step: TakeStep) -> TakeStep:
+    """The step as a CUDA graph, forward and backward."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+
+    def replay() -> tuple[Tensor, Tensor]:
+        graph.replay()
+        return found
+
+    return replay
