@@ -1,8 +1,8 @@
 """What got slower, less exact or larger from one file of results to another, beyond noise; docs/measure.md says when.
 
-Times count as multiples of the copy of the same run, or of the step with plain residuals in the same round, so the files
-may come from different days and machines. The noise has two parts: the spread of the samples in both files, and how much
-all ratios scatter from one file to the other.
+Times count as multiples of the copy of the same run, or of the step with plain residuals in the same round, so the
+files may come from different days and machines. The noise has two parts: the spread of the samples in both files, and
+how much all ratios scatter from one file to the other.
 """
 
 import math

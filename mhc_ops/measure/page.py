@@ -27,7 +27,8 @@ SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± =
     of copy = of_copy .0%, × eager = eager .2f, × compile = torch.compile .2f, host µs = host_microseconds .0f,
     peak MB = peak_megabytes .0f"""
 STEPS = """training step = size, provider, mode, ms = milliseconds .2f, ± = spread .2f,
-    % over plain = over_plain, in a row = over_plain_in_a_row, peak MB = peak_megabytes .0f, difference = difference .1e"""
+    % over plain = over_plain, in a row = over_plain_in_a_row, peak MB = peak_megabytes .0f,
+    difference = difference .1e"""
 WORST = "worst: the largest error of a result, in norm, as a share of what is allowed."
 WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
 PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries

@@ -4,8 +4,8 @@ layers, of which its model is made and whose boundaries `bench` times.
 The model has attention and SwiGLU in turn, each after an RMSNorm, in bf16. Every provider connects the same layers with
 the same weights, and all maps hold the same numbers. Ours is a HyperStack, with the norms inside if the backend has
 them. A step is a forward and a backward with all gradients, without an optimiser. Its time is the wall clock's, host
-included: from an idle device to an idle device, and of steps in a row. All models of a size and a mode take turns, and a
-ratio is that to plain residuals in the same round.
+included: from an idle device to an idle device, and of steps in a row. All models of a size and a mode take turns, and
+a ratio is that to plain residuals in the same round.
 """
 
 import statistics
@@ -282,7 +282,9 @@ class Training:
             self.x = torch.randn(size.tokens, size.D).to(DTYPE).requires_grad_()
 
     def step(self, provider: str, mode: str = EAGER) -> TakeStep:
-        compiles: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if mode == COMPILED else lambda model: model
+        compiles: Callable[[Any], Any] = (
+            partial(torch.compile, dynamic=False) if mode == COMPILED else lambda model: model
+        )
         case = self.size.case(provider)
         inside = case.subject in cases.NORMED
         layers = self.layers if inside else [nn.Sequential(*pair) for pair in zip(self.norms, self.layers)]

@@ -3,23 +3,23 @@
 Half of them are cases of `fuzz` whose tensors have another layout or kind, share memory, or are changed by hooks of
 autograd. The others call a public function with any value in place of one argument. An accepted call is compared with
 fp64 on plain copies. A refused call must raise an error of ours, or the error of torch that the reference raises too.
-The calls run in a process of their own, which prints each before it runs: if it ends or hangs, the call is known.
+The calls run in a process of their own, which a call may end or hold.
 """
 
 import inspect
-import json
 import math
+import multiprocessing
+import os
 import random
 import re
-import select
-import subprocess
-import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from .conv_cases import AnyCase
 from .fuzz import Outcome
 from .unusual import HOOKS, KEEPING, LAYOUTS_AND_KINDS, OF_LAYOUT, calls, leaf, outputs, plain, small_case, values
 
+SPAWN = multiprocessing.get_context("spawn")
 LONGEST = 600.0  # seconds without an answer; in the interpreter a case takes up to 10 on an idle machine
 _OPS = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
 OURS = {*mhc_ops.__all__, *mhc_ops.guide.__all__, *(op for family, op in _OPS if family == mhc_ops.__name__)}
@@ -59,51 +60,45 @@ def run(
     backends: Sequence[str],
     seed: int,
     progress: Callable[[int], None] = lambda number: None,
-    most: float = float("inf"),
 ) -> Iterator[Outcome]:
-    """Calls 0, 1, ... until the time is over or `most` were made; progress(number) before each."""
-    end, number = time.monotonic() + seconds, 0
-    while time.monotonic() < end and number < most:
+    """Calls 0, 1, ... until the time is over; progress(number) before each. A call that ends or holds the process is an
+    outcome, and another process goes on."""
+    end, drawn = time.monotonic() + seconds, partial(misuse_of, seed, device=torch.device(device))
+    ours, child = _started(drawn)
+    for number in count():
         progress(number)
-        for outcome in _in_a_process([str(device), ",".join(backends), str(seed), str(number)]):
-            yield outcome
-            number += 1
-            progress(number)
-            if time.monotonic() >= end or number >= most:
-                break
+        backend = backends[number % len(backends)]
+        ours.send((number, backend))
+        try:
+            detail = ours.recv() if ours.poll(LONGEST) else f"no answer in {LONGEST:g} s"
+        except (EOFError, ConnectionResetError):
+            child.join()
+            detail = f"ended the process with {child.exitcode}"
+        words = drawn(number, backend).words if detail else ""
+        yield Outcome(f"{seed}:{number} {words}", backend, not detail, detail)
+        if time.monotonic() >= end:
+            break
+        if detail.startswith(("no answer", "ended")):
+            child.kill()
+            ours, child = _started(drawn)
+    child.kill()
 
 
-def _in_a_process(words: list[str]) -> Iterator[Outcome]:
-    """Outcomes without an end, unless a call ends the process or hangs: that outcome is the last."""
-    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, *words]
-    # without a buffer, so that `select` sees every line
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0)
-    stdout: Any = child.stdout
-    tried: dict[str, Any] = {"case": "the first", "backend": words[1]}
-    try:
-        while select.select([stdout], [], [], LONGEST)[0]:
-            said = json.loads(stdout.readline() or "{}")
-            if not said:
-                yield Outcome(**tried, passed=False, detail=f"ended the process with {child.wait()}")
-                return
-            if "detail" in said:
-                yield Outcome(**said, passed=not said["detail"])
-            tried = {name: said[name] for name in ("case", "backend")}
-        yield Outcome(**tried, passed=False, detail=f"no answer in {LONGEST:g} s")
-    finally:
-        child.kill()
-        child.wait()
-        stdout.close()
+def _started(drawn: Callable[[int, str], Misuse]) -> tuple[Connection, Any]:
+    ours, theirs = SPAWN.Pipe()
+    child = SPAWN.Process(target=answer, args=(theirs, drawn), daemon=True)
+    child.start()
+    theirs.close()
+    return ours, child
 
 
-def main(device: str, backends: str, seed: str, first: str) -> None:
-    """The process of its own: a line before each call and one after it."""
-    for number in count(int(first)):
-        backend = backends.split(",")[number % len(backends.split(","))]
-        drawn = misuse_of(int(seed), number, backend, torch.device(device))
-        said = {"case": f"{seed}:{number} {drawn.words}", "backend": backend}
-        print(json.dumps(said), flush=True)
-        print(json.dumps({**said, "detail": examine(drawn, backend)}), flush=True)
+def answer(calls: Connection, drawn: Callable[[int, str], Misuse]) -> None:
+    """The process of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    warnings.simplefilter("ignore")
+    while True:
+        number, backend = calls.recv()
+        calls.send(examine(drawn(number, backend), backend))
 
 
 def examine(drawn: Misuse, backend: str) -> str:
@@ -238,7 +233,3 @@ def _any_value(draw: random.Random, device: torch.device) -> Misuse:
         return {name: accuracy.Exact(output.double()) for name, output in found.items()}
 
     return Misuse(f"{name}: {argument} {words}", partial(outputs, function, arguments), exact)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,6 +1,8 @@
 """Random misuse: some in each run of the suite, more with `mhc-ops check --misuse`."""
 
 import math
+import os
+import time
 from itertools import islice
 
 import pytest
@@ -91,15 +93,19 @@ def test_what_is_found(name):
     assert misuse.examine(drawn, "triton") == detail
 
 
-@pytest.mark.parametrize(
-    ("ends", "detail"), [("kill -ABRT $$", "ended the process with -6"), ("sleep 60", "no answer in 0.5 s")]
-)
-def test_a_call_that_ends_or_holds_the_process(ends, detail, monkeypatch, tmp_path):
-    program = tmp_path / "python"
-    line = """{"case": "0:0 x nested", "backend": "hip"}"""
-    program.write_text(f"#!/bin/sh\necho '{line}'\nexec 2>/dev/null\n{ends}\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(misuse.sys, "executable", str(program))
-    monkeypatch.setattr(misuse, "LONGEST", 0.5)
-    outcomes = list(misuse.run(60, "cpu", ["hip"], seed=0, most=1))
-    assert [(o.case, o.backend, o.passed, o.detail) for o in outcomes] == [("0:0 x nested", "hip", False, detail)]
+def dies(calls, drawn):
+    os.abort()
+
+
+def hangs(calls, drawn):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("ends", "detail"), [(dies, "ended the process with -6"), (hangs, "no answer in 0.5 s")])
+def test_a_call_that_ends_or_holds_the_process(ends, detail, monkeypatch):
+    """Another process goes on with the next call."""
+    monkeypatch.setattr(misuse, "answer", ends)
+    monkeypatch.setattr(misuse, "LONGEST", 0.5 if ends is hangs else 600)
+    outcomes = list(islice(misuse.run(math.inf, "cpu", ["hip"], seed=0), 2))
+    words = [f"0:{number} {misuse.misuse_of(0, number, 'hip', CPU).words}" for number in range(2)]
+    assert [(o.case, o.backend, o.passed, o.detail) for o in outcomes] == [(of, "hip", False, detail) for of in words]

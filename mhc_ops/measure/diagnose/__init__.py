@@ -34,23 +34,16 @@ class Finding:
 
     sentence: str
     outputs: tuple[str, ...]
-    share: float  # of the error of the first output
-    explained: bool = True
+    share: float  # of the error of the first output; 0 if there is no explanation
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """rows: the verdict of `check` on every output, in the order of the dataflow. wrong: those that fail."""
 
-    case: AnyCase
-    backend: str
     rows: list[Row]
     findings: list[Finding]
     wrong: list[Output]
-
-    @property
-    def passed(self) -> bool:
-        return not self.findings
 
 
 def diagnose(
@@ -75,39 +68,34 @@ def diagnose(
             torch.set_num_threads(1)
         outputs = run()
         cotangents = accuracy.random_cotangents(subject, outputs, case.seed, case.unused)
-        _leave_zeros(*outputs.values(), *tensors.values())
+        zeros = [torch.zeros_like(tensor) for tensor in (*outputs.values(), *tensors.values()) for _ in range(SPARE)]
+        del zeros  # the memory that is taken next holds no NaN of an earlier run
         first = run(cotangents)
         with _fresh_memory_is_nan():
             results = run(cotangents)
         exact = accuracy.truth(case.subject, tensors, cotangents, results)
         rows = {name: accuracy.judge(case, backend, name, results[name], exact[name]) for name in exact}
         if all(row.passed for row in rows.values()):
-            return Diagnosis(case, backend, list(rows.values()), [], [])
+            return Diagnosis(list(rows.values()), [], [])
         model = model_of(case, tensors, cotangents, results)
         names = [name for name in model.right if name in rows]
         terms = {name: {} if rows[name].passed else terms_of(case, model, name) for name in names}
         judged = [Output(case, rows[name], results[name], first[name], exact[name], terms[name]) for name in names]
         found = findings(judged, model, list(hypotheses(case, model)))
-    return Diagnosis(case, backend, [rows[name] for name in names], found, [o for o in judged if not o.passed])
-
-
-def _leave_zeros(*like: Tensor) -> None:
-    """The memory that outputs and gradients get next then holds no NaN of an earlier run."""
-    zeros = [torch.zeros_like(tensor) for tensor in like for _ in range(SPARE)]
-    del zeros
+    return Diagnosis([rows[name] for name in names], found, [o for o in judged if not o.passed])
 
 
 @contextlib.contextmanager
 def _fresh_memory_is_nan() -> Iterator[None]:
     """An element that is never written shows, even where the memory still holds the right value of another run."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it, unless told not to
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of algorithms that are not deterministic
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypothesis]) -> list[Finding]:
@@ -118,23 +106,17 @@ def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypo
         lead = wrong[0]
         before = [o for o in outputs[: outputs.index(lead)] if not o.passed and not o.is_gradient]
         given = [(f"follows from {o.name}", {o.name: always(o.result)}) for o in before]
+        alike = tuple(o.name for o in wrong if o.is_gradient == lead.is_gradient and o.fact == lead.fact)
         finding = (
-            _fact(wrong)
+            (Finding(lead.fact, alike, 1.0) if lead.fact else None)
             or _hypothesis(wrong, outputs, given, model)
             or _hypothesis(wrong, outputs, every, model)
             or _fit(lead)
-            or Finding(f"no simple explanation{lead.race_and_place}", (lead.name,), 0.0, explained=False)
+            or Finding(f"no simple explanation{lead.race_and_place}", (lead.name,), 0.0)
         )
         found.append(finding)
         wrong = [output for output in wrong if output.name not in finding.outputs]
     return found
-
-
-def _fact(wrong: Sequence[Output]) -> Finding | None:
-    """Outputs of the same pass that share the fact share the finding."""
-    lead = wrong[0]
-    alike = [o.name for o in wrong if o.is_gradient == lead.is_gradient and o.fact == lead.fact]
-    return Finding(lead.fact, tuple(alike), 1.0) if lead.fact else None
 
 
 def _hypothesis(

@@ -1,11 +1,9 @@
 """mhc-ops diagnose: its options, the cases that they mean, and what it prints."""
 
 import argparse
-import shutil
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ import torch
 from ...core import backend as backends
 from ...testing import cases
 from ...testing.conv_cases import AnyCase
-from .. import arguments, report, selection
+from .. import arguments, page, report, selection
 from ..report import Refused
 from . import Diagnosis, diagnose
 
@@ -22,6 +20,7 @@ OF_MHC = {subject.name.split()[0] for subject in cases.ALL}
 LAYOUTS = {"sinkhorn": "TxNxN", "causal_conv1d": "BxLxD", "causal_conv1d_update": "BxLxD", "short_conv": "BxLxNxD"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+OUTPUTS = f"{page.ACCURACY.partition('backend, ')[2]}, finding"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,43 +49,34 @@ def run_diagnose(options: argparse.Namespace) -> int:
             if not full and not str(error).startswith((options.op, "mhc_")):  # a boundary says mhc_enter
                 raise
             raise Refused(str(error)) from error
-        if not done[-1].passed:  # one cause is enough for one command
-            break
-    report.clear()
-    last = done[-1]
-    print(_nothing_found(done) if last.passed else "\n".join(_lines(last, len(done), len(work))))
-    return 0 if last.passed else 1
-
-
-def _nothing_found(done: Sequence[Diagnosis]) -> str:
-    """Few elements of 16 bits are judged one by one and may be further off in norm: they do not count here."""
+        if done[-1].findings:  # one cause is enough for one command
+            report.clear()
+            print(f"{case}, {backend}: {len(done[-1].wrong)} of {len(done[-1].rows)} outputs are off")
+            print("\n".join(_lines(done[-1])))
+            left = f", {len(work) - len(done)} not run" * (len(done) < len(work))
+            print(f"\n{len(done) - 1} of {len(work)} cases right, 1 off{left}")
+            return 1
+    # Few elements of 16 bits are judged one by one and may be further off in norm: they do not count here.
     shares = [(row.relative_error / row.tolerance, row.output) for diagnosis in done for row in diagnosis.rows]
     share, output = max(pair for pair in shares if pair[0] <= 1)
     largest = f"the largest error is {share:.0%} of what is allowed, in {output}"
-    op = done[-1].case.subject.name.split()[0]
-    return f"{op}, {done[-1].backend}: nothing found in {len(done)} cases; {largest}"
+    print(f"{options.op}, {backend}: nothing found in {len(done)} cases; {largest}")
+    return 0
 
 
-def _lines(found: Diagnosis, done: int, asked: int) -> Iterator[str]:
-    """The verdicts, the table of outputs, then what is known of the first output of each finding."""
-    width = max(40, shutil.get_terminal_size((100, 24)).columns)
-    wrapped = partial(textwrap.fill, width=width, break_long_words=False)
-    yield f"{found.case}, {found.backend}: {len(found.wrong)} of {len(found.rows)} outputs are off"
+def _lines(found: Diagnosis) -> Iterator[str]:
+    """The findings, the table of outputs, then what is known of the first output of each finding."""
     for nth, finding in enumerate(found.findings, 1):
         share = f" ({finding.share:.2%} of the error)" if finding.share else ""
-        sentence = f"{nth}. {', '.join(finding.outputs)}: {finding.sentence}{share}"
-        yield wrapped(sentence, initial_indent="  ", subsequent_indent=" " * 5)
+        yield f"  {nth}. {', '.join(finding.outputs)}: {finding.sentence}{share}"
     numbers = {output: str(nth) for nth, finding in enumerate(found.findings, 1) for output in finding.outputs}
-    rows = [(r.output, r.max_error, r.relative_error, r.tolerance, r.verdict) for r in found.rows]
-    cells = [[o, f"{e:.2e}", f"{r:.2e}", f"{t:.0e}", verdict, numbers.get(o, "")] for o, e, r, t, verdict in rows]
-    yield "\n" + report.table(["output", "max error", "relative", "tolerance", "verdict", "finding"], cells)
+    rows = [SimpleNamespace(**vars(r), verdict=r.verdict, finding=numbers.get(r.output)) for r in found.rows]
+    yield "\n" + report.table(*page.table(rows, OUTPUTS))
     first = [finding.outputs[0] for finding in found.findings]
     for output in (output for output in found.wrong if output.name in first):
         axes = ", ".join(f"{size} {axis}{'s' * (size > 1)}" for axis, size in output.axes.items())
         yield f"\n{output.name}  [{axes}]"
-        for label, fact in output.details().items():
-            yield wrapped(fact, initial_indent=f"  {label:20}", subsequent_indent=" " * 22)
-    yield f"\n{done - 1} of {asked} cases right, 1 off" + f", {asked - done} not run" * (asked > done)
+        yield from (f"  {label:20}{fact}" for label, fact in output.details().items())
 
 
 def _work(options: argparse.Namespace) -> tuple[list[AnyCase], str]:

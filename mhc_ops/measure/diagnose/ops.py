@@ -95,16 +95,11 @@ OF_DX = {"h_mix": "gamma ⊙ phiᵀ dh_mix", "inv_rms": "the norm's term", "mixe
 OF_DX |= {"h_in": "h_pre ⊗ dh_in", "h_read": "h_pre ⊗ dh_read", "mixed after": "h_res dx_after"}
 WORDS |= {"dx via residual": "the residual"} | {f"dx via {step}": words for step, words in OF_DX.items()}
 # Terms that are sums themselves.
-BY_STREAM = (
-    *("x for h_in", "stored for h_in", "x for out", "x for mixed", "stored for mixed after"),
-    *("dx_next for dh_out via written", "dx_next for dx via mixed", "dx_after for dx via mixed after"),
-)
+BY_STREAM = ["x for h_in", "stored for h_in", "x for out", "x for mixed", "stored for mixed after"]
+BY_STREAM += ["dx_next for dh_out via written", "dx_next for dx via mixed", "dx_after for dx via mixed after"]
 BY_SECTION = ("dx via h_mix", "dx via inv_rms", "dgamma via h_mix")
-READ_IN_BLOCKS = (
-    *("dh_mix", "dz", "x", "stored", "dx_next", "dx_after", "dh_in", "dh_read", "dout"),
-    *("phi", "gamma", "h_out", "h_out after", "h_read", "layer_norm_weight"),
-    *("normed", "dy", "weight"),
-)
+READ_IN_BLOCKS = ["dh_mix", "dz", "x", "stored", "dx_next", "dx_after", "dh_in", "dh_read", "dout", "phi", "gamma"]
+READ_IN_BLOCKS += ["h_out", "h_out after", "h_read", "layer_norm_weight", "normed", "dy", "weight"]
 FACTORS = ("gamma", "alphas", "layer_norm_weight", "r", "gate")
 
 
@@ -244,7 +239,7 @@ def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[H
         blocks = BLOCKS if word in BLOCKED else range(1, size) if word in ("stream", "sequence") else ()
         for end in sorted({end for block in blocks for end in (block, size // block * block) if 0 < end < size}):
             index = (*[slice(None)] * axis, slice(end, None))
-            missing = f"{words_of(range(end, size), size, word)} of {WORDS.get(tensor, tensor)}"
+            missing = f"{words_of(range(end, size), size, word, {})} of {WORDS.get(tensor, tensor)}"
             for into, names in readers.items():
                 sentence = f"{missing} {'is' if end == size - 1 else 'are'} read as zero for {into}"
                 yield sentence, dict.fromkeys(names, steps.at(index, steps.zeros, tuple(axes.values())))

@@ -20,7 +20,6 @@ LEAST_TERM = 5e-4  # coefficient that is shown
 WORTH_A_RATIO = 1e-3  # of the root mean square; below it a ratio says nothing
 NEARLY_ALL = 0.75  # of the error that an explanation must remove; the rest must be within the tolerance
 
-NO_SECTIONS: Mapping[str, range] = {}
 # Axes, and the tensors that have them; a gradient has the axes of its tensor.
 MHC = {"token, stream, channel": "x x_next x_after stored link", "token, channel": "h_in h_read h_out out"}
 MHC |= {"token, stream": "h_pre h_post read", "token, old stream, new stream": "h_res logits", "token": "inv_rms"}
@@ -60,7 +59,7 @@ def place_of(off: Tensor, axes: dict[str, int], sections: Mapping[str, range]) -
     view = off.reshape(tuple(axes.values()))
     box, words, several = torch.ones_like(view), "", False
     for axis, (name, size) in enumerate(axes.items()):
-        hit = _along(view, axis).any(1)
+        hit = view.movedim(axis, 0).reshape(size, -1).any(1)
         if not bool(hit.all()):
             box &= hit.reshape(size, *[1] * (view.dim() - axis - 1))
             indices = hit.nonzero().flatten().tolist()
@@ -73,7 +72,7 @@ def place_of(off: Tensor, axes: dict[str, int], sections: Mapping[str, range]) -
     return Place(words, several, box.reshape(off.shape), filled)
 
 
-def words_of(indices: Sequence[int], size: int, axis: str, sections: Mapping[str, range] = NO_SECTIONS) -> str:
+def words_of(indices: Sequence[int], size: int, axis: str, sections: Mapping[str, range]) -> str:
     """[1, 2, 3] of 4 streams -> "streams 1 to 3\""""
     first, last, many = indices[0], indices[-1], len(indices)
     if axis == "section":
@@ -146,8 +145,7 @@ class Output:
     def race_and_place(self) -> str:
         """All that is known of an unexplained error."""
         race = "; different in each run: a race, or memory read before it is written"
-        where = f"; wrong: {self.place.words}" if self.place.words else ""
-        return f"{'' if self.close(self.first.double()) else race}{where}"
+        return race * (not self.close(self.first.double())) + f"; wrong: {self.place.words}" * bool(self.place.words)
 
     def close(self, candidate: Tensor) -> bool:
         """Whether the result passes with the candidate as the truth."""
@@ -168,17 +166,10 @@ class Output:
         ratio, box = (self.result / self.exact)[worth], self.place.box
         found = {"place": f"{self.place.words or 'everywhere'}, {self.place.filled:.1%} of it wrong"}
         if ratio.numel():
-            mean, std, least, most = (
-                float(v) for v in (ratio.mean(), ratio.std(correction=0), ratio.min(), ratio.max())
-            )
+            (std, mean), ends = torch.std_mean(ratio, correction=0), f"{ratio.min():.4g} to {ratio.max():.4g}"
             kind = "constant" if std <= 0.01 * abs(mean) else "varying"
-            found["result / truth"] = f"{kind}: mean {mean:.4g}, std {std:.2g}, {least:.4g} to {most:.4g}"
+            found["result / truth"] = f"{kind}: mean {mean:.4g}, std {std:.2g}, {ends}"
         terms = coefficients(self.error[box], {name: term[box] for name, term in self.terms.items()})
         if named := [f"{c:+.3g} · {term}" for term, c in terms.items() if abs(c) >= LEAST_TERM]:
             found["error ≈ Σ c · term"] = ", ".join(named)
         return found
-
-
-def _along(values: Tensor, axis: int) -> Tensor:
-    """[size of the axis, all others]"""
-    return values.movedim(axis, 0).reshape(values.shape[axis], -1)
