@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..testing.cases import LARGEST_SEED
+from ..testing.cases import seed_of
 from . import files
 
 MOST_ELEMENTS = 2**40
@@ -40,9 +40,7 @@ def seconds(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    if not 0 <= int(text) <= LARGEST_SEED:
-        raise ArgumentTypeError(f"{text} is not between 0 and {LARGEST_SEED}")
-    return int(text)
+    return seed_of(text)  # argparse says what is wrong by the name of this function
 
 
 def shape(text: str) -> tuple[int, ...]:

@@ -66,8 +66,7 @@ def run(options: Options, results: Results, save: Callable[[], object]) -> None:
                 save()
         results.complete = True
     finally:
-        cut = [(str(unit.case), provider) for unit in left for provider in unit.providers]
-        results.not_measured += [NotMeasured(case, provider, "interrupted") for case, provider in cut]
+        results.not_measured += [NotMeasured(str(unit.case), unit.provider, "interrupted") for unit in left]
         save()
 
 

@@ -89,7 +89,7 @@ def _kernels(results: Results) -> dict[Key, Timed]:
 def _steps(results: Results) -> dict[Key, Timed]:
     found: dict[Key, Timed] = {}
     for s in results.steps:
-        for kind, (ratio, *quartiles) in (("step", s.ratio), ("steps in a row", s.in_a_row)) if s.ratio else ():
+        for kind, (ratio, *quartiles) in ((k, r) for k, r in (("step", s.ratio), ("steps in a row", s.in_a_row)) if r):
             noise = (quartiles[1] - quartiles[0]) / QUARTILES_OF_NORMAL / ratio if quartiles else None
             found[s.case, s.provider, kind] = Timed(ratio, noise, "plain residuals", s.peak_megabytes)
     return found

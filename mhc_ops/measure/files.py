@@ -1,7 +1,7 @@
 """The files and folders that a command writes, and the JSON that it reads.
 
-A file is replaced in one step: a reader finds the old file or the new one, never a part. It keeps its mode. A link is
-followed. A device or a pipe is written directly. A folder gets all of its entries or none.
+A file is replaced in one step: a reader finds the old file or the new one, never a part. It keeps its mode and
+owner. A link is followed. A device or a pipe is written directly. A folder gets all of its entries or none.
 """
 
 import contextlib
@@ -66,9 +66,11 @@ def replaced(path: Path) -> Iterator[Path]:
     with _unfinished(final.parent) as folder:
         part = Path(folder, final.name)
         part.touch()
-        mode = (final if final.exists() else part).stat().st_mode
+        kept = (final if final.exists() else part).stat()
         yield part
-        part.chmod(mode)
+        with contextlib.suppress(OSError):  # only root gives files away, and not on all file systems
+            os.chown(part, kept.st_uid, kept.st_gid)
+        part.chmod(kept.st_mode)
         os.replace(part, final)
 
 

@@ -44,6 +44,8 @@ bandwidth, and the time of the others over its time."""
 TIME_NOTE = """Ours: µs · of a copy. Others: µs (times the faster of ours). mHC has 4 streams and 20 Sinkhorn
 iterations; mhc_layer, which HyperConnection calls, stands around a layer that costs nothing. The convolution has a
 bias, short_conv (which ShortConv calls) a residual."""
+ALL_NOTE = """Median and interquartile range in µs; GB/s of the bytes that an op must move; the time of a copy of them,
+and of the formula in torch, over its time; µs until the call returns; the peak above the inputs in MB."""
 BOUNDARY = """mhc_next is a boundary of a HyperStack: what 12 connections take beyond 4, divided by 8; so is its
 memory."""
 MARKDOWN_HEAD = """# Measured
@@ -63,68 +65,63 @@ def table(entries: Iterable[Any], columns: str) -> Table:
     for column in columns.split(","):
         header, _, field = column.strip().partition(" = ")
         found[header] = (field or header).partition(" ")
-    return Table(list(found), [[figure(getattr(e, name), form) for name, _, form in found.values()] for e in entries])
 
+    def cell(value: Any, form: str) -> str:
+        return "" if value is None else format(value, form)
 
-def figure(value: Any, form: str, missing: str = "") -> str:
-    return missing if value is None else format(value, form)
+    return Table(list(found), [[cell(getattr(e, name), form) for name, _, form in found.values()] for e in entries])
 
 
 def of_check(results: Results, rows: bool) -> Iterator[Table | str]:
     """What `check` prints. rows: all of them, not only those that failed."""
-    failed = [row for row in results.accuracy if not row.passed]
-    if shown := results.accuracy if rows else failed:
+    if shown := results.accuracy if rows else _failed(results):
         yield table(shown, ACCURACY)
     if results.accuracy:
         yield table(_summary(results.accuracy), SUMMARY)
         yield WORST + " --rows shows every result." * (not rows)
-    if results.not_measured:
-        yield left_out(results.not_measured)
-    crashed = sum(entry.failed for entry in results.not_measured)
-    counted = f"{len(results.accuracy) - len(failed)} passed, {len(failed)} failed"
-    yield counted + f", {crashed} cases crashed" * bool(crashed)
+    yield from left_out(results.not_measured)
+    crashed, failed = sum(entry.failed for entry in results.not_measured), len(_failed(results))
+    yield f"{len(results.accuracy) - failed} passed, {failed} failed" + f", {crashed} cases crashed" * bool(crashed)
+
+
+def _failed(results: Results) -> list[Row]:
+    return [row for row in results.accuracy if not row.passed]
 
 
 def _summary(rows: Iterable[Row]) -> Iterator[SimpleNamespace]:
     """A line for each op and backend. Few elements of 16 bits are judged one by one, not in norm."""
     for (op, backend), of in _grouped(rows, lambda row: (op_of(row.case), row.backend)).items():
-        failed = [row for row in of if not row.passed]
+        failed, cases = [row for row in of if not row.passed], len({row.case for row in of})
         in_norm = [r for r in of if getattr(torch, r.dtype, None) not in ROUNDING or r.elements >= ENOUGH_TO_AVERAGE]
         shares = [replace(row, relative_error=row.relative_error / row.tolerance) for row in in_norm]
-        yield SimpleNamespace(
-            op=op,
-            backend=backend,
-            cases=len({row.case for row in of}),
-            results=len(of),
-            failed=len(failed),
-            worst=worst(shares).relative_error if shares else None,
-            verdict=worst(failed or of).verdict,
-        )
+        largest, verdict = worst(shares).relative_error if shares else None, worst(failed or of).verdict
+        counts = {"cases": cases, "results": len(of), "failed": len(failed)}
+        yield SimpleNamespace(op=op, backend=backend, **counts, worst=largest, verdict=verdict)
 
 
 def of_bench(results: Results) -> Iterator[Table | str]:
     """What `bench` prints."""
-    failed = [row for row in results.accuracy if not row.passed]
     if results.steps:
         yield table(results.steps, STEPS)
     if results.measurements or not results.steps:
-        yield table(_timed(results), SPEED)
+        yield table(_timed(results.measurements), SPEED)
     yield from (f"{name} computes with: {words}" for name, words in results.precision.items())
+    failed = _failed(results)
     yield f"{len(results.accuracy) - len(failed)} results within their tolerance of fp64, {len(failed)} not"
     if failed:
         yield table(failed, ACCURACY)
-    if results.not_measured:
-        yield left_out(results.not_measured)
+    yield from left_out(results.not_measured)
 
 
-def _timed(results: Results) -> Iterator[SimpleNamespace]:
+def _timed(measurements: Sequence[Measurement]) -> Iterator[SimpleNamespace]:
     """By case and direction; and how many times faster than the formula in torch each provider is."""
-    shown = Shown(results)
-    for case in (*shown.training, *shown.decode):
-        for m in sorted(case.every, key=lambda m: DIRECTIONS.index(m.direction)):
-            others = {name: case.bar(m.direction, name) if name != m.provider else None for name in OF_TORCH}
-            faster = {name: other and other.microseconds / m.microseconds for name, other in others.items()}
-            yield SimpleNamespace(**vars(m), of_copy=m.of_copy, **faster)
+    cases, known = list(dict.fromkeys(m.case for m in measurements)), {}
+    for m in measurements:
+        known[m.case, m.direction, m.provider] = m.microseconds
+    for m in sorted(measurements, key=lambda m: (cases.index(m.case), DIRECTIONS.index(m.direction))):
+        others = {name: known.get((m.case, m.direction, name)) for name in OF_TORCH if name != m.provider}
+        faster = {name: other and other / m.microseconds for name, other in others.items()}
+        yield SimpleNamespace(**vars(m), of_copy=m.of_copy, **{**dict.fromkeys(OF_TORCH), **faster})
 
 
 def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str], list[str]]:
@@ -133,13 +130,13 @@ def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str], list[str]
     return {key: [entry.where for entry in of] for key, of in found.items()}
 
 
-def left_out(entries: Iterable[NotMeasured]) -> str:
+def left_out(entries: Sequence[NotMeasured]) -> Iterator[str]:
     lines = []
     for (provider, reason), where in by_reason(entries).items():
         several = len(where) > 1
         lines += [str(NotMeasured(f"{len(where)} cases" if several else where[0], provider, reason))]
         lines += [f"  {case}" for case in where if several]
-    return "\n".join(lines)
+    yield from ["\n".join(lines)] if lines else []
 
 
 def extent(values: Iterable[float | None], form: str, unit: str = "") -> str:
@@ -149,23 +146,16 @@ def extent(values: Iterable[float | None], form: str, unit: str = "") -> str:
     return " to ".join(ends) + unit if ends else "–"
 
 
-def size_of(case: str, subject: str) -> str:
-    """mhc_pre 8192x4x4096 bfloat16 no gamma -> 8192 × 4 × 4096 bfloat16 no gamma"""
-    return re.sub(r"(?<=\d)x(?=\d)", " × ", case.removeprefix(subject).strip())
-
-
 class Timed:
     """The measurements of one case; bars: direction -> provider -> measurement, in the order of the providers."""
 
-    def __init__(self, every: Sequence[Measurement], providers: Sequence[str]) -> None:
-        self.every, self.subject, self.group = every, every[0].subject, every[0].group
-        self.size = size_of(every[0].case, self.subject)
+    def __init__(self, every: Sequence[Measurement], order: Sequence[str]) -> None:
+        self.subject, self.providers = every[0].subject, {m.provider for m in every}
+        # mhc_pre 8192x4x4096 bfloat16 no gamma -> 8192 × 4 × 4096 bfloat16 no gamma
+        self.size = re.sub(r"(?<=\d)x(?=\d)", " × ", every[0].case.removeprefix(self.subject).strip())
         self.bars: dict[str, dict[str, Measurement]] = {}
-        for m in sorted(every, key=lambda m: (DIRECTIONS.index(m.direction), providers.index(m.provider))):
+        for m in sorted(every, key=lambda m: (DIRECTIONS.index(m.direction), order.index(m.provider))):
             self.bars.setdefault(m.direction, {})[m.provider] = m
-
-    def bar(self, direction: str, provider: str) -> Measurement | None:
-        return self.bars.get(direction, {}).get(provider)
 
     def ours(self, direction: str) -> Measurement | None:
         """The fastest of our kernels."""
@@ -173,20 +163,15 @@ class Timed:
         return min(kernels, key=lambda m: m.microseconds, default=None)
 
     def over_ours(self, direction: str, provider: str) -> float | None:
-        bar, ours = self.bar(direction, provider), self.ours(direction)
+        bar, ours = self.bars.get(direction, {}).get(provider), self.ours(direction)
         return bar.microseconds / ours.microseconds if bar and ours else None
 
     def time(self, direction: str, provider: str) -> str:
         """Ours: µs · share of a copy; others: µs (times the faster of ours)."""
-        bar, over_ours = self.bar(direction, provider), self.over_ours(direction, provider)
-        if bar is None:
+        if (bar := self.bars[direction].get(provider)) is None:
             return "–"
-        beside = f" ({over_ours:.1f}×)" if over_ours and provider not in BACKENDS else f" · {bar.of_copy:.0%}"
-        return f"{bar.microseconds:.1f}{beside}"
-
-    def peaks(self, provider: str) -> str:
-        found = [bar and bar.peak_megabytes for bar in (self.bar("forward", provider), self.bar("both", provider))]
-        return " · ".join(figure(value, ".0f", "–") for value in found) if any(found) else "–"
+        over_ours = self.over_ours(direction, provider) if provider not in BACKENDS else None
+        return f"{bar.microseconds:.1f}" + (f" ({over_ours:.1f}×)" if over_ours else f" · {bar.of_copy:.0%}")
 
 
 class Section(NamedTuple):
@@ -205,11 +190,10 @@ class Shown:
     def __init__(self, results: Results) -> None:
         self.results = results
         self.device = results.versions.get("device", "unknown device")
-        measurements = [m for m in results.measurements if m.group in ("training", "decode")]
-        names = dict.fromkeys(m.provider for m in measurements)
+        training = [m for m in results.measurements if m.group == "training"]
+        names = dict.fromkeys(m.provider for m in training)
         self.providers = [name for name in dict.fromkeys([*PROVIDER_ORDER, *names]) if name in names]
-        cases = [Timed(every, self.providers) for every in _grouped(measurements, attrgetter("case")).values()]
-        self.training, self.decode = ([c for c in cases if c.group == group] for group in ("training", "decode"))
+        self.training = [Timed(every, self.providers) for every in _grouped(training, attrgetter("case")).values()]
 
     def sections(self) -> Iterator[Section]:
         """Those that have content."""
@@ -218,21 +202,12 @@ class Shown:
             several = any(backend_of(step.provider) != step.provider for step in r.steps)
             yield Section("A training step", f"{STEP_NOTE} {FORMS * several}", [table(r.steps, STEPS)], True)
         if self.training:
-            boundary = any(case.subject.startswith("mhc_next") for case in self.training)
             yield Section("In short", SHORT_NOTE, [self._overview()], True, self.training)
-            note = f"{TIME_NOTE} {BOUNDARY * boundary}"
-            yield Section("Training sizes", note, [self._times(*alike) for alike in self._alike(self.training)], True)
-        if self.decode:
-            small = [self._times(*alike) for alike in self._alike(self.decode)]
-            yield Section("Small sizes and decoding", "As above. Forward is without gradients.", small)
-        if with_memory := [c for c in self.training if any(m.peak_megabytes for m in c.every)]:
-            peaks = [
-                Table(["op", "size", *ps], [[c.subject, c.size, *map(c.peaks, ps)] for c in cases])
-                for ps, cases in self._alike(with_memory)
-            ]
-            yield Section("Memory", "Peak MB above the inputs: forward · training step.", peaks)
-        failed = [row for row in r.accuracy if not row.passed]
-        if failed:
+            boundary = any(case.subject.startswith("mhc_next") for case in self.training)
+            yield Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", list(self._times()), True)
+        if r.measurements:
+            yield Section("All times", ALL_NOTE, [table(_timed(r.measurements), SPEED)])
+        if failed := _failed(r):
             yield Section("Outside their tolerance", "", [table(failed, ACCURACY)])
         if r.not_measured:
             reasons = [[p, why, "; ".join(where)] for (p, why), where in by_reason(r.not_measured).items()]
@@ -241,15 +216,6 @@ class Shown:
         found["results within their tolerance of fp64"] = f"{len(r.accuracy) - len(failed)} of {len(r.accuracy)}"
         found |= {f"{name} computes with": words for name, words in r.precision.items()}
         yield Section("Environment", "", [Table(["", ""], list(found.items()))])
-
-    def _alike(self, cases: Sequence[Timed]) -> Iterator[tuple[list[str], list[Timed]]]:
-        """Ops that the same providers have share a table: the providers, and the cases."""
-
-        def providers(case: Timed) -> tuple[str, ...]:
-            there = {m.provider for c in cases if c.subject == case.subject for m in c.every}
-            return tuple(provider for provider in self.providers if provider in there)
-
-        return ((list(names), found) for names, found in _grouped(cases, providers).items())
 
     def _overview(self) -> Table:
         others = [provider for provider in self.providers if provider not in BACKENDS]
@@ -262,9 +228,16 @@ class Shown:
                 rows.append([subject, WORDS[direction], share, extent(bandwidth, ".0f"), *ratios])
         return Table(["op", "", "of a copy", "GB/s", *others], rows)
 
-    def _times(self, providers: Sequence[str], cases: Sequence[Timed]) -> Table:
-        rows = [[c.subject, c.size, WORDS[d], *(c.time(d, p) for p in providers)] for c in cases for d in c.bars]
-        return Table(["op", "size", "", *providers], rows)
+    def _times(self) -> Iterator[Table]:
+        """Ops that the same providers have share a table."""
+
+        def providers(case: Timed) -> tuple[str, ...]:
+            there = set().union(*(c.providers for c in self.training if c.subject == case.subject))
+            return tuple(provider for provider in self.providers if provider in there)
+
+        for names, cases in _grouped(self.training, providers).items():
+            rows = [[c.subject, c.size, WORDS[d], *(c.time(d, p) for p in names)] for c in cases for d in c.bars]
+            yield Table(["op", "size", "", *names], rows)
 
 
 def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:

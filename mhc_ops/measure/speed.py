@@ -42,10 +42,6 @@ class Unit:
     provider: str
     group: str
 
-    @property
-    def providers(self) -> tuple[str]:
-        return (self.provider,)
-
     def __str__(self) -> str:
         return f"{self.provider} {self.case}"
 

@@ -232,8 +232,12 @@ class Race:
     def case(self) -> str:
         return name_of(self.size, self.mode)
 
+    @property
+    def provider(self) -> str:
+        return ", ".join(self.providers)
+
     def __str__(self) -> str:
-        return f"{self.case}: {', '.join(self.providers)}"
+        return f"{self.case}: {self.provider}"
 
 
 def name_of(what: object, mode: str) -> str:

@@ -105,11 +105,7 @@ def _forward(
 def run(subject: Subject, tensors: Tensors, backend: str, cotangents: Cotangents | None = None) -> Tensors:
     """Outputs by name and, where cotangents are given, gradients as d<input>, in the order of the inputs."""
     outputs, gradients = _forward(subject, partial(subject.run, backend=backend), tensors, bool(cotangents))
-    return _detached(outputs) | gradients(cotangents)
-
-
-def _detached(outputs: Tensors) -> Tensors:
-    return {name: output.detach() for name, output in outputs.items()}
+    return {name: output.detach() for name, output in outputs.items()} | gradients(cotangents)
 
 
 def random_cotangents(subject: Subject, outputs: Tensors, seed: int = SEED, unused: Sequence[str] = ()) -> Cotangents:
@@ -131,7 +127,8 @@ def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") ->
     subject, tensors = case.subject, case.inputs(device)
     outputs, gradients = _forward(subject, partial(subject.run, backend=backend), tensors, bool(subject.differentiable))
     cotangents = random_cotangents(subject, outputs, case.seed, case.unused)
-    return Ran(tensors, cotangents, _detached(outputs) | gradients(cotangents))
+    results = {name: output.detach() for name, output in outputs.items()} | gradients(cotangents)
+    return Ran(tensors, cotangents, results)
 
 
 def measure(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> list[Row]:

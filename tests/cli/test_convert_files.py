@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,17 +104,9 @@ def test_nothing_but_a_file_is_written(kind, sharded, linked, checkpoint, shards
         (tmp_path / "link").symlink_to("node")
     before = os.lstat("node")
     line = refused([shards if sharded else checkpoint, "link" if linked else "node", "--from", "deepseek"], capsys)
-    assert "is a device, a pipe" in line or "new or empty folder" in line
+    assert "is a device or a pipe" in line or "new or empty folder" in line
     after = os.lstat("node")
     assert (after.st_mode, after.st_ino, after.st_rdev) == (before.st_mode, before.st_ino, before.st_rdev)
-
-
-def test_what_is_printed_to_is_not_replaced(checkpoint, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    with out.open("w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert cli.main(["convert", str(checkpoint), str(out), "--from", "deepseek"]) == 2
-    assert out.read_text() == ""
 
 
 def test_files_have_the_mode_that_umask_says(checkpoint, shards, tmp_path):

@@ -1,11 +1,14 @@
 """docs/benchmarks.md is what the results say, and the front pages say nothing else."""
 
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
 from mhc_ops import cli
+from mhc_ops.measure import page, results
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -41,6 +44,53 @@ def test_the_page_is_what_the_results_say(tmp_path):
     assert cli.main(["page", *map(str, FILES), "--markdown", str(written)]) == 0
     again = "run: mhc-ops page benchmarks/results/*.json --markdown docs/benchmarks.md"
     assert written.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8"), again
+
+
+def stated(file):
+    """(ms, spread, % over plain) of every training step, as they are shown: recomputed from what was timed."""
+    every = json.loads(file.read_text()).get("steps", ())
+    for step in every:
+        percents = [step["overhead_percent"]] if step.get("overhead_percent") else []  # files without rounds
+        if step.get("rounds") and step["provider"] != "plain":
+            (plain,) = (
+                s for s in every if (s["provider"], s["size"], s["mode"]) == ("plain", step["size"], step["mode"])
+            )
+            for kind, nth in (("ratio", 0), ("in_a_row", 1)):
+                ratios = [own[nth] / of_plain[nth] for own, of_plain in zip(step["rounds"], plain["rounds"])]
+                lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+                assert step[kind] == pytest.approx([median, lower, upper]), (file, step["provider"], kind)
+                percents.append(100 * (median - 1))
+        yield from ((f"{step['milliseconds']:.2f}", f"{step['spread']:.2f}", f"{p:+.1f}") for p in percents)
+
+
+def test_every_ratio_to_plain_that_a_page_states():
+    """The picture is of the file that it names; a cell of a front page has the time and the ratio of one row."""
+    measured = {row for file in FILES for row in stated(file)}
+    percents = {percent for _, _, percent in measured}
+    picture = (ROOT / "docs" / "images" / "training_step.svg").read_text(encoding="utf-8")
+    assert picture == page.picture(results.read(ROOT / "benchmarks" / "results" / "h200_training_step.json"))
+    for name in (*FRONT_PAGES, "docs/benchmarks.md", "docs/images/training_step.svg"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        said = set(re.findall(r"[+−]\d+\.\d\b", text))
+        assert said and said <= percents, (name, said - percents)
+        cells = set(re.findall(r"(\d+\.\d\d) ms ± (\d+\.\d\d) \(([+−]\d+\.\d)\)", text))
+        assert cells <= measured, (name, cells - measured)
+
+
+@pytest.mark.parametrize("rounds", [[[3.0, 2.0]] * 20, [[2.0, 3.0]] * 20])
+def test_a_ratio_that_was_not_measured_is_found(rounds, tmp_path):
+    plain = {
+        "provider": "plain",
+        "size": "s",
+        "mode": "eager",
+        "milliseconds": 2.0,
+        "spread": 0.0,
+        "rounds": [[2.0, 2.0]] * 20,
+    }
+    own = {**plain, "provider": "triton", "rounds": rounds, "ratio": [1.0] * 3, "in_a_row": [1.0] * 3}
+    (tmp_path / "file").write_text(json.dumps({"steps": [plain, own]}))
+    with pytest.raises(AssertionError, match="triton"):
+        list(stated(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("name", FRONT_PAGES)

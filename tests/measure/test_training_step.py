@@ -1,5 +1,6 @@
 """Training steps: every provider's model computes the same, what is wrong is not timed, rows are kept and drawn."""
 
+import statistics
 import types
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -11,18 +12,20 @@ from stand_ins import a_peer, stand_in
 import mhc_ops
 from mhc_ops import cli
 from mhc_ops.measure import bench, compare, page, peers, results, speed, training_step
-from mhc_ops.measure.training_step import ALLOWED, APART, PLAIN, RECOMPUTE, Size, StepTime, Training
+from mhc_ops.measure.training_step import ALLOWED, APART, COMPILED, EAGER, GRAPHS, NO_NORM, PLAIN, RECOMPUTE, SHIFTED
 
+Race, Size = training_step.Race, training_step.Size
+StepTime, Training = training_step.StepTime, training_step.Training
 CPU = torch.device("cpu")
 SMALL = Size(16, 128, 2, 128)
 LARGE = "training_step 8192x4x4096 F=11008 6 sublayers"
 STEPS = [
-    StepTime("training_step small", PLAIN, False, 17.6),
-    StepTime("training_step small", "triton", False, 19.6, overhead_percent=11.6),
-    StepTime(LARGE, PLAIN, False, 55.6, 0.1, 20, None, 9000.0),
-    StepTime(LARGE, "eager", False, 127.9, 0.4, 20, 130.0, 31000.0, 0.0),
-    StepTime(LARGE, "triton", False, 61.4, 0.1, 20, 10.5, 12000.0, 3e-3),
-    StepTime(LARGE, "triton", True, 60.0, 0.1, 20, 12.5, 12000.0, 3e-3),
+    StepTime("training_step small", PLAIN, EAGER, 17.6),
+    StepTime("training_step small", "triton", EAGER, 19.6, ratio=[1.116]),
+    StepTime(LARGE, PLAIN, EAGER, 55.6, 0.1, 20, peak_megabytes=9000.0),
+    StepTime(LARGE, "eager", EAGER, 127.9, 0.4, 20, [2.3], [2.1], 31000.0, 0.0),
+    StepTime(LARGE, "triton", EAGER, 61.4, 0.1, 20, [1.105, 1.1, 1.113], [1.07, 1.06, 1.08], 12000.0, 3e-3),
+    StepTime(LARGE, "triton", COMPILED, 60.0, 0.1, 20, [1.125, 1.12, 1.13], [1.1, 1.1, 1.1], 12000.0, 3e-3),
 ]
 
 
@@ -47,47 +50,64 @@ def test_it_is_among_the_cases_that_a_wrong_name_is_answered_with(text, answer, 
     assert f"mhc-ops bench: no case matches {text!r}: {answer}" in capsys.readouterr().err
 
 
-def difference(provider, compiled=False, device=CPU):
-    training = Training(SMALL, compiled, device)
-    return training.difference(provider, training.step(provider, compiled)())
+def difference(provider, mode=EAGER, device=CPU):
+    training = Training(SMALL, mode, device)
+    return training.difference(provider, training.step(provider, mode)())
 
 
 def crash(h_in):
     raise ValueError("no such size")
 
 
-def test_plain_and_eager_take_turns(monkeypatch):
-    turns = []
-    timed = Training.microseconds
-    monkeypatch.setattr(Training, "microseconds", lambda self, step: turns.append(step) or timed(self, step))
-    saved = []
-    found = run(save=lambda found: saved.append(len(found.steps)))
-    assert [(step.provider, step.compiled, step.size) for step in found.steps] == [
-        (PLAIN, False, str(SMALL)),
-        ("eager", False, str(SMALL)),
+def test_all_models_take_turns(monkeypatch):
+    """In rounds that each begins in turn; ratios are those of a round, from idle and in a row."""
+    turns, saved = [], []
+    monkeypatch.setattr(Training, "sample", lambda self, step: turns.append(step) or [float(len(turns)), 2.0])
+    monkeypatch.setattr(peers, "PEERS", (a_peer("quick"),))
+    found = run("quick", save=lambda found: saved.append(len(found.steps)))
+    plain, _, eager = found.steps
+    assert [(step.provider, step.mode, step.size) for step in found.steps] == [
+        (provider, EAGER, str(SMALL)) for provider in (PLAIN, "quick", "eager")
     ]
-    plain, eager = found.steps
-    assert (plain.overhead_percent, plain.difference, eager.difference) == (None, None, 0.0)
-    assert eager.overhead_percent == pytest.approx(100 * (eager.milliseconds / plain.milliseconds - 1))
-    assert {step.samples for step in found.steps} == {speed.SAMPLES}
-    assert turns == turns[:2] * speed.SAMPLES
-    assert turns[0] is not turns[1]
-    assert saved == [2, 2]
-    assert found.complete
+    one, two, three = turns[:3]
+    assert turns == [one, two, three, two, three, one, three, one, two] * (speed.SAMPLES // 3) + [
+        one,
+        two,
+        three,
+        two,
+        three,
+        one,
+    ]
+    assert len({one, two, three}) == 3 and {step.samples for step in found.steps} == {speed.SAMPLES}
+    own, of_plain = ([ms for ms, _ in step.rounds] for step in (eager, plain))
+    lower, median, upper = statistics.quantiles([a / b for a, b in zip(own, of_plain)], n=4, method="inclusive")
+    assert eager.ratio == [median, lower, upper] and eager.in_a_row == [1.0, 1.0, 1.0]
+    assert eager.milliseconds == statistics.median(own)
+    assert (plain.ratio, plain.in_a_row, plain.difference, eager.difference) == ([], [], None, 0.0)
+    assert saved == [3, 3] and found.complete
+    assert [str(entry) for entry in found.not_measured] == ["training_step: graphs did not run: CUDA graphs need a GPU"]
+
+
+def test_a_sample_is_a_step_from_idle_and_steps_in_a_row(monkeypatch):
+    training, done = Training(SMALL, EAGER, CPU), []
+    monkeypatch.setattr(training, "wait", lambda: done.append("wait"))
+    monkeypatch.setattr(training_step.time, "perf_counter", lambda: float(done.count("step")))
+    assert training.sample(lambda: done.append("step")) == [1000.0, 1000.0]
+    assert done == [*("step", "wait") * 2, *["step"] * training_step.IN_A_ROW, "wait"]
 
 
 def interrupt(h_in):
     raise KeyboardInterrupt
 
 
-def test_every_provider_is_kept_as_soon_as_it_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(peers, "PEERS", (a_peer("quick"), a_peer("slow", in_model=interrupt)))
+def test_every_size_is_kept_as_soon_as_it_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(training_step, "SIZES_CPU", (SMALL, replace(SMALL, tokens=32)))
+    monkeypatch.setattr(peers, "PEERS", (a_peer("slow", in_model=lambda h: interrupt(h) if len(h) == 32 else h),))
     with pytest.raises(KeyboardInterrupt):
-        run("quick", "slow", save=lambda found: results.write(found, tmp_path / "file"))
+        run("slow", save=lambda found: results.write(found, tmp_path / "file"))
     found = results.read(tmp_path / "file")
-    assert [step.provider for step in found.steps] == [PLAIN, "quick"]
-    reasons = [(entry.provider, entry.reason) for entry in found.not_measured[-2:]]
-    assert reasons == [("slow", "interrupted"), ("eager", "interrupted")]
+    assert [(step.provider, step.size) for step in found.steps] == [(p, str(SMALL)) for p in (PLAIN, "slow", "eager")]
+    assert [(entry.provider, entry.reason) for entry in found.not_measured[-1:]] == [("slow, eager", "interrupted")]
     assert not found.complete
 
 
@@ -115,28 +135,29 @@ def test_peers_are_checked_in_a_layer_and_in_the_model(monkeypatch):
 def test_what_is_planned(monkeypatch):
     monkeypatch.setattr(peers, "PEERS", (a_peer("right"), peers.FLA))
     present, cuda = ["triton", "right", "fla", "eager", "torch.compile"], torch.device("cuda")
-    planned = [race for compiled in (False, True) for race in training_step.plan("", present, cuda, compiled)]
-    first = [(race.compiled, race.provider) for race in planned if race.size == training_step.SIZES[0]]
-    eager = ("triton", "triton HyperConnection", "triton recompute=4", "triton shifted", "right", "eager")
-    compiled = ("triton", "triton HyperConnection", "triton shifted", "right", "torch.compile")
-    assert first == [*((False, provider) for provider in eager), *((True, provider) for provider in compiled)]
-    assert {race.size for race in planned} == set(training_step.SIZES)
-    assert [race.compiled for race in training_step.plan("", ["eager"], CPU, False)] == [False]
-    assert training_step.plan("", ["eager"], CPU, True) == []
-    assert training_step.plan("", ["fla"], CPU, False) == []
-    assert (
-        training_step.plan("mhc_post", present, CPU, False) == training_step.plan("mhc_post", present, CPU, True) == []
-    )
-    assert bench.plan(bench.Options(cuda, case="training_step"), present) == planned
+    plan = training_step.plan
+    planned = {mode: plan("", present, cuda, mode) for mode in training_step.MODES}
+    forms = ["triton", *(f"triton {form}" for form in (APART, NO_NORM, RECOMPUTE, SHIFTED))]
+    sizes = [(size.D, size.tokens, size.sublayers) for size in training_step.SIZES]
+    assert sizes == [(4096, 8192, 6), (2560, 4096, 8), (1280, 4096, 12), (768, 8192, 12)]
+    for mode, formula in ((EAGER, "eager"), (COMPILED, "torch.compile"), (GRAPHS, "eager")):
+        own = [form for form in forms if mode != COMPILED or RECOMPUTE not in form]
+        assert planned[mode] == [Race(size, mode, (*own, "right", formula)) for size in training_step.SIZES]
+    assert plan("", ["eager"], CPU, EAGER) == [Race(SMALL, EAGER, ("eager",))]
+    for case, there, mode in (("", ["eager"], COMPILED), ("", ["eager"], GRAPHS), ("", ["fla"], EAGER)):
+        assert plan(case, there, CPU, mode) == []
+    assert plan("mhc_post", present, CPU, EAGER) == plan("mhc_post", present, CPU, COMPILED) == []
+    in_order = [race for mode in (EAGER, GRAPHS, COMPILED) for race in planned[mode]]
+    assert bench.plan(bench.Options(cuda, case="training_step"), present) == in_order
 
 
 def test_streams_make_another_model():
-    training = Training(SMALL, False, CPU)
+    training = Training(SMALL, EAGER, CPU)
     losses = [training.step(provider)()[0] for provider in (PLAIN, "eager", "eager")]
     assert losses[0] != losses[1] == losses[2]
 
 
-FORMS = {"": 0, f" {APART}": None, f" {RECOMPUTE}": 4}
+FORMS = {"": 0, f" {APART}": None, f" {NO_NORM}": 0, f" {RECOMPUTE}": 4}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -145,10 +166,11 @@ def test_our_forms_are_the_same_model(form, monkeypatch):
     built = []
     connect = training_step.connect
     monkeypatch.setattr(training_step, "connect", lambda *a, **kw: built.append(connect(*a, **kw)) or built[-1])
-    assert 0 < difference(f"reference{form}") <= 1e-2 or form == f" {APART}"
+    inside = form not in (f" {APART}", f" {NO_NORM}")
+    assert 0 < difference(f"reference{form}") <= 1e-2 or not inside
     connected = built[0]
     assert getattr(connected, "recompute", None) == FORMS[form]
-    assert [c.layer_norm_weight is not None for c in connected] == [FORMS[form] is not None] * SMALL.sublayers
+    assert [c.layer_norm_weight is not None for c in connected] == [inside] * SMALL.sublayers
 
 
 def test_a_form_is_ours():
@@ -174,24 +196,24 @@ def test_compiled_it_is_the_same_model(cxx, monkeypatch):
 
     monkeypatch.setattr(peers, "PEERS", (stand_in("quick", prepare),))
     torch._dynamo.utils.counters.clear()
-    training = Training(SMALL, False, CPU)
-    for found, expected in zip(training.step("quick", compiled=True)(), training.step("quick")()):
+    training = Training(SMALL, EAGER, CPU)
+    for found, expected in zip(training.step("quick", COMPILED)(), training.step("quick")()):
         assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_tile_kernels_in_a_model(compiled, monkeypatch, request):
+@pytest.mark.parametrize("mode", [EAGER, COMPILED])
+def test_tile_kernels_in_a_model(mode, monkeypatch, request):
     """With a stand-in that hands on the gradient of the streams as the library does: post leaves it at their storage,
     pre adds to it in place and returns none."""
-    if compiled:
+    if mode == COMPILED:
         request.getfixturevalue("cxx")
     functions = types.SimpleNamespace(mhc_pre=stand_in_pre, mhc_post=Post.apply)
     planted = replace(peers.TILE_KERNELS, load=lambda peer: functions)
     monkeypatch.setattr(peers, "PEERS", (planted,))
     Pre.backwards = 0
-    assert 0 < difference("TileKernels", compiled) <= ALLOWED
+    assert 0 < difference("TileKernels", mode) <= ALLOWED
     assert Pre.backwards > SMALL.sublayers  # the layer alone, then every one of the model
 
 
@@ -252,53 +274,62 @@ def test_kernels_in_a_model(provider):
     """Triton's interpreter is exact, but for roundings to bf16; Liger's phi is in bf16."""
     if peers.by_name(provider) and peers.version(peers.by_name(provider)) is None:
         pytest.skip(f"needs {peers.by_name(provider).package}")
-    training = Training(SMALL, False, CPU)
+    training = Training(SMALL, EAGER, CPU)
     for found, expected in zip(training.step(provider)(), training.step("eager")()):
         assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", training_step.MODES)
 @pytest.mark.parametrize("provider", [*(f"triton{form}" for form in FORMS), "tilelang", "Liger", "TileKernels"])
-def test_a_step_on_a_gpu(provider, compiled):
+def test_a_step_on_a_gpu(provider, mode):
     device = torch.device("cuda")
     reason = peers.why_not(peers.by_name(provider)) if peers.by_name(provider) else None
     if reason is not None or not training_step._connects(training_step.backend_of(provider), SMALL, device):
         pytest.skip(reason or f"{provider} does not run here")
-    plain, own = Training(replace(SMALL, tokens=256), compiled, device).measure(provider)
-    assert own.peak_megabytes > plain.peak_megabytes > 0
+    training = Training(replace(SMALL, tokens=256), mode, device)
+    plain, own = training.measure({name: training.checked(name) for name in (PLAIN, provider)})
+    assert mode == GRAPHS or own.peak_megabytes > plain.peak_megabytes > 0
 
 
 def test_rows_are_kept(tmp_path):
-    found = replace(results.begin("bench"), steps=STEPS)
+    found = replace(results.begin("bench"), steps=[*STEPS, replace(STEPS[-1], rounds=[[60.0, 59.0]] * 20)])
     results.write(found, tmp_path / "file")
     assert results.read(tmp_path / "file") == found
 
 
 def test_the_table():
     table, *_ = page.of_bench(replace(results.begin("bench"), steps=STEPS))
-    assert " ".join(table.header) == "training step provider mode ms ± % over plain peak MB difference"
+    assert " ".join(table.header) == "training step provider mode ms ± % over plain in a row peak MB difference"
     shown = [row for row in table.rows if row[0].startswith(LARGE)]
-    assert shown[0][1:] == ["plain", "eager", "55.60", "0.10", "", "9000", ""]
-    assert shown[3][1:] == ["triton", "torch.compile", "60.00", "0.10", "+12.5", "12000", "3.0e-03"]
+    assert shown[0][1:] == ["plain", "eager", "55.60", "0.10", "", "", "9000", ""]
+    ratios = ["+12.5 (+12.0 to +13.0)", "+10.0 (+10.0 to +10.0)"]
+    assert shown[3][1:] == ["triton", "torch.compile", "60.00", "0.10", *ratios, "12000", "3.0e-03"]
 
 
 def test_the_picture():
-    """The larger size in eager mode, the least overhead first, lengths as the percents."""
+    """The larger size in eager mode, the least overhead first, lengths as the percents, and no label at an edge."""
     text = page.picture(replace(results.begin("bench"), steps=STEPS, versions={"device": "a GPU & more"}))
     root = ElementTree.fromstring(text)
     space = {"svg": "http://www.w3.org/2000/svg"}
-    words = [element.text for element in root.findall("svg:text", space)]
-    assert words[1] == "a GPU & more, 8192x4x4096 F=11008 6 sublayers, plain residuals: 55.6 ms, quartiles 0.1 apart"
-    assert words[2:] == ["mhc_ops (triton)", "+10.5 %", "eager PyTorch", "+130.0 %"]
+    words = {element.text: element for element in root.findall("svg:text", space)}
+    assert "prefers-color-scheme:dark" in text
+    assert list(words)[1:] == [
+        "a GPU & more, 8192x4x4096 F=11008 6 sublayers, plain residuals: 55.6 ms, quartiles 0.1 apart",
+        *("mhc_ops (triton)", "+10.5 (+10.0 to +11.3)", "eager PyTorch", "+130.0"),
+    ]
     ours, eager = root.findall("svg:rect", space)
     assert float(ours.get("width")) / float(eager.get("width")) == pytest.approx(10.5 / 130, rel=1e-2)
     assert (ours.get("class"), eager.get("class")) == ("ours", None)
-    assert "prefers-color-scheme:dark" in text
+    left, _, width, _ = map(float, root.get("viewBox").split())
+    for text, element in words.items():  # letters of 15 px are 8.5 px wide on average, in wide fonts too
+        at, wide = float(element.get("x", 0)), 8.5 * len(text)
+        begin = at - wide if element.get("class") == "end" else at
+        assert left + 8 <= begin and (element.get("class") == "soft" or begin + wide <= left + width - 8), text
 
 
 def test_a_picture_of_nothing_but_noise():
-    steps = [StepTime("s", PLAIN, False, 1.0), StepTime("s", "triton", False, 0.9, overhead_percent=-10)]
+    steps = [StepTime("s", PLAIN, EAGER, 1.0), StepTime("s", "triton", EAGER, 0.9, ratio=[0.9])]
     assert 'width="1.0"' in page.picture(replace(results.begin("bench"), steps=steps))
 
 
