@@ -189,17 +189,6 @@ def test_compare_exits_1_on_a_regression(small, tmp_path, capsys):
     assert "fails: mhc_forward_pre 9x2x8 bfloat16 reference h_in" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[1]", "{}", '{"measurements": [{"case": "x"}]}', '{"format": 9, "accuracy": []}']
-)
-@pytest.mark.parametrize("command", [["compare", "FILE", "FILE"], ["page", "FILE", "--html", "page.html"]])
-def test_a_file_that_is_not_of_results(content, command, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "FILE").write_text(content)
-    assert cli.main(command) == 2
-    assert capsys.readouterr().err.startswith(f"mhc-ops {command[0]}: FILE: ")
-
-
 def test_help_names_the_exit_codes(capsys):
     for command in ([], ["info"], ["check"], ["bench"], ["page"], ["compare"], ["diagnose"], ["convert"], ["hub"]):
         with pytest.raises(SystemExit):

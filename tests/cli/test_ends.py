@@ -109,15 +109,6 @@ def test_a_reader_that_has_gone():
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("words", [["--help"], DIAGNOSE], ids=lambda words: words[0])
-def test_a_stdout_without_a_reader(words, monkeypatch):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as stdout:  # closing it would fail, too
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert cli.main(words) == 141
-
-
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_stream_that_is_closed(name, monkeypatch):
     """As by `>&-`."""

@@ -26,6 +26,10 @@ def test_a_file_keeps_its_mode(mode, tmp_path):
     link.symlink_to(file)
     files.write(link, "new")
     assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == ("new", mode)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink() == (path == link)) == ["file", "link"]
+    file.unlink()  # what a link names need not be there yet
+    files.write(link, "newer")
+    assert link.is_symlink() and file.read_text() == "newer"
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
