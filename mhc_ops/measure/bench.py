@@ -57,11 +57,11 @@ def run(options: Options, results: Results, save: Callable[[], object]) -> None:
     left = plan(options, find_providers(options, results))
     if not options.on_gpu and any(isinstance(unit, Race) for unit in left):
         results.not_measured.append(NotMeasured("training_step", GRAPHS, "CUDA graphs need a GPU"))
-    session = Session(options.device, results)
+    checked: dict[Any, list[accuracy.Row]] = {}
     try:
         with torch.cuda.device(options.device) if options.on_gpu else contextlib.nullcontext():
             for unit in report.progress(list(left), "bench"):
-                session.measure(unit)
+                measure(unit, options.device, results, checked)
                 left.remove(unit)
                 save()
         results.complete = True
@@ -95,38 +95,29 @@ def prepare(case: AnyCase, provider: str, tensors: Tensors) -> tuple[Tensors, Ca
     return tensors, partial(call, backend="reference" if provider in OF_TORCH else provider)
 
 
-class Session:
-    """Measures units into the results."""
-
-    def __init__(self, device: torch.device, results: Results) -> None:
-        self._device, self._results = device, results
-        self._checked: dict[tuple[AnyCase, str], list[accuracy.Row]] = {}
-
-    def measure(self, unit: Unit | Race) -> None:
-        if isinstance(unit, Unit):
-            with failures_of(str(unit.case), unit.provider, self._results):
-                self._measure(unit)
-            return
-        training, steps = Training(unit.size, unit.mode, self._device), {}
+def measure(unit: Unit | Race, device: torch.device, results: Results, checked: dict[Any, list[accuracy.Row]]) -> None:
+    """checked: what is known of cases that are the same when small."""
+    if isinstance(unit, Race):
+        training, steps = Training(unit.size, unit.mode, device), {}
         for provider in (PLAIN, *unit.providers):
-            with failures_of(unit.case, provider, self._results):
+            with failures_of(unit.case, provider, results):
                 steps[provider] = training.checked(provider)
-        with failures_of(unit.case, PLAIN, self._results):
-            self._results.steps += training.measure(steps)
-
-    def _measure(self, unit: Unit) -> None:
-        case, provider, device = unit.case, unit.provider, self._device
+        with failures_of(unit.case, PLAIN, results):
+            results.steps += training.measure(steps)
+        return
+    case, provider = unit.case, unit.provider
+    with failures_of(str(case), provider, results):
         prepared = prepare(case, provider, case.inputs(device, drawn_on=device))
         if prepared is None:
             return
         key = case.smaller(), provider
-        if key not in self._checked:  # once for cases that are the same when small
-            self._checked[key] = selection.check(case, provider, device)
-            self._results.accuracy += self._checked[key]
-        selection.refuse_if_wrong(provider, self._checked[key])
-        measure = speed.measure_stack if isinstance(case, Stack) else speed.measure
-        for found in measure(unit, *prepared, device):
-            self._results.measurements.append(found)
+        if key not in checked:
+            checked[key] = selection.check(case, provider, device)
+            results.accuracy += checked[key]
+        selection.refuse_if_wrong(provider, checked[key])
+        timed = speed.measure_stack if isinstance(case, Stack) else speed.measure
+        for found in timed(unit, *prepared, device):
+            results.measurements.append(found)
 
 
 def find_providers(options: Options, results: Results) -> list[str]:

@@ -17,7 +17,7 @@ from .report import Refused, Table, refuse_without
 from .results import Results
 from .selection import OF_TORCH, NotMeasured, op_of
 from .speed import DIRECTIONS, Measurement
-from .training_step import EAGER, PLAIN, backend_of
+from .training_step import EAGER, PLAIN, backend_of, percent
 
 # Columns: "header = field format", or the field alone if it is the header.
 ACCURACY = """op and case = case, backend, output, max error = max_error .2e, relative = relative_error .2e,
@@ -27,7 +27,7 @@ SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± =
     of copy = of_copy .0%, × eager = eager .2f, × compile = torch.compile .2f, host µs = host_microseconds .0f,
     peak MB = peak_megabytes .0f"""
 STEPS = """training step = size, provider, mode, ms = milliseconds .2f, ± = spread .2f,
-    % over plain = over_plain, in a row = over_plain_in_a_row, peak MB = peak_megabytes .0f,
+    % over plain = ratio, in a row = in_a_row, peak MB = peak_megabytes .0f,
     difference = difference .1e"""
 WORST = "worst: the largest error of a result, in norm, as a share of what is allowed."
 WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
@@ -67,7 +67,7 @@ def table(entries: Iterable[Any], columns: str) -> Table:
         found[header] = (field or header).partition(" ")
 
     def cell(value: Any, form: str) -> str:
-        return "" if value is None else format(value, form)
+        return percent(value) if isinstance(value, list) else "" if value is None else format(value, form)
 
     return Table(list(found), [[cell(getattr(e, name), form) for name, _, form in found.values()] for e in entries])
 
@@ -294,5 +294,6 @@ def _render(template: str, **values: Any) -> str:
     loader = jinja2.PackageLoader("mhc_ops.measure")
     options: Any = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(loader=loader, autoescape=True, **options)
-    environment.filters |= {"slug": lambda name: re.sub(r"\W+", "-", name), "backend_of": backend_of}
+    filters: dict[str, Any] = {"slug": lambda name: re.sub(r"\W+", "-", name), "backend_of": backend_of}
+    environment.filters |= filters | {"percent": percent}
     return environment.get_template(template).render(**values).strip() + "\n"

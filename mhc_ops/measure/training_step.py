@@ -198,14 +198,6 @@ class StepTime:
     def case(self) -> str:
         return name_of(self.size, self.mode)
 
-    @property
-    def over_plain(self) -> str:
-        return percent(self.ratio)
-
-    @property
-    def over_plain_in_a_row(self) -> str:
-        return percent(self.in_a_row)
-
 
 def percent(ratio: Sequence[float]) -> str:
     """[1.067, 1.061, 1.072] -> "+6.7 (+6.1 to +7.2)\""""

@@ -89,17 +89,17 @@ def _forward(
     for leaf in wanted.values():
         leaf.requires_grad_()
     outputs = call(leaves)
+    return outputs, partial(gradients_of, outputs, wanted)
 
-    def gradients(cotangents: Cotangents | None, again: bool = False) -> Tensors:
-        """again: keep the graph for another call."""
-        if not cotangents:
-            return {}
-        used = [(o, c) for o, c in zip(outputs.values(), cotangents) if c is not None]
-        of, given = [o for o, _ in used], [c for _, c in used]
-        found = torch.autograd.grad(of, list(wanted.values()), given, retain_graph=again, materialize_grads=True)
-        return {f"d{name}": gradient for name, gradient in zip(wanted, found)}
 
-    return outputs, gradients
+def gradients_of(outputs: Tensors, wanted: Tensors, cotangents: Cotangents | None, again: bool = False) -> Tensors:
+    """As d<input>. again: keep the graph for another call."""
+    used = [(o, c) for o, c in zip(outputs.values(), cotangents or ()) if c is not None]
+    if not (used and wanted):
+        return {}
+    of, given = zip(*used)
+    found = torch.autograd.grad(of, list(wanted.values()), given, retain_graph=again, materialize_grads=True)
+    return {f"d{name}": gradient for name, gradient in zip(wanted, found)}
 
 
 def run(subject: Subject, tensors: Tensors, backend: str, cotangents: Cotangents | None = None) -> Tensors:

@@ -20,6 +20,7 @@ from .cases import LAYOUTS, Case, Subject, Tensors
 from .conv_cases import FINAL, PLACES, AnyCase, ConvCase, runs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+PARAMETERS = (*FLOATS, torch.float32, torch.float64)
 SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)
 EPSILONS = (0.0, 1e-6, 1e-3)
 MOVES = 8
@@ -186,7 +187,7 @@ def _mhc(kernels: random.Random, draw: random.Random, small: bool) -> Case:
     """kernels: draws what they are compiled for; draw: the rest."""
     subject, n, D = kernels.choice(MHC), kernels.randint(1, 8), _size(kernels, 80 if small else 1100)
     D = max(D, SHORTEST_NORM if subject in cases.NORMED else -(-SHORTEST_NORM // n))
-    dtype, parameters, T = kernels.choice(FLOATS), _parameter_dtype(kernels), _tokens(draw, small)
+    dtype, parameters, T = kernels.choice(FLOATS), kernels.choice(PARAMETERS), _tokens(draw, small)
     drawn: dict[str, Any] = {"subject": subject.with_options(**_options(draw, subject))}
     drawn |= {"outer": draw.choice([(T,), (T,), (1, T), (T, 1)]), "gamma": kernels.random() < 0.5}
     drawn |= {"scale": _scale(draw, parameters), "sigma": draw.choice((0.1, 1.05, 3.0))}
@@ -219,7 +220,7 @@ def _conv(kernels: random.Random, draw: random.Random, small: bool) -> ConvCase:
     if op == "short_conv":
         places, n, D = "", draw.randint(1, 2 if small else 8), min(max(D, SHORTEST_NORM), 300)
     slow = op == "short_conv" and small  # ten seconds in the interpreter with another sequence and phase
-    parameters = _parameter_dtype(kernels)
+    parameters = kernels.choice(PARAMETERS)
     drawn: dict[str, Any] = {"W": kernels.randint(1, 8), "dtype": kernels.choice(FLOATS)}
     drawn |= {"silu": kernels.random() < 0.5, "bias": kernels.random() < 0.5}
     drawn |= {"dilation": draw.choice((1, 1, 2) if slow else (1, 1, 2, 3, 5))}
@@ -246,10 +247,6 @@ def _size(draw: random.Random, largest: int) -> int:
 def _tokens(draw: random.Random, small: bool) -> int:
     """Sometimes 0."""
     return 0 if draw.random() < 0.03 else _size(draw, 12 if small else 300)
-
-
-def _parameter_dtype(kernels: random.Random) -> torch.dtype:
-    return kernels.choice((*FLOATS, torch.float32, torch.float64))
 
 
 def _scale(draw: random.Random, parameter_dtype: torch.dtype) -> float:

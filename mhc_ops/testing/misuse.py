@@ -162,12 +162,8 @@ def _of_case(words: str, case: AnyCase, given: dict[str, Any], hook: Any = None)
         cotangents[:] = accuracy.random_cotangents(subject, outputs, case.seed, case.unused)
         results = {name: plain(output) for name, output in outputs.items()}
         wanted = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.requires_grad}
-        used = [(o, c) for o, c in zip(outputs.values(), cotangents) if c is not None]
-        if not (used and wanted):
-            return results
-        pairs = [o for o, _ in used], list(wanted.values()), [c for _, c in used]
-        found = torch.autograd.grad(*pairs, materialize_grads=True)
-        return results | {f"d{name}": plain(gradient) for name, gradient in zip(wanted, found)}
+        found = accuracy.gradients_of(outputs, wanted, cotangents)
+        return results | {name: plain(gradient) for name, gradient in found.items()}
 
     def exact(results: Tensors) -> dict[str, accuracy.Exact]:
         return accuracy.truth(subject, copies, cotangents, results)

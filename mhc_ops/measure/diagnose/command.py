@@ -1,7 +1,7 @@
 """mhc-ops diagnose: its options, the cases that they mean, and what it prints."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -82,12 +82,18 @@ def _lines(found: Diagnosis) -> Iterator[str]:
 def _work(options: argparse.Namespace) -> tuple[list[AnyCase], str]:
     """The cases of `check`, with the options in place of what they have, and the backend. fp32 comes first: where
     rounding is least, an explanation is clearest."""
-    op = options.op
+    op, shape = options.op, options.shape
     if options.width and op in OF_MHC:
         raise Refused(f"{op} has no --width")
-    changes = _sizes(op, options.shape) if options.shape else {}
     given = {"dtype": DTYPES.get(options.dtype), "W": options.width, "seed": options.seed}
-    changes |= {name: value for name, value in given.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if shape:
+        names = "BLnD" if op == "short_conv" else "BLD"
+        fits = len(shape) >= 2 if op in OF_MHC else len(shape) == len(names)
+        if not fits or (op == "sinkhorn" and shape[-1] != shape[-2]):
+            raise Refused(f"--shape of {op} must be {LAYOUTS.get(op, 'Tx…xNxD')}, got {'x'.join(map(str, shape))}")
+        of_mhc = {"outer": shape[:-2], "n": shape[-2], "D": shape[-1]}
+        changes |= of_mhc if op in OF_MHC else dict(zip(names, shape))
     own = [replace(case, **changes) for case in selection.CHECK if case.subject.name.split()[0] == op]
     possible = {str(case): case for case in own if "cu_seqlens" not in str(case) or case.sizes[0] == 1}  # one row
     work = sorted(possible.values(), key=lambda case: case.dtype != torch.float32)
@@ -96,14 +102,3 @@ def _work(options: argparse.Namespace) -> tuple[list[AnyCase], str]:
     if not runnable:
         raise Refused(f"{backend} cannot run {work[0]}")
     return runnable, backend
-
-
-def _sizes(op: str, shape: Sequence[int]) -> dict[str, Any]:
-    """The sizes of a case whose x has this shape."""
-    names = "BLnD" if op == "short_conv" else "BLD"
-    fits = len(shape) >= 2 if op in OF_MHC else len(shape) == len(names)
-    if not fits or (op == "sinkhorn" and shape[-1] != shape[-2]):
-        raise Refused(f"--shape of {op} must be {LAYOUTS.get(op, 'Tx…xNxD')}, got {'x'.join(map(str, shape))}")
-    if op in OF_MHC:
-        return {"outer": tuple(shape[:-2]), "n": shape[-2], "D": shape[-1]}
-    return dict(zip(names, shape))

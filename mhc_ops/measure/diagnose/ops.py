@@ -204,7 +204,14 @@ def terms_of(case: AnyCase, model: Computation, output: str) -> Tensors:
 
 def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
     """What may be wrong, the likelier first."""
-    yield from _in_maps(case.sections)
+    missing: dict[str, tuple[str, Change]] = {
+        "inv_rms in z": ("m for z", lambda _, values: values["h_mix"]),
+        "inv_rms in dh_mix": ("dh_mix", lambda _, values: values["dm"]),
+    }
+    for words, (name, change) in missing.items():
+        for section, rows in case.sections.items():
+            yield f"the {section} section lacks the factor {words}", {name: steps.at((..., rows), change)}
+        yield f"every section lacks the factor {words}", {name: change}
     for name in FACTORS:
         readers = _readers(model, name)
         readers["the backward"] = [read for names in readers.values() for read in names if " via " in read]
@@ -219,17 +226,6 @@ def hypotheses(case: AnyCase, model: Computation) -> Iterator[Hypothesis]:
     for name in READ_IN_BLOCKS:
         if name in model.right:
             yield from _partial_reads(case, model, name)
-
-
-def _in_maps(sections: Mapping[str, range]) -> Iterator[Hypothesis]:
-    missing: dict[str, tuple[str, Change]] = {
-        "inv_rms in z": ("m for z", lambda _, values: values["h_mix"]),
-        "inv_rms in dh_mix": ("dh_mix", lambda _, values: values["dm"]),
-    }
-    for words, (name, change) in missing.items():
-        for section, rows in sections.items():
-            yield f"the {section} section lacks the factor {words}", {name: steps.at((..., rows), change)}
-        yield f"every section lacks the factor {words}", {name: change}
 
 
 def _partial_reads(case: AnyCase, model: Computation, tensor: str) -> Iterator[Hypothesis]:
