@@ -18,8 +18,8 @@ from ..testing.conv_cases import AnyCase
 from . import peers, report, selection, speed, training_step
 from .results import Results
 from .selection import KERNELS, OF_TORCH, NotMeasured
-from .speed import Unit
-from .training_step import GRAPHS, PLAIN, Race, Training
+from .speed import GRAPHS, MODES, PLAIN, Unit
+from .training_step import Race, Training
 
 LONGEST_REASON = 300  # characters that a table shows of what a compiler says
 PROVIDERS = (*KERNELS, *(peer.name for peer in peers.PEERS), *OF_TORCH)
@@ -146,7 +146,5 @@ def plan(options: Options, present: Sequence[str]) -> list[Unit | Race]:
     planned = [unit for group in options.groups for p in kernels for unit in units(group, p)]
     planned += [unit for group in options.groups for p in beside for unit in units(group, p)]
     planned += [unit for p in OF_TORCH if p in present for unit in units("training", p)]
-    eager, compiled, graphs = (
-        training_step.plan(options.case, present, options.device, mode) for mode in training_step.MODES
-    )
+    eager, compiled, graphs = (training_step.plan(options.case, present, options.device, mode) for mode in MODES)
     return [*eager, *graphs, *planned, *compiled]

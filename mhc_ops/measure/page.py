@@ -16,8 +16,8 @@ from ..testing.accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row, worst
 from .report import Refused, Table, refuse_without
 from .results import Results
 from .selection import OF_TORCH, NotMeasured, op_of
-from .speed import DIRECTIONS, Measurement
-from .training_step import EAGER, PLAIN, backend_of, percent
+from .speed import DIRECTIONS, EAGER, PLAIN, Measurement, percent
+from .training_step import backend_of
 
 # Columns: "header = field format", or the field alone if it is the header.
 ACCURACY = """op and case = case, backend, output, max error = max_error .2e, relative = relative_error .2e,

@@ -12,8 +12,7 @@ from ..testing.accuracy import Row
 from . import files, peers, report
 from .report import Refused
 from .selection import NotMeasured
-from .speed import Measurement
-from .training_step import COMPILED, EAGER, StepTime
+from .speed import COMPILED, EAGER, Measurement, StepTime
 
 FORMAT = 2
 

@@ -9,7 +9,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ SHORTEST_WAIT, LONGEST_WAIT = 1e-3, 5e-3
 QUARTILES_OF_NORMAL = 1.349  # interquartile range over standard deviation
 RESOLUTION = 0.5 / 12**0.5  # µs: the standard deviation that an event's steps of 0.5 µs alone cause
 DIRECTIONS = ("forward", "backward", "both")  # without gradients; the gradients alone; a training step
+EAGER, COMPILED, GRAPHS = MODES = ("eager", "torch.compile", "graphs")  # of a model
+PLAIN = "plain"  # residuals without streams
 
 Function = Callable[..., Any]
 
@@ -77,6 +79,48 @@ class Measurement:
     def of_copy(self) -> float:
         """1 means as fast as a copy of the same bytes."""
         return self.copy_microseconds / self.microseconds
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One provider at one size in one mode. milliseconds, spread: median and interquartile range from idle to idle.
+
+    ratio: to plain residuals of the same round: the median, then its quartiles; in_a_row: the same for steps in a row
+    rounds: of each the milliseconds from idle to idle and in a row. Files of before have neither these nor quartiles.
+    """
+
+    size: str
+    provider: str
+    mode: str
+    milliseconds: float
+    spread: float | None = None
+    samples: int | None = None
+    ratio: list[float] = field(default_factory=list)
+    in_a_row: list[float] = field(default_factory=list)
+    peak_megabytes: float | None = None  # above weights and input
+    difference: float | None = None  # relative, to the reference: of the loss or of dx, whichever is larger
+    rounds: list[list[float]] = field(default_factory=list)
+
+    @property
+    def case(self) -> str:
+        return name_of(self.size, self.mode)
+
+
+def percent(ratio: Sequence[float]) -> str:
+    """[1.067, 1.061, 1.072] -> "+6.7 (+6.1 to +7.2)\""""
+    median, *quartiles = [f"{100 * (r - 1):+.1f}" for r in ratio] or [""]
+    return f"{median} ({' to '.join(quartiles)})" if quartiles else median
+
+
+def ratios(own: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Median and quartiles of own over plain in the same round: from idle to idle, and in a row."""
+    of_rounds = zip(*([a / b for a, b in zip(*pair)] for pair in zip(own, plain)))
+    quartiles = (statistics.quantiles(ratio, n=4, method="inclusive") for ratio in of_rounds)
+    return [[median, lower, upper] for lower, median, upper in quartiles]
+
+
+def name_of(what: object, mode: str) -> str:
+    return f"{what}" if mode == EAGER else f"{mode} {what}"
 
 
 def deviation(spread: float) -> float:

@@ -8,10 +8,9 @@ included: from an idle device to an idle device, and of steps in a row. All mode
 a ratio is that to plain residuals in the same round.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,16 +24,14 @@ from ..core import backend as backends
 from ..testing import cases
 from . import peers, selection
 from .peers import Layer
-from .speed import SAMPLES, peak_memory, summary
+from .speed import COMPILED, EAGER, GRAPHS, PLAIN, SAMPLES, StepTime, name_of, peak_memory, ratios, summary
 
 N = 4
-PLAIN = "plain"
 ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 of it, a wrong term far more
 HEAD = 128  # channels of a head of attention
 LONGEST = 4096  # tokens of a sequence
 DTYPE = torch.bfloat16
 IN_A_ROW = 4  # steps that are timed together
-EAGER, COMPILED, GRAPHS = MODES = ("eager", "torch.compile", "graphs")
 # Forms of ours, after the backend's name. torch.compile itself decides what is kept.
 APART, NO_NORM, RECOMPUTE, SHIFTED = "HyperConnection", "layer_norm=False", "recompute=4", "shifted"
 FORMS = {EAGER: (APART, NO_NORM, RECOMPUTE, SHIFTED), COMPILED: (APART, NO_NORM, SHIFTED)}
@@ -175,44 +172,6 @@ TakeStep = Callable[[], tuple[Tensor, Tensor]]  # the loss and dx
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """One provider at one size in one mode. milliseconds, spread: median and interquartile range from idle to idle.
-
-    ratio: to plain residuals of the same round: the median, then its quartiles; in_a_row: the same for steps in a row
-    rounds: of each the milliseconds from idle to idle and in a row. Files of before have neither these nor quartiles.
-    """
-
-    size: str
-    provider: str
-    mode: str
-    milliseconds: float
-    spread: float | None = None
-    samples: int | None = None
-    ratio: list[float] = field(default_factory=list)
-    in_a_row: list[float] = field(default_factory=list)
-    peak_megabytes: float | None = None  # above weights and input
-    difference: float | None = None  # relative, to the reference: of the loss or of dx, whichever is larger
-    rounds: list[list[float]] = field(default_factory=list)
-
-    @property
-    def case(self) -> str:
-        return name_of(self.size, self.mode)
-
-
-def percent(ratio: Sequence[float]) -> str:
-    """[1.067, 1.061, 1.072] -> "+6.7 (+6.1 to +7.2)\""""
-    median, *quartiles = [f"{100 * (r - 1):+.1f}" for r in ratio] or [""]
-    return f"{median} ({' to '.join(quartiles)})" if quartiles else median
-
-
-def ratios(own: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Median and quartiles of own over plain in the same round: from idle to idle, and in a row."""
-    of_rounds = zip(*([a / b for a, b in zip(*pair)] for pair in zip(own, plain)))
-    quartiles = (statistics.quantiles(ratio, n=4, method="inclusive") for ratio in of_rounds)
-    return [[median, lower, upper] for lower, median, upper in quartiles]
-
-
-@dataclass(frozen=True)
 class Race:
     """A unit of `bench`: the models of all providers take turns at one size, in one mode."""
 
@@ -230,10 +189,6 @@ class Race:
 
     def __str__(self) -> str:
         return f"{self.case}: {self.provider}"
-
-
-def name_of(what: object, mode: str) -> str:
-    return f"{what}" if mode == EAGER else f"{mode} {what}"
 
 
 def named(case: str, device: torch.device) -> list[Size]:

@@ -6,8 +6,7 @@ import pytest
 
 from mhc_ops.measure import compare
 from mhc_ops.measure.results import NotMeasured, Results
-from mhc_ops.measure.speed import Measurement
-from mhc_ops.measure.training_step import StepTime
+from mhc_ops.measure.speed import Measurement, StepTime
 from mhc_ops.testing.accuracy import Row
 
 TIMED = Measurement(

@@ -14,8 +14,7 @@ import pytest
 from mhc_ops import cli
 from mhc_ops.measure import page, results
 from mhc_ops.measure.results import NotMeasured
-from mhc_ops.measure.speed import Measurement
-from mhc_ops.measure.training_step import PLAIN, StepTime
+from mhc_ops.measure.speed import PLAIN, Measurement, StepTime
 from mhc_ops.testing.accuracy import Row
 
 VOID = {"meta", "link", "input"}

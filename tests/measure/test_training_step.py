@@ -12,10 +12,9 @@ from stand_ins import a_peer, stand_in
 import mhc_ops
 from mhc_ops import cli
 from mhc_ops.measure import bench, compare, page, peers, results, speed, training_step
-from mhc_ops.measure.training_step import ALLOWED, APART, COMPILED, EAGER, GRAPHS, NO_NORM, PLAIN, RECOMPUTE, SHIFTED
+from mhc_ops.measure.speed import COMPILED, EAGER, GRAPHS, MODES, PLAIN, StepTime
+from mhc_ops.measure.training_step import ALLOWED, APART, NO_NORM, RECOMPUTE, SHIFTED, Race, Size, Training
 
-Race, Size = training_step.Race, training_step.Size
-StepTime, Training = training_step.StepTime, training_step.Training
 CPU = torch.device("cpu")
 SMALL = Size(16, 128, 2, 128)
 LARGE = "training_step 8192x4x4096 F=11008 6 sublayers"
@@ -136,7 +135,7 @@ def test_what_is_planned(monkeypatch):
     monkeypatch.setattr(peers, "PEERS", (a_peer("right"), peers.FLA))
     present, cuda = ["triton", "right", "fla", "eager", "torch.compile"], torch.device("cuda")
     plan = training_step.plan
-    planned = {mode: plan("", present, cuda, mode) for mode in training_step.MODES}
+    planned = {mode: plan("", present, cuda, mode) for mode in MODES}
     forms = ["triton", *(f"triton {form}" for form in (APART, NO_NORM, RECOMPUTE, SHIFTED))]
     sizes = [(size.D, size.tokens, size.sublayers) for size in training_step.SIZES]
     assert sizes == [(4096, 8192, 6), (2560, 4096, 8), (1280, 4096, 12), (768, 8192, 12)]
@@ -280,7 +279,7 @@ def test_kernels_in_a_model(provider):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", training_step.MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("provider", [*(f"triton{form}" for form in FORMS), "tilelang", "Liger", "TileKernels"])
 def test_a_step_on_a_gpu(provider, mode):
     device = torch.device("cuda")
