@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -87,14 +88,17 @@ def run(
 def _started(drawn: Callable[[int, str], Misuse]) -> tuple[Connection, Any]:
     ours, theirs = SPAWN.Pipe()
     child = SPAWN.Process(target=answer, args=(theirs, drawn), daemon=True)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process; the other ends with it
     child.start()
+    signal.signal(signal.SIGINT, before)
     theirs.close()
     return ours, child
 
 
 def answer(calls: Connection, drawn: Callable[[int, str], Misuse]) -> None:
     """The process of its own."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     warnings.simplefilter("ignore")
     while True:
         number, backend = calls.recv()
