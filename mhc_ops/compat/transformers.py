@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..core.maps import HasMaps
+from ..core.maps import KeepsMaps
 from ..mhc.ops import Carry, mhc_enter, mhc_head, mhc_leave, mhc_mean, mhc_next, mhc_pre
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -72,7 +72,15 @@ def patched(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> 
         unpatch(model)
 
 
-class _Connection(HasMaps):
+class _Maps(KeepsMaps):
+    """Maps that are fp32, also where transformers makes or loads a model in a narrower type."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.widen_maps()
+
+
+class _Connection(_Maps):
     """`attn_hc` and `ffn_hc`, which read the streams for a sublayer."""
 
     map_names = ("fn", "scale", "base")
@@ -200,7 +208,7 @@ def _sublayers(layer: Any, x: Tensor, attention: Any, feed_forward: Any) -> tupl
     return mhc_leave(carry, feed_forward(h_in)), rest
 
 
-class _LearnedHead(HasMaps):
+class _LearnedHead(_Maps):
     map_names = ("hc_fn", "hc_scale", "hc_base")
     hc_fn: Tensor
     hc_scale: Tensor

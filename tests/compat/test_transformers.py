@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from mhc_ops import use_backend
+from mhc_ops import HyperConnection, HyperHead, use_backend
 from mhc_ops.compat import transformers as on_mhc_ops
 from mhc_ops.compat.transformers import patch, patched, unpatch
 from mhc_ops.core.backend import too_old
+from mhc_ops.core.maps import maps_of
 from mhc_ops.testing.cases import SEED
 
 ROOT = Path(__file__).parents[2]
@@ -281,6 +282,50 @@ def test_bf16(tiny):
     model = choosing_nothing(tiny.load(dtype=torch.bfloat16))
     (eager, _), (ours, _), (exact, _) = bf16_errors(model, tiny.ids)
     assert max(ours, exact) < 1.5 * eager
+
+
+def types_of_maps(model):
+    return {parameter.dtype for parameter in maps_of(model)}
+
+
+def test_maps_stay_fp32(tiny, mapping):
+    """Where transformers loads a patched model in bf16, and where that is cast; GLM's own are bf16."""
+    with patched():
+        model = tiny.load(dtype=torch.bfloat16)
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert types_of_maps(model) == {torch.float32} == types_of_maps(model.half())
+    assert model.get_input_embeddings().weight.dtype == torch.float16
+    model = copy.deepcopy(tiny.model)
+    patch(model)
+    assert types_of_maps(model.bfloat16()) == {torch.float32}
+    assert model(tiny.ids).logits.dtype == torch.bfloat16
+
+
+@needed
+def test_a_model_of_ones_own_loads_in_bf16(tmp_path):
+    """From a checkpoint in bf16 and by torch_dtype; its maps are fp32."""
+    import transformers
+
+    class Own(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.blocks = nn.ModuleList([HyperConnection(nn.Linear(8, 8), 2, 8, layer_norm=True)])
+            self.head = HyperHead(2, 8)
+            self.post_init()
+
+    kept = Own(transformers.PretrainedConfig())
+    for parameter in kept.parameters():
+        parameter.data = parameter.data.bfloat16()
+    kept.save_pretrained(tmp_path)
+    for made in (
+        Own.from_pretrained(tmp_path, dtype=torch.bfloat16),
+        Own._from_config(kept.config, dtype=torch.bfloat16),
+    ):
+        assert types_of_maps(made) == {torch.float32}
+        assert made.blocks[0].layer.weight.dtype == torch.bfloat16
+    assert torch.equal(Own.from_pretrained(tmp_path, dtype=torch.bfloat16).head.bias, kept.head.bias.float())
 
 
 @needed
