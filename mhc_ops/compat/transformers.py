@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..core.maps import KeepsMaps
+from ..core.maps import KeepsMaps, ReadsStreams
 from ..mhc.ops import Carry, mhc_enter, mhc_head, mhc_leave, mhc_mean, mhc_next, mhc_pre
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -80,7 +80,7 @@ class _Maps(KeepsMaps):
         self.widen_maps()
 
 
-class _Connection(_Maps):
+class _Connection(_Maps, ReadsStreams):
     """`attn_hc` and `ffn_hc`, which read the streams for a sublayer."""
 
     map_names = ("fn", "scale", "base")
@@ -91,13 +91,13 @@ class _Connection(_Maps):
     scale: Tensor
     base: Tensor
 
-    def options(self) -> Any:
-        raise NotImplementedError
+    def streams_read(self, given: Any, result: Any) -> Tensor:
+        return result[1].x if isinstance(result[1], Carry) else given
 
     def forward(self, hidden_streams: Any, h_out: Tensor | None = None, *, norm: Any = None) -> Any:
         """The normed h_in of a sublayer and its carry, from x, or from the carry and h_out of the sublayer before.
         Without `norm`, what transformers returns: the maps, then h_in without a norm."""
-        own: Any = {"phi": self.fn, "alpha": self.scale, "bias": self.base, **self.options()}
+        own: Any = {"phi": self.fn, "alpha": self.scale, "bias": self.base, **self.map_options()}
         if norm is None:
             h_in, h_post, h_res = mhc_pre(hidden_streams, **own)
             return (h_post, h_in) if h_res is None else (h_post, h_res, h_in)
@@ -123,7 +123,7 @@ class _SinkhornConnection(_Connection):
     hc_sinkhorn_iters: int
     input_norm: Any
 
-    def options(self) -> Any:
+    def map_options(self) -> Any:
         of_sinkhorn = {"sinkhorn_iters": self.hc_sinkhorn_iters, "sinkhorn_eps": self.hc_eps}
         return {"norm_eps": self.input_norm.eps, "hc_eps": self.hc_eps, **of_sinkhorn}
 
@@ -134,7 +134,7 @@ class _IdentityConnection(_Connection):
     hc_post_magnitude: float
     input_norm: Any
 
-    def options(self) -> Any:
+    def map_options(self) -> Any:
         of_post = {"post_mult": self.hc_post_magnitude, "post_eps": self.hc_eps}
         return {"norm_eps": self.input_norm.eps, "hc_eps": self.hc_eps, "residual": "identity", **of_post}
 

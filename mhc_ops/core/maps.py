@@ -20,6 +20,21 @@ class HasMaps:
     map_names: ClassVar[tuple[str, ...]]
 
 
+class ReadsStreams(HasMaps):
+    """A base of modules that read streams for a layer by their maps, which `metrics` watches.
+
+    map_names begins with what are phi, alpha and bias there.
+    """
+
+    def streams_read(self, given: Any, result: Any) -> Tensor:
+        """x as a call read it. given: its first argument   result: what it returned"""
+        raise NotImplementedError
+
+    def map_options(self) -> Mapping[str, Any]:
+        """Options of its maps, all or those that differ from the defaults."""
+        raise NotImplementedError
+
+
 class KeepsMaps(HasMaps):
     """A base of modules, before nn.Module, whose maps are fp32 or wider unless cast_maps is set.
 

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from ..core import backend as backends
 from ..core.check import check_count, check_flag, check_tensors
-from ..core.maps import KeepsMaps, type_of_maps
+from ..core.maps import KeepsMaps, ReadsStreams, type_of_maps
 from .carry import StackCarry, boundary
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
 from .options import DEFAULTS, PreKeywords, Residual, checked, spelled_out
@@ -132,7 +132,7 @@ class MHCBlock(_Maps):
         return mhc_forward_pre(x, self.phi, self.alpha, self.bias, backend=self.backend, **self.options)
 
 
-class HyperConnection(_Maps):
+class HyperConnection(_Maps, ReadsStreams):
     """A layer of a network with n residual streams: `x_next = HyperConnection(layer, n, D)(x)` for x [..., n, D].
 
     Where a residual network computes x + layer(x), this reads a weighted sum h_in of the streams, runs the layer on it
@@ -209,6 +209,15 @@ class HyperConnection(_Maps):
         pre.copy_(torch.logit((share - self.options["hc_eps"]).clamp(1 - MOST, MOST)))
         post.fill_(_logit((1 - self.options["post_eps"]) / self.options["post_mult"]))
         res.copy_(4 * torch.eye(self.n, device=self.bias.device).flatten()[: len(res)])
+
+    def streams_read(self, given: Any, result: Any) -> Tensor:
+        """x as a call read it: its input or, in a stack, the x of the carry that it returned."""
+        if not isinstance(given, StackCarry):
+            return given
+        return (result if isinstance(result, StackCarry) else result[0]).carry.x
+
+    def map_options(self) -> dict[str, Any]:
+        return self.options
 
     def forward(self, x: Tensor | StackCarry, /, *args: Any, **kwargs: Any) -> Any:
         """x_next; in a `HyperStack`, which hands a carry over in the place of x, the next carry in that of x_next"""
