@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from mhc_ops import HyperConnection, HyperHead, use_backend
+from mhc_ops import HyperConnection, HyperHead, metrics, use_backend
 from mhc_ops.compat import transformers as on_mhc_ops
 from mhc_ops.compat.transformers import patch, patched, unpatch
 from mhc_ops.core.backend import too_old
@@ -299,6 +299,35 @@ def test_maps_stay_fp32(tiny, mapping):
     patch(model)
     assert types_of_maps(model.bfloat16()) == {torch.float32}
     assert model(tiny.ids).logits.dtype == torch.bfloat16
+
+
+def test_metrics_say_what_transformers_makes(tiny):
+    """The maps and gradients of its own model; the patched model does not notice."""
+    model, made = copy.deepcopy(tiny.model), {}
+    connections = {name: each for name, each in model.named_modules() if name.endswith(("attn_hc", "ffn_hc"))}
+    hooks = [each.register_forward_hook(lambda own, _, out: made.update({own: out})) for each in connections.values()]
+    _, gradients = results(model, tiny.ids)
+    for hook in hooks:
+        hook.remove()
+    patch(model)
+    logits, _ = results(model, tiny.ids)
+    with metrics(model) as health:
+        found = model(tiny.ids, labels=tiny.ids)
+        found.loss.backward()
+    assert torch.equal(found.logits, logits)
+    numbers = health.result()
+    assert len(connections) == 6 and {name.partition("/")[0] for name in numbers if "/" in name} == set(connections)
+    for name, connection in connections.items():
+        h_post, *h_res = made[connection][:-1]  # then h_in
+        truth = {"h_post_mean": h_post.mean(), "h_post_min": h_post.min(), "h_post_max": h_post.max()}
+        for h in h_res:
+            truth |= {"h_res_max": h.max(), "h_res_entropy": torch.special.entr(h).sum((-2, -1)).mean() / h.shape[-1]}
+        for which, own in {"phi": "fn", "alpha": "scale", "bias": "base"}.items():
+            truth[f"d{which}_norm"] = gradients[f"{name}.{own}"].norm()
+        for which, value in truth.items():
+            assert numbers[f"{name}/{which}"] == pytest.approx(value.item(), rel=GRADIENTS), (name, which)
+        assert ("h_res_max" in truth) == (f"{name}/h_res_max" in numbers) == (tiny.kind != "hy_v4")
+    assert numbers["gain_forward"] > 0
 
 
 @needed
