@@ -12,7 +12,8 @@ caches, gradient checkpointing, hooks. A patched module differs from transformer
 
 What differs:
 
-- Maps stay in fp32, which transformers rounds to the type of the streams; sums are rounded once.
+- Maps stay in fp32, which transformers rounds to the type of the streams; sums are rounded once. Their parameters stay
+  fp32 too where a patched model is cast, or is loaded in a narrower type.
 - The RMSNorm before a sublayer is fused with reading the streams, without a call of its module, if that is the model's
   own and has neither hooks nor another forward.
 - A hook on `attn_hc` or `ffn_hc` of a patched layer sees (h_in, carry) as the output; `carry.h_post` and `carry.h_res`
