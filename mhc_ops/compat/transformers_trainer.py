@@ -14,13 +14,8 @@ from typing import Any
 from .. import Metrics, metrics
 from ..core.check import check_count
 
-try:
-    from transformers import TrainerCallback
-except ImportError:  # there is no Trainer to call it
-    TrainerCallback = object
 
-
-class MetricsCallback(TrainerCallback):
+class MetricsCallback:
     """Runs one training step in so many within `mhc_ops.metrics` and hands the numbers to `trainer.log`.
 
     They go where the losses go (the console, TensorBoard, Weights & Biases, …) and into `trainer.state.log_history`, as
@@ -61,7 +56,17 @@ class MetricsCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.stop()
 
+    def __getattr__(self, name: str) -> Any:
+        """Nothing is done on other events. This is not a TrainerCallback: mhc_ops does not import transformers."""
+        if name.startswith("on_"):
+            return _nothing
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def stop(self) -> None:
         """Forget a step that did not end."""
         self.watching.close()
         self.health = None
+
+
+def _nothing(*event: Any, **others: Any) -> None:
+    pass
