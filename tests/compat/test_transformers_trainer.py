@@ -34,12 +34,12 @@ def batch(number):
 class Loop:
     """What Trainer calls in a run with gradient accumulation, in its order; losses are logged where it logs."""
 
-    def __init__(self, model, args=None):
-        self.model, self.args = model, args
+    def __init__(self, model):
+        strategies = {"logging_strategy": "steps", "eval_strategy": "no", "save_strategy": "no"}
+        self.model, self.args = model, SimpleNamespace(logging_first_step=False, **strategies)
         self.state, self.control = callbacks.TrainerState(logging_steps=LOGGING), callbacks.TrainerControl()
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        none = [callbacks.DefaultFlowCallback()]
-        self.handler = callbacks.CallbackHandler(none, model, None, self.optimizer, None)
+        self.handler = callbacks.CallbackHandler([callbacks.DefaultFlowCallback()], model, None, self.optimizer, None)
         self.add_callback = self.handler.add_callback
 
     def log(self, logs):
@@ -64,12 +64,6 @@ class Loop:
                 self.log({"loss": 0.0})
 
 
-@pytest.fixture
-def arguments():
-    strategies = {"logging_strategy": "steps", "eval_strategy": "no", "save_strategy": "no"}
-    return SimpleNamespace(logging_first_step=False, **strategies)
-
-
 def logged(trainer):
     """Steps with numbers of hyper-connections, and steps with losses."""
     history = trainer.state.log_history
@@ -77,13 +71,13 @@ def logged(trainer):
 
 
 @pytest.mark.parametrize(("every", "watched"), [(None, [2, 4, 6]), (3, [3, 6]), (1, [1, 2, 3, 4, 5, 6])])
-def test_what_is_logged(every, watched, arguments):
+def test_what_is_logged(every, watched):
     """The numbers of `metrics` in that step; losses are logged as without the callback."""
-    trainer = Loop(Model(), arguments)
+    trainer = Loop(Model())
     trainer.add_callback(MetricsCallback(trainer, every=every))
     trainer.train()
     assert logged(trainer) == [watched, [2, 4, 6]]
-    alone, found = Loop(Model(), arguments), {}
+    alone, found = Loop(Model()), {}
     for step in range(STEPS):
         with mhc_ops.metrics(alone.model) as health:
             for substep in range(SUBSTEPS):
@@ -96,10 +90,10 @@ def test_what_is_logged(every, watched, arguments):
     assert "mhc/stack.1/dphi_norm" in entries[6]
 
 
-def test_what_is_kept_and_what_stays(arguments):
+def test_what_is_kept_and_what_stays():
     """A step that fails leaves no hooks for the next run."""
     model = Model()
-    trainer = Loop(model, arguments)
+    trainer = Loop(model)
     trainer.add_callback(MetricsCallback(trainer, every=1, keep=lambda name: name == "gain_forward"))
     trainer.event("on_step_begin")
     assert model._forward_hooks

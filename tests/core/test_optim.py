@@ -82,13 +82,8 @@ def test_what_is_in_which_group():
 
 
 def test_modules_of_other_libraries():
-    config = SimpleNamespace(
-        hidden_size=D,
-        num_residual_streams=N,
-        mhc_sinkhorn_iterations=1,
-        mhc_init_gating_factor=1.0,
-        sequence_parallel=False,
-    )
+    sizes = {"hidden_size": D, "num_residual_streams": N, "mhc_sinkhorn_iterations": 1}
+    config = SimpleNamespace(**sizes, mhc_init_gating_factor=1.0, sequence_parallel=False)
     for module in (LigerMHC(nn.Identity(), hc=N, c=D), HyperConnectionModule(config, 0)):
         found = names_in(parameter_groups(module, lr=0.1, weight_decay=0.1), module)
         assert found == {"maps": sorted(dict(module.named_parameters()))}
