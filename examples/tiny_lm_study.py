@@ -1,0 +1,218 @@
+"""What `train_tiny_lm.py --study` and `--sweep` train: four forms of residuals, and the learning rate of the maps."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import torch
+from tiny_lm import Run, TinyLM, loss_of, optimizer_of, parameters_of, read_text, train
+from tiny_lm_results import draw_study, draw_sweep, pictures, write_rows
+from torch import Tensor, nn
+
+from mhc_ops import HyperConnection, HyperStack, metrics, mhc_maps, mhc_post, mhc_pre
+from mhc_ops.measure.report import table
+
+FORMS = ("plain", "HC-like", "mHC", "mHC shifted")
+STUDIED = ("form", "seed", "step", "val", "train", "gradient", "activation", "gain_forward", "gain_backward")
+RATES = (0.1, 0.3, 1.0, 3.0)  # learning rates of the maps, in that of the other parameters
+DECAYS = (0.0, 0.1, 1.0, 10.0)  # weight decays of the maps
+
+
+# The forms.
+
+
+class Unconstrained(HyperConnection):
+    """A hyper-connection without the constraint: h_res is its logits, and no Sinkhorn norms its rows and columns.
+
+    Fresh, h_res is the identity. h_pre and h_post are as in mHC, so that h_res alone differs.
+    """
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.bias[2 * self.n :] = torch.eye(self.n).flatten()
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        maps = (self.phi, self.alpha, self.bias)
+        h_in, h_post, h_res = mhc_pre(x, *maps, layer_norm_weight=self.layer_norm_weight, residual="logits")
+        return mhc_post(x, self.layer(h_in), h_post, h_res)
+
+
+def network(form: str, vocabulary: int, options: argparse.Namespace, hidden: int | None = None) -> TinyLM:
+    torch.manual_seed(options.seed)
+    n, D = options.n, options.D
+    model = TinyLM(vocabulary, options.context, D, options.depth, 0 if form == "plain" else n, hidden)
+    if form == "mHC shifted":  # the stack itself contracts the streams
+        model.layers, model.head = HyperStack(*model.layers, shifted=True), nn.Identity()
+    if form == "HC-like":
+        layers = (connection.layer for connection in model.layers)
+        model.layers = nn.Sequential(*(Unconstrained(layer, n, D, layer_norm=True) for layer in layers))
+    return model.to(options.device)
+
+
+def equal_width(form: str, vocabulary: int, options: argparse.Namespace) -> int:
+    """The width inside the MLPs, a multiple of 8, with which a form has as many parameters as mHC with 4 D."""
+    target = parameters_of(network("mHC", vocabulary, options))
+    least, next_one = (parameters_of(network(form, vocabulary, options, hidden)) for hidden in (8, 16))
+    return 8 + 8 * round((target - least) / (next_one - least))
+
+
+# What is measured.
+
+
+class Watched:
+    """activation: the largest |x| before a sublayer or before the last norm. gain_forward, gain_backward: as in metrics."""
+
+    def __init__(self) -> None:
+        self.largest: list[Tensor] = []
+        self.product: Tensor | None = None  # of the maps that are not constrained
+        self.health: Any = None
+
+    def see(self, sublayer: nn.Module, inputs: Any, result: Any = None) -> None:
+        x = (inputs[0] if isinstance(inputs[0], Tensor) else result.x).detach()
+        self.largest.append(x.abs().amax())
+        if isinstance(sublayer, Unconstrained):
+            with torch.no_grad():
+                maps = mhc_maps(x, sublayer.phi, sublayer.alpha, sublayer.bias, residual="logits")
+            self.multiply(maps[2])
+
+    def multiply(self, h_res: Tensor) -> None:
+        self.product = h_res.mT if self.product is None else h_res.mT @ self.product
+
+    def result(self) -> dict[str, float]:
+        found = {"activation": torch.stack(self.largest).amax().item()}
+        if self.health is not None:
+            return found | {name: value for name, value in self.health.result().items() if name.startswith("gain_")}
+        if self.product is None:
+            return found | {"gain_forward": 1.0, "gain_backward": 1.0}
+        forward, backward = (self.product.abs().sum(dim).amax(-1).mean().item() for dim in (-1, -2))
+        return found | {"gain_forward": forward, "gain_backward": backward}
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Watched]:
+    assert isinstance(model, TinyLM)
+    found = Watched()
+    with ExitStack() as hooks:
+        for sublayer in model.layers:
+            hooks.enter_context(sublayer.register_forward_hook(found.see))
+        hooks.enter_context(model.norm.register_forward_pre_hook(found.see))
+        if isinstance(model.layers, HyperStack):
+            found.health = hooks.enter_context(metrics(model))
+        yield found
+
+
+def memory_of(model: TinyLM, options: argparse.Namespace) -> int:
+    """Bytes. On a GPU: the peak of a forward and backward, without the model. On a CPU: what the backward needs."""
+    batch = torch.zeros(options.batch, options.context + 1, dtype=torch.long, device=options.device)
+    if batch.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss_of(model, batch, options).backward()
+        model.zero_grad()
+        return torch.cuda.max_memory_allocated() - before
+    kept = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept.setdefault(storage.data_ptr(), storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _loss = loss_of(model, batch, options)  # lives, so that no storage is used twice
+    return sum(kept.values())
+
+
+# The study.
+
+
+class Trained(NamedTuple):
+    form: str
+    seed: int
+    run: Run
+    memory: int
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The points of the curve with what was seen in the step that follows each but the last."""
+        seen = {point["step"]: point for point in self.run.health}
+        return [{"form": self.form, "seed": self.seed, **p, **seen.get(p["step"], {})} for p in self.run.curve]
+
+
+def with_seed(options: argparse.Namespace, seed: int) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(options), "seed": seed})
+
+
+def study(options: argparse.Namespace) -> int:
+    alphabet, text = read_text()
+    done = []
+    for seed in range(options.seed, options.seed + options.seeds):
+        own = with_seed(options, seed)
+        for form in FORMS:
+            model = network(form, len(alphabet), own, equal_width(form, len(alphabet), own))
+            memory = memory_of(model, own)
+            run = train(f"{form}, seed {seed}", model, optimizer_of(model, own.lr), text, own, watched)
+            done.append(Trained(form, seed, run, memory))
+    summary = [summarise([trained for trained in done if trained.form == form]) for form in FORMS]
+    print(table(tuple(summary[0]), [[cell(value) for value in each.values()] for each in summary]))
+    rows = [row for trained in done for row in trained.rows()]
+    write_rows(rows, list(STUDIED), options.out.with_suffix(".csv"))
+    options.out.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
+    pictures({options.out: lambda path: draw_study(rows, path)}, options.out.with_suffix(".csv"))
+    return 0
+
+
+def summarise(runs: list[Trained]) -> dict[str, Any]:
+    """One form over its seeds."""
+    last = [trained.run.curve[-1] for trained in runs]
+    points = [point for trained in runs for point in trained.run.curve[1:]]
+    health = [point for trained in runs for point in trained.run.health]
+    val = [point["val"] for point in last]
+    return {
+        "form": runs[0].form,
+        "parameters": runs[0].run.parameters,
+        "val loss": mean(val),
+        "least": min(val),
+        "most": max(val),
+        "train loss": mean(point["train"] for point in last),
+        "largest gain": max(max(point["gain_forward"], point["gain_backward"]) for point in health),
+        "gradient": max(point["gradient"] for point in points),
+        "activation": max(point["activation"] for point in health),
+        "ms per step": 1e3 * median(second for trained in runs for second in trained.run.seconds),
+        "MB": runs[0].memory / 1e6,
+    }
+
+
+def cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else f"{value:.4g}"
+
+
+# The sweep.
+
+
+def sweep(options: argparse.Namespace) -> int:
+    alphabet, text = read_text()
+    rows = []
+    for seed in range(options.seed, options.seed + options.seeds):
+        own = with_seed(options, seed)
+        for rate in RATES:
+            for decay in DECAYS:
+                model = network("mHC", len(alphabet), own)
+                optimizer = optimizer_of(model, own.lr, {"lr": rate * own.lr, "weight_decay": decay})
+                last = train(f"lr ×{rate:g}, decay {decay:g}, seed {seed}", model, optimizer, text, own).curve[-1]
+                rows.append({"rate": rate, "decay": decay, "seed": seed, "val": last["val"], "train": last["train"]})
+    cells = [
+        [f"×{rate:g}", *(spread([r["val"] for r in rows if (r["rate"], r["decay"]) == (rate, d)]) for d in DECAYS)]
+        for rate in RATES
+    ]
+    print("validation loss, mean (least to most) over the seeds")
+    print(table(("lr of the maps", *(f"decay {decay:g}" for decay in DECAYS)), cells))
+    write_rows(rows, list(rows[0]), options.out.with_suffix(".csv"))
+    pictures({options.out: lambda path: draw_sweep(rows, path)}, options.out.with_suffix(".csv"))
+    return 0
+
+
+def spread(values: list[float]) -> str:
+    return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
