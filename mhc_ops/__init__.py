@@ -31,6 +31,7 @@ from .mhc.ops import (
 )
 from .mhc.stack import HyperStack
 from .mhc.warmup import warmup
+from .optim import parameter_groups
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 read_environment()
@@ -76,6 +77,7 @@ __all__ = [
     "mhc_post_pre",
     "mhc_pre",
     "mhc_read",
+    "parameter_groups",
     "short_conv",
     "sinkhorn",
     "use_backend",

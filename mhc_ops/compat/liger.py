@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.check import check_tensors, name_of
+from ..core.maps import HasMaps
 from ..mhc import ops
 
 
@@ -96,12 +97,14 @@ def liger_mhc_forward(
     return x_out, (h_pre, h_post, h_res)
 
 
-class LigerMHC(nn.Module):
+class LigerMHC(HasMaps, nn.Module):
     """A layer from [..., c] to [..., c] within hc residual streams: x [..., hc, c] to the same shape.
 
     Parameters: phi [hc·c, hc² + 2hc] of phi_dtype, 0.02·randn; b [hc² + 2hc], zeros; alpha_pre, alpha_post and
     alpha_res, each a scalar 1; on the layer's device.
     """
+
+    map_names = ("phi", "b", "alpha_pre", "alpha_post", "alpha_res")
 
     def __init__(
         self,

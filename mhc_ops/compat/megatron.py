@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.maps import HasMaps
 from ..mhc import ops
 from . import stand_ins
 
@@ -124,13 +125,15 @@ def learned_output_contract(
     return ops.mhc_head(streams, head_fn, scale, base, norm_eps=eps, hc_eps=eps)
 
 
-class HyperConnectionModule(nn.Module):
+class HyperConnectionModule(HasMaps, nn.Module):
     """The maps of one sublayer, applied to the streams [s, b, n·C].
 
     config: anything with hidden_size, num_residual_streams, mhc_sinkhorn_iterations, mhc_init_gating_factor and
     sequence_parallel. Parameters, in fp32: mapping_proj.weight [n² + 2n, n·C], alpha_pre, alpha_post, alpha_res [1],
     bias [n² + 2n].
     """
+
+    map_names = ("mapping_proj.weight", "alpha_pre", "alpha_post", "alpha_res", "bias")
 
     def __init__(self, config: Any, layer_number: int):
         super().__init__()

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..core.maps import HasMaps
 from ..mhc.ops import Carry, mhc_enter, mhc_head, mhc_leave, mhc_mean, mhc_next, mhc_pre
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -71,9 +72,10 @@ def patched(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> 
         unpatch(model)
 
 
-class _Connection:
+class _Connection(HasMaps):
     """`attn_hc` and `ffn_hc`, which read the streams for a sublayer."""
 
+    map_names = ("fn", "scale", "base")
     exact_as_eager: bool
     norm: type  # the model's own RMSNorm
     rounds_maps: bool  # whether transformers rounds maps to the type of the streams
@@ -198,7 +200,8 @@ def _sublayers(layer: Any, x: Tensor, attention: Any, feed_forward: Any) -> tupl
     return mhc_leave(carry, feed_forward(h_in)), rest
 
 
-class _LearnedHead:
+class _LearnedHead(HasMaps):
+    map_names = ("hc_fn", "hc_scale", "hc_base")
     hc_fn: Tensor
     hc_scale: Tensor
     hc_base: Tensor

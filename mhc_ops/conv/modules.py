@@ -4,10 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.check import check_count, check_flag, check_numbers, check_tensors
+from ..core.maps import HasMaps
 from .ops import short_conv
 
 
-class ShortConv(nn.Module):
+class ShortConv(HasMaps, nn.Module):
     """A short causal convolution over the streams of an mHC model: `y = ShortConv(n, D)(x)` for x [B, L, n, D].
 
     RMSNorm with a weight per stream normalises each stream over its D channels. Each of the n·D channels is then
@@ -32,6 +33,8 @@ class ShortConv(nn.Module):
 
     norm_weight: nn.Parameter
     weight: nn.Parameter
+    map_names = ("norm_weight",)
+    has_filters = True  # weight has a row for each channel and is no matrix
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from ..core import backend as backends
 from ..core.check import check_count, check_flag, check_tensors
+from ..core.maps import HasMaps
 from .carry import StackCarry, boundary
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
 from .options import DEFAULTS, PreKeywords, Residual, checked, spelled_out
@@ -17,7 +18,7 @@ from .options import DEFAULTS, PreKeywords, Residual, checked, spelled_out
 MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
 
 
-class _Maps(nn.Module):
+class _Maps(HasMaps, nn.Module):
     """Parameters of the modules here: phi [maps, nD], alpha [sections], bias [maps] and, if asked for, gamma [n, D].
 
     sections: 3 for the n² + 2n maps of a layer, pre, post and res; 2 for those without res; 1 for the n of a head.
@@ -27,6 +28,7 @@ class _Maps(nn.Module):
     alpha: nn.Parameter
     bias: nn.Parameter
     gamma: nn.Parameter | None
+    map_names = ("phi", "alpha", "bias", "gamma", "layer_norm_weight")
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ ALLOWED = {
     "stack": {"core", "ops", "modules", "carry"},
     "metrics": {"core", "options", "ops", "modules", "carry"},
     "guide": {"core", "options", "ops", "modules"},
+    "optim": {"core"},
     "records": {"options"},
     "post_then_pre": {"options"},
     "kernels": {"core", "options", "records", "post_then_pre", "kernels"},
@@ -45,10 +46,22 @@ ALLOWED = {
     "measure": {"core", "public", "testing", "measure", "options", "reference", "backward_formula"},
     "cli": {"core", "testing", "measure", "command"},
     "__main__": {"cli"},
-    "public": {"core", "ops", "warmup", "modules", "stack", "metrics", "guide", *FOR_TYPE_CHECKERS},
+    "public": {"core", "ops", "warmup", "modules", "stack", "metrics", "guide", "optim", *FOR_TYPE_CHECKERS},
     "family": set(),
 }
-OF_NO_FAMILY = ["core", "testing", "measure", "cli", "__main__", "compat", "convert", "distributed", "guide", "hub"]
+OF_NO_FAMILY = [
+    "core",
+    "testing",
+    "measure",
+    "cli",
+    "__main__",
+    "compat",
+    "convert",
+    "distributed",
+    "guide",
+    "hub",
+    "optim",
+]
 
 
 def layer(parts):

@@ -86,6 +86,7 @@ assert_type(mhc_ops.ShortConv(4, 8, device="cpu").forward(t), Tensor)
 assert_type(mhc_ops.HyperConnection(nn.Linear(8, 8), 4, 8).phi, nn.Parameter)
 assert_type(mhc_ops.HyperStack(mhc_ops.HyperConnection(nn.Linear(8, 8), 4, 8, layer_norm=True)).recompute, int)
 assert_type(mhc_ops.HyperStack(shifted=True, first=False, last=False).shifted, bool)
+assert_type(mhc_ops.parameter_groups(nn.Linear(8, 8), lr=1e-3, weight_decay=0.1), list[dict[str, Any]])
 with mhc_ops.metrics(nn.Linear(8, 8)) as health:
     assert_type(health, mhc_ops.Metrics)
     assert_type(health.result(), dict[str, float])

@@ -1,0 +1,192 @@
+"""Groups of parameters: what is in which, and that optimizers, checkpoints and wrappers take them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
+from mhc_ops import HyperConnection, HyperHead, HyperStack, ShortConv, mhc_expand, parameter_groups
+from mhc_ops.compat.liger import LigerMHC
+from mhc_ops.compat.megatron import HyperConnectionModule
+from mhc_ops.distributed import fully_shard
+
+N, D, WORDS = 2, 4, 8
+EXPECTED = {
+    "matrices": ["stack.0.layer.weight", "stack.1.layer.weight"],
+    "weights": ["embedding.weight", "experts", "conv.weight"],
+    "vectors": ["stack.0.layer.bias", "stack.1.layer.bias", "norm.weight"],
+    "maps": [
+        *(
+            f"stack.{which}.{name}"
+            for which in (0, 1)
+            for name in ("phi", "alpha", "bias", "gamma", "layer_norm_weight")
+        ),
+        *(f"head.{name}" for name in ("phi", "alpha", "bias")),
+        "conv.norm_weight",
+    ],
+}
+
+
+class Model(nn.Module):
+    """The output layer shares the embedding; the stack runs one connection twice; `frozen` does not train."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(WORDS, D), nn.Linear(D, WORDS, bias=False)
+        self.out.weight = self.embedding.weight
+        connections = [HyperConnection(nn.Linear(D, D), N, D, gamma=True, layer_norm=True) for _ in range(2)]
+        self.stack = HyperStack(*connections, connections[0])
+        self.conv, self.norm, self.head = ShortConv(N, D), nn.RMSNorm(D), HyperHead(N, D)
+        self.experts = nn.Parameter(torch.randn(3, D, D))
+        self.frozen = nn.Linear(D, D).requires_grad_(False)
+
+    def forward(self, words):
+        x = self.stack(self.conv(mhc_expand(self.embedding(words), N)))
+        h = self.norm(self.head(x))
+        return self.out(h @ self.experts.sum(0))
+
+
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def loss(network):
+    return network(torch.arange(WORDS).view(2, -1)).square().mean()
+
+
+def names_in(groups, network):
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    return {group["name"]: sorted(names[id(parameter)] for parameter in group["params"]) for group in groups}
+
+
+def test_what_is_in_which_group():
+    network = model()
+    groups = parameter_groups(network, lr=0.1, weight_decay=0.2, maps={"lr": 0.3, "betas": (0.5, 0.5)})
+    assert names_in(groups, network) == {name: sorted(names) for name, names in EXPECTED.items()}
+    options = {group.pop("name"): group for group in groups if group.pop("params")}
+    assert options == {
+        "matrices": {"lr": 0.1, "weight_decay": 0.2},
+        "weights": {"lr": 0.1, "weight_decay": 0.2},
+        "vectors": {"lr": 0.1, "weight_decay": 0.0},
+        "maps": {"lr": 0.3, "weight_decay": 0.0, "betas": (0.5, 0.5)},
+    }
+    rate = torch.tensor(0.1)
+    assert [group["lr"] is rate for group in parameter_groups(nn.Linear(2, 2), lr=rate, weight_decay=0)] == [True] * 2
+
+
+def test_modules_of_other_libraries():
+    config = SimpleNamespace(
+        hidden_size=D,
+        num_residual_streams=N,
+        mhc_sinkhorn_iterations=1,
+        mhc_init_gating_factor=1.0,
+        sequence_parallel=False,
+    )
+    for module in (LigerMHC(nn.Identity(), hc=N, c=D), HyperConnectionModule(config, 0)):
+        found = names_in(parameter_groups(module, lr=0.1, weight_decay=0.1), module)
+        assert found == {"maps": sorted(dict(module.named_parameters()))}
+
+
+def test_one_step_of_adamw():
+    """Without gradients a step is decay alone: maps and vectors stay, to the bit."""
+    network = model()
+    optimizer = torch.optim.AdamW(parameter_groups(network, lr=0.1, weight_decay=0.5))
+    before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.step()
+    moved = {name for name, parameter in network.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {*EXPECTED["matrices"], *EXPECTED["weights"]}
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+def test_muon_takes_the_matrices_and_adamw_the_rest():
+    network = model()
+    groups = {group["name"]: group for group in parameter_groups(network, lr=0.1, weight_decay=0.0)}
+    muon, adamw = torch.optim.Muon([groups.pop("matrices")]), torch.optim.AdamW(groups.values())
+    before = loss(network)
+    before.backward()
+    muon.step()
+    adamw.step()
+    assert loss(network) != before
+    trained = {id(each) for optimizer in (muon, adamw) for group in optimizer.param_groups for each in group["params"]}
+    assert trained == {id(parameter) for parameter in network.parameters() if parameter.requires_grad}
+
+
+def built(parts, optimizer=torch.optim.AdamW):
+    """As builders of training frameworks do: an optimizer for each part of a pipeline, their state under one name."""
+    return [optimizer(parameter_groups(part, lr=0.1, weight_decay=0.1), betas=(0.9, 0.95)) for part in parts]
+
+
+def test_a_builder_of_one_optimizer_per_part():
+    """A part may have no maps. The state is flattened by names of parameters, and loads into another build."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def parts():
+        whole = model()
+        return [nn.Sequential(whole.embedding), nn.Sequential(whole.stack, whole.head)]
+
+    first, second = parts(), parts()
+    states = []
+    for part, optimizer in zip(first, built(first)):
+        for parameter in part.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        states.append(get_optimizer_state_dict(part, optimizer, options=options))
+    for part, optimizer, state in zip(second, built(second), states):
+        set_optimizer_state_dict(part, optimizer, dict(state), options=options)
+        again = get_optimizer_state_dict(part, optimizer, options=options)
+        assert again.keys() == state.keys()
+        assert all(
+            torch.equal(torch.as_tensor(again[name]), torch.as_tensor(state[name])) for name in state if "state" in name
+        )
+
+
+def wrapped():
+    """Under FSDP2 a parameter keeps its dimensions. Groups made before FSDP1 train; later is refused."""
+    sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    found = names_in(parameter_groups(sharded, lr=0.1, weight_decay=0.1), sharded)
+    network = nn.Sequential(HyperConnection(nn.Linear(D, D), N, D), HyperHead(N, D))
+    optimizer = torch.optim.SGD(parameter_groups(network, lr=0.1, weight_decay=0.1))
+    network = FSDP1(network, use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="is flattened by FSDP1; make the groups before"):
+        parameter_groups(network, lr=0.1, weight_decay=0.1)
+    x = torch.ones(2, N, D)
+    before = network(x).square().sum()
+    before.backward()
+    optimizer.step()
+    return found, before.item(), network(x).square().sum().item()
+
+
+def test_fsdp():
+    for found, before, after in run(2, wrapped):
+        assert found == {name: sorted(names) for name, names in EXPECTED.items()}
+        assert after < before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"model": 1}, TypeError, "model must be an nn.Module, got int"),
+        ({"lr": -1.0}, ValueError, "lr must be 0 or more, got -1.0"),
+        ({"lr": "1"}, TypeError, "lr must be a number, got str"),
+        ({"weight_decay": None}, TypeError, "weight_decay must be a number, got NoneType"),
+        ({"maps": 0.1}, TypeError, "maps must be a mapping of options, got float"),
+        ({"maps": {"params": []}}, ValueError, "maps must be options of the optimizer, got 'params'"),
+        ({"maps": {"lr": -2}}, ValueError, "maps['lr'] must be 0 or more, got -2"),
+        ({"model": nn.Identity()}, ValueError, "this Identity has no trainable parameters"),
+    ],
+)
+def test_wrong_uses(arguments, kind, message):
+    given = {"model": nn.Linear(2, 2), "lr": 0.1, "weight_decay": 0.1, **arguments}
+    with pytest.raises(kind) as error:
+        parameter_groups(**given)
+    assert str(error.value) == f"parameter_groups: {message}"
