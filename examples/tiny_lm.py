@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mhc_ops import HyperConnection, HyperHead, HyperStack, mhc_expand
+from mhc_ops import HyperConnection, HyperHead, HyperStack, mhc_expand, parameter_groups
 from mhc_ops.measure.report import progress
 
 TEXT = Path(__file__).parent / "data" / "pride_and_prejudice.txt"
 EVALUATIONS = 40  # points of a curve
 HEAD_DIM = 32
+DECAY, BETAS = 0.1, (0.9, 0.99)  # of AdamW
 
 
 def read_text() -> tuple[list[str], Tensor]:
@@ -107,23 +108,9 @@ class Run:
         return "  ".join(f"{key} {value:.4g}" for key, value in self.curve[-1].items())
 
 
-def optimizer_of(model: nn.Module, lr: float, maps: dict[str, float] | None = None) -> torch.optim.Optimizer:
-    """AdamW; weight decay for matrices, but not for phi, alpha and bias of the hyper-connections, unless maps says so.
-
-    maps: lr and weight_decay of those
-    """
-    hyper = [module for module in model.modules() if isinstance(module, HyperConnection | HyperHead)]
-    kept = {id(p) for module in hyper for name, p in module.named_parameters(recurse=False) if "norm" not in name}
-    groups: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-    for p in model.parameters():
-        groups[2 if id(p) in kept else p.dim() >= 2].append(p)
-    settings: list[dict[str, Any]] = [
-        {"weight_decay": 0.0},
-        {"weight_decay": 0.1},
-        {"weight_decay": 0.0, **(maps or {})},
-    ]
-    given = [{"params": params, **each} for params, each in zip(groups, settings) if params]
-    return torch.optim.AdamW(given, lr, betas=(0.9, 0.99))
+def optimizer_of(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW; weight decay for matrices, but not for phi, alpha and bias of the hyper-connections."""
+    return torch.optim.AdamW(parameter_groups(model, lr=lr, weight_decay=DECAY), betas=BETAS)
 
 
 def learning_rate(step: int, steps: int) -> float:

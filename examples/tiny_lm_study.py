@@ -4,21 +4,20 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import repeat
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
-from tiny_lm import Run, TinyLM, loss_of, optimizer_of, parameters_of, read_text, train
+from tiny_lm import BETAS, DECAY, Run, TinyLM, loss_of, optimizer_of, parameters_of, read_text, train
 from tiny_lm_results import draw_study, draw_sweep, pictures, write_rows
 from torch import Tensor, nn
 
-from mhc_ops import HyperConnection, HyperStack, metrics, mhc_maps, mhc_post, mhc_pre
+from mhc_ops import HyperConnection, HyperStack, metrics, mhc_maps, mhc_post, mhc_pre, parameter_groups
 from mhc_ops.measure.report import table
 
 FORMS = ("plain", "HC-like", "mHC", "mHC shifted")
 STUDIED = ("form", "seed", "step", "val", "train", "gradient", "activation", "gain_forward", "gain_backward")
-RATES = (0.1, 0.3, 1.0, 3.0)  # learning rates of the maps, in that of the other parameters
-DECAYS = (0.0, 0.1, 1.0, 10.0)  # weight decays of the maps
 
 
 # The forms.
@@ -64,7 +63,7 @@ def equal_width(form: str, vocabulary: int, options: argparse.Namespace) -> int:
 
 
 class Watched:
-    """activation: the largest |x| before a sublayer or before the last norm. gain_forward, gain_backward: as in metrics."""
+    """activation: the largest |x| before a sublayer or the last norm. gain_forward, gain_backward: as `metrics` has them."""
 
     def __init__(self) -> None:
         self.largest: list[Tensor] = []
@@ -192,27 +191,47 @@ def cell(value: Any) -> str:
 # The sweep.
 
 
+class Setting(NamedTuple):
+    """A learning rate of the maps, as a multiple of the others', and a weight decay of all maps or of those named."""
+
+    rate: float = 1.0
+    decay: float = 0.0
+    decayed: str = "all"
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        *others, maps = parameter_groups(model, lr=lr, weight_decay=DECAY, maps={"lr": self.rate * lr})
+        names = {id(p): name.rpartition(".")[2] for name, p in model.named_parameters()}
+        groups: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for p in maps["params"]:
+            groups[self.decayed in ("all", names[id(p)])].append(p)
+        split = [
+            {**maps, "params": params, "weight_decay": d} for params, d in zip(groups, (0.0, self.decay)) if params
+        ]
+        return torch.optim.AdamW([*others, *split], betas=BETAS)
+
+
+SETTINGS = (
+    *(Setting(rate=rate) for rate in (0.1, 0.3, 1.0, 3.0)),
+    *(Setting(decay=decay) for decay in (0.1, 1.0, 10.0)),
+    *(Setting(decay=10.0, decayed=name) for name in ("phi", "alpha", "bias", "layer_norm_weight")),
+)
+
+
 def sweep(options: argparse.Namespace) -> int:
     alphabet, text = read_text()
     rows = []
     for seed in range(options.seed, options.seed + options.seeds):
         own = with_seed(options, seed)
-        for rate in RATES:
-            for decay in DECAYS:
-                model = network("mHC", len(alphabet), own)
-                optimizer = optimizer_of(model, own.lr, {"lr": rate * own.lr, "weight_decay": decay})
-                last = train(f"lr ×{rate:g}, decay {decay:g}, seed {seed}", model, optimizer, text, own).curve[-1]
-                rows.append({"rate": rate, "decay": decay, "seed": seed, "val": last["val"], "train": last["train"]})
-    cells = [
-        [f"×{rate:g}", *(spread([r["val"] for r in rows if (r["rate"], r["decay"]) == (rate, d)]) for d in DECAYS)]
-        for rate in RATES
-    ]
-    print("validation loss, mean (least to most) over the seeds")
-    print(table(("lr of the maps", *(f"decay {decay:g}" for decay in DECAYS)), cells))
+        for setting in SETTINGS:
+            model = network("mHC", len(alphabet), own)
+            run = train(f"{setting}, seed {seed}", model, setting.optimizer(model, own.lr), text, own)
+            rows.append({**setting._asdict(), "seed": seed, **run.curve[-1]})
+    print(table(("lr of the maps", "decay", "of", "val loss", "least", "most"), map(swept, SETTINGS, repeat(rows))))
     write_rows(rows, list(rows[0]), options.out.with_suffix(".csv"))
     pictures({options.out: lambda path: draw_sweep(rows, path)}, options.out.with_suffix(".csv"))
     return 0
 
 
-def spread(values: list[float]) -> str:
-    return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+def swept(setting: Setting, rows: list[dict[str, Any]]) -> list[str]:
+    val = [row["val"] for row in rows if setting == tuple(row[name] for name in Setting._fields)]
+    return [f"×{setting.rate:g}", f"{setting.decay:g}", setting.decayed, *(f"{f(val):.3f}" for f in (mean, min, max))]

@@ -10,8 +10,8 @@ Both networks start from the same weights, so that they compute the same at step
 order. The script writes the losses and, as ..._health, the `mhc_ops.metrics` of the hyper-connections: as CSV and, if
 matplotlib is installed, as pictures.
 
---study compares networks with equally many parameters, which see the same batches. HC-like is mHC without the constraint:
-no Sinkhorn makes h_res doubly stochastic. docs/does_it_help.md says what the study and the sweep have shown.
+--study compares networks with equally many parameters, which see the same batches. HC-like is mHC without its
+constraint: no Sinkhorn makes h_res doubly stochastic. docs/does_it_help.md says what study and sweep have shown.
 """
 
 import argparse
