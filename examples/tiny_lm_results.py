@@ -10,7 +10,7 @@ from tiny_lm import Run
 
 # The colour-blind can tell orange and blue apart; the wide line shows under the narrow one.
 ORANGE, BLUE = {"color": "#E69F00", "linewidth": 3}, {"color": "#0072B2", "linewidth": 1.4}
-FOUR = ("#E69F00", "#D55E00", "#0072B2", "#009E73")  # forms of a study, decays of a sweep
+FOUR = ("#E69F00", "#D55E00", "#0072B2", "#009E73")  # the forms of a study
 # Panels: title, and the metrics of each connection in it; the first is a line, others are dotted.
 HEALTH = {
     "rows and (dotted) columns of h_res: |sum − 1|": ("h_res_row_error", "h_res_column_error"),
@@ -66,11 +66,12 @@ def line(axes: Any, points: list[dict[str, float]], key: str, style: str, **look
     axes.plot(*zip(*((point["step"], point[key]) for point in points if key in point)), style, **look)
 
 
-def finish(figure: Any, path: Path, **settings: Any) -> None:
+def finish(figure: Any, path: Path) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="0.92")
-        axes.set(**(settings or {"xlabel": "step", "xlim": (0, None)}))
+        if not axes.get_xlabel():
+            axes.set(xlabel="step", xlim=(0, None))
     figure.savefig(path)
 
 
@@ -135,16 +136,21 @@ def ends(rows: list[dict[str, Any]], key: str) -> tuple[int, int]:
 
 
 def draw_sweep(rows: list[dict[str, Any]], path: Path) -> None:
+    """The mean over the seeds, and from the least to the most."""
     from matplotlib.figure import Figure
 
-    figure = Figure((6, 3.7), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    for decay, colour in zip(dict.fromkeys(row["decay"] for row in rows), FOUR):
-        points = [row for row in rows if row["decay"] == decay]
-        band(axes, points, "rate", "val", label=f"{decay:g}", color=colour, marker="o")
-    axes.set(title="Validation loss by learning rate and weight decay of the maps", xscale="log")
-    axes.legend(frameon=False, title="weight decay of the maps")
-    finish(figure, path, xlabel="learning rate of the maps / that of the other parameters")
+    figure = Figure((9, 3.7), dpi=130, layout="constrained")
+    rates, decays = figure.subplots(1, 2, sharey=True)
+    band(rates, [row for row in rows if not row["decay"]], "rate", "val", color=BLUE["color"], marker="o")
+    rates.set(xscale="log", xlabel="learning rate of the maps / of other parameters", ylabel="validation loss")
+    named = [{**row, "setting": f"{row['decay']:g}\n{row['decayed']}"} for row in rows if row["rate"] == 1]
+    for setting in dict.fromkeys(row["setting"] for row in named):
+        values = [row["val"] for row in named if row["setting"] == setting]
+        decays.plot([setting] * 2, [min(values), max(values)], color=ORANGE["color"], linewidth=6, alpha=0.5)
+        decays.plot([setting], [mean(values)], color=ORANGE["color"], marker="o")
+    decays.set(xlabel="weight decay, and the maps that it shrinks")
+    decays.tick_params(axis="x", labelsize=7)
+    finish(figure, path)
 
 
 def band(axes: Any, points: list[dict[str, Any]], x: str, y: str, color: str, **look: Any) -> None:

@@ -63,11 +63,15 @@ def equal_width(form: str, vocabulary: int, options: argparse.Namespace) -> int:
 
 
 class Watched:
-    """activation: the largest |x| before a sublayer or the last norm. gain_forward, gain_backward: as `metrics` has them."""
+    """What a training step shows.
+
+    activation: the largest |x| before a sublayer or before the last norm
+    gain_forward, gain_backward: as `mhc_ops.metrics` has them
+    """
 
     def __init__(self) -> None:
         self.largest: list[Tensor] = []
-        self.product: Tensor | None = None  # of the maps that are not constrained
+        self.product: Tensor | None = None  # of all h_resᵀ, where they are not constrained
         self.health: Any = None
 
     def see(self, sublayer: nn.Module, inputs: Any, result: Any = None) -> None:
@@ -76,10 +80,12 @@ class Watched:
         if isinstance(sublayer, Unconstrained):
             with torch.no_grad():
                 maps = mhc_maps(x, sublayer.phi, sublayer.alpha, sublayer.bias, residual="logits")
-            self.multiply(maps[2])
+            self.multiply(maps[2].mT)
 
-    def multiply(self, h_res: Tensor) -> None:
-        self.product = h_res.mT if self.product is None else h_res.mT @ self.product
+    def multiply(self, mix: Tensor) -> None:
+        """By hand: autocast would round the factors of @."""
+        product = self.product
+        self.product = mix if product is None else (mix[..., None] * product[..., None, :, :]).sum(-2)
 
     def result(self) -> dict[str, float]:
         found = {"activation": torch.stack(self.largest).amax().item()}
