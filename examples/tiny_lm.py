@@ -17,7 +17,6 @@ from mhc_ops import HyperConnection, HyperHead, HyperStack, mhc_expand, paramete
 from mhc_ops.measure.report import progress
 
 TEXT = Path(__file__).parent / "data" / "pride_and_prejudice.txt"
-EVALUATIONS = 40  # points of a curve
 HEAD_DIM = 32
 DECAY, BETAS = 0.1, (0.9, 0.99)  # of AdamW
 
@@ -133,6 +132,7 @@ def train(
     text: Tensor,
     options: argparse.Namespace,
     watch: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
+    evaluations: int = 40,
 ) -> Run:
     """Runs with one seed see the same batches. The first step after each evaluation runs within watch(model)."""
     device, context, steps = options.device, options.context, options.steps
@@ -149,7 +149,7 @@ def train(
         run.curve.append({"step": step, "val": loss_of(model, validation, options).item(), **found})
 
     evaluate(0)
-    every = max(1, steps // EVALUATIONS)
+    every = max(1, steps // evaluations)
     spans = [range(begin, min(begin + every, steps)) for begin in range(0, steps, every)]
     for _, span in zip(progress([run] * len(spans), f"{name:5}"), spans):  # the bar shows the run's losses
         losses, norms = [], []

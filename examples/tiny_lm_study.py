@@ -164,7 +164,8 @@ def study(options: argparse.Namespace) -> int:
     print(table(tuple(summary[0]), [[cell(value) for value in each.values()] for each in summary]))
     rows = [row for trained in done for row in trained.rows()]
     write_rows(rows, list(STUDIED), options.out.with_suffix(".csv"))
-    options.out.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
+    made_with = {name: str(value) for name, value in vars(options).items()} | {"torch": torch.__version__}
+    options.out.with_suffix(".json").write_text(json.dumps({"options": made_with, "forms": summary}, indent=1) + "\n")
     pictures({options.out: lambda path: draw_study(rows, path)}, options.out.with_suffix(".csv"))
     return 0
 
@@ -230,8 +231,9 @@ def sweep(options: argparse.Namespace) -> int:
         own = with_seed(options, seed)
         for setting in SETTINGS:
             model = network("mHC", len(alphabet), own)
-            run = train(f"{setting}, seed {seed}", model, setting.optimizer(model, own.lr), text, own)
-            rows.append({**setting._asdict(), "seed": seed, **run.curve[-1]})
+            optimizer = setting.optimizer(model, own.lr)
+            run = train(f"{setting}, seed {seed}", model, optimizer, text, own, evaluations=1)
+            rows.append({**setting._asdict(), "seed": seed, "val": run.curve[-1]["val"]})
     print(table(("lr of the maps", "decay", "of", "val loss", "least", "most"), map(swept, SETTINGS, repeat(rows))))
     write_rows(rows, list(rows[0]), options.out.with_suffix(".csv"))
     pictures({options.out: lambda path: draw_sweep(rows, path)}, options.out.with_suffix(".csv"))

@@ -143,6 +143,10 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def main() -> int:
     options = parse()
-    sys.exit({"compare": compare, "study": study, "sweep": sweep}[options.mode](options))
+    return {"compare": compare, "study": study, "sweep": sweep}[options.mode](options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
