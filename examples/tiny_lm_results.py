@@ -10,7 +10,12 @@ from tiny_lm import Run
 
 # The colour-blind can tell orange and blue apart; the wide line shows under the narrow one.
 ORANGE, BLUE = {"color": "#E69F00", "linewidth": 3}, {"color": "#0072B2", "linewidth": 1.4}
-FOUR = ("#E69F00", "#D55E00", "#0072B2", "#009E73")  # the forms of a study
+FORMS = {
+    "plain": ORANGE,
+    "HC-like": {"color": "#D55E00", "linewidth": 1.4},
+    "mHC": {"color": "#56B4E9", "linewidth": 3},
+    "mHC shifted": BLUE,
+}
 # Panels: title, and the metrics of each connection in it; the first is a line, others are dotted.
 HEALTH = {
     "rows and (dotted) columns of h_res: |sum − 1|": ("h_res_row_error", "h_res_column_error"),
@@ -24,11 +29,11 @@ HEALTH = {
 LOGARITHMIC = ("h_res_row_error", "dphi_norm")
 STUDY = {
     "val": "validation loss in nats per character",
+    "train": "training loss in nats per character",
     "gradient": "largest norm of the gradients",
-    "activation": "largest |x|",
     "gain_forward": "all residual maps together: gain, forward",
     "gain_backward": "all residual maps together: gain, backward",
-    "train": "training loss in nats per character",
+    "activation": "largest |x|",
 }
 
 
@@ -117,22 +122,15 @@ def draw_study(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure((12, 6.4), dpi=110, layout="constrained")
     for axes, (key, title) in zip(figure.subplots(2, 3).flat, STUDY.items(), strict=True):
-        for form, colour in zip(dict.fromkeys(row["form"] for row in rows), FOUR):
-            points = [row for row in rows if row["form"] == form and key in row]
-            band(axes, points, "step", key, label=form, color=colour)
+        points = [row for row in rows if key in row]
+        for form, look in FORMS.items():
+            band(axes, [row for row in points if row["form"] == form], "step", key, label=form, **look)
         axes.set(title=title, yscale="linear" if key in ("val", "train") else "log")
         if key in ("val", "train"):
-            first, last = (
-                max(row[key] for row in rows if key in row and row["step"] == step) for step in ends(rows, key)
-            )
+            first, last = points[0][key], points[-1][key]
             axes.set_ylim(None, last + 0.45 * (first - last))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(FOUR), frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(FORMS), frameon=False)
     finish(figure, path)
-
-
-def ends(rows: list[dict[str, Any]], key: str) -> tuple[int, int]:
-    steps = [row["step"] for row in rows if key in row]
-    return min(steps), max(steps)
 
 
 def draw_sweep(rows: list[dict[str, Any]], path: Path) -> None:
@@ -141,7 +139,7 @@ def draw_sweep(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure((9, 3.7), dpi=130, layout="constrained")
     rates, decays = figure.subplots(1, 2, sharey=True)
-    band(rates, [row for row in rows if not row["decay"]], "rate", "val", color=BLUE["color"], marker="o")
+    band(rates, [row for row in rows if not row["decay"]], "rate", "val", marker="o", **BLUE)
     rates.set(xscale="log", xlabel="learning rate of the maps / of other parameters", ylabel="validation loss")
     named = [{**row, "setting": f"{row['decay']:g}\n{row['decayed']}"} for row in rows if row["rate"] == 1]
     for setting in dict.fromkeys(row["setting"] for row in named):
@@ -153,8 +151,11 @@ def draw_sweep(rows: list[dict[str, Any]], path: Path) -> None:
     finish(figure, path)
 
 
-def band(axes: Any, points: list[dict[str, Any]], x: str, y: str, color: str, **look: Any) -> None:
+def band(axes: Any, points: list[dict[str, Any]], x: str, y: str, **look: Any) -> None:
+    """A line through the means, and a band from the least to the most."""
     places = sorted({point[x] for point in points})
     values = [[point[y] for point in points if point[x] == place] for place in places]
-    axes.plot(places, list(map(mean, values)), color=color, linewidth=1.6, **look)
-    axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=color, alpha=0.18, linewidth=0)
+    axes.plot(places, list(map(mean, values)), **look)
+    axes.fill_between(
+        places, list(map(min, values)), list(map(max, values)), color=look["color"], alpha=0.2, linewidth=0
+    )

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from tiny_lm import BETAS, DECAY, Run, TinyLM, loss_of, optimizer_of, parameters_of, read_text, train
-from tiny_lm_results import draw_study, draw_sweep, pictures, write_rows
+from tiny_lm_results import FORMS, draw_study, draw_sweep, pictures, write_rows
 from torch import Tensor, nn
 
 from mhc_ops import HyperConnection, HyperStack, metrics, mhc_maps, mhc_post, mhc_pre, parameter_groups
 from mhc_ops.measure.report import table
 
-FORMS = ("plain", "HC-like", "mHC", "mHC shifted")
 STUDIED = ("form", "seed", "step", "val", "train", "gradient", "activation", "gain_forward", "gain_backward")
 
 
