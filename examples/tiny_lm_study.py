@@ -113,10 +113,11 @@ def memory_of(model: TinyLM, options: argparse.Namespace) -> int:
     """Bytes. On a GPU: the peak of a forward and backward, without the model. On a CPU: what the backward needs."""
     batch = torch.zeros(options.batch, options.context + 1, dtype=torch.long, device=options.device)
     if batch.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss_of(model, batch, options).backward()
-        model.zero_grad()
+        for _ in range(2):  # the first allocates workspaces that stay
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss_of(model, batch, options).backward()
+            model.zero_grad()
         return torch.cuda.max_memory_allocated() - before
     kept = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
 
@@ -181,6 +182,7 @@ def summarise(runs: list[Trained]) -> dict[str, Any]:
         "val loss": mean(val),
         "least": min(val),
         "most": max(val),
+        "best val": mean(min(point["val"] for point in trained.run.curve) for trained in runs),
         "train loss": mean(point["train"] for point in last),
         "largest gain": max(max(point["gain_forward"], point["gain_backward"]) for point in health),
         "gradient": max(point["gradient"] for point in points),

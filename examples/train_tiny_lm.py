@@ -29,13 +29,13 @@ from mhc_ops.measure.report import table
 
 # Where the command line names no size: on a CPU, and what differs on a GPU. The learning rates are the best of 1e-3,
 # 3e-3, 6e-3 and 1e-2 for the plain network on a CPU. A study takes a minute or two on two cores. On a GPU it has 48
-# sublayers of about 1 ms each (docs/design.md, small models), so 10 to 15 minutes. That time and that learning rate are
+# sublayers of about 1 ms each (docs/design.md, small models), so about 10 minutes. That time and that learning rate are
 # estimates.
 SIZES = {
     "compare": ({"D": 128, "depth": 3, "context": 64, "batch": 16, "steps": 800, "lr": 6e-3}, {"batch": 64}),
     "study": (
         {"D": 32, "depth": 6, "context": 32, "batch": 16, "steps": 120, "lr": 1e-2},
-        {"D": 128, "depth": 24, "context": 256, "batch": 64, "steps": 800, "lr": 3e-3},
+        {"D": 128, "depth": 24, "context": 256, "batch": 64, "steps": 600, "lr": 3e-3},
     ),
     "sweep": (
         {"D": 32, "depth": 3, "context": 32, "batch": 16, "steps": 80, "lr": 1e-2},
