@@ -31,7 +31,7 @@ from mhc_ops.measure.report import table
 # 3e-3, 6e-3 and 1e-2 for the plain network on a CPU. A study takes a minute or two on two cores. On a GPU it has 48
 # sublayers of about 1 ms each (docs/design.md, small models), so about 10 minutes. That time and that learning rate are
 # estimates.
-SIZES = {
+SIZES: dict[str, tuple[dict[str, float], dict[str, float]]] = {
     "compare": ({"D": 128, "depth": 3, "context": 64, "batch": 16, "steps": 800, "lr": 6e-3}, {"batch": 64}),
     "study": (
         {"D": 32, "depth": 6, "context": 32, "batch": 16, "steps": 120, "lr": 1e-2},
