@@ -141,13 +141,15 @@ def draw_sweep(rows: list[dict[str, Any]], path: Path) -> None:
     rates, decays = figure.subplots(1, 2, sharey=True)
     band(rates, [row for row in rows if not row["decay"]], "rate", "val", marker="o", **BLUE)
     rates.set(xscale="log", xlabel="learning rate of the maps / of other parameters", ylabel="validation loss")
-    named = [{**row, "setting": f"{row['decay']:g}\n{row['decayed']}"} for row in rows if row["rate"] == 1]
-    for setting in dict.fromkeys(row["setting"] for row in named):
-        values = [row["val"] for row in named if row["setting"] == setting]
-        decays.plot([setting] * 2, [min(values), max(values)], color=ORANGE["color"], linewidth=6, alpha=0.5)
-        decays.plot([setting], [mean(values)], color=ORANGE["color"], marker="o")
+    wide = {"color": ORANGE["color"], "linewidth": 8, "alpha": 0.4, "solid_capstyle": "butt"}
+    at_one = [row for row in rows if row["rate"] == 1]
+    for decay, decayed in dict.fromkeys((row["decay"], row["decayed"]) for row in at_one):
+        values = [row["val"] for row in at_one if (row["decay"], row["decayed"]) == (decay, decayed)]
+        label = f"{decay:g}\n" + decayed.replace(" ", "\n").replace("_", "\n")
+        decays.plot([label] * 2, [min(values), max(values)], **wide)
+        decays.plot([label], [mean(values)], color=ORANGE["color"], marker="o")
     decays.set(xlabel="weight decay, and the maps that it shrinks")
-    decays.tick_params(axis="x", labelsize=7)
+    decays.tick_params(axis="x", labelsize=8)
     finish(figure, path)
 
 

@@ -200,7 +200,7 @@ def cell(value: Any) -> str:
 
 
 class Setting(NamedTuple):
-    """A learning rate of the maps, as a multiple of the others', and a weight decay of all maps or of those named."""
+    """rate: of the maps, in the learning rate of the other parameters. decay: of all maps, or of those named."""
 
     rate: float = 1.0
     decay: float = 0.0
@@ -211,7 +211,7 @@ class Setting(NamedTuple):
         names = {id(p): name.rpartition(".")[2] for name, p in model.named_parameters()}
         groups: tuple[list[Tensor], list[Tensor]] = ([], [])
         for p in maps["params"]:
-            groups[self.decayed in ("all", names[id(p)])].append(p)
+            groups[self.decayed == "all" or names[id(p)] in self.decayed.split()].append(p)
         split = [
             {**maps, "params": params, "weight_decay": d} for params, d in zip(groups, (0.0, self.decay)) if params
         ]
@@ -221,7 +221,7 @@ class Setting(NamedTuple):
 SETTINGS = (
     *(Setting(rate=rate) for rate in (0.1, 0.3, 1.0, 3.0)),
     *(Setting(decay=decay) for decay in (0.1, 1.0, 10.0)),
-    *(Setting(decay=10.0, decayed=name) for name in ("phi", "alpha", "bias", "layer_norm_weight")),
+    *(Setting(decay=10.0, decayed=name) for name in ("phi alpha bias", "phi", "alpha", "bias", "layer_norm_weight")),
 )
 
 

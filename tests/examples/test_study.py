@@ -119,7 +119,7 @@ def test_sweep(tmp_path, monkeypatch):
     assert all(math.isfinite(float(row["val"])) for row in rows)
 
 
-@pytest.mark.parametrize("decayed", ["all", "phi", "alpha", "bias", "layer_norm_weight"])
+@pytest.mark.parametrize("decayed", ["all", "phi alpha bias", "alpha", "layer_norm_weight"])
 def test_a_setting_decays_what_it_names(decayed, options):
     model = example.network("mHC", VOCABULARY, options(*TINY))
     optimizer = example.Setting(rate=0.5, decay=3.0, decayed=decayed).optimizer(model, 0.01)
@@ -129,5 +129,5 @@ def test_a_setting_decays_what_it_names(decayed, options):
     }
     maps = {id(p) for m in (*model.layers, model.head) for p in m.parameters(recurse=False)}
     for name, p in model.named_parameters():
-        decay = 3.0 if decayed in ("all", name.rpartition(".")[2]) else 0.0
+        decay = 3.0 if decayed == "all" or name.rpartition(".")[2] in decayed.split() else 0.0
         assert found[id(p)] == ((0.005, decay) if id(p) in maps else plain[id(p)]), name
