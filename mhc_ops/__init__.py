@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .conv.modules import ShortConv
 from .conv.ops import causal_conv1d, causal_conv1d_update, short_conv
 from .core.backend import read_environment, use_backend
+from .core.optim import parameter_groups
 from .guide import *  # noqa: F403  the names of its __all__, which type checkers re-export
 from .mhc.metrics import Metrics, metrics
 from .mhc.modules import HyperConnection, HyperHead
@@ -31,7 +32,6 @@ from .mhc.ops import (
 )
 from .mhc.stack import HyperStack
 from .mhc.warmup import warmup
-from .optim import parameter_groups
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 read_environment()

@@ -12,7 +12,8 @@ caches, gradient checkpointing, hooks. A patched module differs from transformer
 
 What differs:
 
-- Maps stay in fp32, which transformers rounds to the type of the streams; sums are rounded once.
+- Maps stay in fp32, which transformers rounds to the type of the streams; sums are rounded once. Their parameters stay
+  fp32 too where a patched model is cast, or is loaded in a narrower type.
 - The RMSNorm before a sublayer is fused with reading the streams, without a call of its module, if that is the model's
   own and has neither hooks nor another forward.
 - A hook on `attn_hc` or `ffn_hc` of a patched layer sees (h_in, carry) as the output; `carry.h_post` and `carry.h_res`
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..core.maps import HasMaps
+from ..core.maps import KeepsMaps, ReadsStreams
 from ..mhc.ops import Carry, mhc_enter, mhc_head, mhc_leave, mhc_mean, mhc_next, mhc_pre
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -72,7 +73,15 @@ def patched(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> 
         unpatch(model)
 
 
-class _Connection(HasMaps):
+class _Maps(KeepsMaps):
+    """Maps that are fp32, also where transformers makes or loads a model in a narrower type."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.widen_maps()
+
+
+class _Connection(_Maps, ReadsStreams):
     """`attn_hc` and `ffn_hc`, which read the streams for a sublayer."""
 
     map_names = ("fn", "scale", "base")
@@ -83,13 +92,13 @@ class _Connection(HasMaps):
     scale: Tensor
     base: Tensor
 
-    def options(self) -> Any:
-        raise NotImplementedError
+    def streams_read(self, given: Any, result: Any) -> Tensor:
+        return result[1].x if isinstance(result[1], Carry) else given
 
     def forward(self, hidden_streams: Any, h_out: Tensor | None = None, *, norm: Any = None) -> Any:
         """The normed h_in of a sublayer and its carry, from x, or from the carry and h_out of the sublayer before.
         Without `norm`, what transformers returns: the maps, then h_in without a norm."""
-        own: Any = {"phi": self.fn, "alpha": self.scale, "bias": self.base, **self.options()}
+        own: Any = {"phi": self.fn, "alpha": self.scale, "bias": self.base, **self.map_options()}
         if norm is None:
             h_in, h_post, h_res = mhc_pre(hidden_streams, **own)
             return (h_post, h_in) if h_res is None else (h_post, h_res, h_in)
@@ -115,7 +124,7 @@ class _SinkhornConnection(_Connection):
     hc_sinkhorn_iters: int
     input_norm: Any
 
-    def options(self) -> Any:
+    def map_options(self) -> Any:
         of_sinkhorn = {"sinkhorn_iters": self.hc_sinkhorn_iters, "sinkhorn_eps": self.hc_eps}
         return {"norm_eps": self.input_norm.eps, "hc_eps": self.hc_eps, **of_sinkhorn}
 
@@ -126,7 +135,7 @@ class _IdentityConnection(_Connection):
     hc_post_magnitude: float
     input_norm: Any
 
-    def options(self) -> Any:
+    def map_options(self) -> Any:
         of_post = {"post_mult": self.hc_post_magnitude, "post_eps": self.hc_eps}
         return {"norm_eps": self.input_norm.eps, "hc_eps": self.hc_eps, "residual": "identity", **of_post}
 
@@ -200,7 +209,7 @@ def _sublayers(layer: Any, x: Tensor, attention: Any, feed_forward: Any) -> tupl
     return mhc_leave(carry, feed_forward(h_in)), rest
 
 
-class _LearnedHead(HasMaps):
+class _LearnedHead(_Maps):
     map_names = ("hc_fn", "hc_scale", "hc_base")
     hc_fn: Tensor
     hc_scale: Tensor

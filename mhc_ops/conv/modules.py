@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.check import check_count, check_flag, check_numbers, check_tensors
-from ..core.maps import HasMaps
+from ..core.maps import KeepsMaps, type_of_maps
 from .ops import short_conv
 
 
-class ShortConv(HasMaps, nn.Module):
+class ShortConv(KeepsMaps, nn.Module):
     """A short causal convolution over the streams of an mHC model: `y = ShortConv(n, D)(x)` for x [B, L, n, D].
 
     RMSNorm with a weight per stream normalises each stream over its D channels. Each of the n·D channels is then
@@ -26,9 +26,11 @@ class ShortConv(HasMaps, nn.Module):
     torch.Size([2, 10, 4, 64])
 
     Parameters: norm_weight [n, D], ones at first, and weight [n·D, width], uniform within ±1/√width as in nn.Conv1d.
-    There is no bias. Their dtype is the one given, else torch's default. With weight zero and residual=True the module
-    is the identity, so it can be added to a trained model: `nn.init.zeros_(conv.weight)`. From there weight learns at
-    once, and norm_weight once weight has moved.
+    There is no bias. Their dtype is the one given, else torch's default. norm_weight is fp32 where that default is
+    narrower, and stays fp32 when the module is cast to a narrower type; with cast_maps=True it follows.
+
+    With weight zero and residual=True the module is the identity, so it can be added to a trained model:
+    `nn.init.zeros_(conv.weight)`. From there weight learns at once, and norm_weight once weight has moved.
     """
 
     norm_weight: nn.Parameter
@@ -48,15 +50,18 @@ class ShortConv(HasMaps, nn.Module):
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        cast_maps: bool = False,
     ):
         super().__init__()
         for name, value in (("n", n), ("D", D), ("width", width), ("dilation", dilation)):
             check_count("ShortConv", name, value)
         (self.norm_eps,) = check_numbers("ShortConv", norm_eps=norm_eps)
         check_flag("ShortConv", "residual", residual)
+        check_flag("ShortConv", "cast_maps", cast_maps)
         self.n, self.D, self.width, self.dilation = n, D, width, dilation
         self.residual, self.backend = residual, backend
-        self.norm_weight = nn.Parameter(torch.empty(n, D, device=device, dtype=dtype))
+        of_norm, self.cast_maps = type_of_maps(dtype, cast_maps)
+        self.norm_weight = nn.Parameter(torch.empty(n, D, device=device, dtype=of_norm))
         self.weight = nn.Parameter(torch.empty(n * D, width, device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -1,9 +1,17 @@
-"""Which parameters of a module are maps: those that make the weights of streams, and the norms that go with them."""
+"""Which parameters of a module are maps, and the fp32 that they keep.
 
-from collections.abc import Iterator
-from typing import ClassVar
+Maps are the parameters that make the weights of streams, and the norms that go with them: few numbers, each of which
+many tokens use. In bf16 a step of training is often smaller than half the distance to the next number, and is lost.
+"""
 
-from torch import nn
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+_PARAMETRIZED = re.compile(r"parametrizations\.(.+)\.original\d*")
 
 
 class HasMaps:
@@ -12,9 +20,85 @@ class HasMaps:
     map_names: ClassVar[tuple[str, ...]]
 
 
+class ReadsStreams(HasMaps):
+    """A base of modules that read streams for a layer by their maps, which `metrics` watches.
+
+    map_names begins with what are phi, alpha and bias there.
+    """
+
+    def streams_read(self, given: Any, result: Any) -> Tensor:
+        """x as a call read it. given: its first argument   result: what it returned"""
+        raise NotImplementedError
+
+    def map_options(self) -> Mapping[str, Any]:
+        """Options of its maps, all or those that differ from the defaults."""
+        raise NotImplementedError
+
+
+class KeepsMaps(HasMaps):
+    """A base of modules, before nn.Module, whose maps are fp32 or wider unless cast_maps is set.
+
+    A cast of the module to a narrower type (`to`, `half`, `bfloat16`) makes its maps fp32 and casts the rest. Other
+    casts and moves apply to maps too. load_state_dict widens maps where it takes the tensors themselves (assign=True).
+    """
+
+    cast_maps: bool = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        assert isinstance(self, nn.Module)
+        if self.cast_maps:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        maps = [each for parameter in own_maps(self) for each in (parameter, parameter.grad)]
+
+        def without_narrowing(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            if not any(tensor is each for each in maps) or found.dtype == tensor.dtype or not is_narrow(found.dtype):
+                return found
+            wide = tensor.to(torch.float32)
+            return wide if wide.device == found.device else wide.to(found.device)
+
+        return super()._apply(without_narrowing, recurse)  # type: ignore[misc]
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *others: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers", False) and not self.cast_maps:
+            for key in (prefix + name for name in self.map_names):
+                if key in state_dict and is_narrow(state_dict[key].dtype):
+                    state_dict[key] = state_dict[key].to(torch.float32)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)  # type: ignore[misc]
+
+    def widen_maps(self) -> None:
+        """Make the maps fp32 where they are narrower."""
+        assert isinstance(self, nn.Module)
+        for parameter in own_maps(self):
+            if is_narrow(parameter.dtype):
+                parameter.data = parameter.data.to(torch.float32)
+
+
+def own_maps(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The maps of one module, also where torch.nn.utils.parametrize makes them of other parameters."""
+    if isinstance(module, HasMaps):
+        for name, parameter in module.named_parameters():
+            made = _PARAMETRIZED.fullmatch(name)
+            if (made[1] if made else name) in module.map_names:
+                yield parameter
+
+
 def maps_of(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The maps of a model and of the modules within, once for each module that has them."""
+    """The maps of a model, once for each module that has them."""
     for module in model.modules():
-        if isinstance(module, HasMaps):
-            own = dict(module.named_parameters())
-            yield from (own[name] for name in module.map_names if name in own)
+        yield from own_maps(module)
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether this is a float type that is narrower than fp32."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def type_of_maps(dtype: torch.dtype | None, cast_maps: bool) -> tuple[torch.dtype, bool]:
+    """The type of new maps: the one asked for, else torch's default but at least fp32. Whether they follow casts: where
+    that or a narrower type was asked for."""
+    default = torch.get_default_dtype()
+    chosen = dtype or (default if cast_maps else torch.promote_types(default, torch.float32))
+    return chosen, cast_maps or is_narrow(chosen)

@@ -10,6 +10,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from ..conv.modules import ShortConv
 from ..core.check import name_of
 from ..mhc.modules import HyperConnection, HyperHead, MHCBlock
 from ..mhc.stack import HyperStack
@@ -75,8 +76,16 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
         if sharded and (module is model or any(isinstance(inner, _MAPS) for inner in module.modules())):
             raise ValueError(f"fully_shard: {name or 'the model'} is sharded already; shard a model once, before use")
         if isinstance(module, _MAPS) and len(types := _types(module)) > 1:
-            names = " and ".join(sorted(name_of(dtype) for dtype in types))
-            raise ValueError(f"fully_shard: the maps of {name or 'the model'} are {names}; give them one type")
+            raise ValueError(f"fully_shard: the maps of {name or 'the model'} are {_listed(types)}; give them one type")
+        if isinstance(module, ShortConv) and len(types := _types(module)) > 1:
+            advice = "leave the model fp32 and cast it by mp_policy, or make the ShortConv with cast_maps=True"
+            raise ValueError(
+                f"fully_shard: {name or 'the model'} is {_listed(types)}, and a group has one type; {advice}"
+            )
+
+
+def _listed(types: set[torch.dtype]) -> str:
+    return " and ".join(sorted(name_of(dtype) for dtype in types))
 
 
 def _bottom_up(model: nn.Module) -> list[nn.Module]:
@@ -91,7 +100,7 @@ def _has_own_group(layer: Any) -> bool:
 
 
 def _types(module: nn.Module) -> set[torch.dtype]:
-    """The types of the maps of a connection, a head or a whole stack."""
+    """The types of the parameters of a ShortConv, or of the maps of a connection, a head or a whole stack."""
     own = module.children() if isinstance(module, HyperStack) else (module,)
     return {parameter.dtype for maps in own for parameter in maps.parameters(recurse=False)}
 

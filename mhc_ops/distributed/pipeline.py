@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from ..mhc.metrics import unseen
 from .stages import HyperStage, Send
 
 
@@ -57,6 +58,11 @@ class PipelineStage(pipelining.PipelineStage):
         self.lanes.check(self.group, self.stage_index_to_group_rank, self.group_rank)
         self.lanes.open(self.stage_index_to_group_rank, self.group_rank, self.device)
         return super()._warmup_forward_vote(*args, **kwargs)
+
+    def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        """In the first step torch runs the stage on memory of any content, to find the shapes of its outputs."""
+        with unseen():
+            return super()._forward_metadata_inference(*args, **kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.lanes.running.add(self.stage_index)

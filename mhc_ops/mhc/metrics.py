@@ -1,8 +1,10 @@
 """Health of a training run: maps, logits and gradients of a model's hyper-connections."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -12,22 +14,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import private
 from ..core.backend import choose
+from ..core.maps import ReadsStreams
 from ..core.modes import is_transformed
 from ..core.precision import accumulate
-from .carry import StackCarry
-from .modules import HyperConnection
 from .ops import mhc_maps, sinkhorn
-from .options import MapKeywords, Residual
+from .options import DEFAULTS, MapKeywords, PreOptions, Residual
 
 SATURATED = 6.0  # |z| above which a sigmoid has less than 1 % of its steepest slope
 _SATURATED_SHARE = 1 / (1 + math.exp(-SATURATED)) - 0.5  # how far σ(z) is from ½ there
 _OF_RESIDUAL = ("residual", "sinkhorn_iters", "sinkhorn_eps", "transposed")
 _OF_READ_AND_WRITE = MapKeywords.__optional_keys__ - set(_OF_RESIDUAL)
+_paused = ContextVar("paused", default=False)
+_OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # parts of names, as torch adds them
 
 
 @contextmanager
 def metrics(model: nn.Module) -> Iterator["Metrics"]:
-    """Collects what the `HyperConnection`s of a model do, in a `HyperStack` or alone.
+    """Collects what the `HyperConnection`s of a model do, in a `HyperStack` or alone, and those of a model of
+    transformers that `mhc_ops.compat.transformers` has patched.
 
     >>> with mhc_ops.metrics(model) as health:
     ...     loss_of(model(batch)).backward()
@@ -38,16 +42,22 @@ def metrics(model: nn.Module) -> Iterator["Metrics"]:
     so many steps of a training run.
 
     All calls within count, those of gradient accumulation too; what a checkpoint runs again in the backward does not.
-    Gradients are read when the context ends: end it between backward and zero_grad. Under torch.compile and torch.func
-    nothing is collected: call the model itself.
+    Gradients are read when the context ends: end it between backward and zero_grad. Within the context what
+    torch.compile has compiled runs eagerly, and takes the time and memory of that. Under torch.func nothing is
+    collected: call the model itself.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"metrics: model must be an nn.Module, got {type(model).__name__}")
-    connections = {name: module for name, module in model.named_modules() if isinstance(module, HyperConnection)}
+    connections: dict[str, Any] = {
+        _plain(name): each for name, each in model.named_modules() if isinstance(each, ReadsStreams)
+    }
     if not connections:
-        raise ValueError(f"metrics: there is no HyperConnection in this {type(model).__name__}")
+        advice = "a model of transformers is patched first, by mhc_ops.compat.transformers.patch"
+        raise ValueError(f"metrics: there is no HyperConnection in this {type(model).__name__}; {advice}")
     found = Metrics(connections)
     with ExitStack() as hooks:
+        if "torch._dynamo" in sys.modules:  # something may be compiled
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
         hooks.enter_context(model.register_forward_pre_hook(found._begin))
         for name, connection in connections.items():
             # Before other hooks: those of FSDP2 free the parameters that the maps are made of.
@@ -60,7 +70,7 @@ def metrics(model: nn.Module) -> Iterator["Metrics"]:
 class Metrics:
     """What `metrics` collects; `result()` has it as numbers."""
 
-    def __init__(self, connections: dict[str, HyperConnection]):
+    def __init__(self, connections: dict[str, Any]):
         self._connections = connections
         self._seen = {name: _Seen() for name in connections}
         self._composite = _Seen()
@@ -85,8 +95,8 @@ class Metrics:
         """
         if not any(seen.counts for seen in self._seen.values()):
             raise RuntimeError(
-                "metrics: no connection of the model ran within the context, or only under torch.compile or "
-                "torch.func, where nothing is collected: call the model itself"
+                "metrics: no connection of the model ran within the context, or only under torch.func or in what "
+                "torch.compile compiled there, where nothing is collected: call the model itself"
             )
         found = self._composite.tensors()
         for name, seen in self._seen.items():
@@ -112,39 +122,37 @@ class Metrics:
             self._composite.mean("gain_backward", sizes.sum(-2).amax(-1))
             self._product = None
 
-    def _see(self, name: str, connection: nn.Module, inputs: tuple[Any, ...], result: Any) -> None:
+    def _see(self, name: str, connection: Any, inputs: tuple[Any, ...], result: Any) -> None:
         if _unseen():
             return
-        assert isinstance(connection, HyperConnection)
-        x = _streams(inputs[0], result)
+        x = _local(connection.streams_read(inputs[0], result))
         if x.numel():
             with _aside():
                 self._see_maps(self._seen[name], connection, x)
 
-    def _see_maps(self, seen: "_Seen", connection: HyperConnection, x: Tensor) -> None:
-        h_pre, h_post, z_res = _maps(connection, x)
-        options = connection.options
+    def _see_maps(self, seen: "_Seen", connection: Any, x: Tensor) -> None:
+        options = PreOptions(**connection.map_options())
+        backend = _backend(connection, x.device)
+        h_pre, h_post, z_res = _maps(connection, x, options, backend)
         for which, h in (("pre", h_pre), ("post", h_post)):
             seen.mean(f"h_{which}_mean", h)
             seen.least(f"h_{which}_min", h)
             seen.most(f"h_{which}_max", h)
         for which, sigmoid in (
-            ("pre", h_pre - options["hc_eps"]),
-            ("post", (h_post - options["post_eps"]) / options["post_mult"]),
+            ("pre", h_pre - options.hc_eps),
+            ("post", (h_post - options.post_eps) / options.post_mult),
         ):
             seen.mean(f"saturated_{which}", (sigmoid - 0.5).abs() > _SATURATED_SHARE)
         if z_res is None:
             self._multiply(torch.diag_embed(torch.ones_like(h_post)))
             return
         seen.mean("saturated_res", z_res.abs() > SATURATED)
-        h_res = sinkhorn(
-            z_res, options["sinkhorn_iters"], options["sinkhorn_eps"], backend=_backend(connection, x.device)
-        )
+        h_res = sinkhorn(z_res, options.sinkhorn_iters, options.sinkhorn_eps, backend=backend)
         seen.most("h_res_row_error", (h_res.sum(-1) - 1).abs())
         seen.most("h_res_column_error", (h_res.sum(-2) - 1).abs())
         seen.mean("h_res_entropy", torch.special.entr(h_res).sum(-1))
         seen.most("h_res_max", h_res)
-        self._multiply(h_res if options["transposed"] else h_res.mT)
+        self._multiply(h_res if options.transposed else h_res.mT)
 
     def _multiply(self, mix: Tensor) -> None:
         """x_next = mix @ x + …"""
@@ -159,7 +167,7 @@ class Metrics:
     @torch.no_grad()
     def _see_gradients(self) -> None:
         for name, connection in self._connections.items():
-            gradients = {which: getattr(connection, which).grad for which in ("phi", "alpha", "bias")}
+            gradients = {which: tensor.grad for which, tensor in zip(("phi", "alpha", "bias"), _parameters(connection))}
             self._gradients[name] = {
                 f"d{which}_norm": _whole(torch.linalg.vector_norm(accumulate(gradient)))
                 for which, gradient in gradients.items()
@@ -195,8 +203,18 @@ def _merge(kept: dict[str, Tensor], name: str, value: Tensor, both: Callable[[Te
 
 
 def _unseen() -> bool:
-    """True under torch.compile and torch.func, and where a checkpoint runs a forward again in the backward."""
-    return torch.compiler.is_compiling() or is_transformed() or private.graph_task() != -1
+    """True in `unseen`, while torch.compile traces, under torch.func, and where a checkpoint runs a forward again."""
+    return _paused.get() or torch.compiler.is_compiling() or is_transformed() or private.graph_task() != -1
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Forwards within count for no metrics: that of a pipeline on memory of any content, to find shapes."""
+    before = _paused.set(True)
+    try:
+        yield
+    finally:
+        _paused.reset(before)
 
 
 @contextmanager
@@ -206,25 +224,35 @@ def _aside() -> Iterator[None]:
         yield
 
 
-def _streams(given: Any, result: Any) -> Tensor:
-    """x as the connection read it: its input or, in a stack, the x of the carry that it returns."""
-    if not isinstance(given, StackCarry):
-        return given
-    return (result if isinstance(result, StackCarry) else result[0]).carry.x
+def _plain(name: str) -> str:
+    """The name of a module in the model that torch's wrappers were put around."""
+    return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
 
 
-def _maps(connection: HyperConnection, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _parameters(connection: Any) -> list[Tensor]:
+    """phi, alpha and bias."""
+    return [getattr(connection, name) for name in connection.map_names[:3]]
+
+
+def _maps(connection: Any, x: Tensor, options: PreOptions, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """h_pre, h_post and the logits of h_res, or None."""
-    residual = (Residual.LOGITS if connection.has_h_res else Residual.IDENTITY).value
-    options: Any = {name: value for name, value in connection.further.items() if name in _OF_READ_AND_WRITE}
-    parameters = (connection.phi, connection.alpha, connection.bias, connection.gamma)
-    return mhc_maps(x, *parameters, residual=residual, backend=_backend(connection, x.device), **options)
+    own: Any = {name: value for name, value in options._asdict().items() if name in _OF_READ_AND_WRITE}
+    further = {name: value for name, value in own.items() if value != getattr(DEFAULTS, name)}
+    residual = options.residual if options.residual == Residual.IDENTITY else Residual.LOGITS.value
+    gamma = getattr(connection, "gamma", None)
+    parameters: Any = [None if each is None else _local(each) for each in (*_parameters(connection), gamma)]
+    return mhc_maps(x, *parameters, residual=residual, backend=backend, **further)
 
 
-def _backend(connection: HyperConnection, device: torch.device) -> str:
+def _backend(connection: Any, device: torch.device) -> str:
     """The connection's, but TileLang has no maps alone."""
-    name = choose("metrics", "mhc", connection.backend, device)
+    name = choose("metrics", "mhc", getattr(connection, "backend", None), device)
     return "triton" if name == "tilelang" else name
+
+
+def _local(tensor: Any) -> Tensor:
+    """This process's tokens, where x is in pieces on several; maps are whole on each."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _whole(norm: Any) -> Tensor:

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from ..core import backend as backends
 from ..core.check import check_count, check_flag, check_tensors
-from ..core.maps import HasMaps
+from ..core.maps import KeepsMaps, ReadsStreams, type_of_maps
 from .carry import StackCarry, boundary
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
 from .options import DEFAULTS, PreKeywords, Residual, checked, spelled_out
@@ -18,7 +18,7 @@ from .options import DEFAULTS, PreKeywords, Residual, checked, spelled_out
 MOST = 1 - 2**-8  # of a sigmoid in a fresh module: nearer to 1 its slope is too small to learn
 
 
-class _Maps(HasMaps, nn.Module):
+class _Maps(KeepsMaps, nn.Module):
     """Parameters of the modules here: phi [maps, nD], alpha [sections], bias [maps] and, if asked for, gamma [n, D].
 
     sections: 3 for the n² + 2n maps of a layer, pre, post and res; 2 for those without res; 1 for the n of a head.
@@ -40,12 +40,15 @@ class _Maps(HasMaps, nn.Module):
         backend: str | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        cast_maps: bool,
     ):
         super().__init__()
         kind = type(self).__name__
         check_count(kind, "n", n)
         check_count(kind, "D", D)
         check_flag(kind, "gamma", gamma)
+        check_flag(kind, "cast_maps", cast_maps)
+        dtype, self.cast_maps = type_of_maps(dtype, cast_maps)
         found = checked(kind, options)
         if found.hc_eps >= 1:
             raise ValueError(f"{kind}: hc_eps must be below 1, got {found.hc_eps}")
@@ -84,6 +87,7 @@ class _Maps(HasMaps, nn.Module):
             "gamma": self.gamma is not None,
             "layer_norm": weight is not None,
             "checkpoint": getattr(self, "checkpoint", False),
+            "cast_maps": self.cast_maps,
         }
         words = [f"n={self.n}", f"D={self.D}", *(f"{name}=True" for name, on in flags.items() if on)]
         words += [f"{name}={self.further[name]!r}" for name in ("residual", "transposed") if name in self.further]
@@ -94,9 +98,9 @@ class MHCBlock(_Maps):
     """The trainable maps of one mHC layer: `h_in, h_post, h_res = block(x)` for x [..., n, D].
 
     h_in [..., D] is what the layer reads; h_post [..., n] and h_res [..., n, n] (raw logits, no Sinkhorn) say how its
-    output is written back. Parameters: phi [n² + 2n, nD], alpha [3], bias [n² + 2n], typed as torch's default (fp32)
-    unless dtype says otherwise. A fresh block is near h_pre = 0.5, h_post = 1 and h_res = 0 for every x: alpha is 0.01
-    and bias 0. `HyperConnection` is the module to train with.
+    output is written back. Parameters: phi [n² + 2n, nD], alpha [3], bias [n² + 2n], of types as in `HyperConnection`.
+    A fresh block is near h_pre = 0.5, h_post = 1 and h_res = 0 for every x: alpha is 0.01 and bias 0. `HyperConnection`
+    is the module to train with.
 
     >>> block = MHCBlock(n=4, D=256)
     >>> h_in, h_post, h_res = block(torch.randn(2, 128, 4, 256))
@@ -112,9 +116,10 @@ class MHCBlock(_Maps):
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        cast_maps: bool = False,
     ):
         options = {"norm_eps": norm_eps, "hc_eps": hc_eps}
-        super().__init__(n, D, 3, False, options, backend, device, dtype)
+        super().__init__(n, D, 3, False, options, backend, device, dtype, cast_maps)
 
     def reset_parameters(self) -> None:
         """phi ~ N(0, 0.02²), alpha = 0.01, bias = 0."""
@@ -127,7 +132,7 @@ class MHCBlock(_Maps):
         return mhc_forward_pre(x, self.phi, self.alpha, self.bias, backend=self.backend, **self.options)
 
 
-class HyperConnection(_Maps):
+class HyperConnection(_Maps, ReadsStreams):
     """A layer of a network with n residual streams: `x_next = HyperConnection(layer, n, D)(x)` for x [..., n, D].
 
     Where a residual network computes x + layer(x), this reads a weighted sum h_in of the streams, runs the layer on it
@@ -151,8 +156,11 @@ class HyperConnection(_Maps):
     run everything, the layer included, again there.
 
     Other options as in `mhc_pre`: with residual="identity" every stream is kept as it is, and phi is [2n, nD],
-    alpha [2], bias [2n]. Parameters are typed as torch's default (fp32) unless dtype says otherwise. `HyperStack` runs
-    several of these in a row faster.
+    alpha [2], bias [2n]. `HyperStack` runs several of these in a row faster.
+
+    dtype: of the parameters; without it fp32, or torch's default where that is wider. They stay fp32 when the module is
+    cast to a narrower type, as by `model.bfloat16()`, or loads one; the layer is cast. cast_maps: they follow such
+    casts, as they do where dtype is narrower than fp32.
     """
 
     @spelled_out
@@ -168,6 +176,7 @@ class HyperConnection(_Maps):
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        cast_maps: bool = False,
         **options: Unpack[PreKeywords],
     ):
         if not callable(layer):
@@ -178,8 +187,9 @@ class HyperConnection(_Maps):
         if residual == Residual.LOGITS:
             raise ValueError("HyperConnection: residual='logits' is no map to mix streams with; MHCBlock returns it")
         has_h_res = residual != Residual.IDENTITY
-        super().__init__(n, D, 3 if has_h_res else 2, gamma, {**DEFAULTS._asdict(), **options}, backend, device, dtype)
-        weight = nn.Parameter(torch.ones(D, device=device, dtype=dtype)) if layer_norm else None
+        sections, options_of_all = 3 if has_h_res else 2, {**DEFAULTS._asdict(), **options}
+        super().__init__(n, D, sections, gamma, options_of_all, backend, device, dtype, cast_maps)
+        weight = nn.Parameter(torch.ones(D, device=device, dtype=self.bias.dtype)) if layer_norm else None
         self.layer_norm_weight: nn.Parameter | None = weight
         self.layer, self.checkpoint = layer, checkpoint
         self.has_h_res = has_h_res  # where it has none, every stream is kept as it is
@@ -199,6 +209,15 @@ class HyperConnection(_Maps):
         pre.copy_(torch.logit((share - self.options["hc_eps"]).clamp(1 - MOST, MOST)))
         post.fill_(_logit((1 - self.options["post_eps"]) / self.options["post_mult"]))
         res.copy_(4 * torch.eye(self.n, device=self.bias.device).flatten()[: len(res)])
+
+    def streams_read(self, given: Any, result: Any) -> Tensor:
+        """x as a call read it: its input or, in a stack, the x of the carry that it returned."""
+        if not isinstance(given, StackCarry):
+            return given
+        return (result if isinstance(result, StackCarry) else result[0]).carry.x
+
+    def map_options(self) -> dict[str, Any]:
+        return self.options
 
     def forward(self, x: Tensor | StackCarry, /, *args: Any, **kwargs: Any) -> Any:
         """x_next; in a `HyperStack`, which hands a carry over in the place of x, the next carry in that of x_next"""
@@ -235,7 +254,7 @@ class HyperHead(_Maps):
     """The end of a network with n residual streams: a weighted sum of them, [..., n, D] to [..., D] (see `mhc_head`).
 
     Fresh, it is their mean (1 − 2⁻⁸ of the one stream with n = 1). Parameters: phi [n, nD], alpha [1], bias [n] and,
-    with gamma=True, gamma [n, D], typed as torch's default (fp32) unless dtype says otherwise.
+    with gamma=True, gamma [n, D], of types as in `HyperConnection`.
 
     >>> HyperHead(4, 64)(torch.randn(2, 10, 4, 64)).shape
     torch.Size([2, 10, 64])
@@ -252,9 +271,10 @@ class HyperHead(_Maps):
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        cast_maps: bool = False,
     ):
         options = {"norm_eps": norm_eps, "hc_eps": hc_eps}
-        super().__init__(n, D, 1, gamma, options, backend, device, dtype)
+        super().__init__(n, D, 1, gamma, options, backend, device, dtype, cast_maps)
 
     def reset_parameters(self) -> None:
         """phi = 0, alpha = 0.01, gamma = 1; bias: every weight is 1/n."""

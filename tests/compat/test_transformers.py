@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from mhc_ops import use_backend
+from mhc_ops import HyperConnection, HyperHead, metrics, use_backend
 from mhc_ops.compat import transformers as on_mhc_ops
 from mhc_ops.compat.transformers import patch, patched, unpatch
 from mhc_ops.core.backend import too_old
+from mhc_ops.core.maps import maps_of
 from mhc_ops.testing.cases import SEED
 
 ROOT = Path(__file__).parents[2]
@@ -281,6 +282,79 @@ def test_bf16(tiny):
     model = choosing_nothing(tiny.load(dtype=torch.bfloat16))
     (eager, _), (ours, _), (exact, _) = bf16_errors(model, tiny.ids)
     assert max(ours, exact) < 1.5 * eager
+
+
+def types_of_maps(model):
+    return {parameter.dtype for parameter in maps_of(model)}
+
+
+def test_maps_stay_fp32(tiny, mapping):
+    """Where transformers loads a patched model in bf16, and where that is cast; GLM's own are bf16."""
+    with patched():
+        model = tiny.load(dtype=torch.bfloat16)
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert types_of_maps(model) == {torch.float32} == types_of_maps(model.half())
+    assert model.get_input_embeddings().weight.dtype == torch.float16
+    model = copy.deepcopy(tiny.model)
+    patch(model)
+    assert types_of_maps(model.bfloat16()) == {torch.float32}
+    assert model(tiny.ids).logits.dtype == torch.bfloat16
+
+
+def test_metrics_say_what_transformers_makes(tiny):
+    """The maps and gradients of its own model; the patched model does not notice."""
+    model, made = copy.deepcopy(tiny.model), {}
+    connections = {name: each for name, each in model.named_modules() if name.endswith(("attn_hc", "ffn_hc"))}
+    hooks = [each.register_forward_hook(lambda own, _, out: made.update({own: out})) for each in connections.values()]
+    _, gradients = results(model, tiny.ids)
+    for hook in hooks:
+        hook.remove()
+    patch(model)
+    logits, _ = results(model, tiny.ids)
+    with metrics(model) as health:
+        found = model(tiny.ids, labels=tiny.ids)
+        found.loss.backward()
+    assert torch.equal(found.logits, logits)
+    numbers = health.result()
+    assert len(connections) == 6 and {name.partition("/")[0] for name in numbers if "/" in name} == set(connections)
+    for name, connection in connections.items():
+        h_post, *h_res = made[connection][:-1]  # then h_in
+        truth = {"h_post_mean": h_post.mean(), "h_post_min": h_post.min(), "h_post_max": h_post.max()}
+        for h in h_res:
+            truth |= {"h_res_max": h.max(), "h_res_entropy": torch.special.entr(h).sum((-2, -1)).mean() / h.shape[-1]}
+        for which, own in {"phi": "fn", "alpha": "scale", "bias": "base"}.items():
+            truth[f"d{which}_norm"] = gradients[f"{name}.{own}"].norm()
+        for which, value in truth.items():
+            assert numbers[f"{name}/{which}"] == pytest.approx(value.item(), rel=GRADIENTS), (name, which)
+        assert ("h_res_max" in truth) == (f"{name}/h_res_max" in numbers) == (tiny.kind != "hy_v4")
+    assert numbers["gain_forward"] > 0
+
+
+@needed
+def test_a_model_of_ones_own_loads_in_bf16(tmp_path):
+    """From a checkpoint in bf16 and by torch_dtype; its maps are fp32."""
+    import transformers
+
+    class Own(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.blocks = nn.ModuleList([HyperConnection(nn.Linear(8, 8), 2, 8, layer_norm=True)])
+            self.head = HyperHead(2, 8)
+            self.post_init()
+
+    kept = Own(transformers.PretrainedConfig())
+    for parameter in kept.parameters():
+        parameter.data = parameter.data.bfloat16()
+    kept.save_pretrained(tmp_path)
+    for made in (
+        Own.from_pretrained(tmp_path, dtype=torch.bfloat16),
+        Own._from_config(kept.config, dtype=torch.bfloat16),
+    ):
+        assert types_of_maps(made) == {torch.float32}
+        assert made.blocks[0].layer.weight.dtype == torch.bfloat16
+    assert torch.equal(Own.from_pretrained(tmp_path, dtype=torch.bfloat16).head.bias, kept.head.bias.float())
 
 
 @needed

@@ -30,15 +30,14 @@ ALLOWED = {
     "carry": {"core", "ops", "reference", "recompute"},
     "modules": {"core", "options", "ops", "carry"},
     "stack": {"core", "ops", "modules", "carry"},
-    "metrics": {"core", "options", "ops", "modules", "carry"},
+    "metrics": {"core", "options", "ops"},
     "guide": {"core", "options", "ops", "modules"},
-    "optim": {"core"},
     "records": {"options"},
     "post_then_pre": {"options"},
     "kernels": {"core", "options", "records", "post_then_pre", "kernels"},
     "compat": {"core", "ops", "public", "compat"},
     "convert": set(),
-    "distributed": {"core", "prepare", "contracts", "ops", "modules", "carry", "stack", "distributed"},
+    "distributed": {"core", "prepare", "contracts", "ops", "modules", "carry", "stack", "metrics", "distributed"},
     "hub": {"ops", "public"},
     "command": {"convert", "hub", "measure", "command"},
     "testing": {"core", "public", "options", "testing"},
@@ -46,22 +45,10 @@ ALLOWED = {
     "measure": {"core", "public", "testing", "measure", "options", "reference", "backward_formula"},
     "cli": {"core", "testing", "measure", "command"},
     "__main__": {"cli"},
-    "public": {"core", "ops", "warmup", "modules", "stack", "metrics", "guide", "optim", *FOR_TYPE_CHECKERS},
+    "public": {"core", "ops", "warmup", "modules", "stack", "metrics", "guide", *FOR_TYPE_CHECKERS},
     "family": set(),
 }
-OF_NO_FAMILY = [
-    "core",
-    "testing",
-    "measure",
-    "cli",
-    "__main__",
-    "compat",
-    "convert",
-    "distributed",
-    "guide",
-    "hub",
-    "optim",
-]
+OF_NO_FAMILY = ["core", "testing", "measure", "cli", "__main__", "compat", "convert", "distributed", "guide", "hub"]
 
 
 def layer(parts):

@@ -237,6 +237,7 @@ def wrong_uses():
     whole, part, uneven = model(), model(), model()
     fully_shard(whole, mesh=line())
     torch_fully_shard(part.alone, mesh=line())
+    uneven.stack[1].cast_maps = True
     uneven.stack[1].bfloat16()
     for network, message in [
         (whole, "the model is sharded already; shard a model once, before use"),

@@ -297,7 +297,8 @@ def test_stacks():
         (lambda: with_a_hook(HyperStack(connection(), connection()))(x), TypeError,
          "HyperStack: connection 1 must return its carry, got Tensor (of a hook?)"),
         (lambda: mhc_ops.metrics(linear).__enter__(), ValueError,
-         "metrics: there is no HyperConnection in this Linear"),
+         "metrics: there is no HyperConnection in this Linear; a model of transformers is patched first, "
+         "by mhc_ops.compat.transformers.patch"),
         (lambda: mhc_ops.metrics([]).__enter__(), TypeError, "metrics: model must be an nn.Module, got list"),
     ):  # fmt: skip
         assert_said(call, error, message)

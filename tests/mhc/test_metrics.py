@@ -1,11 +1,14 @@
 """metrics: what it says is true, and the model does not notice."""
 
+from contextlib import nullcontext
+
 import pytest
 import stack_oracle as oracle
 import torch
 from mhc_kernels import needs
 from stack_results import assert_equal
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mhc_ops
@@ -331,27 +334,34 @@ def test_tilelang():
     assert seen(of("tilelang"), xs) == pytest.approx(seen(of("triton"), xs), rel=1e-4, abs=1e-6)
 
 
-# What is not seen.
+# Under torch.compile and torch.func.
 
 
-def test_torch_compile_and_func():
-    """What they run is not seen and not changed; the model itself is seen, also with compiled layers."""
+def test_torch_compile():
+    """What is compiled runs eagerly while it is watched, under the names of the model, and is not compiled again."""
     stack, (x, _) = HyperStack(*connections()), batches()
     expected = seen(stack, [x])
-    compiled = torch.compile(stack, backend="eager", fullgraph=True)
-    out = compiled(x)
-    for model in (stack, compiled):
-        with mhc_ops.metrics(model) as health:
-            assert torch.equal(compiled(x), out)
-        with pytest.raises(RuntimeError, match=r"only under torch.compile or torch.func.*: call the model itself"):
-            health.result()
-    with mhc_ops.metrics(stack) as health:
-        torch.func.grad(lambda x: stack(x).sum())(x)
-    with pytest.raises(RuntimeError, match="no connection of the model ran"):
-        health.result()
-    stack.zero_grad()
-    assert seen(stack, [x]) == expected
+    counter = CompileCounter()
+    compiled = torch.compile(stack, backend=counter, fullgraph=True)
+    outputs = []
+    for model in (None, stack, compiled, None):
+        stack.zero_grad()
+        with mhc_ops.metrics(model) if model is not None else nullcontext() as health:
+            outputs.append(compiled(x))
+            outputs[-1].float().square().sum().backward()
+        assert health is None or health.result() == expected
+    assert counter.frame_count == 1
+    assert torch.equal(outputs[0], outputs[-1])
     for connection in stack:
         connection.layer = torch.compile(connection.layer, backend="eager", fullgraph=True)
     stack.zero_grad()
     assert seen(stack, [x]) == expected
+
+
+def test_torch_func():
+    """What it runs is not seen."""
+    stack, (x, _) = HyperStack(*connections()), batches()
+    with mhc_ops.metrics(stack) as health:
+        torch.func.grad(lambda x: stack(x).sum())(x)
+    with pytest.raises(RuntimeError, match=r"no connection of the model ran.* only under torch.func.*: call the model"):
+        health.result()

@@ -166,6 +166,7 @@ def wrapped():
     return found, before.item(), network(x).square().sum().item()
 
 
+@pytest.mark.thorough
 def test_fsdp():
     for found, before, after in run(2, wrapped):
         assert found == {name: sorted(names) for name, names in EXPECTED.items()}

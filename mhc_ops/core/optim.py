@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .core.check import check_numbers
-from .core.maps import maps_of
+from .check import check_numbers
+from .maps import maps_of
 
 _NOT_OF_MAPS = ("params", "name")
 

@@ -1,0 +1,130 @@
+"""The callback of transformers' Trainer: in a loop that calls it as the Trainer does and, with accelerate, in that."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import mhc_ops
+from mhc_ops import HyperConnection, HyperStack, mhc_expand
+
+callbacks = pytest.importorskip(
+    "transformers.trainer_callback", reason="transformers is not installed: pip install 'mhc-ops[adopt]'"
+)
+from mhc_ops.compat.transformers_trainer import MetricsCallback  # noqa: E402
+
+N, D, STEPS, SUBSTEPS, LOGGING = 2, 4, 6, 2, 2
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stack = HyperStack(*(HyperConnection(nn.Linear(D, D), N, D) for _ in range(2)))
+
+    def forward(self, x, labels=None):
+        return {"loss": self.stack(mhc_expand(x, N)).square().mean()}
+
+
+def batch(number):
+    return torch.randn(3, D, generator=torch.Generator().manual_seed(number))
+
+
+class Loop:
+    """What Trainer calls in a run with gradient accumulation, in its order; losses are logged where it logs."""
+
+    def __init__(self, model, args=None):
+        self.model, self.args = model, args
+        self.state, self.control = callbacks.TrainerState(logging_steps=LOGGING), callbacks.TrainerControl()
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        none = [callbacks.DefaultFlowCallback()]
+        self.handler = callbacks.CallbackHandler(none, model, None, self.optimizer, None)
+        self.add_callback = self.handler.add_callback
+
+    def log(self, logs):
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.handler.on_log(self.args, self.state, self.control, logs)
+
+    def event(self, name):
+        self.control = getattr(self.handler, name)(self.args, self.state, self.control)
+
+    def train(self):
+        for step in range(STEPS):
+            self.event("on_step_begin")
+            for substep in range(SUBSTEPS):
+                (self.model(batch(SUBSTEPS * step + substep))["loss"] / SUBSTEPS).backward()
+            self.event("on_pre_optimizer_step")
+            self.optimizer.step()
+            self.event("on_optimizer_step")
+            self.model.zero_grad()
+            self.state.global_step += 1
+            self.event("on_step_end")
+            if self.control.should_log:
+                self.log({"loss": 0.0})
+
+
+@pytest.fixture
+def arguments():
+    strategies = {"logging_strategy": "steps", "eval_strategy": "no", "save_strategy": "no"}
+    return SimpleNamespace(logging_first_step=False, **strategies)
+
+
+def logged(trainer):
+    """Steps with numbers of hyper-connections, and steps with losses."""
+    history = trainer.state.log_history
+    return [[entry["step"] for entry in history if any(word in name for name in entry)] for word in ("mhc/", "loss")]
+
+
+@pytest.mark.parametrize(("every", "watched"), [(None, [2, 4, 6]), (3, [3, 6]), (1, [1, 2, 3, 4, 5, 6])])
+def test_what_is_logged(every, watched, arguments):
+    """The numbers of `metrics` in that step; losses are logged as without the callback."""
+    trainer = Loop(Model(), arguments)
+    trainer.add_callback(MetricsCallback(trainer, every=every))
+    trainer.train()
+    assert logged(trainer) == [watched, [2, 4, 6]]
+    alone, found = Loop(Model(), arguments), {}
+    for step in range(STEPS):
+        with mhc_ops.metrics(alone.model) as health:
+            for substep in range(SUBSTEPS):
+                (alone.model(batch(SUBSTEPS * step + substep))["loss"] / SUBSTEPS).backward()
+        found[step + 1] = {f"mhc/{name}": value for name, value in health.result().items()}
+        alone.optimizer.step()
+        alone.model.zero_grad()
+    entries = {entry.pop("step"): entry for entry in trainer.state.log_history if "mhc/gain_forward" in entry}
+    assert entries == {step: found[step] for step in watched}
+    assert "mhc/stack.1/dphi_norm" in entries[6]
+
+
+def test_what_is_kept_and_what_stays(arguments):
+    """A step that fails leaves no hooks for the next run."""
+    model = Model()
+    trainer = Loop(model, arguments)
+    trainer.add_callback(MetricsCallback(trainer, every=1, keep=lambda name: name == "gain_forward"))
+    trainer.event("on_step_begin")
+    assert model._forward_hooks
+    trainer.train()
+    assert {frozenset(entry) for entry in trainer.state.log_history if "loss" not in entry} == {
+        frozenset(("mhc/gain_forward", "step"))
+    }
+    trainer.event("on_step_begin")
+    trainer.event("on_train_end")
+    assert not any(part._forward_hooks for part in model.modules())
+    with pytest.raises(TypeError, match="MetricsCallback: trainer must be a Trainer of transformers, got Model"):
+        MetricsCallback(model)
+    with pytest.raises(ValueError, match="MetricsCallback: every must be at least 1, got 0"):
+        MetricsCallback(trainer, every=0)
+
+
+def test_in_the_trainer(tmp_path):
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    own = {"gradient_accumulation_steps": SUBSTEPS, "max_steps": STEPS, "logging_steps": LOGGING}
+    own |= {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    data = [{"x": batch(number), "labels": batch(number)} for number in range(8)]
+    trainer = Trainer(Model(), TrainingArguments(str(tmp_path), **own), train_dataset=data)
+    trainer.add_callback(MetricsCallback(trainer))
+    trainer.train()
+    watched, losses = logged(trainer)
+    assert watched == [2, 4, 6] and losses[:3] == [2, 4, 6]

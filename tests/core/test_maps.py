@@ -1,0 +1,210 @@
+"""Maps stay fp32: under every cast, in copies, from checkpoints and under wrappers, unless they are asked to follow."""
+
+import copy
+import pickle
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize
+
+from mhc_ops import HyperConnection, HyperHead, HyperStack, MHCBlock, ShortConv, mhc_expand
+from mhc_ops.distributed import fully_shard
+
+N, D = 4, 8
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+MAP = re.compile(r"conv\.norm_weight|(stack\.\d|head|block)\.(phi|alpha|bias|gamma|layer_norm_weight)")
+CASTS = {
+    "to": (BF16, lambda model: model.to(BF16)),
+    "to by name": (FP16, lambda model: model.to(dtype=FP16)),
+    "to a tensor": (FP16, lambda model: model.to(torch.zeros(1, dtype=FP16))),
+    "type": (BF16, lambda model: model.type(BF16)),
+    "half": (FP16, lambda model: model.half()),
+    "bfloat16": (BF16, lambda model: model.bfloat16()),
+    "after double": (BF16, lambda model: model.double().bfloat16()),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, depth=2, **own):
+        super().__init__()
+        self.embedding = nn.Linear(D, D)
+        self.conv, self.block = ShortConv(N, D, **own), MHCBlock(N, D, **own)
+        layers = [nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D)) for _ in range(depth)]
+        self.stack = HyperStack(*(HyperConnection(each, N, D, gamma=True, layer_norm=True, **own) for each in layers))
+        self.head = HyperHead(N, D, **own)
+
+    def forward(self, x):
+        x = self.conv(mhc_expand(self.embedding(x.to(self.embedding.weight.dtype)), N))
+        h_in, h_post, h_res = self.block(x)
+        return self.head(self.stack(x)) + (h_in * h_post.mean(-1, True) * h_res.mean((-2, -1))[..., None]).to(x.dtype)
+
+
+def model(**own):
+    """Away from the fresh state, so that every parameter has a gradient."""
+    torch.manual_seed(0)
+    made = Model(**own)
+    for module in (*made.stack, made.head):
+        nn.init.normal_(module.phi, std=0.2)
+    return made
+
+
+def types(network):
+    """Those of maps, and those of the rest."""
+    named = {name.replace("_fsdp_wrapped_module.", ""): each for name, each in network.named_parameters()}
+    return tuple({named[name].dtype for name in named if bool(MAP.fullmatch(name)) == maps} for maps in (True, False))
+
+
+def step(network):
+    out = network(torch.randn(2, 3, D, generator=torch.Generator().manual_seed(1)))
+    out.float().square().mean().backward()
+    return out
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_narrower_type_leaves_maps_and_their_gradients_as_they_are(cast):
+    dtype, function = CASTS[cast]
+    network = model()
+    step(network)
+    before = {name: (each.detach().clone(), each.grad.clone()) for name, each in network.named_parameters()}
+    assert function(network) is network
+    assert types(network) == ({FP32}, {dtype})
+    for name, now in network.named_parameters():
+        expected = before[name] if MAP.fullmatch(name) else [each.to(dtype) for each in before[name]]
+        assert torch.equal(now, expected[0]) and torch.equal(now.grad, expected[1]), name
+    network.zero_grad()
+    assert step(network).dtype == dtype
+
+
+def test_other_casts_and_moves():
+    network = model().to(BF16)
+    assert types(network.double()) == ({FP64}, {FP64})
+    assert types(network.float()) == ({FP32}, {FP32})
+    assert types(network.to("meta", BF16)) == ({FP32}, {BF16})
+    assert {parameter.device.type for parameter in network.parameters()} == {"meta"}
+    assert types(network.to_empty(device="cpu")) == ({FP32}, {BF16})
+    assert {parameter.device.type for parameter in network.parameters()} == {"cpu"}
+
+
+def test_what_is_asked_for():
+    """By cast_maps, at construction or later, or by a narrow dtype."""
+    assert types(model(cast_maps=True)) == ({FP32}, {FP32})
+    assert types(model(cast_maps=True).bfloat16()) == ({BF16}, {BF16})
+    assert types(model(dtype=BF16).half()) == ({FP16}, {FP16})
+    assert types(model(dtype=FP32).half()) == ({FP32}, {FP16})
+    network = model()
+    for module in network.modules():
+        module.cast_maps = True
+    assert types(network.bfloat16()) == ({BF16}, {BF16})
+    assert "cast_maps=True" in repr(HyperHead(2, 4, cast_maps=True))
+    with pytest.raises(TypeError, match="ShortConv: cast_maps must be a bool, got int"):
+        ShortConv(2, 4, cast_maps=1)
+
+
+def test_copies_keep_them_too():
+    network = model()
+    for copied in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert types(copied.bfloat16()) == ({FP32}, {BF16})
+    asked = model(cast_maps=True)
+    for copied in (copy.deepcopy(asked), pickle.loads(pickle.dumps(asked))):
+        assert types(copied.bfloat16()) == ({BF16}, {BF16})
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_bf16_checkpoint_widens(assign):
+    narrow = model(dtype=BF16).bfloat16()
+    state = narrow.state_dict()
+    network = model().bfloat16()
+    with torch.device("meta"):
+        network = Model().bfloat16() if assign else network
+    network.load_state_dict(state, assign=assign)
+    assert types(network) == ({FP32}, {BF16})
+    assert all(torch.equal(loaded, state[name].to(loaded.dtype)) for name, loaded in network.state_dict().items())
+    assert {tensor.dtype for tensor in state.values()} == {BF16}  # as it was
+    follows = model(cast_maps=True).bfloat16()
+    follows.load_state_dict(state, assign=assign)
+    assert types(follows) == ({BF16}, {BF16})
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, phi):
+        return self.factor * phi
+
+
+def test_parametrized_maps():
+    """The tensors that a parametrization makes a map of are maps; what else it has is cast."""
+    network = model()
+    parametrize.register_parametrization(network.head, "phi", Scaled())
+    parametrizations.weight_norm(network.stack[0], "gamma")
+    expected = network.head.phi.detach().clone()
+    network.bfloat16()
+    narrow = {name for name, parameter in network.named_parameters() if parameter.dtype == BF16 and "param" in name}
+    assert narrow == {"head.parametrizations.phi.0.factor"}
+    assert torch.equal(network.head.phi, expected)
+    assert network.stack[0].gamma.dtype == FP32
+    step(network)
+
+
+def by_fsdp1(network):
+    """Layers and the rest are bf16, maps fp32: FSDP1 flattens parameters of one type together."""
+    layers = {connection.layer for connection in network.stack}
+    apart = CustomPolicy(lambda part: part in layers or isinstance(part, (HyperStack, HyperHead, MHCBlock)))
+    return FSDP1(network, auto_wrap_policy=apart, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def wrapped():
+    """The types of maps and of the rest after a training step under each wrapper, and the parameters that stayed."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
+    wrappers = {"DDP": DistributedDataParallel, "FSDP1": by_fsdp1, "FSDP2": partial(fully_shard, mesh=mesh)}
+    for kind, wrap in wrappers.items():
+        network = model().bfloat16()
+        if kind != "DDP":
+            network.conv = nn.Identity()  # it has two types
+        whole = wrap(network)
+        optimizer = torch.optim.SGD(whole.parameters(), lr=1.0)
+        before = [parameter.detach().clone() for parameter in whole.parameters()]
+        step(whole)
+        optimizer.step()
+        stayed = [
+            name for (name, now), then in zip(whole.named_parameters(), before) if now.equal(then) and now.numel()
+        ]
+        found[kind] = (*types(network), stayed)
+    with pytest.raises(ValueError, match="conv is bfloat16 and float32, and a group has one type; leave the model"):
+        fully_shard(model().bfloat16(), mesh=mesh)
+    return found
+
+
+def test_wrappers():
+    expected = ({FP32}, {BF16}, [])
+    assert run(2, wrapped) == [dict.fromkeys(("DDP", "FSDP1", "FSDP2"), expected)] * 2
+
+
+def bias_entries_that_move(**own):
+    """In 20 steps of SGD in bf16, of 24 in each connection. The streams differ: each entry has a gradient."""
+    torch.manual_seed(0)
+    stack = HyperStack(*(HyperConnection(nn.Linear(32, 32), 4, 32, **own) for _ in range(4))).bfloat16()
+    before = [connection.bias.detach().clone() for connection in stack]
+    optimizer = torch.optim.SGD(stack.parameters(), lr=0.1)
+    x, target = torch.randn(64, 4, 32).to(BF16), torch.randn(64, 4, 32)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (stack(x) - target).square().mean().backward()
+        optimizer.step()
+    return [int((connection.bias != old).sum()) for connection, old in zip(stack, before)]
+
+
+def test_every_entry_of_bias_learns():
+    assert bias_entries_that_move() == [24] * 4
+    assert max(bias_entries_that_move(cast_maps=True)) < 24
