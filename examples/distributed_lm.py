@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from tiny_lm import HEAD_DIM, MLP, connect
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from train_tiny_lm import HEAD_DIM, MLP, connect
 
 from mhc_ops import HyperHead, causal_conv1d, distributed, mhc_expand
 from mhc_ops.distributed import shard_sequence

@@ -36,12 +36,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed_lm import Checkpoints, Pieces, Windows, Writer, by_first, held, mixed, model_of, replace_text
+from tiny_lm import HEAD_DIM, learning_rate, optimizer_of, read_text
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import Schedule1F1B
-from train_tiny_lm import HEAD_DIM, learning_rate, optimizer_of, read_text
 
 from mhc_ops.distributed import PipelineStage, fully_shard, pipeline_stages
 from mhc_ops.measure.report import Refused, progress, say

@@ -15,6 +15,11 @@ import torch.nn.functional as F
 import mhc_ops
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import tiny_lm  # noqa: E402
+import train_tiny_lm  # noqa: E402
+
 SCRIPT = EXAMPLES / "train_tiny_lm.py"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS = 40
@@ -63,18 +68,10 @@ def test_train_tiny_lm(device, tmp_path):
     assert drawn or "pip install matplotlib" in printed
 
 
-@pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("train_tiny_lm", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_stack_is_its_layers_apart(script):
+def test_the_stack_is_its_layers_apart():
     """With the norm before each, and maps and weights that are no longer fresh."""
     torch.manual_seed(0)
-    model, ids = script.TinyLM(vocabulary=11, context=8, D=32, depth=2, n=3), torch.randint(11, (2, 8))
+    model, ids = tiny_lm.TinyLM(vocabulary=11, context=8, D=32, depth=2, n=3), torch.randint(11, (2, 8))
     with torch.no_grad():
         for connection in model.layers:
             for parameter in connection.parameters(recurse=False):
@@ -87,8 +84,8 @@ def test_the_stack_is_its_layers_apart(script):
     torch.testing.assert_close(model(ids), model.logits(model.norm(model.head(x))))
 
 
-def test_train_tiny_lm_names_a_bad_width(script, monkeypatch, capsys):
+def test_train_tiny_lm_names_a_bad_width(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_tiny_lm.py", "--D", "40"])
     with pytest.raises(SystemExit, match="2"):
-        script.main()
+        train_tiny_lm.main()
     assert "--D must be a multiple of 32" in capsys.readouterr().err
