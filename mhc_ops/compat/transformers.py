@@ -33,6 +33,9 @@ from torch import Tensor, nn
 
 from ..mhc.ops import Carry, mhc_enter, mhc_head, mhc_leave, mhc_mean, mhc_next, mhc_pre
 from .transformers_classes import check_module, check_untouched, may_be_fused, replacement
+from .transformers_streams import collapse as collapse
+from .transformers_streams import hyperconnect as hyperconnect
+from .transformers_streams import load as load
 
 
 def patch(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> tuple[str, ...]:
@@ -301,7 +304,7 @@ def _register(exact_as_eager: bool) -> tuple[str, ...]:
     names = {name: kind for kind in kinds for name in KINDS[kind].parts}
     patching = import_module("transformers.monkey_patching")
     for name in names.keys() & patching.get_patch_mapping().keys() - _ours_registered().keys():
-        raise ValueError(f"patch: {name} of transformers is replaced already, by a class that is not of mhc_ops")
+        raise ValueError(f"patch: {name} of transformers is replaced already, by a class of another library")
     _unregister()
     patching.register_patch_mapping({name: _replacement(kind, name, exact_as_eager) for name, kind in names.items()})
     return kinds
@@ -330,8 +333,8 @@ def _installed_kinds(function: str) -> tuple[str, ...]:
 
 
 def _changes_in(model: nn.Module, exact_as_eager: bool) -> tuple[tuple[str, ...], list[tuple[str, nn.Module, Any]]]:
-    """The kinds in a model, and its modules that need another class, each with its name and that class. Only kinds whose
-    file is loaded can occur."""
+    """The kinds in a model, and its modules that need another class, each with its name and that class. Only kinds
+    whose file is loaded can occur."""
     check_module("patch", model)
     loaded = {kind: sys.modules[Kind.file(kind)] for kind in KINDS if Kind.file(kind) in sys.modules}
     known = {getattr(file, name): kind for kind, file in loaded.items() for name in KINDS[kind].parts}

@@ -413,7 +413,7 @@ def test_what_others_registered_stays(mapping):
 
     register_patch_mapping({"HYV4HyperHead": nn.Identity})
     with says(
-        ValueError, "patch: HYV4HyperHead of transformers is replaced already, by a class that is not of mhc_ops"
+        ValueError, "patch: HYV4HyperHead of transformers is replaced already, by a class of another library"
     ):
         patch()
     unpatch()

@@ -35,7 +35,7 @@ ALLOWED = {
     "records": {"options"},
     "post_then_pre": {"options"},
     "kernels": {"core", "options", "records", "post_then_pre", "kernels"},
-    "compat": {"core", "ops", "public", "compat"},
+    "compat": {"core", "ops", "carry", "modules", "public", "compat"},
     "convert": set(),
     "distributed": {"core", "prepare", "contracts", "ops", "modules", "carry", "stack", "distributed"},
     "hub": {"ops", "public"},
