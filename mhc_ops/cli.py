@@ -82,7 +82,7 @@ def _refuse_what_cannot_be_written(options: argparse.Namespace) -> None:
     for name in ("html", "svg"):
         if name in given:
             report.refuse_without("jinja2", f"--{name}")
-    read = [*given.get("results", []), *([given["checkpoint"]] if "checkpoint" in given else [])]
+    read = [*given.get("results", []), *(given[name] for name in ("checkpoint", "upcycle") if name in given)]
     written = [given[name] for name in ("json", "html", "markdown", "svg", "output") if name in given]
     taken: dict[str, Path] = {}
     for path in [*read, *filter(files.is_replaced, written)]:

@@ -128,7 +128,7 @@ def _normed(h_in: Tensor, norm: Any, layer: Any) -> Any:
 
 
 class _Layer:
-    """A decoder layer. Between two of them the streams are hidden states, which hooks, checkpoints and pipelines see."""
+    """A decoder layer. Between two of them the streams are hidden states, which hooks and checkpoints see."""
 
     self_attn: Any
     mlp: Any
@@ -160,9 +160,9 @@ class _LastNorm:
 class Shape(NamedTuple):
     """The classes of one kind of plain model."""
 
-    model: type
-    layer: type
-    norm: type
+    model: Any
+    layer: Any
+    norm: Any
 
 
 class Part(NamedTuple):
@@ -183,7 +183,7 @@ class Part(NamedTuple):
         return [*layers, (f"{begin}norm", self.model.norm, self.shape.norm)]
 
 
-def _parts(function: str, model: Any) -> list[Part]:
+def _parts(function: str, model: nn.Module) -> list[Part]:
     """Its plain decoders. Only kinds whose file is loaded can occur."""
     check_module(function, model)
     names = {f"transformers.models.{kind}.modeling_{kind}": name for kind, name in KINDS.items()}
@@ -242,7 +242,7 @@ def _moved(maps: HyperConnection | HyperHead) -> list[str]:
     return [name for name, section in sections if not section.all()]
 
 
-def _sums_to_one(connection: HyperConnection) -> bool:
+def _sums_to_one(connection: HyperConnection | HyperHead) -> bool:
     """Whether h_pre does, up to the rounding of its bias. A fresh one is cut off at LEAST, which adds to the sum."""
     h_pre = connection.bias[: connection.n].double().sigmoid() + connection.options["hc_eps"]
     rounding = connection.n * torch.finfo(connection.bias.dtype).eps

@@ -412,9 +412,7 @@ def test_what_others_registered_stays(mapping):
     from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
 
     register_patch_mapping({"HYV4HyperHead": nn.Identity})
-    with says(
-        ValueError, "patch: HYV4HyperHead of transformers is replaced already, by a class of another library"
-    ):
+    with says(ValueError, "patch: HYV4HyperHead of transformers is replaced already, by a class of another library"):
         patch()
     unpatch()
     assert mapping() == {"HYV4HyperHead": nn.Identity}

@@ -95,6 +95,7 @@ def test_same_logits_and_gradients(plain):
 def test_on_kernels(kernel_device):
     model, ids, _ = made("Qwen3")
     model, ids = copy.deepcopy(model).to(kernel_device), ids[:1, :4].to(kernel_device)
+    del model.model.layers[1:]
     expected = results(model, ids)
     with use_backend("triton"):
         assert_same_results(results(hyperconnect(model, N), ids), expected)
@@ -158,11 +159,15 @@ def test_gradient_checkpointing(plain):
     assert all(torch.equal(again[1][name], found[1][name]) for name in maps_of(model))
 
 
-def test_bf16_is_as_near_to_fp32_as_before(plain):
-    model, ids, (wide, _) = plain
-    model = model.bfloat16()
-    before = distance(model(ids).logits, wide)
-    assert distance(hyperconnect(model, N)(ids).logits, wide) < 1.5 * before
+def test_bf16_is_as_near_to_fp32_as_before():
+    """In the mean: which of two roundings of one model lies nearer is chance."""
+    errors = []
+    for kind in KINDS:
+        model, ids, (wide, _) = made(kind)
+        narrow = copy.deepcopy(model).bfloat16()
+        before = distance(narrow(ids).logits, wide)
+        errors.append(distance(hyperconnect(narrow, N)(ids).logits, wide) / before)
+    assert torch.tensor(errors).log().mean().exp() < 1.5
 
 
 def test_a_norm_that_others_changed_is_called(llama):

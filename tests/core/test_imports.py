@@ -36,7 +36,7 @@ ALLOWED = {
     "post_then_pre": {"options"},
     "kernels": {"core", "options", "records", "post_then_pre", "kernels"},
     "compat": {"core", "ops", "carry", "modules", "public", "compat"},
-    "convert": set(),
+    "convert": {"convert"},
     "distributed": {"core", "prepare", "contracts", "ops", "modules", "carry", "stack", "distributed"},
     "hub": {"ops", "public"},
     "command": {"convert", "hub", "measure", "command"},
