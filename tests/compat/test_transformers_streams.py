@@ -101,6 +101,15 @@ def test_on_kernels(kernel_device):
         assert_same_results(results(hyperconnect(model, N), ids), expected)
 
 
+@pytest.mark.thorough
+@torch.no_grad()
+def test_compiled(plain):
+    model, ids, _ = plain
+    expected = moved(hyperconnect(model, N))(ids, use_cache=False).logits
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert distance(compiled(ids, use_cache=False).logits, expected) < LOGITS
+
+
 def test_generates_the_same_tokens(plain):
     """With a cache, a token at a time; and with maps that moved as without a cache."""
     model, ids, _ = plain

@@ -37,7 +37,7 @@ def assert_same_calls(found, expected):
         assert_equal(one[1:], other[1:])
 
 
-@pytest.mark.parametrize("recompute", [0, 2])
+@pytest.mark.parametrize("recompute", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_on_the_layers_they_see_what_they_do_in_a_sequential(recompute, place):
     made, x = connections(place, 2), streams(place)
     layers = [connection.layer for connection in made]
