@@ -103,8 +103,8 @@ def test_on_kernels(kernel_device):
 
 @pytest.mark.thorough
 @torch.no_grad()
-def test_compiled(plain):
-    model, ids, _ = plain
+def test_compiled(llama):
+    model, ids, _ = llama
     expected = moved(hyperconnect(model, N))(ids, use_cache=False).logits
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert distance(compiled(ids, use_cache=False).logits, expected) < LOGITS
