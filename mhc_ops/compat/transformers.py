@@ -5,6 +5,7 @@
     on_mhc_ops.patch()                       # models that from_pretrained or from_config makes from now on
     on_mhc_ops.patch(model)                  # an existing model
     with on_mhc_ops.patched(model): ...      # within a block
+    on_mhc_ops.hyperconnect(model, 4)        # a plain Llama, Mistral or Qwen gets four streams
 
 What stays: parameters and their names in checkpoints, names of classes, hidden states and other recorded outputs,
 caches, gradient checkpointing, hooks. A patched module differs from transformers' own only in its class, a subclass;

@@ -47,8 +47,6 @@ def hyperconnect(model: nn.Module, n: int) -> nn.Module:
             check_untouched("hyperconnect", name, module, expected)
     for part in parts:
         _connect(part, n)
-    for each in _pretrained(model):
-        each._keep_in_fp32_modules_strict = {*(each._keep_in_fp32_modules_strict or ()), *MAPS}
     return model
 
 
@@ -74,14 +72,12 @@ def collapse(model: nn.Module) -> nn.Module:
             vars(module).pop("expands", None)
             module.__class__ = original
         delattr(part.model.config, STREAMS)
-    for each in _pretrained(model):
-        each._keep_in_fp32_modules_strict = set(each._keep_in_fp32_modules_strict) - set(MAPS)
     return model
 
 
 def load(folder: Any, **options: Any) -> nn.Module:
-    """A model that `save_pretrained` wrote after `hyperconnect`, by `from_pretrained` of its class with these options
-    (dtype, device_map, …). The maps are fp32. `from_pretrained` alone would read the plain model without its maps.
+    """A model that `save_pretrained` wrote after `hyperconnect`. options: of `from_pretrained` of its class, which reads
+    it (dtype, device_map, …). The maps are fp32. `from_pretrained` alone would read a plain model, without the maps.
     """
     transformers = import_module("transformers")
     hub = {name: options[name] for name in OF_THE_HUB if name in options}
@@ -205,10 +201,11 @@ def _connect(part: Part, n: int) -> None:
     D = model.norm.weight.shape[-1]
     for number, layer in enumerate(model.layers):
         device = layer.input_layernorm.weight.device  # that of the layer: a device map may have several
-        layer.attn_hc, layer.ffn_hc = (_Sublayer(n, D, shape.norm, device) for _ in range(2))
+        layer.attn_hc, layer.ffn_hc = (_Sublayer(n, D, shape.norm, device).train(layer.training) for _ in range(2))
         layer.expands = number == 0
         layer.__class__ = _with_streams(shape.layer)
-    model.norm.hc_head = HyperHead(n, D, device=model.norm.weight.device, dtype=torch.float32)
+    head = HyperHead(n, D, device=model.norm.weight.device, dtype=torch.float32)
+    model.norm.hc_head = head.train(model.norm.training)
     model.norm.__class__ = _with_streams(shape.norm)
     setattr(model.config, STREAMS, n)
 
@@ -221,10 +218,6 @@ def _with_streams(original: type) -> Any:
 
 def _unpickled(original: type) -> Any:
     return object.__new__(_with_streams(original))
-
-
-def _pretrained(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "_keep_in_fp32_modules_strict")]
 
 
 @torch.no_grad()

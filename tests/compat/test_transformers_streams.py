@@ -144,6 +144,7 @@ def test_saved_and_loaded(dtype, plain, tmp_path):
     assert {parameter.dtype for parameter in maps_of(loaded).values()} == {torch.float32}
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert len(loaded(ids, output_hidden_states=True).hidden_states) == 4
+    assert not any(module.training for module in (*model.modules(), *loaded.modules()))
     with pytest.raises(ValueError, match=r"^load: .*plain has no streams of hyperconnect: its config has no hc_mult$"):
         load(tmp_path / "plain")
 
