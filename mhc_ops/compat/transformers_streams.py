@@ -76,8 +76,8 @@ def collapse(model: nn.Module) -> nn.Module:
 
 
 def load(folder: Any, **options: Any) -> nn.Module:
-    """A model that `save_pretrained` wrote after `hyperconnect`. options: of `from_pretrained` of its class, which reads
-    it (dtype, device_map, …). The maps are fp32. `from_pretrained` alone would read a plain model, without the maps.
+    """A model that `save_pretrained` wrote after `hyperconnect`. options: of `from_pretrained` of its class, which
+    reads it (dtype, device_map, …). The maps are fp32. `from_pretrained` alone would read a plain model, without maps.
     """
     transformers = import_module("transformers")
     hub = {name: options[name] for name in OF_THE_HUB if name in options}
