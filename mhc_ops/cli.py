@@ -123,7 +123,9 @@ def _parser() -> Parser:
     compare_parser.add_argument("after", metavar="B.json", type=Path)
 
     diagnose.add_arguments(add("diagnose", diagnose.run_diagnose, "where an error of an op comes from"))
-    convert.add_arguments(add("convert", convert.run_convert, "parameters of other libraries' mHC to and from ours"))
+    convert.add_arguments(
+        add("convert", convert.run_convert, "mHC of other libraries to and from ours, or into a plain model")
+    )
     hub.add_arguments(add("hub", hub.run_hub, "write the package as a folder that Hugging Face's kernels loads"))
     return parser
 

@@ -227,5 +227,7 @@ def test_what_does_not_fit(which, changes, message, plain):
 
 
 def test_a_model_without_connections(plain):
+    with pytest.raises(TypeError, match=r"^convert: fresh must be a state dict, got Stacked$"):
+        convert.upcycle(plain.state_dict(), Stacked())
     with pytest.raises(ValueError, match=r"^convert: fresh must be the state dict of a model with HyperConnections"):
         convert.upcycle(plain.state_dict(), plain.state_dict())

@@ -180,7 +180,7 @@ class Part(NamedTuple):
 
 
 def _parts(function: str, model: nn.Module) -> list[Part]:
-    """Its plain decoders. Only kinds whose file is loaded can occur."""
+    """The plain decoders of a model. Only kinds whose file is loaded can occur."""
     check_module(function, model)
     names = {f"transformers.models.{kind}.modeling_{kind}": name for kind, name in KINDS.items()}
     loaded = [(sys.modules[file], name) for file, name in names.items() if file in sys.modules]

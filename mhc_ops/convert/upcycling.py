@@ -38,8 +38,8 @@ def upcycle(state: Mapping[str, Tensor], fresh: Mapping[str, Tensor], names: Map
     ...     "blocks.{i}.mlp": "stack.{2i+1}",
     ... }
 
-    A tensor without a place in the new model, a place without a tensor and a shape that differs are a ValueError. Of a
-    model that is too large to be made, `fresh` may have the connections and heads alone; then only they are compared.
+    A tensor without a place in the new model, a place without a tensor and a shape that differs are a ValueError. Where
+    the new model is too large to be made, `fresh` may have its connections and heads alone: only they are compared.
     """
     converted: State = {new: state[key] for key, new in places(state, fresh, names).items()}
     for keys in groups(fresh, Format.MHC_OPS).values():
@@ -53,6 +53,9 @@ def places(
 ) -> dict[str, str]:
     """What `upcycle` calls each tensor of the plain model, after all its checks. Of the tensors of the plain model only
     the shapes are read."""
+    for argument, value in (("state", state), ("fresh", fresh)):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"convert: {argument} must be a state dict, got {type(value).__name__}")
     found = parameters(fresh, Format.MHC_OPS)
     _check_fresh(found)
     connections = [begin for begin, own in found.items() if own.alpha.numel() > 1]  # a head has one

@@ -43,7 +43,7 @@ class StackCarry(NamedTuple):
         return self.carry.x
 
     def __getattr__(self, name: str) -> Any:
-        """Of a hook that takes this for a tensor."""
+        """A hook that takes a carry for a tensor is told where it belongs."""
         raise AttributeError(f"a carry of a HyperStack has no {name}; {WHERE_HOOKS_GO}")
 
 
