@@ -82,7 +82,7 @@ def _refuse_what_cannot_be_written(options: argparse.Namespace) -> None:
     for name in ("html", "svg"):
         if name in given:
             report.refuse_without("jinja2", f"--{name}")
-    read = [*given.get("results", []), *([given["checkpoint"]] if "checkpoint" in given else [])]
+    read = [*given.get("results", []), *(given[name] for name in ("checkpoint", "upcycle") if name in given)]
     written = [given[name] for name in ("json", "html", "markdown", "svg", "output") if name in given]
     taken: dict[str, Path] = {}
     for path in [*read, *filter(files.is_replaced, written)]:
@@ -123,7 +123,9 @@ def _parser() -> Parser:
     compare_parser.add_argument("after", metavar="B.json", type=Path)
 
     diagnose.add_arguments(add("diagnose", diagnose.run_diagnose, "where an error of an op comes from"))
-    convert.add_arguments(add("convert", convert.run_convert, "parameters of other libraries' mHC to and from ours"))
+    convert.add_arguments(
+        add("convert", convert.run_convert, "mHC of other libraries to and from ours, or into a plain model")
+    )
     hub.add_arguments(add("hub", hub.run_hub, "write the package as a folder that Hugging Face's kernels loads"))
     return parser
 

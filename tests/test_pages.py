@@ -27,6 +27,7 @@ import pytest
 import torch
 from processes import run_alone, run_as_torchrun
 
+import mhc_ops
 from mhc_ops import cli
 
 ROOT = Path(__file__).parents[1]
@@ -176,8 +177,15 @@ def write_what_commands_read():
         Path("DeepSeek-V4").mkdir()
         for file in ("model.safetensors", "DeepSeek-V4/model.safetensors"):
             save_file(state, file)
-        index = {"weight_map": dict.fromkeys(state, "model.safetensors")}
-        Path("DeepSeek-V4/model.safetensors.index.json").write_text(json.dumps(index))
+        plain = {"blocks.0.attn.weight": torch.randn(D, D), "blocks.0.norm1.weight": torch.ones(D)}
+        connection = mhc_ops.HyperConnection(torch.nn.Linear(D, D, bias=False), n, D, layer_norm=True)
+        save_file({f"stack.0.{name}": tensor for name, tensor in connection.state_dict().items()}, "fresh.safetensors")
+        Path("plain").mkdir()
+        for file in ("plain.safetensors", "plain/model.safetensors"):
+            save_file(plain, file)
+        for folder, tensors in (("DeepSeek-V4", state), ("plain", plain)):
+            index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+            Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def test_every_exception_is_of_a_command():

@@ -5,6 +5,7 @@
     on_mhc_ops.patch()                       # models that from_pretrained or from_config makes from now on
     on_mhc_ops.patch(model)                  # an existing model
     with on_mhc_ops.patched(model): ...      # within a block
+    on_mhc_ops.hyperconnect(model, 4)        # a plain Llama, Mistral or Qwen gets four streams
 
 What stays: parameters and their names in checkpoints, names of classes, hidden states and other recorded outputs,
 caches, gradient checkpointing, hooks. A patched module differs from transformers' own only in its class, a subclass;
@@ -34,8 +35,10 @@ from torch import Tensor, nn
 
 from ..core.maps import KeepsMaps, ReadsStreams
 from ..mhc.ops import Carry, mhc_enter, mhc_head, mhc_leave, mhc_mean, mhc_next, mhc_pre
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from .transformers_classes import check_module, check_untouched, may_be_fused, replacement
+from .transformers_streams import collapse as collapse
+from .transformers_streams import hyperconnect as hyperconnect
+from .transformers_streams import load as load
 
 
 def patch(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> tuple[str, ...]:
@@ -43,19 +46,20 @@ def patch(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> tu
 
     Models are loaded by `from_pretrained` and `from_config` of transformers, or by a constructor inside its
     `apply_patches()`. exact_as_eager: round the maps as transformers does, and call the modules of the norms.
-    Returns the kinds that are patched, out of "deepseek_v4", "glm5_next" and "hy_v4": those in this model, or without a
-    model those of the installed transformers.
+    What is patched already becomes what this call asks for. Returns the kinds that are patched, out of "deepseek_v4",
+    "glm5_next" and "hy_v4": those in this model, or without a model those of the installed transformers.
     """
     if model is None:
         return _register(exact_as_eager)
-    found = _originals_in(model)
-    for module, kind in found:
-        module.__class__ = _replacement(kind, type(module).__name__, exact_as_eager)
-    return tuple(sorted({kind for _, kind in found}))
+    kinds, changes = _changes_in(model, exact_as_eager)
+    for _, module, replaced_by in changes:
+        module.__class__ = replaced_by
+    return kinds
 
 
 def unpatch(model: nn.Module | None = None) -> None:
-    """Undo `patch`: for a model, in whichever way it was patched; without one, for models loaded from now on."""
+    """Undo `patch`: for a model, in whichever way it was patched; without one, for models loaded from now on. What
+    is not patched stays as it is."""
     if model is None:
         _unregister()
         return
@@ -65,12 +69,27 @@ def unpatch(model: nn.Module | None = None) -> None:
 
 @contextmanager
 def patched(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> Iterator[nn.Module | None]:
-    """`patch` within a with block: this model, or all models loaded in the block, which stay patched after it."""
+    """`patch` within a with block: this model, or all models loaded in the block, which stay patched after it. A patch
+    from before the block holds again after it."""
+    if model is None:
+        before = _ours_registered()
+        patch(exact_as_eager=exact_as_eager)
+        try:
+            yield None
+        finally:
+            unpatch()
+            import_module("transformers.monkey_patching").register_patch_mapping(before)
+        return
+    changed = [(name, module, type(module)) for name, module, _ in _changes_in(model, exact_as_eager)[1]]
     patch(model, exact_as_eager=exact_as_eager)
+    replaced_by = {module: type(module) for _, module, _ in changed}
     try:
         yield model
     finally:
-        unpatch(model)
+        for name, module, _ in changed:
+            check_untouched("unpatch", name, module, replaced_by[module])
+        for _, module, original in changed:
+            module.__class__ = original
 
 
 class _Maps(KeepsMaps):
@@ -106,16 +125,11 @@ class _Connection(_Maps, ReadsStreams):
             x = hidden_streams if h_out is None else mhc_leave(hidden_streams, h_out)
             h_in, *maps = mhc_pre(x, **own)
             return norm(h_in), Carry(x, *(_rounded(each, x) for each in maps) if self.rounds_maps else maps)
-        fused = self._is_plain(norm)
+        fused = may_be_fused(norm, self.norm)
         if fused:
             own |= {"layer_norm_weight": norm.weight, "layer_norm_eps": norm.variance_epsilon}
         h_in, carry = mhc_enter(hidden_streams, **own) if h_out is None else mhc_next(hidden_streams, h_out, **own)
         return h_in if fused else norm(h_in), carry
-
-    def _is_plain(self, norm: Any) -> bool:
-        """Whether the norm may be fused: not calling its module has no other effect."""
-        has = vars(norm)
-        return type(norm) is self.norm and "forward" not in has and not any(has[hooks] for hooks in HOOKS)
 
 
 class _SinkhornConnection(_Connection):
@@ -288,43 +302,37 @@ def _replacement(kind: str, name: str, exact_as_eager: bool) -> Any:
     module = import_module(Kind.file(kind))
     original = getattr(module, name)
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        return _unpickled, (kind, name, exact_as_eager), self.__dict__
-
-    own = {
-        "original": original,
-        "exact_as_eager": exact_as_eager,
-        "norm": getattr(module, KINDS[kind].norm),
-        "__module__": __name__,
-        "__doc__": original.__doc__,
-        "__reduce_ex__": reduce,  # pickle finds classes by name, and the original has this name
-    }
-    return _Replacement(name, (KINDS[kind].parts[name], original), own)
+    own = {"exact_as_eager": exact_as_eager, "norm": getattr(module, KINDS[kind].norm)}
+    arguments = (kind, name, exact_as_eager)
+    return replacement(original, KINDS[kind].parts[name], _unpickled, arguments, kind=_Replacement, **own)
 
 
 def _unpickled(kind: str, name: str, exact_as_eager: bool) -> Any:
-    replacement = _replacement(kind, name, exact_as_eager)
-    return replacement.__new__(replacement)
+    replaced_by = _replacement(kind, name, exact_as_eager)
+    return replaced_by.__new__(replaced_by)
 
 
 def _register(exact_as_eager: bool) -> tuple[str, ...]:
     kinds = _installed_kinds("patch")
     names = {name: kind for kind in kinds for name in KINDS[kind].parts}
     patching = import_module("transformers.monkey_patching")
-    for name in names.keys() & patching.get_patch_mapping().keys():
-        raise ValueError(f"patch: {name} of transformers is replaced already; unpatch() undoes what patch() replaced")
+    for name in names.keys() & patching.get_patch_mapping().keys() - _ours_registered().keys():
+        raise ValueError(f"patch: {name} of transformers is replaced already, by a class of another library")
+    _unregister()
     patching.register_patch_mapping({name: _replacement(kind, name, exact_as_eager) for name, kind in names.items()})
     return kinds
 
 
 def _unregister() -> None:
     _installed_kinds("unpatch")
-    patching = import_module("transformers.monkey_patching")
-    mapping = patching.get_patch_mapping()
-    ours = [name for name, replaced_by in mapping.items() if isinstance(replaced_by, _Replacement)]
-    if not ours:
-        raise ValueError("unpatch: nothing is patched; unpatch(model) is for a model")
-    patching.unregister_patch_mapping(ours)
+    import_module("transformers.monkey_patching").unregister_patch_mapping(list(_ours_registered()))
+
+
+def _ours_registered() -> dict[str, type]:
+    """Our classes among those that transformers takes for models it loads."""
+    _installed_kinds("patch")
+    mapping = import_module("transformers.monkey_patching").get_patch_mapping()
+    return {name: replaced_by for name, replaced_by in mapping.items() if isinstance(replaced_by, _Replacement)}
 
 
 def _installed_kinds(function: str) -> tuple[str, ...]:
@@ -337,49 +345,39 @@ def _installed_kinds(function: str) -> tuple[str, ...]:
     return kinds
 
 
-def _originals_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules to patch, each with its kind. Only kinds whose file is loaded can occur."""
-    _check_module("patch", model)
+def _changes_in(model: nn.Module, exact_as_eager: bool) -> tuple[tuple[str, ...], list[tuple[str, nn.Module, Any]]]:
+    """The kinds in a model, and its modules that need another class, each with its name and that class. Only kinds
+    whose file is loaded can occur."""
+    check_module("patch", model)
     loaded = {kind: sys.modules[Kind.file(kind)] for kind in KINDS if Kind.file(kind) in sys.modules}
     known = {getattr(file, name): kind for kind, file in loaded.items() for name in KINDS[kind].parts}
-    found = []
+    kinds, changes = set(), []
     for name, module in model.named_modules():
-        if isinstance(type(module), _Replacement):
-            raise ValueError(f"patch: {name or 'the model'} is patched already; unpatch(model) undoes it")
         of_transformers = next((each for each in type(module).__mro__ if each in known), None)
         if of_transformers is not None:
-            _check_untouched("patch", name, module, of_transformers)
-            found.append((module, known[of_transformers]))
-    if not found:
-        kinds = ", ".join(KINDS)
-        raise ValueError(f"patch: {type(model).__name__} has no hyper-connections of a known kind ({kinds})")
-    return found
+            kinds.add(kind := known[of_transformers])
+            replaced_by = _replacement(kind, of_transformers.__name__, exact_as_eager)
+            if (of_ours := _ours_of(module)) is not replaced_by:
+                check_untouched("patch", name, module, of_ours or of_transformers)
+                changes.append((name, module, replaced_by))
+    if not kinds:
+        listed = ", ".join(KINDS)
+        raise ValueError(f"patch: {type(model).__name__} has no hyper-connections of a known kind ({listed})")
+    return tuple(sorted(kinds)), changes
 
 
 def _replaced_in(model: nn.Module) -> list[Any]:
-    _check_module("unpatch", model)
+    check_module("unpatch", model)
     found: list[Any] = []
     for name, module in model.named_modules():
-        of_ours = next((each for each in type(module).__mro__ if "original" in vars(each)), None)
-        if isinstance(of_ours, _Replacement):
-            _check_untouched("unpatch", name, module, of_ours)
+        of_ours = _ours_of(module)
+        if of_ours is not None:
+            check_untouched("unpatch", name, module, of_ours)
             found.append(module)
-    if not found:
-        raise ValueError(f"unpatch: {type(model).__name__} is not patched")
     return found
 
 
-def _check_module(function: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
-
-
-def _check_untouched(function: str, name: str, module: nn.Module, expected: type) -> None:
-    """A module with another class or another forward would not run ours, or would not stop running it."""
-    if type(module) is not expected:
-        what = f"is a {type(module).__name__}, not a {expected.__name__}"
-    elif "forward" in vars(module):
-        what = "has a forward of its own"
-    else:
-        return
-    raise ValueError(f"{function}: {name} {what}; {function} the model before others change it")
+def _ours_of(module: nn.Module) -> type | None:
+    """Its class that replaces one of transformers, if it has one."""
+    mro = type(module).__mro__
+    return next((each for each in mro if isinstance(each, _Replacement) and "original" in vars(each)), None)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ..measure import files, report
 from ..measure.report import Refused
 from . import State
@@ -48,9 +50,19 @@ def read(path: Path, keys: Iterable[str]) -> tuple[State, dict[str, str]]:
         return {key: file.get_tensor(key) for key in keys}, file.metadata() or {}
 
 
-def write(output: Path, index: Index | None, kept: Mapping[Path, list[str]], new: Mapping[Path, State]) -> None:
-    """Write each file with the tensors that it keeps and the new ones: all files or none. One shard at a time is in
-    memory, and the index comes last."""
+def shapes(held: Mapping[str, Path]) -> State:
+    """For each tensor one of its shape, on the meta device."""
+    found: State = {}
+    for path in dict.fromkeys(held.values()):
+        with _opened(path) as file:
+            keys = [key for key, there in held.items() if there == path]
+            found |= {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in keys}
+    return {key: found[key] for key in held}
+
+
+def write(output: Path, index: Index | None, kept: Mapping[Path, Mapping[str, str]], new: Mapping[Path, State]) -> None:
+    """Write each file with the tensors that it keeps, {name in it: name to write}, and the new ones: all files or none.
+    One shard at a time is in memory, and the index comes last."""
     if index is None:
         with files.refusing(output):
             for path in kept:
@@ -67,10 +79,10 @@ def write(output: Path, index: Index | None, kept: Mapping[Path, list[str]], new
         (folder / index.path.name).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 
-def _save(target: Path, path: Path, kept: Mapping[Path, list[str]], new: Mapping[Path, State]) -> State:
+def _save(target: Path, path: Path, kept: Mapping[Path, Mapping[str, str]], new: Mapping[Path, State]) -> State:
     """Write what becomes of one file; nothing if it has no tensor left."""
-    state, metadata = read(path, kept[path])
-    state |= new.get(path, {})
+    tensors, metadata = read(path, kept[path])
+    state = {kept[path][key]: tensor for key, tensor in tensors.items()} | new.get(path, {})
     save: Any = importlib.import_module("safetensors.torch").save_file
     if state:
         with files.replaced(target) as part:  # gives the file its usual mode, which safetensors does not

@@ -18,6 +18,12 @@ class Start(NamedTuple):
     read: Tensor | None = None
 
 
+WHERE_HOOKS_GO = (
+    "hooks that take tensors go on the layer of a connection, or on the connections of nn.Sequential(*stack); "
+    "a hook on a connection of the stack has x as carry.x"
+)
+
+
 class StackCarry(NamedTuple):
     """What stands in the place of x between two connections of a `HyperStack`.
 
@@ -35,6 +41,10 @@ class StackCarry(NamedTuple):
     def x(self) -> Tensor:
         """x as the connection read it, for hooks."""
         return self.carry.x
+
+    def __getattr__(self, name: str) -> Any:
+        """A hook that takes a carry for a tensor is told where it belongs."""
+        raise AttributeError(f"a carry of a HyperStack has no {name}; {WHERE_HOOKS_GO}")
 
 
 def begin(x: Tensor, every: int, shifted: bool = False, read: Tensor | None = None) -> StackCarry:

@@ -25,7 +25,9 @@ class HyperStack(nn.Sequential):
     >>> x = stack(mhc_expand(torch.randn(2, 10, 64), 4))
 
     Every connection runs through its own call, so its hooks run. They see a carry where those of an nn.Sequential see
-    x; `carry.x` is x as the connection read it.
+    x; `carry.x` is x as the connection read it, and a backward hook sees the gradient of h_out. Hooks that take tensors
+    go on `connection.layer`, where they see what they would in an nn.Sequential. For x and its gradients between
+    connections, call `nn.Sequential(*stack)`: the same connections and results, but for shifted stacks.
 
     recompute: with k > 1 only x of every k-th boundary is kept for the backward. The others are made again there from
     h_out and the maps, up to k − 1 at a time, with the same bits and without running the layers again. All x are kept
@@ -138,4 +140,5 @@ def split(name: str, result: Any) -> tuple[StackCarry, tuple[Any, ...] | None]:
         return result[0], result[1:]
     if isinstance(result, tuple) and len(result) == len(StackCarry._fields) and isinstance(result[0], Carry):
         return StackCarry._make(result), None  # torch's backward hooks make a plain tuple of a named one
-    raise TypeError(f"HyperStack: connection {name} must return its carry, got {type(result).__name__} (of a hook?)")
+    got = f"got {type(result).__name__} (of a hook?)"
+    raise TypeError(f"HyperStack: connection {name} must return its carry, {got}; {between.WHERE_HOOKS_GO}")

@@ -144,7 +144,7 @@ def test_what_is_refused(checkpoint, tmp_path, capsys, safetensors):
         (odd, out, "--from", "deepseek"): f"{odd}: a_scale is missing beside a_fn",
         (checkpoint, out, "--from", "deepsek"): "argument --from: invalid choice: 'deepsek'",
         (checkpoint, tmp_path / "no" / "out", "--from", "deepseek"): "argument OUT.safetensors: ",
-        (checkpoint, out): "the following arguments are required: --from",
+        (checkpoint, out): "one of the arguments --from --upcycle is required",
     }
     for command, line in said.items():
         assert refused(command, capsys).startswith(line)

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,12 @@ def run(*arguments):
 def test_train_block(device):
     small = ("--D", 64, "--tokens", 128) if device == "cpu" else ()
     assert "step   99" in run(EXAMPLES / "train_block.py", "--device", device, *small, "--steps", 100)
+
+
+def test_upcycle():
+    """It exits with 0 where the loss stays the same, and falls after that."""
+    printed = run(EXAMPLES / "upcycle.py", "--steps", 15)
+    assert float(re.search(r"differ by at most (\S+)", printed)[1]) < 1e-4
 
 
 def read(path):

@@ -295,7 +295,9 @@ def test_stacks():
         (lambda: nothing(x), TypeError, "mhc_layer: h_out must be a torch.Tensor, got NoneType"),
         (lambda: wide(x), ValueError, "mhc_layer: h_out must be [3, 8], got [3, 2, 8]"),
         (lambda: with_a_hook(HyperStack(connection(), connection()))(x), TypeError,
-         "HyperStack: connection 1 must return its carry, got Tensor (of a hook?)"),
+         "HyperStack: connection 1 must return its carry, got Tensor (of a hook?); hooks that take tensors go on the "
+         "layer of a connection, or on the connections of nn.Sequential(*stack); a hook on a connection of the stack "
+         "has x as carry.x"),
         (lambda: mhc_ops.metrics(linear).__enter__(), ValueError,
          "metrics: there is no HyperConnection in this Linear; a model of transformers is patched first, "
          "by mhc_ops.compat.transformers.patch"),

@@ -1,0 +1,233 @@
+"""convert.upcycle: a plain model's checkpoint in the same model with hyper-connections, which computes the same."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mhc_ops import HyperConnection, HyperHead, HyperStack, convert, mhc_expand
+
+N, D, DEPTH = 3, 16, 2
+LOGITS = 1e-5  # fp32, relative to the norm of what the plain model computes
+
+
+def layers():
+    return nn.Linear(D, D), nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = (nn.RMSNorm(D, eps=1e-6) for _ in range(2))
+        self.attn, self.mlp = layers()
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9, D), nn.Linear(D, 9)
+        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+
+    def forward(self, ids):
+        return self.out(self.blocks(self.embed(ids)))
+
+
+class Normed(nn.Module):
+    """A layer after its norm, which stays in the layer"""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.norm, self.layer = nn.RMSNorm(D, eps=1e-6), layer
+
+    def forward(self, x):
+        return self.layer(self.norm(x))
+
+
+class Stacked(nn.Module):
+    """The same with streams, its layers in one stack"""
+
+    def __init__(self, layer_norm=True, **options):
+        super().__init__()
+        self.embed, self.out, self.head = nn.Embedding(9, D), nn.Linear(D, 9), HyperHead(N, D)
+        all_layers = [layer if layer_norm else Normed(layer) for _ in range(DEPTH) for layer in layers()]
+        self.stack = HyperStack(*(HyperConnection(each, N, D, layer_norm=layer_norm, **options) for each in all_layers))
+
+    def forward(self, ids):
+        return self.out(self.head(self.stack(mhc_expand(self.embed(ids), N))))
+
+
+class InPlace(Stacked):
+    """With connections where the plain layers were"""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict(zip(("attn", "mlp"), pair)) for pair in zip(*[iter(self.stack)] * 2))
+        del self._modules["stack"]
+
+    @property
+    def stack(self):
+        return HyperStack(*(connection for block in self.blocks for connection in block.values()))
+
+
+NAMES = {
+    "blocks.{i}.norm1.weight": "stack.{2i}.layer_norm_weight",
+    "blocks.{i}.attn": "stack.{2i}",
+    "blocks.{i}.norm2.weight": "stack.{2i+1}.layer_norm_weight",
+    "blocks.{i}.mlp": "stack.{2i+1}",
+}
+NORMS_INSIDE = {
+    "blocks.{i}.norm1": "stack.{2i}.norm",
+    "blocks.{i}.attn": "stack.{2i}.layer",
+    "blocks.{i}.norm2": "stack.{2i+1}.norm",
+    "blocks.{i}.mlp": "stack.{2i+1}.layer",
+}
+IN_PLACE = {
+    f"blocks.{{i}}.norm{k}.weight": f"blocks.{{i}}.{name}.layer_norm_weight" for k, name in ((1, "attn"), (2, "mlp"))
+}
+WAYS = {
+    "a stack": (Stacked, NAMES),
+    "norms in the layers": (lambda: Stacked(layer_norm=False), NORMS_INSIDE),
+    "in place": (InPlace, IN_PLACE),
+    "identity": (lambda: Stacked(residual="identity", gamma=True), NAMES),
+}
+
+
+@pytest.fixture
+def plain():
+    torch.manual_seed(0)
+    model = Plain()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def error(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_computes_the_same(way, plain):
+    build, names = WAYS[way]
+    ids, model, state = torch.randint(9, (4, 7)), build(), plain.state_dict()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = convert.upcycle(state, model.state_dict(), names)
+    maps = [key for keys in convert.groups(before, "mhc_ops").values() for key in keys]
+    assert all(torch.equal(found[key], before[key]) for key in maps)
+    others = {found[key] for key in found.keys() - set(maps)}
+    assert len(others) == len(state) and others == set(state.values())  # the same tensors
+    model.load_state_dict(found)
+    assert error(model(ids), plain(ids)) < LOGITS
+
+
+@torch.no_grad()
+def test_bf16(plain):
+    """The maps stay fp32. Logits are as near to those of fp32 as before, in the mean."""
+    ids, ratios = torch.randint(9, (4, 7)), []
+    wide, narrow = plain(ids), copy.deepcopy(plain).bfloat16()
+    for build, names in WAYS.values():
+        model = build()
+        found = convert.upcycle(narrow.state_dict(), model.state_dict(), names)
+        assert {tensor.dtype for key, tensor in found.items() if key.endswith("phi")} == {torch.float32}
+        model.load_state_dict(found, assign=True)
+        assert model(ids).dtype == torch.bfloat16
+        ratios.append(error(model(ids), wide) / error(narrow(ids), wide))
+    assert torch.tensor(ratios).log().mean().exp() < 1.5
+
+
+def test_only_the_connections_of_a_large_model(plain):
+    """Which alone need memory; on the meta device the others have shapes."""
+    model, state = Stacked(), plain.state_dict()
+    expected = convert.upcycle(state, model.state_dict(), NAMES)
+    alone = {key: tensor for key, tensor in model.state_dict().items() if key in expected and ".layer." not in key}
+    alone = {key: tensor for key, tensor in alone.items() if key.startswith(("stack", "head"))}
+    on_meta = {key: tensor if key in alone else tensor.to("meta") for key, tensor in model.state_dict().items()}
+    for fresh in (alone, on_meta):
+        found = convert.upcycle(state, fresh, NAMES)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_names():
+    state = {"module.a.3.b.1.w": torch.zeros(2), "module.a.3.w": torch.zeros(2), "module.a.bc": torch.zeros(2)}
+    fresh = HyperConnection(torch.tanh, N, D).state_dict()
+    names = {"module": "", "module.a.{i}.b.{j}": "c.{2j}.{3i-1}", "module.a.b": "never"}
+    with pytest.raises(ValueError, match=r"^convert: no tensor of the plain model has the name 'module\.a\.b'$"):
+        convert.upcycle(state, fresh, names)
+    del names["module.a.b"]
+    found = convert.upcycle(state, fresh, names)  # the whole model is the layer of a connection
+    assert list(found) == ["layer.c.2.8.w", "layer.a.3.w", "layer.a.bc", *fresh]
+    found = convert.upcycle({"w": torch.zeros(2)}, {f"m.{key}": tensor for key, tensor in fresh.items()}, {"": "m"})
+    assert next(iter(found)) == "m.layer.w"
+
+
+HINT = "names says where tensors moved"
+NOT_NUMBERS = "is no name for 'blocks.{i}.mlp': numbers are {i}, {2i} or {2i+1}, of an {i} there"
+EACH_ONCE = "is no name: its numbers are {i}, {j}, …, each once"
+MAPS = N * N + 2 * N
+WRONG = [  # which argument, what is other in it, and what is said
+    (
+        "names",
+        dict.fromkeys(NAMES),
+        "blocks.0.norm1.weight, blocks.0.norm2.weight, blocks.0.attn.weight and 13 more of the plain model would have "
+        "no place in the new one, and stack.0.layer_norm_weight, stack.0.layer.weight, stack.0.layer.bias and 13 more "
+        f"of the new model would have no tensor; {HINT}",
+    ),
+    ("state", {"a.weight": (1,)}, f"a.weight of the plain model would have no place in the new one; {HINT}"),
+    ("fresh", {"a.weight": (1,)}, f"a.weight of the new model would have no tensor; {HINT}"),
+    ("state", {"out.weight": (9, 2)}, f"out.weight is [9, 2], but out.weight of the new model is [9, {D}]"),
+    (
+        "state",
+        {"blocks.1.norm1.weight": (2,)},
+        f"blocks.1.norm1.weight is [2], but stack.2.layer_norm_weight of the new model is [{D}]",
+    ),
+    (
+        "state",
+        {"blocks.0.norm1.bias": (D,)},
+        "blocks.0.norm1.bias: the norm of a connection is an RMSNorm, which has no bias",
+    ),
+    (
+        "fresh",
+        {"stack.1.phi": torch.ones(MAPS, N * D)},
+        "stack.1.phi is not 0: fresh must be the state dict of a model that was not trained",
+    ),
+    (
+        "fresh",
+        {"stack.1.phi": (7, N * D)},
+        f"stack.1: phi of n streams must be [n² + 2n, nD], got [7, {N * D}]",
+    ),
+    (
+        "fresh",
+        {"stack.1.bias": torch.zeros(MAPS, device="meta")},
+        "stack.1.phi or its bias is on the meta device; give HyperConnection device='cpu'",
+    ),
+    ("names", {"embed": "out"}, "two tensors would be out.weight"),
+    ("names", {"block": "x"}, "no tensor of the plain model has the name 'block'"),
+    ("names", {"blocks.{i}.mlp": "stack.{2*i}"}, f"'stack.{{2*i}}' {NOT_NUMBERS}"),
+    ("names", {"blocks.{i}.mlp": "stack.{2j}"}, f"'stack.{{2j}}' {NOT_NUMBERS}"),
+    ("names", {"blocks.{2i}": "a"}, f"'blocks.{{2i}}' {EACH_ONCE}"),
+    ("names", {"a.{i}.{i}": "a"}, f"'a.{{i}}.{{i}}' {EACH_ONCE}"),
+]
+
+
+@pytest.mark.parametrize(("which", "changes", "message"), WRONG)
+def test_what_does_not_fit(which, changes, message, plain):
+    given = {"state": plain.state_dict(), "fresh": Stacked().state_dict(), "names": dict(NAMES)}
+    given[which] |= {key: torch.zeros(value) if isinstance(value, tuple) else value for key, value in changes.items()}
+    given["names"] = {old: new for old, new in given["names"].items() if new is not None}
+    with pytest.raises(ValueError, match=f"^{re.escape(f'convert: {message}')}$"):
+        convert.upcycle(**given)
+
+
+def test_a_model_without_connections(plain):
+    with pytest.raises(TypeError, match=r"^convert: fresh must be a state dict, got Stacked$"):
+        convert.upcycle(plain.state_dict(), Stacked())
+    with pytest.raises(ValueError, match=r"^convert: fresh must be the state dict of a model with HyperConnections"):
+        convert.upcycle(plain.state_dict(), plain.state_dict())
