@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,17 @@ def run(*arguments):
 def test_train_block(device):
     small = ("--D", 64, "--tokens", 128) if device == "cpu" else ()
     assert "step   99" in run(EXAMPLES / "train_block.py", "--device", device, *small, "--steps", 100)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["graphs", "step", pytest.param("reduce-overhead", marks=pytest.mark.thorough)])
+def test_small_model(device, mode):
+    """On a CPU it says that graphs need a GPU, and trains all the same."""
+    small = ("--D", 32, "--depth", 2, "--tokens", 64) if device == "cpu" else ()
+    printed = run(EXAMPLES / "small_model.py", "--mode", mode, "--device", device, *small, "--steps", 20)
+    assert (f"--mode {mode} uses CUDA graphs, which need a GPU" in printed) == (device == "cpu")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def read(path):
