@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import private
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KERNEL_FLOATS = FLOATS[:3]
 MOST_FINITE = sys.float_info.max
@@ -56,8 +58,9 @@ def check_writable(function: str, name: str, tensor: Tensor) -> None:
 
 
 def check_in_memory(function: str, name: str, tensor: Tensor, context: str) -> None:
-    """A tensor that kernels write to holds its values in memory."""
-    if tensor.is_neg() or tensor._is_zerotensor():
+    """A tensor that kernels write to holds its values in memory. torch.compile cannot ask; it refuses such a tensor
+    when it traces the op."""
+    if not torch.compiler.is_compiling() and (tensor.is_neg() or private.is_zerotensor(tensor)):
         raise ValueError(f"{function}: {name} must be no negated view{context}: pass {name}.resolve_neg()")
 
 

@@ -8,6 +8,7 @@ kernel that gives a token the same bits in every batch on a GPU would not do so 
 """
 
 import numpy as np
+import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
@@ -56,7 +57,24 @@ def product(a, b, dtype):
     return added(terms, axis=-2)[..., 0, :]
 
 
+# Private names of Triton, which this module replaces.
+REPLACED = {
+    InterpreterBuilder: (
+        "cast_impl", "create_fp_to_fp", "binary_op", "unary_op", "ternary_op", "create_fma", "create_dot",
+    ),
+    ReduceOps: ("sum",),
+}  # fmt: skip
+
+
+def lacks() -> list[str]:
+    """The names that this Triton does not have."""
+    return [f"{of.__name__}.{name}" for of, names in REPLACED.items() for name in names if not hasattr(of, name)]
+
+
 def repair() -> None:
+    if lacks():  # a method under a name that nothing calls would leave bf16 as it is
+        names = ", ".join(lacks())
+        raise ImportError(f"TRITON_INTERPRET=1: triton {triton.__version__} has no {names}; triton 3.6 to 3.9 do")
     _make_bf16_exact()
     _sum_in_one_order()
 

@@ -10,6 +10,12 @@ from typing import Any
 
 COMPILE_OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_cooperative_grid"))
 
+# Private names of Triton. A Triton without one of them launches the long way, and `lacks` lists it.
+OF_KERNEL = ("function", "packed_metadata")
+_OF_BOTH = ("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+OF_LAUNCHER = {"3.6": _OF_BOTH, "3.7": (*_OF_BOTH, "arg_annotations", "kernel_signature")}  # C functions that are known
+OF_RUNTIME = ("launch_enter_hook", "launch_exit_hook")
+
 MOST_DESCRIPTORS = 1024  # per argument: a training step of a deep model has about as many addresses
 
 Start = Callable[[Any, Sequence[Any]], None]  # start(stream, arguments)
@@ -61,6 +67,9 @@ def starter(compiled: Any, grid: tuple[int, int, int], described: Described = NO
     itself where this Triton's C function is unknown, and while a launch hook is set, as Triton's profiler sets one.
     described: what each descriptor among the arguments holds besides its tensor, by its place. `start` takes the
       tensor's address there."""
+    own = getattr(compiled, "starter", None)  # of a kernel that finds an argument itself
+    if own is not None:
+        return own(grid)
     slow = compiled[grid]
 
     def start_slowly(stream: Any, arguments: Sequence[Any]) -> None:
@@ -69,72 +78,87 @@ def starter(compiled: Any, grid: tuple[int, int, int], described: Described = NO
             values[place] = Descriptor(values[place], rest)
         slow(*values, stream=stream)
 
-    quick = _c_launcher(compiled, grid, described)
-    if quick is None:
-        return start_slowly
-    from triton import knobs
-
-    runtime = knobs.runtime
-
-    def start(stream: Any, arguments: Sequence[Any]) -> None:
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            start_slowly(stream, arguments)
-        else:
-            quick(stream, arguments)
-
-    return start
+    return _c_launcher(compiled, grid, start_slowly, described) or start_slowly
 
 
-def _c_launcher(compiled: Any, grid: tuple[int, int, int], described: Described = NONE) -> Start | None:
-    run: Any = getattr(compiled, "run", None)
-    if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
-        return None
-    if described:
-        return _describing(compiled, grid, described)
-    return _quick(run.launch, compiled, grid)
-
-
-def _quick(launch: Callable[..., None], compiled: Any, grid: tuple[int, int, int]) -> Start | None:
+def lacks(compiled: Any) -> list[str]:
+    """The private names of Triton without which a compiled kernel for CUDA is started the long way."""
     import triton
 
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    x, y, z = grid
-    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
-    version = triton.__version__.split(".")[:2]
-    if version == ["3", "6"]:
-
-        def quick(stream: Any, arguments: Sequence[Any]) -> None:
-            fixed = (x, y, z, stream, function, cooperative, dependent, None, None, metadata, None, None, None)
-            launch(*fixed, *arguments)
-
-        return quick
-    if version == ["3", "7"]:
-        kinds, signature = run.arg_annotations, run.kernel_signature
-
-        def quick_from_3_7(stream: Any, arguments: Sequence[Any]) -> None:
-            fixed = (x, y, z, stream, function, cooperative, dependent, metadata, None, None, None, None, None)
-            launch(*fixed, kinds, signature, arguments)
-
-        return quick_from_3_7
-    return None
+    if _version() not in OF_LAUNCHER:
+        return [f"the C function of triton {_version()}"]
+    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    names = (
+        ("compiled", compiled, OF_KERNEL),
+        ("compiled.run", getattr(compiled, "run", None), OF_LAUNCHER[_version()]),
+        ("triton.knobs.runtime", runtime, OF_RUNTIME),
+    )
+    return [f"{of}.{name}" for of, value, known in names for name in known if not hasattr(value, name)]
 
 
-def _describing(compiled: Any, grid: tuple[int, int, int], described: Described) -> Start | None:
+def _version() -> str:
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def _c_launcher(compiled: Any, grid: tuple[int, int, int], slowly: Start, described: Described = NONE) -> Start | None:
+    run: Any = getattr(compiled, "run", None)
+    if type(run).__name__ != "CudaLauncher" or lacks(compiled) or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    if described:
+        return _describing(compiled, grid, slowly, described)
+    return _quick(run.launch, compiled, grid, slowly)
+
+
+def _quick(launch: Callable[..., None], compiled: Any, grid: tuple[int, int, int], slowly: Start) -> Start:
+    from triton import knobs
+
+    runtime, run, metadata = knobs.runtime, compiled.run, compiled.packed_metadata
+    first = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    if _version() == "3.6":
+        fixed: tuple[Any, ...] = (*first, None, None, metadata, None, None, None)
+
+        def quick_3_6(stream: Any, arguments: Sequence[Any]) -> None:
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                slowly(stream, arguments)
+            else:
+                launch(*grid, stream, *fixed, *arguments)
+
+        return quick_3_6
+    fixed = (*first, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+
+    def quick(stream: Any, arguments: Sequence[Any]) -> None:
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            slowly(stream, arguments)
+        else:
+            launch(*grid, stream, *fixed, arguments)
+
+    return quick
+
+
+def _describing(compiled: Any, grid: tuple[int, int, int], slowly: Start, described: Described) -> Start | None:
     """As `_quick`, for a kernel with descriptors. Triton's own wrapper makes each descriptor anew, which takes as long
-    as two launches. In a recorded launch only addresses change, so descriptors are kept by address."""
+    as two launches. In a recorded launch only addresses change, so descriptors are kept by address. A launch copies the
+    descriptor, so a captured graph has its own."""
     if not inspect.isfunction(compiled.run.launch):
         return None
     names = inspect.getclosurevars(compiled.run.launch)
     inner, make = names.nonlocals, names.globals.get("make_tensordesc_arg")
     if make is None or not inner.keys() >= {"launcher", "tensordesc_indices", "tensordesc_meta"}:
         return None
-    quick = _quick(inner["launcher"], compiled, grid)
-    if quick is None or inner["tensordesc_indices"] != described.keys():
+    if inner["tensordesc_indices"] != described.keys():
         return None
+    from triton import knobs
+
+    runtime, quick = knobs.runtime, _quick(inner["launcher"], compiled, grid, slowly)
     places = sorted(described)
     made = [Made(make, described[place], meta) for place, meta in zip(places, inner["tensordesc_meta"])]
 
     def start(stream: Any, arguments: Sequence[Any]) -> None:
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            slowly(stream, arguments)
+            return
         values: list[Any] = []
         begin = 0
         for place, of_address in zip(places, made):

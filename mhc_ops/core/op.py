@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from . import backend as backends
 from . import device, private
-from .alike import Alike, calls, keep
+from .alike import Alike
 from .check import check_memory, check_tensor, check_writable
+from .dispatch import Dispatched
 from .layout import Layout, resolved
 from .modes import (
     has_tangent,
@@ -42,7 +42,7 @@ from .modes import (
     register_shardings,
     traced_under_derivatives,
 )
-from .replay import Replay
+from .replay import Replay, getter
 
 IN_REFERENCE = "works with backend='reference' only"
 
@@ -94,10 +94,13 @@ class Op:
         self.transformed = None if mutates else self._for_transforms(_setup_nothing, self._no_second_derivative)
         if family not in backends.families():
             backends.register_family(family)
-        schema = _schema(signature, self.outputs, mutates)
+        parameters = _parameters(signature)
+        schema = _schema(parameters, self.outputs, mutates)
         # Two copies of the package do not share ops. For a name that ends with _, DTensor returns the first input.
         name = f"{backends.PACKAGE.replace('.', '_')}::{self.name.removesuffix('_')}"
-        self.traced = torch.library.custom_op(name, self._flat, mutates_args=mutates, schema=schema)
+        is_tensor = {parameter.name: parameter.annotation in (Tensor, Tensor | None) for parameter in parameters}
+        self.registered = Dispatched(name, schema, is_tensor, mutates, self._again)
+        self.traced = self.registered.op
         self.traced.register_fake(self._fake)
         if mutates:
             self.traced.register_vmap(self._no_vmap)
@@ -184,29 +187,6 @@ class Op:
 
     def named(self, results: Any) -> Any:
         return self.outputs(*(results if isinstance(results, (tuple, list)) else (results,)))
-
-    def _flat(self, *flat_and_backend: Any) -> Any:
-        """The op as torch calls it, also from code that torch.compile wrote. A call like an earlier one starts the
-        same kernels, as `call.run` does for eager calls."""
-        words: list[Any] = [self]
-        tensors: list[Tensor] = []
-        for value in flat_and_backend:
-            kind = value.__class__
-            if (kind is Tensor or kind is Parameter) and value.layout is STRIDED and not value.is_nested:
-                words.append(Tensor)
-                tensors.append(value)
-            elif not isinstance(value, Tensor):
-                words.append(value)
-            else:
-                return self._again(flat_and_backend)([v for v in flat_and_backend if isinstance(v, Tensor)])
-        words.append(tensors[0].numel())
-        key = tuple(words)
-        for guards, again in calls.get(key, ()):
-            if guards.check(*tensors):
-                return again(tensors)
-        again = self._again(flat_and_backend)
-        keep(key, tensors, again)
-        return again(tensors)
 
     def _again(self, flat_and_backend: Sequence[Any]) -> Callable[[list[Tensor]], Any]:
         """What does the same for tensors like these."""
@@ -310,8 +290,8 @@ class Op:
         self.transformed = self._for_transforms(
             setup_context, lambda ctx, *cotangents: backward(ctx, cotangents, Op.dispatched)
         )
-        self.traced.register_autograd(
-            lambda ctx, *cotangents: backward(ctx, cotangents, Op.through_torch), setup_context=setup_context
+        self.registered.differentiate(
+            lambda ctx, *cotangents: backward(ctx, cotangents, Op.through_torch), setup_context
         )
 
 
@@ -330,7 +310,7 @@ class Call:
         hidden = tuple(name for name in op.reads if name in outputs and name not in returns)
         everything = [*self.names, *returns, *hidden]  # as `keep` has it
         self.kept = [name for name in op.reads if name in everything]
-        self.places = [everything.index(name) for name in self.kept]
+        self.kept_of = getter([everything.index(name) for name in self.kept])
         self.saved: list[tuple[Any, ...]] = []  # shapes, types and devices of what is kept
         self.fixed = [i for i, name in enumerate(returns) if name not in op.varying]
         self.replays = repeated and backend == "triton" and not backends._INTERPRETED
@@ -366,8 +346,7 @@ class Call:
 
     def keep(self, ctx: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Saves tensors for the backward. results: what is returned, then what the gradient needs besides."""
-        everything = (*tensors, *results)
-        kept = [everything[place] for place in self.places]
+        kept = self.kept_of((*tensors, *results))
         if not self.saved:
             self.saved = [_kind(tensor) for tensor in kept]
         ctx.call = self
@@ -393,8 +372,11 @@ class Call:
         alike = self.alike.get(there)
         if alike is None:
             alike = self.alike[there] = Alike()
-        found = alike.find([t for t in tensors if t is not None] if False in there else tensors)
-        return self.unlike_others(alike, tensors) if found is None else found(tensors)
+        given = [tensor for tensor in tensors if tensor is not None] if False in there else tensors
+        for guards, found in alike:
+            if guards.check(*given):
+                return found(tensors)
+        return self.unlike_others(alike, tensors)
 
     def unlike_others(self, alike: Alike, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         tensors = self.brought_back(tensors)
@@ -475,14 +457,17 @@ def _plain(outputs: Any) -> Any:
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _schema(signature: inspect.Signature, outputs: Any, mutates: tuple[str, ...]) -> str:
-    """The contract's schema, each group of options field by field, the backend last."""
+def _parameters(signature: inspect.Signature) -> list[inspect.Parameter]:
+    """The contract's parameters as the schema has them: each group of options field by field, the backend last."""
     kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
     for name, parameter in signature.parameters.items():
         fields = inspect.get_annotations(parameter.annotation) if hasattr(parameter.annotation, "_fields") else {}
         for field, annotation in (fields or {name: parameter.annotation}).items():
             parameters.append(inspect.Parameter(field, kind, annotation=annotation))
-    parameters.append(inspect.Parameter("backend", kind, annotation=str))
+    return [*parameters, inspect.Parameter("backend", kind, annotation=str)]
+
+
+def _schema(parameters: list[inspect.Parameter], outputs: Any, mutates: tuple[str, ...]) -> str:
     count = len(outputs._fields)
     returned = tuple[(Tensor,) * count] if count > 1 else Tensor  # type: ignore[misc]
 

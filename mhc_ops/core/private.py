@@ -6,6 +6,7 @@ calls take the long way through torch's dispatcher. `missing` lists the names th
 MHC_OPS_REPLAY=0 turns off what rests on them: no call is kept, every call is checked, prepared and launched anew.
 """
 
+import contextlib
 import os
 from typing import Any
 
@@ -47,17 +48,31 @@ sees_watchers = None not in (tracing_state, transform, dispatch_modes, function_
 # What a tensor is. Where a question cannot be asked, every tensor counts as wrapped.
 is_functional = _found("_is_functional_tensor", lambda tensor: True)
 is_functorch_wrapped = _found("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: True)
+is_zerotensor = _found("Tensor._is_zerotensor", lambda tensor: False)
 share_memory = _found("_C._is_alias_of", _share_memory)
+
+# Modes of torch's dispatcher. Without the first no launch is recorded.
+TorchDispatchMode = _found("utils._python_dispatch.TorchDispatchMode")
+disable_modes = _found("utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
 
 # How calls are kept and started again.
 TensorGuards = _found("_C._dynamo.guards.TensorGuards")
 empty_strided_cuda = _found("_C._dynamo.guards._empty_strided_cuda")
-keeps_calls = TensorGuards is not None and sees_watchers and os.environ.get("MHC_OPS_REPLAY", "1") != "0"
+keeps_calls = (
+    None not in (TensorGuards, TorchDispatchMode) and sees_watchers and os.environ.get("MHC_OPS_REPLAY", "1") != "0"
+)
+
+# How torch's dispatcher calls an op. Without these a call passes through it twice.
+make_autograd = _found("_library.autograd.make_autograd_impl")
+any_requires_grad = _found("_C._any_requires_grad")
+beneath_autograd = _found("_C._after_ADInplaceOrView_keyset")
+disable_dynamo = _found("_compile._disable_dynamo")
 
 # CUDA, where torch is built with it; elsewhere these are not called.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+_capturing_graph = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)  # torch 2.13 and newer
 
 # What autograd does. A stack without these keeps every x.
 saved_tensors_hooks_on_top = _found("_C._autograd._top_saved_tensors_default_hooks", lambda ignore: True)
@@ -65,6 +80,29 @@ why_no_hooks = _found("_C._autograd._saved_tensors_hooks_get_disabled_error_mess
 graph_task = _found("_C._current_graph_task_id", lambda: -1)
 
 
+def autograd_kernel(op: Any, formula: Any) -> Any:
+    """torch's own kernel of autograd's key for this op, or None. formula: has _backward_fn and _setup_context_fn"""
+    needed = (make_autograd, any_requires_grad, beneath_autograd, disable_dynamo)
+    if not keeps_calls or any(name is None for name in needed):
+        return None
+    try:
+        return make_autograd(op, formula)
+    except (AttributeError, TypeError):  # it takes other arguments now
+        missing.append("torch._library.autograd.make_autograd_impl(op, formula)")
+        return None
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation may be under way."""
     return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def capturing_graph() -> torch.cuda.CUDAGraph | None:
+    """The graph that the current stream is captured into; None where torch cannot tell, or another library captures."""
+    if _capturing_graph is None:
+        return None
+    try:
+        graph = _capturing_graph()
+    except RuntimeError:
+        return None
+    return graph if isinstance(graph, torch.cuda.CUDAGraph) else None  # the object that ends with the graph

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import private
 from .launch import Start, record, starter
@@ -42,16 +41,16 @@ class Replay:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.plans: dict[Any, Plan | None] = {}
+        self.plans: dict[Any, Any] = {}  # by which tensors are there and how they are aligned: a Plan, or None
 
     def __call__(self, tensors: Tensors) -> Tensors:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        key: Any = tuple([address != 0 for address in addresses])
+        key: Any = None if 0 not in addresses else tuple([address != 0 for address in addresses])
         if reduce(or_, addresses) & 15:
             key = tuple([address & 15 if address else None for address in addresses])
-        if key not in self.plans:
+        plan = self.plans.get(key, self)
+        if plan is self:
             return self.first_call(tensors, addresses, key)
-        plan = self.plans[key]
         return self.function(tensors) if plan is None else plan.run(tensors, addresses)
 
     def first_call(self, tensors: Tensors, addresses: list[int], key: Any) -> Tensors:
@@ -86,7 +85,7 @@ class Plan:
             raise LookupError("two tensors begin at the same address")
         if not all(result.data_ptr() in memory for result in returned):
             raise LookupError("a result is neither given nor made by the call")
-        self.launches: list[tuple[Start, Callable[[list[Any]], tuple[Any, ...]]]] = []
+        self.launches: list[tuple[Start, Callable[[Sequence[Any]], Sequence[Any]]]] = []
         self.numbers: list[Any] = []
         for compiled, grid, arguments in launches:
             places: list[int] = []
@@ -100,29 +99,31 @@ class Plan:
                 else:
                     places.append(len(tensors) + len(self.numbers))
                     self.numbers.append(0 if isinstance(argument, Tensor) else argument)
-            self.launches.append((starter(compiled, grid, described), itemgetter(*places)))
+            self.launches.append((starter(compiled, grid, described), getter(places)))
         first = next(tensor for tensor in given if tensor is not None)
         self.index = first.get_device()  # −1: a CPU
         self.empty = _empty_cuda if self.index >= 0 else partial(_empty, first.device)
         self.made = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in (*returned, *empty)]
         next_empty = count(len(given) + len(returned))
-        self.results = [
+        places_of = [
             -1 if result is None else number[result.data_ptr()] if result.numel() else next(next_empty)
             for result in results
         ]
+        every = list(range(len(given), len(given) + len(self.made)))
+        # None where the results are all that the plan makes, in that order.
+        self.results = None if places_of == every else getter(places_of)
         self.offsets, self.size = [], 0
         for tensor in scratch:
             self.offsets.append(self.size)
             self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
-    def run(self, given: Tensors, addresses: list[int]) -> Tensors:
-        if self.index >= 0 and self.index != private.current_device():
-            with torch.cuda.device(self.index):
-                return self.run_here(given, addresses)
-        return self.run_here(given, addresses)
-
-    def run_here(self, given: Tensors, addresses: list[Any]) -> Tensors:
-        empty = self.empty
+    def run(self, given: Tensors, addresses: list[Any]) -> Tensors:
+        index, empty, stream = self.index, self.empty, None
+        if index >= 0:
+            if index != private.current_device():
+                with torch.cuda.device(index):
+                    return self.run(given, addresses)
+            stream = private.raw_stream(index)
         made = [empty(*layout) for layout in self.made]
         addresses += [tensor.data_ptr() for tensor in made]
         if self.size:
@@ -130,18 +131,23 @@ class Plan:
             base = workspace.data_ptr()
             addresses += [base + offset for offset in self.offsets]
         addresses += self.numbers
-        stream = private.raw_stream(self.index) if self.index >= 0 else None
         for start, arguments in self.launches:
             start(stream, arguments(addresses))
-        tensors = [*given, *made, None]  # place −1 is None
-        return [tensors[place] for place in self.results]
+        return made if self.results is None else self.results([*given, *made, None])  # place −1 is None
+
+
+def getter(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Selects these places of a sequence. itemgetter returns a single one bare."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: [values[place] for place in places]
 
 
 def _has_memory(argument: Any) -> bool:
     return isinstance(argument, Tensor) and argument.numel() > 0
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(private.TorchDispatchMode or object):  # type: ignore[misc]
     """Sees what a call allocates and launches. A call in which torch does anything else cannot be replayed."""
 
     ALLOCATIONS = tuple(getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new_empty", "empty_strided"))

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import private
 from ..core.backend import choose
@@ -220,7 +219,7 @@ def unseen() -> Iterator[None]:
 @contextmanager
 def _aside() -> Iterator[None]:
     """No gradients, and no modes: that of a selective checkpoint counts operations."""
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), private.disable_modes():
         yield
 
 

@@ -37,6 +37,16 @@ def test_product_of_a_batch_is_that_of_each():
     assert np.array_equal(interpreter.product(a, b, np.float32), each)
 
 
+def test_a_triton_without_a_name_that_is_replaced(monkeypatch):
+    """It would leave bf16 as it is."""
+    assert interpreter.lacks() == []
+    monkeypatch.setitem(interpreter.REPLACED, interpreter.ReduceOps, ("sum", "gone"))
+    with pytest.raises(
+        ImportError, match=r"^TRITON_INTERPRET=1: triton \S+ has no ReduceOps\.gone; triton 3\.6 to 3\.9 do$"
+    ):
+        interpreter.repair()
+
+
 @triton.jit
 def dot_and_sums_kernel(a_ptr, b_ptr, dot_ptr, rows_ptr, all_ptr, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
     m, k, n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)

@@ -1,5 +1,7 @@
 """Kernels are started again by the C function beneath Triton's launcher, with the arguments that Triton gives it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from mhc_ops.core import launch
@@ -39,7 +41,7 @@ def test_as_triton_calls_it(compiled):
     grid = (3, 2, 1)
     compiled[grid](*ARGUMENTS, stream=11)
     start = launch.starter(compiled, grid)
-    assert launch._c_launcher(compiled, grid) is not None, "this Triton's is not known: see core/launch.py"
+    assert launch._c_launcher(compiled, grid, print) is not None, "this Triton's is not known: see core/launch.py"
     start(11, ARGUMENTS)
     slow, quick = compiled.calls
     assert quick == slow
@@ -49,7 +51,8 @@ def test_who_hooks_into_launches_is_served(compiled, monkeypatch):
     from triton import knobs
 
     seen = []
-    monkeypatch.setattr(launch, "_c_launcher", lambda *_: lambda stream, arguments: seen.append("quick"))
+    compiled.run.launch = lambda *all: seen.append("quick")
+    monkeypatch.setattr(Compiled, "__getitem__", lambda self, grid: lambda *arguments, stream: seen.append("slow"))
     start = launch.starter(compiled, (1, 1, 1))
     start(0, ARGUMENTS)
     knobs.runtime.launch_enter_hook.add(print)
@@ -57,7 +60,7 @@ def test_who_hooks_into_launches_is_served(compiled, monkeypatch):
         start(0, ARGUMENTS)
     finally:
         knobs.runtime.launch_enter_hook.remove(print)
-    assert (seen, len(compiled.calls)) == (["quick"], 1)
+    assert seen == ["quick", "slow"]
 
 
 def test_what_is_not_known_goes_the_long_way(compiled, monkeypatch):
@@ -65,12 +68,34 @@ def test_what_is_not_known_goes_the_long_way(compiled, monkeypatch):
 
     for attribute in ("global_scratch_size", "profile_scratch_size"):
         monkeypatch.setitem(vars(compiled.run), attribute, 64)
-        assert launch._c_launcher(compiled, (1, 1, 1)) is None
+        assert launch._c_launcher(compiled, (1, 1, 1), print) is None
         monkeypatch.undo()
     monkeypatch.setattr(triton, "__version__", "9.9.0")
-    assert launch._c_launcher(compiled, (1, 1, 1)) is None
+    assert launch._c_launcher(compiled, (1, 1, 1), print) is None
     launch.starter(compiled, (1, 1, 1))(0, ARGUMENTS)
     assert len(compiled.calls) == 1
+
+
+def test_a_triton_without_a_private_name(compiled, monkeypatch):
+    """Each is named, and the kernel starts the long way."""
+    from triton import knobs
+
+    runtime = {name: getattr(knobs.runtime, name) for name in launch.OF_RUNTIME}
+    places = {"compiled": (compiled, launch.OF_KERNEL), "compiled.run": (compiled.run, launch.OF_LAUNCHER["3.7"])}
+    assert launch.lacks(compiled) == []
+    for where, (of, names) in {**places, "triton.knobs.runtime": (knobs.runtime, runtime)}.items():
+        for name in names:
+            with monkeypatch.context() as patch:
+                if where == "compiled.run":
+                    patch.delitem(vars(of), name)
+                elif where == "compiled":
+                    patch.delattr(Compiled, name)
+                else:
+                    patch.setattr(knobs, "runtime", SimpleNamespace(**{k: v for k, v in runtime.items() if k != name}))
+                assert launch.lacks(compiled) == [f"{where}.{name}"]
+                assert launch._c_launcher(compiled, (1, 1, 1), print) is None
+    monkeypatch.setattr("triton.__version__", "9.9.0")
+    assert launch.lacks(compiled) == ["the C function of triton 9.9"]
 
 
 DESCRIBED = {1: {"shape": [64, 8], "strides": [8, 1], "padding": "zero", "round_f32_to_tf32": False}}
@@ -99,7 +124,7 @@ def test_descriptors_as_triton_calls_it(with_descriptors):
     grid, arguments = (3, 2, 1), (1024, 2048, 5, 4096, 16, 7)
     described = [launch.Descriptor(a, DESCRIBED[i]) if i in DESCRIBED else a for i, a in enumerate(arguments)]
     with_descriptors[grid](*described, stream=11)
-    assert launch._c_launcher(with_descriptors, grid, DESCRIBED) is not None, "this Triton's is not known"
+    assert launch._c_launcher(with_descriptors, grid, print, DESCRIBED) is not None, "this Triton's is not known"
     launch.starter(with_descriptors, grid, DESCRIBED)(11, arguments)
     slow, quick = map(started_with, with_descriptors.calls)
     assert quick == slow and {2048, 64, 4096, 32} <= set(quick)
@@ -124,6 +149,6 @@ def test_a_descriptor_is_made_once_for_an_address(with_descriptors, monkeypatch)
 
 def test_descriptors_that_are_not_known_go_the_long_way(with_descriptors):
     """Others than recorded, or made in C."""
-    assert launch._c_launcher(with_descriptors, (1, 1, 1), {1: DESCRIBED[1]}) is None
+    assert launch._c_launcher(with_descriptors, (1, 1, 1), print, {1: DESCRIBED[1]}) is None
     with_descriptors.run.launch = print
-    assert launch._c_launcher(with_descriptors, (1, 1, 1), DESCRIBED) is None
+    assert launch._c_launcher(with_descriptors, (1, 1, 1), print, DESCRIBED) is None

@@ -2,11 +2,17 @@
 when it has stored its part.
 
 Counts are zero when a kernel starts, and the program that drew the last ticket sets its count back. Two launches that
-may run at the same time must not share counts: every stream has a set of its own, and so has every launch that a CUDA
-graph captures, since that may be replayed on any stream. Sets come out of a reserve, so that nothing is allocated in a
-capture.
+may run at the same time must not share counts. Launches of one stream follow one another, so every stream has a set.
+A captured graph may be replayed on any stream, so it has sets of its own, one for each stream that it was captured on:
+launches that were captured on one stream follow one another in the graph, and replays of a graph follow one another.
+
+Sets come out of a reserve, so that nothing is allocated in a capture. A graph that is gone gives its sets back. One of
+its replays may still run then, so they are used again only after the GPU has been waited for, when the reserve is
+empty. Where a capture finds it empty, its launches have counts in the graph's own memory, which the graph zeroes. A
+torch that cannot name the graph (before 2.13) takes a set for each captured launch and keeps it.
 """
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,16 +21,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core import private
-from ...core.launch import starter
+from ...core.launch import Start, starter
 
 SET = 64  # counts of a launch, at most
 RESERVED = 4096  # sets that are allocated at once: 1 MB
 
-_of_streams: dict[tuple[int, Any], Tensor] = {}
+Sets = dict[tuple[int, Any], Tensor]  # by GPU and stream
+
+_of_streams: Sets = {}
+_of_graphs: weakref.WeakKeyDictionary[Any, Sets] = weakref.WeakKeyDictionary()
 _reserves: dict[int, list[Tensor]] = {}
+_returned: dict[int, list[Tensor]] = {}  # of graphs that are gone
+_short: set[int] = set()  # GPUs whose reserve a capture has found empty
 
 
 # How many programs have drawn, this one included. What it stored happens before that: all its threads have stored at
@@ -39,27 +49,57 @@ def draw(count_ptr):
 def tickets(index: int, stream: Any) -> Tensor:
     """A set of counts for a launch on this stream of the GPU `index`, the current one; −1 is the CPU."""
     if index >= 0 and private.is_capturing():
-        return _taken(index)
+        return _of_graph(index, stream)
+    if index in _short:
+        _short.discard(index)
+        _reserves.setdefault(index, []).extend(_filled(index))
     found = _of_streams.get((index, stream))
     if found is None:
         found = _of_streams[index, stream] = _taken(index)
     return found
 
 
+def _of_graph(index: int, stream: Any) -> Tensor:
+    graph = private.capturing_graph()
+    sets = _of_graphs.get(graph) if graph is not None else {}
+    if sets is None:
+        sets = _of_graphs[graph] = {}
+        weakref.finalize(graph, _give_back, sets).atexit = False
+    found = sets.get((index, stream))
+    if found is not None:
+        return found
+    if not _reserves.get(index):
+        if graph is not None:
+            _short.add(index)
+        return _in_graph(index)
+    found = sets[index, stream] = _taken(index)
+    return found
+
+
+def _give_back(sets: Sets) -> None:
+    """Called by any thread, also in a capture: it may only note them."""
+    for (index, _), counts in sets.items():
+        _returned.setdefault(index, []).append(counts)
+
+
 def _taken(index: int) -> Tensor:
-    """A set for one user. It is never given back: a graph may be replayed at any time."""
+    """A set for one user."""
     reserve = _reserves.setdefault(index, [])
     if not reserve:
-        reserve += _zeros(index)
+        reserve += _filled(index)
     return reserve.pop()
 
 
-def _zeros(index: int) -> list[Tensor]:
-    with _disable_current_modes():  # modes that record calls must not see this
-        if index < 0:
+def _in_graph(index: int) -> Tensor:
+    """Counts that live as long as their launch. The graph sets them to zero before the kernel runs."""
+    with private.disable_modes():
+        return torch.zeros(SET, dtype=torch.int32, device=index)
+
+
+def _filled(index: int) -> list[Tensor]:
+    if index < 0:
+        with private.disable_modes():  # modes that record calls must not see this
             return [torch.zeros(SET, dtype=torch.int32)]
-        if private.is_capturing():  # then the graph itself sets them to zero before the kernel runs
-            return [torch.zeros(SET, dtype=torch.int32, device=index)]
     # By a thread of its own: what this one allocates may belong to a pool, as in the warm-up of torch.compile's CUDA
     # graphs, which want all of it back.
     with ThreadPoolExecutor(1) as thread:
@@ -67,7 +107,13 @@ def _zeros(index: int) -> list[Tensor]:
 
 
 def _reserved(index: int) -> list[Tensor]:
-    sets = list(torch.zeros(RESERVED, SET, dtype=torch.int32, device=index))
+    sets = _returned.pop(index, [])
+    if sets:
+        torch.cuda.synchronize(index)  # a replay of a graph that is gone may run until now
+        for counts in sets:
+            counts.zero_()
+    else:
+        sets = list(torch.zeros(RESERVED, SET, dtype=torch.int32, device=index))
     torch.cuda.current_stream(index).synchronize()  # other streams will use them
     return sets
 
@@ -100,7 +146,7 @@ class Ticketed:
 
 def like_tickets(device: torch.device) -> Tensor:
     """To compile for."""
-    with _disable_current_modes():
+    with private.disable_modes():
         return torch.empty(SET, dtype=torch.int32, device=device)
 
 
@@ -110,10 +156,11 @@ class Compiled:
     def __init__(self, kernel: Any, index: int) -> None:
         self.kernel, self.index = kernel, index
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+    def starter(self, grid: tuple[int, int, int]) -> Start:
         start, index = starter(self.kernel, grid), self.index
 
-        def run(*arguments: Any, stream: Any) -> None:
-            start(stream, (tickets(index, stream).data_ptr(), *arguments))
+        def run(stream: Any, arguments: Any) -> None:
+            counts = tickets(index, stream)  # held until it is launched: it may be the graph's own memory
+            start(stream, (counts.data_ptr(), *arguments))
 
         return run

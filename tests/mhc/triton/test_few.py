@@ -1,9 +1,11 @@
 """Few tokens in one launch: the bits of many tokens, and the tickets that tell programs which others have arrived."""
 
+import gc
 import re
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -123,29 +125,50 @@ def test_what_others_take(T, n, D, dtype):
 # Without a GPU: tickets and replay
 
 
+class Graph:
+    """In place of a torch.cuda.CUDAGraph."""
+
+
+class Gpu:
+    """A GPU's tickets, on the CPU. capturing: whether a graph is captured, and which where torch can tell"""
+
+    def __init__(self):
+        self.capturing, self.graph, self.made, self.waited = False, None, [], []
+
+    def zeros(self, *shape, dtype, device):
+        self.made.append((shape, self.capturing))
+        return torch.ones(shape, dtype=dtype).zero_()
+
+    def captured(self, graph=None, streams=(7,), launches=3):
+        """The addresses of the counts of these launches."""
+        self.capturing, self.graph = True, graph
+        found = [tickets.tickets(0, stream).data_ptr() for _ in range(launches) for stream in streams]
+        self.capturing, self.graph = False, None
+        return found
+
+
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU's tickets, on the CPU; capturing[0] says whether a graph is captured."""
-    capturing, made = [False], []
-
-    def zeros(index):
-        made.append(index)
-        return list(torch.zeros(4, tickets.SET, dtype=torch.int32))
-
-    monkeypatch.setattr(private, "is_capturing", lambda: capturing[0])
-    monkeypatch.setattr(tickets, "_zeros", zeros)
-    monkeypatch.setattr(tickets, "_of_streams", {})
-    monkeypatch.setattr(tickets, "_reserves", {})
-    return capturing, made
+    found = Gpu()
+    monkeypatch.setattr(private, "is_capturing", lambda: found.capturing)
+    monkeypatch.setattr(private, "capturing_graph", lambda: found.graph)
+    monkeypatch.setattr(tickets, "RESERVED", 8)
+    monkeypatch.setattr(tickets.torch, "zeros", found.zeros)
+    monkeypatch.setattr(torch.cuda, "synchronize", found.waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: torch.Stream("cpu"))
+    for name, empty in {"_of_streams": {}, "_of_graphs": weakref.WeakKeyDictionary(), "_reserves": {}}.items():
+        monkeypatch.setattr(tickets, name, empty)
+    monkeypatch.setattr(tickets, "_returned", {})
+    monkeypatch.setattr(tickets, "_short", set())
+    return found
 
 
 def test_every_stream_has_its_tickets(gpu):
-    _, made = gpu
     places = [(index, stream) for index in (0, 1) for stream in (0, 7)]
     found = {place: tickets.tickets(*place).data_ptr() for place in places}
     assert len(set(found.values())) == len(places)
     assert found == {place: tickets.tickets(*place).data_ptr() for place in places}
-    assert made == [0, 1], "one reserve for each GPU"
+    assert gpu.made == [((8, tickets.SET), False)] * 2, "one reserve for each GPU"
 
 
 def test_what_stays_is_allocated_by_a_thread_of_its_own(monkeypatch):
@@ -153,20 +176,51 @@ def test_what_stays_is_allocated_by_a_thread_of_its_own(monkeypatch):
     threads = []
     monkeypatch.setattr(private, "is_capturing", lambda: False)
     monkeypatch.setattr(tickets, "_reserved", lambda index: threads.append(threading.get_ident()) or [index])
-    assert tickets._zeros(3) == [3]
+    assert tickets._filled(3) == [3]
     assert threads != [threading.get_ident()]
 
 
-def test_every_captured_launch_has_its_tickets(gpu):
+def test_every_captured_launch_has_its_tickets_where_torch_cannot_name_the_graph(gpu):
     """Two graphs captured on one stream may run at once, and while a stream goes on."""
-    capturing, made = gpu
     of_stream = tickets.tickets(0, 7).data_ptr()
-    capturing[0] = True
-    captured = [tickets.tickets(0, 7).data_ptr() for _ in range(3)]
-    assert len({of_stream, *captured}) == 4
-    assert made == [0], "nothing is allocated in a capture"
-    capturing[0] = False
-    assert tickets.tickets(0, 7).data_ptr() == of_stream
+    captured = gpu.captured(launches=7)
+    assert len({of_stream, *captured}) == 8
+    assert len(gpu.made) == 1, "nothing is allocated in a capture"
+    gpu.captured()
+    assert gpu.made[1:] == [((tickets.SET,), True)] * 3, "no more are taken for good: the graph has its own"
+    assert tickets.tickets(0, 7).data_ptr() == of_stream and len(gpu.made) == 4
+
+
+def test_a_graph_has_tickets_for_each_of_its_streams(gpu):
+    of_stream, one, other = tickets.tickets(0, 7).data_ptr(), Graph(), Graph()
+    first, second = gpu.captured(one, streams=(7, 8)), gpu.captured(other)
+    assert (len(set(first)), len(set(second))) == (2, 1)
+    assert len({of_stream, *first, *second}) == 4
+    assert gpu.captured(one, streams=(7, 8)) == first, "its launches follow one another"
+
+
+def test_a_graph_that_is_gone_gives_its_tickets_back(gpu):
+    """They are used again when the reserve is empty, and the GPU has been waited for then."""
+    tickets.tickets(0, 7)
+    for _ in range(50):
+        tickets.tickets(0, 7)  # a run before each capture
+        graph = Graph()
+        assert len(set(gpu.captured(graph))) == 1 or gpu.made[-1][1]
+        del graph
+        gc.collect()
+    kept = [shape for shape, capturing in gpu.made if not capturing]
+    assert kept == [(8, tickets.SET)], "one reserve for any number of captures"
+    assert gpu.waited and len(gpu.waited) < 10
+
+
+def test_tickets_that_are_given_back_are_zero(gpu):
+    graph = Graph()
+    tickets.tickets(0, 7)
+    gpu.captured(graph)
+    tickets._of_graphs[graph][0, 7].fill_(3)  # of a replay that was interrupted
+    del graph
+    gc.collect()
+    assert not any(counts.any() for counts in tickets._filled(0)) and gpu.waited == [0]
 
 
 class Pretended:
@@ -292,7 +346,8 @@ def test_graphs_and_streams_at_once():
     reserve = tickets._reserves[torch.cuda.current_device()]
     left = len(reserve)
     graphs = [captured(tensors, 5) for tensors in drawn]
-    assert len(reserve) == left - 2 * 5, "each captured launch has its own tickets, of those that were there"
+    sets = 2 * 5 if private._capturing_graph is None else 2
+    assert len(reserve) == left - sets, "each graph has its own tickets, of those that were there"
     streams = [(torch.cuda.Stream(), torch.cuda.Stream()) for _ in drawn]
     for _ in range(50):
         for _, results in graphs:
