@@ -57,10 +57,9 @@ class ShortConv(KeepsMaps, nn.Module):
             check_count("ShortConv", name, value)
         (self.norm_eps,) = check_numbers("ShortConv", norm_eps=norm_eps)
         check_flag("ShortConv", "residual", residual)
-        check_flag("ShortConv", "cast_maps", cast_maps)
         self.n, self.D, self.width, self.dilation = n, D, width, dilation
         self.residual, self.backend = residual, backend
-        of_norm, self.cast_maps = type_of_maps(dtype, cast_maps)
+        of_norm, self.cast_maps = type_of_maps("ShortConv", dtype, cast_maps)
         self.norm_weight = nn.Parameter(torch.empty(n, D, device=device, dtype=of_norm))
         self.weight = nn.Parameter(torch.empty(n * D, width, device=device, dtype=dtype))
         self.reset_parameters()

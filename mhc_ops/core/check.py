@@ -103,6 +103,11 @@ def check_whole(function: str, name: str, value: object) -> None:
         raise ValueError(f"{function}: {name} must fit 64 bits, got {shown(value)}")
 
 
+def check_is_dtype(function: str, name: str, value: object) -> None:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{function}: {name} must be a torch.dtype, got {type(value).__name__}")
+
+
 def check_count(function: str, name: str, value: object) -> None:
     """A whole number from 1 up."""
     check_whole(function, name, value)

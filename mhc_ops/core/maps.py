@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .check import check_flag, check_is_dtype
+
 _PARAMETRIZED = re.compile(r"parametrizations\.(.+)\.original\d*")
 
 
@@ -96,9 +98,12 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
-def type_of_maps(dtype: torch.dtype | None, cast_maps: bool) -> tuple[torch.dtype, bool]:
+def type_of_maps(function: str, dtype: torch.dtype | None, cast_maps: bool) -> tuple[torch.dtype, bool]:
     """The type of new maps: the one asked for, else torch's default but at least fp32. Whether they follow casts: where
     that or a narrower type was asked for."""
-    default = torch.get_default_dtype()
-    chosen = dtype or (default if cast_maps else torch.promote_types(default, torch.float32))
-    return chosen, cast_maps or is_narrow(chosen)
+    check_flag(function, "cast_maps", cast_maps)
+    if dtype is None:
+        default = torch.get_default_dtype()
+        dtype = default if cast_maps else torch.promote_types(default, torch.float32)
+    check_is_dtype(function, "dtype", dtype)
+    return dtype, cast_maps or is_narrow(dtype)

@@ -47,8 +47,7 @@ class _Maps(KeepsMaps, nn.Module):
         check_count(kind, "n", n)
         check_count(kind, "D", D)
         check_flag(kind, "gamma", gamma)
-        check_flag(kind, "cast_maps", cast_maps)
-        dtype, self.cast_maps = type_of_maps(dtype, cast_maps)
+        dtype, self.cast_maps = type_of_maps(kind, dtype, cast_maps)
         found = checked(kind, options)
         if found.hc_eps >= 1:
             raise ValueError(f"{kind}: hc_eps must be below 1, got {found.hc_eps}")

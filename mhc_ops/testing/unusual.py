@@ -173,6 +173,7 @@ def calls(device: torch.device) -> dict[str, dict[str, Any]]:
         "mhc_post": post,
         "mhc_post_pre": {**post, **maps},
         "mhc_read": {"x": x, "h_pre": h_pre},
+        "parameter_groups": {"model": nn.Linear(2, 2), "lr": 0.1, "weight_decay": 0.1},
         "short_conv": {"x": normal(2, 5, n, 4), "gamma": normal(n, 4), "weight": normal(n * 4, 3)},
         "sinkhorn": {"logits": h_res},
         "use_backend": {"name": "reference"},
