@@ -1,7 +1,6 @@
 """Every kernel of the convolution compiles for GPUs that are not here, without spills, and once for all lengths."""
 
 import random
-from itertools import product
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from mhc_ops.testing.cases import SEED
 
 pytest.importorskip("triton")
 import cross_compile
+from config_domain import GPUS
 
 pytestmark = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -76,7 +76,8 @@ def launch_serving(places, D=4096, W=4, dtype=bf16, N=8, T=4, slots=64, rows=204
     def tensor(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    x = tensor(rows, D + wider, dtype=dtype)[:, :D]
+    shape = {"in place": (N,), "tree": (N, T)}.get(places, (rows,))
+    x = tensor(*shape, D + wider, dtype=dtype)[..., :D]
     shared = {"weight": tensor(D, W, dtype=fp32), "bias": tensor(D, dtype=fp32), "silu": True, "pad_slot_id": 0}
     shared |= {"conv_state": tensor(slots, W - 2 + max(T, 1), D, dtype=dtype).transpose(1, 2)}
     columns = dict.fromkeys(("read_columns", "write_columns"), tensor(N) if places in ("blocks", "drafts") else None)
@@ -91,13 +92,6 @@ def launch_serving(places, D=4096, W=4, dtype=bf16, N=8, T=4, slots=64, rows=204
         return
     drafts = {"num_accepted_tokens": tensor(N), "cu_seqlens": tensor(N + 1)} if places == "drafts" else {}
     tree = {"parents": tensor(N, T), "windows": tensor(N, T, D, W - 1, dtype=dtype)} if places == "tree" else {}
-    x = (
-        x
-        if drafts
-        else tensor(N, T, D + wider, dtype=dtype)[..., :D]
-        if tree
-        else tensor(N, D + wider, dtype=dtype)[:, :D]
-    )
     given = dict.fromkeys(contracts.causal_conv1d_step_.inputs) | shared | columns | drafts | tree
     given |= {"conv_state_indices": table if drafts else table[:, 0], "max_seqlen": T if drafts or tree else 1}
     launch("causal_conv1d_step_", **given | ({"x": x} if tree else {"out": x}))
@@ -123,14 +117,17 @@ def test_no_spills(D, W, dtype, places, target, monkeypatch):
 SERVING = ("", "blocks", "in place", "drafts", "tree")
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
-def test_serving_has_no_spills(target, monkeypatch):
-    """The widest filter in the largest type, and the usual one."""
+TARGETS = ["sm_90", "gfx942", *(pytest.param(target, marks=pytest.mark.thorough) for target in GPUS)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_serving_has_no_spills(target, monkeypatch, request):
+    """The usual filter; in the thorough run the widest one in the largest type."""
     cross_compile.skip_if_too_old(target)
-    sizes = [(4096, 4, bf16)] if target != "sm_90" else [(4096, 4, bf16), (4097, 8, fp32), (4096, 8, bf16)]
-    for places, (D, W, dtype) in product(SERVING, sizes):
+    widest = request.node.get_closest_marker("thorough")
+    for places in SERVING:
         with cross_compile.compiling_for(target, monkeypatch) as kernels:
-            launch_serving(places, D, W, dtype)
+            launch_serving(places, *((4097, 8, fp32) if widest else (4096, 4, bf16)))
         assert kernels
         cross_compile.check(target, kernels)
 
