@@ -177,6 +177,7 @@ class Draw:
             call |= {"read_columns": self.integers([max(0, (b - 1) // size) for b in before])}
             bounds = bounds_of(cu_seqlens, rows)
             last = [(b + end - begin - 1) // size for b, (begin, end) in zip(before, bounds)]
+            last = [self.random.choice([column, column, -1]) for column in last]
             call |= {"write_columns": self.integers(last)}
         return call
 
