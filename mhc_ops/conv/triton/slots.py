@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .states import greater
+
 # How many boundaries a program looks at at once, one for each thread of four warps. Not measured.
 BOUNDS = 128
 
@@ -18,11 +20,6 @@ class Table(NamedTuple):
     columns: Any
     slots: Any
     pad_slot_id: Any
-
-
-@triton.jit
-def greater(one, other):
-    return tl.maximum(one, other)
 
 
 @triton.jit
