@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from .conv.modules import ShortConv
-from .conv.ops import causal_conv1d, causal_conv1d_update, short_conv
+from .conv.ops import causal_conv1d, causal_conv1d_prefill, causal_conv1d_update, short_conv
 from .core.backend import read_environment, use_backend
 from .guide import *  # noqa: F403  the names of its __all__, which type checkers re-export
 from .mhc.metrics import Metrics, metrics
@@ -62,6 +62,7 @@ __all__ = [
     "Metrics",
     "ShortConv",
     "causal_conv1d",
+    "causal_conv1d_prefill",
     "causal_conv1d_update",
     "metrics",
     "mhc_enter",

@@ -154,6 +154,71 @@ def causal_conv1d_update_(
     return UpdateOutputs(y=torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
+class PrefillOutputs(NamedTuple):
+    y: Tensor
+
+
+@op(
+    "conv",
+    mutates=("conv_state",),
+    layouts={"x": _channels_last, "conv_state": any_layout, "conv_state_indices": any_layout},
+)
+def causal_conv1d_prefill_(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    conv_state_indices: Tensor,
+    has_initial_state: Tensor | None,
+    read_columns: Tensor | None,
+    write_columns: Tensor | None,
+    first_columns: Tensor | None,
+    tokens_before: Tensor | None,
+    block_size: int,
+    silu: bool,
+    pad_slot_id: int,
+) -> PrefillOutputs:
+    """x [tokens, D]; conv_state_indices [N] or [N, blocks]; block_size 0: no states within the chunk are kept."""
+    return PrefillOutputs(y=x.new_empty(x.shape))
+
+
+class StepOutputs(NamedTuple):
+    """y is empty where it is written to `out`."""
+
+    y: Tensor
+
+
+@op(
+    "conv",
+    mutates=("conv_state", "out", "windows"),
+    layouts=dict.fromkeys(("x", "conv_state", "out", "windows", "conv_state_indices"), any_layout),
+)
+def causal_conv1d_step_(
+    x: Tensor | None,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    cu_seqlens: Tensor | None,
+    conv_state_indices: Tensor | None,
+    read_columns: Tensor | None,
+    write_columns: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    windows: Tensor | None,
+    window_indices: Tensor | None,
+    parents: Tensor | None,
+    max_seqlen: int,
+    silu: bool,
+    pad_slot_id: int,
+) -> StepOutputs:
+    """x [B, D], [B, T, D], or [tokens, D] with cu_seqlens; None: `out` holds it, and y takes its place where a token is
+    no padding. windows [lines, steps, D, W − 1]; conv_state_indices [B] or [B, blocks]."""
+    if out is not None or x is None:
+        return StepOutputs(y=conv_state.new_empty(0))
+    return StepOutputs(y=torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
 class ShortConvOutputs(NamedTuple):
     y: Tensor
     inv_rms: Tensor

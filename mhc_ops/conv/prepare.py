@@ -61,7 +61,7 @@ def causal_conv1d(
         state = None if initial_state is None else initial_state.transpose(1, 2)
         y, final_state = reference.causal_conv1d(x, weight, bias, residual, seq_idx, cu_seqlens, state, silu, dilation)
         return (y, final_state.transpose(1, 2)) if output_final_state else y
-    _check_kernel_limits(function, x, weight, name)
+    check_kernel_limits(function, x, weight, name)
     inputs = {
         "x": x,
         "weight": weight,
@@ -93,7 +93,7 @@ def causal_conv1d_update(
     function = "causal_conv1d_update"
     check_tensors(function, x=x, conv_state=conv_state)
     tokens = x[:, None] if x.dim() == 2 else x
-    silu = _check_filter(function, tokens, "[B, D] or [B, T, D]", weight, bias, activation, dilation)
+    silu = check_filter(function, tokens, "[B, D] or [B, T, D]", weight, bias, activation, dilation)
     B, _, D = tokens.shape
     S = (weight.shape[1] - 1) * dilation
     check_dtype(function, "conv_state", conv_state, (x.dtype,), " as x is")
@@ -102,7 +102,7 @@ def causal_conv1d_update(
         raise ValueError(f"{function}: conv_state must be {expected}, got {list(conv_state.shape)}")
     for name, index in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
         if index is not None:
-            _check_index(function, name, index, x, INTEGERS)
+            check_index(function, name, index, x, INTEGERS)
             check_shapes(function, **{name: (index, (B,))})
     if cache_seqlens is not None and conv_state.shape[2] < 1:
         raise ValueError(f"{function}: conv_state must have a length of at least 1 with cache_seqlens, got 0")
@@ -120,7 +120,7 @@ def causal_conv1d_update(
             y, after = reference.causal_conv1d_update(tokens, state, weight, bias, *places, silu, dilation, pad_slot_id)
             state.copy_(after)
             return y.view(x.shape)
-    _check_kernel_limits(function, x, weight, name)
+    check_kernel_limits(function, x, weight, name)
     check_in_memory(function, "conv_state", conv_state, f" for backend {name!r}")
     inputs = {
         "x": x,
@@ -146,7 +146,7 @@ def short_conv(
     name = choose(function, "conv", backend, x.device)
     if name == "reference":
         return reference.short_conv(x, gamma, weight, norm_eps, dilation, residual)
-    _check_kernel_limits(function, x, weight, name)
+    check_kernel_limits(function, x, weight, name)
     inputs = {"x": x, "gamma": gamma, "weight": weight}
     options = {"norm_eps": norm_eps, "dilation": dilation, "residual": residual}
     return Request(contracts.short_conv_fwd, name, {**inputs, **options}, "y")
@@ -166,21 +166,21 @@ def check_causal_conv1d(
 ) -> bool:
     """Whether SiLU follows."""
     function = "causal_conv1d"
-    silu = _check_filter(function, x, "[B, L, D]", weight, bias, activation, dilation)
+    silu = check_filter(function, x, "[B, L, D]", weight, bias, activation, dilation)
     if residual is not None:
         check_tensors(function, x=x, residual=residual)
         check_shapes(function, residual=(residual, tuple(x.shape)))
     B, L, D = x.shape
     S = (weight.shape[1] - 1) * dilation
     check_flag(function, "output_final_state", output_final_state)
-    _exclude(function, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
-    _exclude(function, seq_idx=seq_idx, output_final_state=output_final_state or None)
+    exclude(function, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
+    exclude(function, seq_idx=seq_idx, output_final_state=output_final_state or None)
     N = B
     if seq_idx is not None:
-        _check_index(function, "seq_idx", seq_idx, x, (torch.int32,))
+        check_index(function, "seq_idx", seq_idx, x, (torch.int32,))
         check_shapes(function, seq_idx=(seq_idx, (B, L)))
     if cu_seqlens is not None:
-        _check_index(function, "cu_seqlens", cu_seqlens, x, INTEGERS)
+        check_index(function, "cu_seqlens", cu_seqlens, x, INTEGERS)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             raise ValueError(f"{function}: cu_seqlens must be [N + 1], got {list(cu_seqlens.shape)}")
         if B != 1:
@@ -207,7 +207,7 @@ def check_short_conv(x: Tensor, gamma: Tensor, weight: Tensor, dilation: int, no
     return norm_eps
 
 
-def _check_filter(
+def check_filter(
     function: str, x: Tensor, layout: str, weight: Tensor, bias: Tensor | None, activation: str | None, dilation: int
 ) -> bool:
     """Whether SiLU follows."""
@@ -242,19 +242,19 @@ def within(L: int, dilation: int) -> int:
     return L if dilation > L > 0 else dilation
 
 
-def _check_index(function: str, name: str, index: object, x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+def check_index(function: str, name: str, index: object, x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     check_tensor(function, name, index, allowed)
     assert isinstance(index, Tensor)
     if index.device != x.device:
         raise ValueError(f"{function}: {name} must be on {x.device} as x is, got {index.device}")
 
 
-def _exclude(function: str, **two: object) -> None:
+def exclude(function: str, **two: object) -> None:
     if all(value is not None for value in two.values()):
         raise ValueError(f"{function}: {' and '.join(two)} exclude each other")
 
 
-def _check_kernel_limits(function: str, x: Tensor, weight: Tensor, backend: str) -> None:
+def check_kernel_limits(function: str, x: Tensor, weight: Tensor, backend: str) -> None:
     context = f" for backend {backend!r}"
     check_dtype(function, "x", x, KERNEL_FLOATS, context)
     check_range(function, "the width of weight", weight.shape[1], 1, MAX_WIDTH, context)

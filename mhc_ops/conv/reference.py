@@ -31,16 +31,21 @@ def causal_conv1d(
             taps, last, real = dense(wide, state, seq_idx, weight.shape[-1], dilation)
         else:
             taps, last, real = packed(wide, state, cu_seqlens, weight.shape[-1], dilation)
-        y = sum((tap * weight[:, k].to(wide.dtype) for k, tap in enumerate(taps)), wide.new_zeros(()))
-        if bias is not None:
-            y = y + bias.to(wide.dtype)
-        if silu:
-            y = silu_of(y)
+        y = filtered(taps, weight, bias, silu)
         if residual is not None:
             y = y + residual.to(wide.dtype)
         if real is not None:
             y = torch.where(real, y, 0)
         return y.to(x.dtype), last.to(x.dtype)
+
+
+def filtered(taps: list[Tensor], weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """bias + Σ_k weight[:, k] · taps[k], and SiLU of it, in the type of the taps."""
+    wide = taps[0].dtype
+    z = sum((tap * weight[:, k].to(wide) for k, tap in enumerate(taps)), taps[0].new_zeros(()))
+    if bias is not None:
+        z = z + bias.to(wide)
+    return silu_of(z) if silu else z
 
 
 def silu_of(z: Tensor) -> Tensor:

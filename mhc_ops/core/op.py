@@ -60,7 +60,7 @@ def op(
 ) -> Callable[[Callable[..., Any]], "Op"]:
     """Decorator: makes an Op of a contract.
 
-    mutates: the inputs that launchers write to.
+    mutates: the inputs that launchers write to. One that may be None is an input that need not be given.
     unwritten: outputs with one element of storage that launchers leave as they are, because no code reads them.
     layouts: how launchers take an input; contiguous without an entry.
     """
@@ -128,7 +128,7 @@ class Op:
         for name, value in inputs.items():
             if name not in self.mutates and isinstance(value, Tensor):
                 for written in self.mutates:
-                    if private.share_memory(value, inputs[written]):
+                    if written in inputs and private.share_memory(value, inputs[written]):
                         found[name] = value.clone()
         return found
 
@@ -214,7 +214,8 @@ class Op:
         given = self.unflattened(flat)
         inputs = self.laid_out(given)  # graphs call it without the public function
         for name in self.mutates:
-            check_writable(self.name, name, inputs[name])
+            if inputs[name] is not None:
+                check_writable(self.name, name, inputs[name])
         call = Call(self, backend, inputs, self.outputs._fields, repeated=private.keeps_calls)
         copied = [(place, name) for place, name in enumerate(call.names) if inputs[name] is not given[name]]
         unwritten = [self.outputs._fields.index(name) for name in self.unwritten]
@@ -361,7 +362,7 @@ class Call:
         """Runs an op that writes to its inputs, and tells torch that it did."""
         inputs = dict(zip(self.names, tensors))
         results = forward(list(self.op.apart(inputs).values()))
-        torch.autograd.graph.increment_version([inputs[name] for name in self.op.mutates])
+        torch.autograd.graph.increment_version([inputs[name] for name in self.op.mutates if name in inputs])
         return results
 
     def keep(self, ctx: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
