@@ -106,17 +106,18 @@ def step(
         given["pad_slot_id"] = None
     if given.get("num_accepted_tokens") is None and given.get("cache_seqlens") is None:
         conv_state = conv_state[..., : weight.shape[-1] - 1]  # the rest is room for drafts
-    tokens = x.to(conv_state.dtype)
-    result = tokens if in_place else out if out is None or out.dtype == tokens.dtype else torch.empty_like(tokens)
-    of_tokens = [None if each is None else each.transpose(1, 2) if x.dim() == 3 else each for each in (tokens, result)]
-    if in_place:
-        of_tokens[1] = of_tokens[0]
-    given |= {"activation": word(activation), "out": of_tokens[1]}
-    y = causal_conv1d_update(of_tokens[0], conv_state, weight, bias, **_with_pad(given))
-    y = y.transpose(1, 2) if x.dim() == 3 else y
+    tokens = _turned(x.to(conv_state.dtype))
+    target = tokens if in_place else None if out is None or out.dtype != tokens.dtype else _turned(out)
+    of_call = {**_with_pad(given), "activation": word(activation), "out": target}
+    y = _turned(causal_conv1d_update(tokens, conv_state, weight, bias, **of_call))
     if out is not None:
-        return out if result is out else out.copy_(y)
-    return x if in_place and tokens is x else y.to(x.dtype)
+        return out if target is not None else out.copy_(y)
+    return x if in_place and x.dtype == tokens.dtype else y.to(x.dtype)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """[B, D, T] as [B, T, D] and back"""
+    return x.transpose(1, 2) if x.dim() == 3 else x
 
 
 def word(activation: str | bool | None) -> str | None:
@@ -132,18 +133,28 @@ def _with_pad(given: dict[str, Any]) -> dict[str, Any]:
 
 def map_options(rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, repeat: int) -> Any:
     """The options of maps, in the order in which both servers pass them."""
-    return {
-        "norm_eps": rms_eps,
-        "hc_eps": pre_eps,
-        "sinkhorn_eps": sinkhorn_eps,
-        "post_mult": post_mult,
-        "sinkhorn_iters": repeat,
-    }
+    of_sinkhorn = {"sinkhorn_eps": sinkhorn_eps, "sinkhorn_iters": repeat}
+    return {"norm_eps": rms_eps, "hc_eps": pre_eps, "post_mult": post_mult, **of_sinkhorn}
 
 
 def norm_options(weight: Tensor | None, eps: float | None) -> Any:
     """The norm of the next sublayer; without a weight there is none, and eps has no meaning."""
     return {} if weight is None else {"layer_norm_weight": weight, "layer_norm_eps": eps}
+
+
+def pre(residual: Tensor, options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """post_mix [..., n, 1], comb_mix and layer_input. options: also phi, alpha and bias"""
+    h_in, h_post, h_res = ops.mhc_pre(residual, **options)
+    return h_post.unsqueeze(-1), h_res, h_in
+
+
+def post_pre(
+    x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor, options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The new streams, then what `pre` returns."""
+    h_post = column(post_mix, residual)
+    x_next, h_in, h_post, h_res = ops.mhc_post_pre(x=residual, h_out=x, h_post=h_post, h_res=comb_mix, **options)
+    return x_next, h_post.unsqueeze(-1), h_res, h_in
 
 
 def post(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor) -> Tensor:

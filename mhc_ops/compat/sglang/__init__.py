@@ -25,19 +25,19 @@ Different:
 from typing import Any
 
 from .. import servers, stand_ins
-from . import conv, mhc
+from . import mhc
 from .conv import causal_conv1d_fn, causal_conv1d_fn_cuda, causal_conv1d_update, causal_conv1d_update_cuda
 
 TRIED = "0.5.23"
 VARIABLE = "MHC_OPS_SGLANG"
 CONV: dict[str, dict[str, Any]] = {
     "sglang.kernels.ops.mamba.causal_conv1d_triton": {
-        "causal_conv1d_fn": conv.causal_conv1d_fn,
-        "causal_conv1d_update": conv.causal_conv1d_update,
+        "causal_conv1d_fn": causal_conv1d_fn,
+        "causal_conv1d_update": causal_conv1d_update,
     },
     "sglang.srt.layers.attention.mamba.causal_conv1d": {
-        "causal_conv1d_fn": conv.causal_conv1d_fn_cuda,
-        "causal_conv1d_update": conv.causal_conv1d_update_cuda,
+        "causal_conv1d_fn": causal_conv1d_fn_cuda,
+        "causal_conv1d_update": causal_conv1d_update_cuda,
     },
 }
 

@@ -39,8 +39,8 @@ def causal_conv1d_fn(
         tokens = x.transpose(0, 1)[None]
         y = causal_conv1d(tokens, weight, bias, activation=servers.word(activation), cu_seqlens=query_start_loc)
         return y[0].transpose(0, 1)
-    slots = {"conv_state_indices": cache_indices, "pad_slot_id": pad_slot_id}
-    bounds = {"cu_seqlens": query_start_loc, "has_initial_state": has_initial_state}
+    slots: Any = {"conv_state_indices": cache_indices, "pad_slot_id": pad_slot_id}
+    bounds: Any = {"cu_seqlens": query_start_loc, "has_initial_state": has_initial_state}
     return servers.prefill(x, conv_states, weight, bias, activation, **bounds, **slots)
 
 
@@ -74,7 +74,7 @@ def causal_conv1d_update(
     """
     if cache_seqlens is not None:
         raise ValueError("causal_conv1d_update: cache_seqlens must be None, as for SGLang's Triton kernel")
-    given: dict[str, Any] = {"num_accepted_tokens": num_accept_tokens, "windows": intermediate_conv_window}
+    given: Any = {"num_accepted_tokens": num_accept_tokens, "windows": intermediate_conv_window}
     given["window_indices"] = None if intermediate_conv_window is None else intermediate_state_indices
     if retrieve_next_token is not None:
         if retrieve_next_sibling is None or x.dim() != 3:
@@ -83,7 +83,7 @@ def causal_conv1d_update(
         given["parents"] = parents_in(retrieve_next_token[:, :T], retrieve_next_sibling[:, :T])
         if retrieve_parent_token is not None:
             retrieve_parent_token[:, :T].copy_(given["parents"])
-    slots = {"conv_state_indices": conv_state_indices, "pad_slot_id": pad_slot_id}
+    slots: Any = {"conv_state_indices": conv_state_indices, "pad_slot_id": pad_slot_id}
     return servers.step(x, conv_state, weight, bias, activation, **given, **slots)
 
 
@@ -123,16 +123,16 @@ def causal_conv1d_fn_cuda(
 ) -> Tensor:
     """`causal_conv1d_fn` with the order of arguments of SGLang's CUDA kernel; x also [B, D, L] without query_start_loc.
     x stays, and y is a new tensor, as SGLang itself does it where x is a transposed view."""
-    of_states = {"conv_states": conv_states, "cache_indices": cache_indices, "has_initial_state": has_initial_state}
-    of_call: dict[str, Any] = {"activation": activation, "pad_slot_id": pad_slot_id, "seq_lens_cpu": seq_lens_cpu}
+    given: Any = {"conv_states": conv_states, "cache_indices": cache_indices, "has_initial_state": has_initial_state}
+    given |= {"activation": activation, "pad_slot_id": pad_slot_id, "seq_lens_cpu": None}
     if query_start_loc is not None:
-        return causal_conv1d_fn(x, weight, bias, query_start_loc=query_start_loc, **of_states, **of_call)
+        return causal_conv1d_fn(x, weight, bias, query_start_loc=query_start_loc, **given)
     if x.dim() != 3:
         raise ValueError(f"causal_conv1d_fn: x must be [B, D, L] without query_start_loc, got {list(x.shape)}")
     B, D, L = x.shape
     packed = x.transpose(1, 2).reshape(B * L, D).transpose(0, 1)
     bounds = torch.arange(B + 1, device=x.device) * L
-    y = causal_conv1d_fn(packed, weight, bias, query_start_loc=bounds, **of_states, **of_call)
+    y = causal_conv1d_fn(packed, weight, bias, query_start_loc=bounds, **given)
     return y.transpose(0, 1).reshape(B, L, D).transpose(1, 2)
 
 
@@ -148,7 +148,7 @@ def causal_conv1d_update_cuda(
 ) -> Tensor:
     """One step of decoding in SGLang's CUDA form: y takes the place of x, except where a slot is pad_slot_id.
     cache_seqlens: [B], the state is then a ring buffer"""
-    slots = {"conv_state_indices": conv_state_indices, "pad_slot_id": pad_slot_id}
+    slots: Any = {"conv_state_indices": conv_state_indices, "pad_slot_id": pad_slot_id}
     if cache_seqlens is not None:
         return x.copy_(servers.step(x, conv_state, weight, bias, activation, cache_seqlens=cache_seqlens, **slots))
     return servers.step(x, conv_state, weight, bias, activation, in_place=True, **slots)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...mhc import ops
 from .. import servers
-from ..servers import column, map_options, norm_options
+from ..servers import map_options, norm_options
 
 Two = tuple[Tensor, Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
@@ -32,10 +32,9 @@ def mhc_pre(
 ) -> Three:
     """post_mix [..., n, 1], comb_mix [..., n, n] and layer_input [..., D]; `mhc_ops.mhc_pre`. n_splits and n_splits_pre
     have no effect."""
+    own = {"phi": fn, "alpha": hc_scale, "bias": hc_base, **norm_options(norm_weight, norm_eps)}
     options = map_options(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
-    of_norm = norm_options(norm_weight, norm_eps)
-    h_in, h_post, h_res = ops.mhc_pre(residual, fn, hc_scale, hc_base, **options, **of_norm)
-    return h_post.unsqueeze(-1), h_res, h_in
+    return servers.pre(residual, {**own, **options})
 
 
 def mhc_fused_post_pre(
@@ -58,11 +57,9 @@ def mhc_fused_post_pre(
     norm_eps: float | None = None,
 ) -> Four:
     """The streams after a sublayer that returned x, then what `mhc_pre` returns; `mhc_ops.mhc_post_pre`."""
+    own = {"phi": fn, "alpha": hc_scale, "bias": hc_base, **norm_options(norm_weight, norm_eps)}
     options = map_options(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
-    of_post = residual, x, column(post_layer_mix, residual), comb_res_mix
-    of_norm = norm_options(norm_weight, norm_eps)
-    x_next, h_in, h_post, h_res = ops.mhc_post_pre(*of_post, fn, hc_scale, hc_base, **options, **of_norm)
-    return x_next, h_post.unsqueeze(-1), h_res, h_in
+    return servers.post_pre(x, residual, post_layer_mix, comb_res_mix, {**own, **options})
 
 
 def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
@@ -174,9 +171,9 @@ def fused_hy4_ihc_post_pre(
     rms_eps: float = 0.0,
 ) -> Three:
     """The streams after a sublayer, layer_input and post of the next one; `mhc_ops.mhc_post_pre`."""
-    options, of_norm = _of_hy4(magnitude, norm_eps, hc_eps), norm_options(rms_weight, rms_eps)
-    of_post = residual, output, post, None
-    x_next, h_in, h_post, _ = ops.mhc_post_pre(*of_post, hc_fn, hc_scale, hc_base, **options, **of_norm)
+    own = {"phi": hc_fn, "alpha": hc_scale, "bias": hc_base, **norm_options(rms_weight, rms_eps)}
+    options = _of_hy4(magnitude, norm_eps, hc_eps)
+    x_next, h_in, h_post, _ = ops.mhc_post_pre(residual, output, post, None, **own, **options)
     return x_next, h_in, h_post
 
 

@@ -1,7 +1,7 @@
 """The convolution and the hyper-connections of vLLM 0.32 on the operators of this library.
 
-vLLM finds it as a plug-in. The environment decides: `MHC_OPS_VLLM=1 vllm serve ...` runs both parts, `MHC_OPS_VLLM=conv`
-or `mhc` one of them. Without the variable nothing is replaced. A program that has vLLM in its own process may call
+vLLM finds it as a plug-in. The environment decides: `MHC_OPS_VLLM=1` runs both parts, `MHC_OPS_VLLM=conv` or `mhc` one
+of them. Without the variable nothing is replaced. A program that has vLLM in its own process may call
 
     from mhc_ops.compat import vllm as on_mhc_ops
     on_mhc_ops.register()

@@ -35,12 +35,12 @@ def causal_conv1d_fn(
     block_size_to_align: states at its multiples are kept if block_idx_first_scheduled_token is given
     pad_slot_id, metadata and validate_data have no effect: they belong to the grid of vLLM's kernel.
     """
-    columns: dict[str, Any] = {"read_columns": initial_state_idx, "write_columns": block_idx_last_scheduled_token}
+    columns: Any = {"read_columns": initial_state_idx, "write_columns": block_idx_last_scheduled_token}
     if block_idx_first_scheduled_token is not None:
         columns |= {"first_columns": block_idx_first_scheduled_token, "tokens_before": num_computed_tokens}
         columns["block_size"] = block_size_to_align
-    slots = {"conv_state_indices": cache_indices, "pad_slot_id": null_block_id}
-    bounds = {"cu_seqlens": query_start_loc, "has_initial_state": has_initial_state}
+    slots: Any = {"conv_state_indices": cache_indices, "pad_slot_id": null_block_id}
+    bounds: Any = {"cu_seqlens": query_start_loc, "has_initial_state": has_initial_state}
     return servers.prefill(x, conv_states, weight, bias, activation, **bounds, **slots, **columns)
 
 
@@ -62,17 +62,17 @@ def causal_conv1d_update(
 ) -> Tensor:
     """One step of decoding, in place on conv_state; `mhc_ops.causal_conv1d_update`.
 
-    x: [B, D], [B, D, T], or [tokens, D] with query_start_loc, of which the first B + 1 entries count, B being the length
-    of conv_state_indices. Without out, y takes the place of x, except where a slot is null. If the state has another
-    type than x, x stays and y is a new tensor
+    x: [B, D], [B, D, T], or [tokens, D] with query_start_loc, of which the first B + 1 entries count, where B is the
+    length of conv_state_indices. Without out, y takes the place of x, except where a slot is null. If the state has
+    another type than x, x stays and y is a new tensor
     num_accepted_tokens: [B], of the drafts of the step before; conv_state then has W − 2 + T places or more
     """
-    columns = {"read_columns": initial_state_idx, "write_columns": block_idx_last_scheduled_token}
-    slots = {"conv_state_indices": conv_state_indices, "pad_slot_id": null_block_id}
+    columns: Any = {"read_columns": initial_state_idx, "write_columns": block_idx_last_scheduled_token}
+    slots: Any = {"conv_state_indices": conv_state_indices, "pad_slot_id": null_block_id}
     if query_start_loc is not None:
         if conv_state_indices is None:
             raise ValueError("causal_conv1d_update: query_start_loc needs conv_state_indices, got None")
         columns |= {"cu_seqlens": query_start_loc[: len(conv_state_indices) + 1]}
-    most = {} if query_start_loc is None else {"max_seqlen": max_query_len}
-    given = {"num_accepted_tokens": num_accepted_tokens, **columns, **slots, **most}
+    most: Any = {} if query_start_loc is None else {"max_seqlen": max_query_len}
+    given: Any = {"num_accepted_tokens": num_accepted_tokens, **columns, **slots, **most}
     return servers.step(x, conv_state, weight, bias, activation, out=out, in_place=out is None, **given)

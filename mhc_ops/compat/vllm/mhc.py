@@ -33,10 +33,9 @@ def mhc_pre(
 
     residual: [..., n, D]   norm_weight: [D], of the sublayer's own norm. n_splits has no effect.
     """
+    own = {"phi": fn, "alpha": hc_scale, "bias": hc_base, **norm_options(norm_weight, norm_eps)}
     options = map_options(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
-    of_norm = norm_options(norm_weight, norm_eps)
-    h_in, h_post, h_res = ops.mhc_pre(residual, fn, hc_scale, hc_base, **options, **of_norm)
-    return h_post.unsqueeze(-1), h_res, h_in
+    return servers.pre(residual, {**own, **options})
 
 
 def mhc_fused_post_pre(
@@ -59,11 +58,9 @@ def mhc_fused_post_pre(
 ) -> Four:
     """The streams after a sublayer that returned x [..., D], then what `mhc_pre` returns for the next one;
     `mhc_ops.mhc_post_pre`. n_splits and tile_n have no effect."""
+    own = {"phi": fn, "alpha": hc_scale, "bias": hc_base, **norm_options(norm_weight, norm_eps)}
     options = map_options(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
-    of_post = residual, x, column(post_layer_mix, residual), comb_res_mix
-    of_norm = norm_options(norm_weight, norm_eps)
-    x_next, h_in, h_post, h_res = ops.mhc_post_pre(*of_post, fn, hc_scale, hc_base, **options, **of_norm)
-    return x_next, h_post.unsqueeze(-1), h_res, h_in
+    return servers.post_pre(x, residual, post_layer_mix, comb_res_mix, {**own, **options})
 
 
 def mhc_pre_delayed(
@@ -95,16 +92,16 @@ def mhc_pre_delayed(
     if x is not None:
         check_shapes("mhc_pre_delayed", x=(x, (*residual.shape[:-2], D)), fn=(fn, (n * n + 2 * n, D)))
         fn = torch.nn.functional.pad(fn, (0, (n - 1) * D))  # fn @ x is what it gives on stream 0 alone
-    sublayer: Any = {"phi": fn, "alpha": hc_scale, "bias": hc_base, **options, **norm_options(norm_weight, norm_eps)}
+    own: Any = {"phi": fn, "alpha": hc_scale, "bias": hc_base, **norm_options(norm_weight, norm_eps), **options}
     if sublayer_out is not None:
         if post_layer_mix is None or comb_res_mix is None:
             raise ValueError("mhc_pre_delayed: sublayer_out needs post_layer_mix and comb_res_mix, got None")
         h_post = column(post_layer_mix, residual)
         if pre_mix is not None and not torch.is_grad_enabled():
-            h_in, carry = ops.mhc_next(ops.Carry(residual, h_post, comb_res_mix, pre_mix), sublayer_out, **sublayer)
+            h_in, carry = ops.mhc_next(ops.Carry(residual, h_post, comb_res_mix, pre_mix), sublayer_out, **own)
             return _shifted(carry, h_in)
         residual = ops.mhc_post(residual, sublayer_out, h_post, comb_res_mix)
-    h_in, carry = ops.mhc_enter(residual, shifted=True, read=pre_mix, **sublayer)
+    h_in, carry = ops.mhc_enter(residual, shifted=True, read=pre_mix, **own)
     return _shifted(carry, h_in)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from ...mhc import ops
+from .. import servers
+from ..servers import map_options, norm_options
 from . import mhc
 from .mhc import Four
 
@@ -27,30 +29,15 @@ def mhc_pre_broadcast(
 ) -> Four:
     """`mhc_pre` of the first layer, of which residual [T, D] is the embedding. fn_broadcast, the sum of fn over the
     streams, is not needed: with fn the bits are those of `mhc_pre` on n copies."""
-    options = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
     streams = ops.mhc_expand(residual, fn.shape[1] // residual.shape[1])
-    of_norm: Any = {"norm_weight": norm_weight, "norm_eps": norm_eps}
-    return streams, *mhc.mhc_pre(streams, fn, hc_scale, hc_base, *options, **of_norm)
+    own = {"phi": fn, "alpha": hc_scale, "bias": hc_base, **norm_options(norm_weight, norm_eps)}
+    options = map_options(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
+    return streams, *servers.pre(streams, {**own, **options})
 
 
-def mhc_pre_delayed_alone(
-    residual: Tensor,
-    fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    rms_eps: float,
-    hc_pre_eps: float,
-    hc_sinkhorn_eps: float,
-    hc_post_mult_value: float,
-    sinkhorn_repeat: int,
-    pre_mix: Tensor | None = None,
-    x: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-) -> Four:
-    options = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
-    of_norm: Any = {"norm_weight": norm_weight, "norm_eps": norm_eps}
-    return mhc.mhc_pre_delayed(residual, fn, hc_scale, hc_base, *options, pre_mix=pre_mix, x=x, **of_norm)[1:]
+def mhc_pre_delayed_alone(*given: Any, **named: Any) -> tuple[Tensor, ...]:
+    """What `mhc_pre_delayed` returns, without the streams. It is called without a sublayer that ended."""
+    return mhc.mhc_pre_delayed(*given, **named)[1:]
 
 
 def mhc_fused_post_pre_delayed(
@@ -72,10 +59,23 @@ def mhc_fused_post_pre_delayed(
     capture_aux: bool = False,
 ) -> tuple[Tensor, ...]:
     """What `mhc_pre_delayed` returns, and with capture_aux the mean of the new streams, else an empty tensor."""
-    options = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
-    of_post: Any = {"sublayer_out": x, "post_layer_mix": post_layer_mix, "comb_res_mix": comb_res_mix}
-    of_pre: Any = {"pre_mix": pre_mix, "norm_weight": norm_weight, "norm_eps": norm_eps}
-    streams, *rest = mhc.mhc_pre_delayed(residual, fn, hc_scale, hc_base, *options, **of_pre, **of_post)
+    streams, *rest = mhc.mhc_pre_delayed(
+        residual=residual,
+        fn=fn,
+        hc_scale=hc_scale,
+        hc_base=hc_base,
+        rms_eps=rms_eps,
+        hc_pre_eps=hc_pre_eps,
+        hc_sinkhorn_eps=hc_sinkhorn_eps,
+        hc_post_mult_value=hc_post_mult_value,
+        sinkhorn_repeat=sinkhorn_repeat,
+        pre_mix=pre_mix,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        sublayer_out=x,
+        post_layer_mix=post_layer_mix,
+        comb_res_mix=comb_res_mix,
+    )
     return streams, *rest, ops.mhc_mean(streams) if capture_aux else x.new_empty(0, x.shape[-1])
 
 
