@@ -78,10 +78,13 @@ def prefill(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, **given: Any
 ) -> Tensor:
     """`causal_conv1d_prefill` of x [D, tokens], computed in the type of the state. Slot i for sequence i without
-    conv_state_indices; None as pad_slot_id: there is no padding."""
+    conv_state_indices; None as pad_slot_id: there is no padding. What has an entry for each sequence may have more."""
     check_tensors("causal_conv1d_fn", x=x, conv_states=conv_state)
+    count = len(given["cu_seqlens"]) - 1
+    for name, value in given.items():
+        if name != "cu_seqlens" and isinstance(value, Tensor):
+            given[name] = value[:count]
     if given["conv_state_indices"] is None:
-        count = len(given["cu_seqlens"]) - 1
         given |= {"conv_state_indices": torch.arange(count, device=x.device), "pad_slot_id": None}
     tokens = x.to(conv_state.dtype).transpose(0, 1) if x.dim() == 2 else x
     y = causal_conv1d_prefill(tokens, conv_state, weight, bias, activation=word(activation), **_with_pad(given))
