@@ -1,0 +1,290 @@
+"""Causal conv1d of packed sequences whose states are in a cache by slot.
+
+One program reads the state of a sequence for a block of channels, and it alone: the one of the sequence's first piece.
+It also writes the states that the old one is part of, and the final state, after it has read. The other states come
+from x alone; a second launch writes them, so that none of them is in a slot before it has been read.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core import device
+from ...core.launch import launch
+from ...core.sizes import cdiv
+from . import configs
+from .slots import BOUNDS, Table, column_of, sequence_of, slot_in
+from .walk import filtered, load_filter, load_row, sigmoid
+
+
+class Sequence(NamedTuple):
+    """A sequence and a block of its channels, as kernels see them."""
+
+    number: Any
+    x_ptr: Any  # of its first token
+    x_row: Any
+    length: Any
+    state_ptr: Any  # of slot 0
+    state_slot: Any
+    state_place: Any
+    slot: Any  # that is read
+    real: Any  # channels, where the sequence is no padding
+    goes_on: Any  # channels, where it has an initial state
+
+
+# The W − 1 inputs up to the first `length` tokens of a sequence
+@triton.jit
+def state_after(of, length, W: tl.constexpr):
+    rows = ()
+    for j in tl.static_range(W - 1):
+        time = length - (W - 1) + j
+        new = tl.load(of.x_ptr + time * of.x_row, mask=of.real & (time >= 0), other=0.0)
+        place = of.slot * of.state_slot + (length + j) * of.state_place
+        old = tl.load(of.state_ptr + place, mask=of.goes_on & (time < 0), other=0.0)
+        rows = rows + (tl.where(time >= 0, new, old),)
+    return rows
+
+
+@triton.jit
+def store_state(of, rows, table, column, present, W: tl.constexpr):
+    slot, there = slot_in(table, of.number, column, present)
+    for j in tl.static_range(W - 1):
+        tl.store(of.state_ptr + slot * of.state_slot + j * of.state_place, rows[j], mask=of.real & there)
+
+
+# y[t] = act(bias + Σ_k weight[k]·x[t − (W−1−k)]) of each sequence, before its first token the state in its slot; 0 at
+# padding. After it, the slot that it writes holds its last W − 1 inputs.
+@triton.jit(
+    do_not_specialize=[
+        "L", "N", "rows_each", "columns", "slots", "pad_slot_id", "block_size", "table_row", "table_column",
+        "state_slot",
+    ]
+)  # fmt: skip
+def causal_conv1d_prefill_kernel(
+    x_ptr,
+    state_ptr,
+    weight_ptr,
+    bias_ptr,
+    bounds_ptr,
+    table_ptr,
+    goes_on_ptr,
+    read_ptr,
+    write_ptr,
+    first_ptr,
+    before_ptr,
+    y_ptr,
+    L,
+    D,
+    N,
+    x_row,
+    rows_each,
+    state_slot,
+    state_channel,
+    state_place,
+    table_row,
+    table_column,
+    columns,
+    slots,
+    pad_slot_id,
+    block_size,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    CUDA: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    blocks = tl.cdiv(D, BLOCK_D)
+    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_row = d < D if not EVEN_D else d >= 0
+    i, piece, begin, end = sequence_of(tl.program_id(0) // blocks, bounds_ptr, rows_each, L, N, BLOCK_N)
+    first = begin + piece * rows_each
+    rows = tl.minimum(rows_each, end - first)
+    if rows <= 0:
+        return
+    sequence, present = i.to(tl.int64), (i >= 0) & (i < N)
+    table = Table(
+        ptr=table_ptr, row=table_row, column=table_column, columns=columns, slots=slots, pad_slot_id=pad_slot_id
+    )
+    slot, real = slot_in(table, sequence, column_of(read_ptr, sequence, present), present)
+    goes_on = real & (i < 0)  # none does
+    if goes_on_ptr is not None:
+        goes_on = real & (tl.load(goes_on_ptr + sequence, mask=present, other=0) != 0)
+    none = sequence * 0  # in 64 bits: offsets are
+    of = Sequence(
+        number=sequence, x_ptr=x_ptr + begin.to(tl.int64) * x_row + d, x_row=none + x_row, length=end - begin,
+        state_ptr=state_ptr + d.to(tl.int64) * state_channel, state_slot=state_slot, state_place=state_place, slot=slot,
+        real=in_row & real, goes_on=in_row & goes_on,
+    )  # fmt: skip
+    x_ptr += first.to(tl.int64) * x_row + d
+    y_ptr += first.to(tl.int64) * D + d
+    weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
+    window = ()
+    for j in tl.static_range(W - 1):
+        row = load_row(x_ptr - (W - 1 - j) * of.x_row, of.real & (piece > 0))
+        old = load_row(of.state_ptr + slot * state_slot + j * state_place, of.goes_on & (piece == 0))
+        window = window + (tl.where(piece > 0, row, old),)
+    if piece == 0:
+        last = state_after(of, of.length, W)
+        if first_ptr is not None:
+            before = tl.maximum(tl.load(before_ptr + sequence, mask=present, other=0).to(tl.int64), 0)
+            column = column_of(first_ptr, sequence, present)
+            early = ()
+            for e in tl.static_range(1, W - 1):
+                early = early + state_after(of, e, W)
+            tl.debug_barrier()  # all threads read the state before one writes
+            for e in tl.static_range(1, W - 1):
+                k = (before + e) // block_size - before // block_size - 1
+                is_multiple = real & (e <= of.length) & ((before + e) % block_size == 0)
+                store_state(of, early[(e - 1) * (W - 1) : e * (W - 1)], table, column + k, is_multiple, W)
+        tl.debug_barrier()
+        store_state(of, last, table, column_of(write_ptr, sequence, present), real, W)
+    for r0 in tl.range(0, rows, STEP, num_stages=STAGES):
+        all_rows = window
+        for r in tl.static_range(STEP):
+            all_rows = all_rows + (load_row(x_ptr + (r0 + r) * of.x_row, of.real & (r0 + r < rows)),)
+        for r in tl.static_range(STEP):
+            y = filtered(all_rows[r : r + W], weight, bias, W)
+            if SILU:
+                y *= sigmoid(y, CUDA)
+            y = tl.where(real, y, 0.0).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + (r0 + r) * (none + D), y, mask=in_row & (r0 + r < rows))
+        window = all_rows[STEP:]
+
+
+# The states at multiples of block_size that x alone has the inputs of: those W − 1 or more tokens after the start
+@triton.jit(
+    do_not_specialize=[
+        "L", "N", "columns", "slots", "pad_slot_id", "block_size", "table_row", "table_column", "state_slot", "x_row",
+    ]
+)  # fmt: skip
+def block_states_kernel(
+    x_ptr,
+    state_ptr,
+    bounds_ptr,
+    table_ptr,
+    read_ptr,
+    first_ptr,
+    before_ptr,
+    L,
+    D,
+    N,
+    x_row,
+    state_slot,
+    state_channel,
+    state_place,
+    table_row,
+    table_column,
+    columns,
+    slots,
+    pad_slot_id,
+    block_size,
+    W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    i, k, begin, end = sequence_of(tl.program_id(0), bounds_ptr, block_size, L, N, BLOCK_N)
+    sequence, present = i.to(tl.int64), (i >= 0) & (i < N)
+    before = tl.maximum(tl.load(before_ptr + sequence, mask=present, other=0).to(tl.int64), 0)
+    length = block_size - before % block_size + k.to(tl.int64) * block_size
+    present &= (length >= W - 1) & (length <= end - begin)
+    table = Table(
+        ptr=table_ptr, row=table_row, column=table_column, columns=columns, slots=slots, pad_slot_id=pad_slot_id
+    )
+    _, real = slot_in(table, sequence, column_of(read_ptr, sequence, present), present)
+    slot, there = slot_in(table, sequence, column_of(first_ptr, sequence, present) + k, real)
+    x_ptr += (begin + length - (W - 1)) * x_row + d
+    state_ptr += slot * state_slot + d.to(tl.int64) * state_channel
+    for j in tl.static_range(W - 1):
+        row = tl.load(x_ptr + j * (sequence * 0 + x_row), mask=(d < D) & there, other=0.0)
+        tl.store(state_ptr + j * state_place, row, mask=(d < D) & there)
+
+
+def causal_conv1d_prefill_(
+    *,
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    conv_state_indices: Tensor,
+    has_initial_state: Tensor | None,
+    read_columns: Tensor | None,
+    write_columns: Tensor | None,
+    first_columns: Tensor | None,
+    tokens_before: Tensor | None,
+    block_size: int,
+    silu: bool,
+    pad_slot_id: int,
+    y: Tensor,
+) -> None:
+    if not x.numel():
+        return
+    (L, D), W, N = x.shape, weight.shape[1], cu_seqlens.shape[0] - 1
+    on = device.of(x.device)
+    state_slot, state_channel, state_place = conv_state.stride()
+    march = configs.march(
+        kernel=configs.Kernel.FORWARD,  # as that, a program holds a window and a filter
+        rows=L,
+        D=D,
+        W=W,
+        itemsize=x.element_size(),
+        aligned=D % 16 == 0 and x.stride(0) % 16 == 0,  # Triton specialises on multiples of 16
+        on=on,
+    )
+    shared = {
+        "x_ptr": x,
+        "state_ptr": conv_state,
+        "bounds_ptr": cu_seqlens,
+        "table_ptr": conv_state_indices,
+        "read_ptr": read_columns,
+        "first_ptr": first_columns,
+        "before_ptr": tokens_before,
+        "L": L,
+        "D": D,
+        "N": N,
+        "x_row": x.stride(0),
+        "state_slot": state_slot,
+        "state_channel": state_channel,
+        "state_place": state_place,
+        "table_row": conv_state_indices.stride(0),
+        "table_column": conv_state_indices.stride(1) if conv_state_indices.dim() == 2 else 0,
+        "columns": conv_state_indices.shape[1] if conv_state_indices.dim() == 2 else 1,
+        "slots": conv_state.shape[0],
+        "pad_slot_id": pad_slot_id,
+        "block_size": block_size,
+        "W": W,
+        "BLOCK_N": BOUNDS,
+    }
+    launch(
+        causal_conv1d_prefill_kernel,
+        ((cdiv(L, march.rows) + N + 1) * cdiv(D, march.block_d),),
+        **shared,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        goes_on_ptr=has_initial_state,
+        write_ptr=write_columns,
+        y_ptr=y,
+        rows_each=march.rows,
+        SILU=silu,
+        CUDA=on.kind == "cuda",
+        EVEN_D=D % march.block_d == 0,
+        BLOCK_D=march.block_d,
+        STEP=march.step,
+        STAGES=march.stages,
+        num_warps=march.warps,
+    )
+    if block_size:
+        block_d = configs.channels(D, on)
+        launch(
+            block_states_kernel,
+            (cdiv(L, block_size) + N + 1, cdiv(D, block_d)),
+            **shared,
+            BLOCK_D=block_d,
+            num_warps=4,
+        )
