@@ -60,9 +60,10 @@ def test_the_real_one_stays(ours, monkeypatch):
 CODE = """
 import sys
 import mhc_ops
-assert {"liger", "megatron", "tile_kernels", "transformers"} <= set(mhc_ops.compat.__all__)
+assert {"liger", "megatron", "sglang", "tile_kernels", "transformers", "vllm"} <= set(mhc_ops.compat.__all__)
 assert mhc_ops.compat.transformers.patch  # as the README says it
 libraries = {"tile_kernels", "liger_kernel", "megatron", "transformers", "causal_conv1d", "fla", "kernels"}
+libraries |= {"vllm", "sglang"}
 print([name for name in sys.modules if name.partition(".")[0] in libraries])
 """
 
