@@ -145,7 +145,7 @@ def taps_to_y(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """y; what lies under each of the W taps of each token; and which tokens are no padding."""
     if not len(real):
-        return torch.zeros_like(x), [], tokens.real
+        return x.new_zeros(x.shape), [], tokens.real
     W, is_real = weight.shape[1], tokens.real & real[tokens.sequence]
     begin, past = tokens.begin[tokens.sequence], past[tokens.sequence]
     time, taps = tokens.time, list[Tensor]()

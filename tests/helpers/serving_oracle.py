@@ -1,48 +1,214 @@
-"""What servers call, one sequence at a time in fp64, and packages of small files in the place of a server."""
+"""What servers call, one sequence, one token and one tap at a time; and random calls of it."""
+
+import random
+from itertools import pairwise
 
 import torch
 
-BF16 = 2**-8  # one rounding
+NAN = float("nan")
 
 
-def filtered(inputs, weight, bias, silu=True):
-    """The convolution of a whole sequence [L, D] that begins with zeros."""
-    W = weight.shape[1]
-    padded = torch.cat([inputs.new_zeros(W - 1, inputs.shape[1]), inputs]).double()
-    taps = [weight[:, k].double() * padded[k : k + len(inputs)] for k in range(W)]
-    z = sum(taps) + (0 if bias is None else bias.double())
-    return z * z.sigmoid() if silu else z
+def bounds_of(cu_seqlens, rows):
+    """Where each sequence begins and ends."""
+    bounds, greatest = [], 0
+    for bound in cu_seqlens.tolist():
+        greatest = max(greatest, min(max(bound, 0), rows))
+        bounds.append(greatest)
+    return list(pairwise(bounds))
 
 
-def window(inputs, W):
-    """The last W − 1 inputs of a sequence, [D, W − 1]."""
-    return torch.cat([inputs.new_zeros(W - 1, inputs.shape[1]), inputs])[len(inputs) :].T
+def filtered(taps, weight, bias, activation):
+    z = bias.double() if bias is not None else 0
+    for k, tap in enumerate(taps):
+        z = z + weight[:, k].double() * tap.double()
+    return z / (1 + torch.exp(-z)) if activation else z
 
 
-def assert_rounded(found, expected):
-    """Each element is one rounding of the exact value, relative to the largest in its row."""
-    found, expected = found.double(), expected.double()
-    assert found.shape == expected.shape
-    if found.numel():
-        assert ((found - expected).abs() <= BF16 * expected.abs().amax(-1, keepdim=True) + 1e-6).all()
+def slot_at(table, row, columns, conv_state, pad_slot_id):
+    """The slot in a column of a row, or None."""
+    column = 0 if columns is None else columns if isinstance(columns, int) else int(columns[row])
+    row_of_slots = table[row].reshape(-1).tolist()
+    if not 0 <= column < len(row_of_slots):
+        return None
+    slot = row_of_slots[column]
+    return slot if 0 <= slot < len(conv_state) and slot != pad_slot_id else None
 
 
-def draw(D=24, W=4, dtype=torch.bfloat16, seed=0):
-    """weight and bias, and a function that draws inputs"""
-    generator = torch.Generator().manual_seed(seed)
+def prefill(
+    x, conv_state, weight, bias=None, *, activation=None, cu_seqlens, conv_state_indices, has_initial_state=None,
+    pad_slot_id=-1, read_columns=None, write_columns=None, first_columns=None, tokens_before=None, block_size=None,
+):  # fmt: skip
+    """y in fp64, and conv_state after it."""
+    S, old, after = weight.shape[1] - 1, conv_state.clone(), conv_state.clone()
+    y = x.new_zeros(x.shape, dtype=torch.float64)
+    for i, (begin, end) in enumerate(bounds_of(cu_seqlens, len(x))):
+        slot = slot_at(conv_state_indices, i, read_columns, conv_state, pad_slot_id)
+        if slot is None or begin == end:
+            continue
+        goes_on = has_initial_state is not None and bool(has_initial_state[i])
+        inputs = [old[slot, :, s] if goes_on else torch.zeros_like(x[0]) for s in range(S)] + list(x[begin:end])
+        for t in range(end - begin):
+            y[begin + t] = filtered(inputs[t : t + S + 1], weight, bias, activation)
+        kept = [(slot_at(conv_state_indices, i, write_columns, conv_state, pad_slot_id), end - begin)]
+        before = max(0, int(tokens_before[i])) if block_size else 0
+        multiples = [e for e in range(1, end - begin + 1) if block_size and (before + e) % block_size == 0]
+        for k, e in enumerate(multiples):
+            kept.append((slot_at(conv_state_indices, i, int(first_columns[i]) + k, conv_state, pad_slot_id), e))
+        for written, e in kept:
+            if written is not None:
+                after[written, :, :S] = torch.stack(inputs[e : e + S], -1)
+    return y, after
 
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
 
-    return normal(D, W), normal(D), normal
+def step(
+    x, conv_state, weight, bias=None, *, activation=None, conv_state_indices=None, pad_slot_id=-1,
+    num_accepted_tokens=None, cu_seqlens=None, max_seqlen=None, read_columns=None, write_columns=None, windows=None,
+    window_indices=None, parents=None,
+):  # fmt: skip
+    """y in fp64, conv_state and windows after it, and which rows of x are no padding."""
+    S, length, old, after = weight.shape[1] - 1, conv_state.shape[2], conv_state.clone(), conv_state.clone()
+    rows, y = x.reshape(-1, x.shape[-1]), torch.zeros(x.shape, dtype=torch.float64).view(-1, x.shape[-1])
+    real = torch.zeros(len(rows), dtype=torch.bool)
+    windows = None if windows is None else windows.clone()
+    if cu_seqlens is None:
+        T = len(rows) // len(x)
+        sequences = [(b * T, b * T + T) for b in range(len(x))]
+    else:
+        sequences = [(begin, min(end, begin + max_seqlen)) for begin, end in bounds_of(cu_seqlens, len(rows))]
+    slots = torch.arange(len(sequences)) if conv_state_indices is None else conv_state_indices
+    for b, (begin, end) in enumerate(sequences):
+        of_slots = (conv_state, pad_slot_id if conv_state_indices is not None else None)
+        slot, written = (slot_at(slots, b, columns, *of_slots) for columns in (read_columns, write_columns))
+        o = length - S if num_accepted_tokens is None else int(num_accepted_tokens[b]) - 1
+        if slot is None or begin == end or not 0 <= o <= length - S:
+            continue
+        window, new = [old[slot, :, o + s] for s in range(S)], list(rows[begin:end])
+        real[begin:end] = True
+        for t in range(len(new)):
+            path = list(range(t + 1))
+            if parents is not None:
+                path = [t]
+                while 0 <= int(parents[b, path[0]]) < path[0]:
+                    path.insert(0, int(parents[b, path[0]]))
+            inputs = (window + [new[p] for p in path])[-S - 1 :]
+            y[begin + t] = filtered(inputs, weight, bias, activation)
+            line = b if window_indices is None else int(window_indices[b])
+            if windows is not None and 0 <= line < len(windows):
+                windows[line, t] = torch.stack(inputs[1:], -1)
+        if written is None or parents is not None:
+            continue
+        if num_accepted_tokens is None:
+            after[written] = torch.stack([*old[slot].unbind(-1), *new][-length:], -1)
+        else:
+            after[written, :, : S - 1 + len(new)] = torch.stack([*window[1:], *new], -1)
+    return y.view(x.shape), after, windows, real
 
 
-def package(files):
-    """{path: text}, with an empty __init__.py in each folder that has none"""
-    folders = {"/".join(path.split("/")[:depth]) for path in files for depth in range(1, path.count("/") + 1)}
-    return {f"{folder}/__init__.py": "" for folder in folders} | files
+class Draw:
+    """Random calls. Every tensor that is read or written lies in the midst of NaN."""
 
+    def __init__(self, seed):
+        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.dtype = self.random.choice([torch.bfloat16, torch.float16, torch.float32])
+        self.index = self.random.choice([torch.int32, torch.int64])
+        self.W, self.D = self.random.randint(2, 8), self.random.choice([1, 20, 33])
+        self.pad_slot_id = self.random.choice([-1, 0, 2])
 
-def refusing(*names):
-    """A module whose functions fail."""
-    return "".join(f"def {name}(*given, **named): raise AssertionError('its own {name}')\n" for name in names)
+    def normal(self, *shape):
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def integers(self, values):
+        return torch.tensor(values, dtype=self.index)
+
+    def filters(self):
+        bias = {"bias": torch.randn(self.D, generator=self.generator)} if self.random.random() < 0.7 else {}
+        weight = torch.randn(self.D, self.W, generator=self.generator)
+        return {"weight": weight, **bias, "activation": self.random.choice([None, "silu"])}
+
+    def among_nan(self, *shape):
+        """Values of this shape with other strides."""
+        order = self.random.sample(range(len(shape)), len(shape))
+        step = self.random.choice([1, 2])
+        whole = torch.full([shape[dim] * step + 2 for dim in order], NAN, dtype=self.dtype)
+        view = whole[tuple(slice(1, 1 + shape[dim] * step, step) for dim in order)]
+        view = view.permute([order.index(dim) for dim in range(len(shape))])
+        view.copy_(self.normal(*shape))
+        return view
+
+    def table(self, N, columns, slots):
+        """[N, columns] slots, no two alike, some of them not there; a view of a wider table."""
+        found = torch.randperm(slots, generator=self.generator)[: N * columns].tolist()
+        for place in range(len(found)):
+            if self.random.random() < 0.15:
+                found[place] = self.random.choice([self.pad_slot_id, -1, -7, slots, slots + 5])
+        wide = torch.full((N, columns + 3), slots + 9, dtype=self.index)
+        wide[:, 1 : columns + 1] = torch.tensor(found, dtype=self.index).view(N, columns)
+        return wide[:, 1 : columns + 1]
+
+    def lengths(self, N, most):
+        return [self.random.choice([0, 1, 2, self.random.randint(0, most)]) for _ in range(N)]
+
+    def bounds(self, lengths):
+        """cu_seqlens with padding before the first sequence and after the last, and how many rows there are."""
+        bounds = [self.random.choice([0, 0, 2])]
+        for length in lengths:
+            bounds.append(bounds[-1] + length)
+        rows = bounds[-1] + self.random.choice([0, 3, 20])
+        if self.random.random() < 0.2:
+            bounds[self.random.randrange(len(bounds))] = self.random.choice([-3, rows + 4, 1])
+        return self.integers(bounds), rows
+
+    def prefill(self):
+        N = self.random.randint(0, 4)
+        cu_seqlens, rows = self.bounds(self.lengths(N, self.random.choice([6, 45])))
+        columns = self.random.choice([0, 0, 1, 3, 8])
+        slots = N * max(1, columns) + 3
+        table = self.table(N, max(1, columns), slots)
+        call = {"x": self.among_nan(rows, self.D), **self.filters(), "pad_slot_id": self.pad_slot_id}
+        call |= {"conv_state": self.among_nan(slots, self.D, self.W - 1 + self.random.choice([0, 0, 4]))}
+        call |= {"cu_seqlens": cu_seqlens, "conv_state_indices": table if columns else table[:, 0]}
+        if self.random.random() < 0.8:
+            call["has_initial_state"] = torch.rand(N, generator=self.generator) < 0.7
+        if columns and self.random.random() < 0.8:
+            size = self.random.choice([1, 2, 3, 8, 17])
+            before = [self.random.choice([0, 1, 5, 16, 34]) for _ in range(N)]
+            call |= {"block_size": size, "tokens_before": self.integers(before)}
+            call |= {"first_columns": self.integers([b // size for b in before])}
+            call |= {"read_columns": self.integers([max(0, (b - 1) // size) for b in before])}
+            bounds = bounds_of(cu_seqlens, rows)
+            last = [(b + end - begin - 1) // size for b, (begin, end) in zip(before, bounds)]
+            call |= {"write_columns": self.integers(last)}
+        return call
+
+    def step(self):
+        B, T = self.random.randint(1, 4), self.random.choice([1, 2, 3, 6])
+        accepts, packed = self.random.random() < 0.5, self.random.random() < 0.4
+        tree = not accepts and not packed and self.random.random() < 0.4
+        columns = self.random.choice([0, 1, 2])
+        slots = B * max(1, columns) + 3 if columns or self.random.random() < 0.8 else B
+        call = {**self.filters(), "pad_slot_id": self.pad_slot_id}
+        if packed:
+            cu_seqlens, rows = self.bounds(self.lengths(B, T + 1))
+            call |= {"x": self.among_nan(rows, self.D), "cu_seqlens": cu_seqlens, "max_seqlen": T}
+        else:
+            call |= {"x": self.among_nan(*((B, self.D) if T == 1 and not tree else (B, T, self.D)))}
+        length = self.W - 2 + T if accepts else self.W - 1
+        length = max(length, self.W - 1) + self.random.choice([0, 0, 3])
+        call["conv_state"] = self.among_nan(slots, self.D, length)
+        if slots > B:
+            table = self.table(B, max(1, columns), slots)
+            call["conv_state_indices"] = table if columns else table[:, 0]
+        if columns:
+            call["read_columns"] = self.integers([self.random.randint(-1, columns) for _ in range(B)])
+            if not tree:
+                call["write_columns"] = self.integers([self.random.randint(-1, columns) for _ in range(B)])
+        if accepts:
+            call["num_accepted_tokens"] = self.integers([self.random.randint(0, T + 1) for _ in range(B)])
+        if tree:
+            call["parents"] = self.integers([[self.random.randint(-1, max(0, t)) for t in range(T)] for _ in range(B)])
+        if self.random.random() < 0.4 or tree:
+            call["windows"] = self.among_nan(B + 2, T + self.random.choice([0, 2]), self.D, self.W - 1)
+            lines = torch.randperm(B + 2, generator=self.generator)[:B].tolist()
+            lines[-1] = self.random.choice([lines[-1], -1, B + 2])
+            call["window_indices"] = self.integers(lines)
+        return call

@@ -54,6 +54,13 @@ def store_state(of, rows, table, column, present, W: tl.constexpr):
         tl.store(of.state_ptr + slot * of.state_slot + j * of.state_place, rows[j], mask=of.real & there)
 
 
+# How many tokens of its block a sequence had before these; a negative number of tokens counts as 0
+@triton.jit
+def begun_of(before_ptr, sequence, block_size, present):
+    before = tl.load(before_ptr + sequence, mask=present, other=0)
+    return tl.maximum(before, 0) % block_size
+
+
 # y[t] = act(bias + Σ_k weight[k]·x[t − (W−1−k)]) of each sequence, before its first token the state in its slot; 0 at
 # padding. After it, the slot that it writes holds its last W − 1 inputs.
 @triton.jit(
@@ -131,16 +138,16 @@ def causal_conv1d_prefill_kernel(
     if piece == 0:
         last = state_after(of, of.length, W)
         if first_ptr is not None:
-            before = tl.maximum(tl.load(before_ptr + sequence, mask=present, other=0).to(tl.int64), 0)
+            begun = begun_of(before_ptr, sequence, block_size, present)
             column = column_of(first_ptr, sequence, present)
-            early = ()
-            for e in tl.static_range(1, W - 1):
-                early = early + state_after(of, e, W)
+            start = state_after(of, 0, W)
+            for t in tl.static_range(W - 2):
+                start = start + (tl.load(x_ptr + t * of.x_row, mask=of.real & (t < rows), other=0.0),)
             tl.debug_barrier()  # all threads read the state before one writes
             for e in tl.static_range(1, W - 1):
-                k = (before + e) // block_size - before // block_size - 1
-                is_multiple = real & (e <= of.length) & ((before + e) % block_size == 0)
-                store_state(of, early[(e - 1) * (W - 1) : e * (W - 1)], table, column + k, is_multiple, W)
+                is_multiple = real & (e <= of.length) & ((begun + e) % block_size == 0)
+                k = (begun + e) // block_size - 1
+                store_state(of, start[e : e + W - 1], table, column + k, is_multiple, W)
         tl.debug_barrier()
         store_state(of, last, table, column_of(write_ptr, sequence, present), real, W)
     for r0 in tl.range(0, rows, STEP, num_stages=STAGES):
@@ -190,8 +197,7 @@ def block_states_kernel(
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     i, k, begin, end = sequence_of(tl.program_id(0), bounds_ptr, block_size, L, N, BLOCK_N)
     sequence, present = i.to(tl.int64), (i >= 0) & (i < N)
-    before = tl.maximum(tl.load(before_ptr + sequence, mask=present, other=0).to(tl.int64), 0)
-    length = block_size - before % block_size + k.to(tl.int64) * block_size
+    length = (k.to(tl.int64) + 1) * block_size - begun_of(before_ptr, sequence, block_size, present)
     present &= (length >= W - 1) & (length <= end - begin)
     table = Table(
         ptr=table_ptr, row=table_row, column=table_column, columns=columns, slots=slots, pad_slot_id=pad_slot_id

@@ -1,0 +1,93 @@
+"""What servers call: prefill and decoding on a cache, against loops over tokens, in any layout, amidst NaN."""
+
+import pytest
+import torch
+from serving_oracle import Draw, prefill, step
+
+import mhc_ops
+from mhc_ops.testing import accuracy
+from mhc_ops.testing.cases import SEED
+
+DRAWS = 40
+
+
+def moved(call, device):
+    """The tensors on a device, with their strides, and what lies around them."""
+
+    def there(tensor):
+        whole = torch.empty_strided(
+            (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), dtype=tensor.dtype, device=device
+        )
+        whole.copy_(torch.as_strided(tensor, whole.shape, (1,), 0))
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return {name: there(value) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+
+
+def bits(tensor):
+    """What tells NaN apart too."""
+    whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.detach().cpu().contiguous().view(whole)
+
+
+def around(tensor):
+    """All that the storage of a tensor holds."""
+    return bits(torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0))
+
+
+def expected_around(tensor, after):
+    """The storage after a call that writes these values to the tensor, and nothing else."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = torch.as_strided(tensor, (size,), (1,), 0).clone()
+    whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(after)
+    return bits(whole)
+
+
+def assert_close(y, expected, words):
+    assert not y.cpu()[(expected == 0).all(-1)].any(), words
+    assert accuracy.close(y.cpu(), expected), words
+
+
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_prefill(number, where, poisoned):
+    backend, device = where
+    call = Draw(SEED + number).prefill()
+    words = {name: value.tolist() if name.startswith(("cu", "conv_state_i")) else value for name, value in call.items()
+             if name not in ("x", "conv_state", "weight", "bias")}  # fmt: skip
+    y, after = prefill(**call)
+    state = expected_around(call["conv_state"], after)
+    given = moved(call, device)
+    found = mhc_ops.causal_conv1d_prefill(**given, backend=backend)
+    assert found.is_contiguous()
+    assert_close(found, y, words)
+    assert torch.equal(around(given["conv_state"]), state), words
+
+
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_step(number, where, poisoned):
+    """Each call returns a tensor, writes to another, or in place of x."""
+    backend, device = where
+    call = Draw(SEED + number).step()
+    y, after, windows, real = step(**call)
+    state = expected_around(call["conv_state"], after)
+    all_windows = None if windows is None else expected_around(call["windows"], windows)
+    targets = ["new", "out"] + ["x"] * ("parents" not in call)
+    for target in targets:
+        given = moved(call, device)
+        x, words = given["x"].clone(), (target, call.keys())
+        before = around(given["x"])
+        out = torch.full_like(x, float("nan"))
+        out = {"new": {}, "out": {"out": out}, "x": {"out": given["x"]}}[target]
+        found = mhc_ops.causal_conv1d_update(**given, **out, backend=backend)
+        assert target == "new" or found is out["out"]
+        if target == "x":
+            rows = real.view(*x.shape[:-1], 1)
+            assert torch.equal(bits(torch.where(rows, 0, found.cpu())), bits(torch.where(rows, 0, x.cpu()))), words
+            assert torch.equal(around(found), expected_around(moved(call, "cpu")["x"], found.cpu())), words
+            found = torch.where(rows, found.cpu(), 0)
+        else:
+            assert torch.equal(around(given["x"]), before)
+        assert_close(found, y, words)
+        assert torch.equal(around(given["conv_state"]), state), words
+        if windows is not None:
+            assert torch.equal(around(given["windows"]), all_windows), words
