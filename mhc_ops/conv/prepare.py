@@ -217,7 +217,8 @@ def check_filter(
     D = x.shape[2]
     if weight.dim() > 1 and 1 < x.shape[1] == weight.shape[0] != D:
         expected = f"{layout} with D = {weight.shape[0]} as weight is {list(weight.shape)}"
-        raise ValueError(f"{function}: x must be {expected}, got {list(x.shape)}: pass x.mT")
+        given = x.shape[1:] if layout == "[tokens, D]" else x.shape  # packed sequences are one row here
+        raise ValueError(f"{function}: x must be {expected}, got {list(given)}: pass x.mT")
     _check_weight(function, weight, D)
     if bias is not None:
         check_shapes(function, bias=(bias, (D,)))

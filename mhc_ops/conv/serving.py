@@ -202,7 +202,7 @@ def causal_conv1d_step(
         check_dtype(function, "out", out, (x.dtype,), " as x is")
         check_shapes(function, out=(out, tuple(x.shape)))
     if in_place and parents is not None:
-        raise ValueError(f"{function}: out must be no x with parents: later tokens read it")
+        raise ValueError(f"{function}: out must not be x with parents: later tokens read x")
     target = x if in_place else out
     _check_written(function, conv_state=conv_state, out=target, windows=windows)
     name = choose(function, "conv", backend, x.device)

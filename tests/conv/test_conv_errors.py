@@ -13,6 +13,13 @@ STATE = torch.zeros(B, D, W - 1)
 GOOD = {
     "causal_conv1d": {"x": torch.zeros(B, L, D), "weight": torch.zeros(D, W), "bias": torch.zeros(D)},
     "causal_conv1d_update": {"x": torch.zeros(B, D), "conv_state": STATE, "weight": torch.zeros(D, W)},
+    "causal_conv1d_prefill": {
+        "x": torch.zeros(L, D),
+        "conv_state": torch.zeros(5, D, W),
+        "weight": torch.zeros(D, W),
+        "cu_seqlens": torch.zeros(B + 1, dtype=torch.int32),
+        "conv_state_indices": torch.zeros(B, 3, dtype=torch.int32),
+    },
     "short_conv": {"x": torch.zeros(B, L, 2, D), "gamma": torch.zeros(2, D), "weight": torch.zeros(2 * D, W)},
 }
 TENSOR = "must be a torch.Tensor, got"
@@ -21,7 +28,7 @@ FLOATS = "must be bfloat16, float16, float32 or float64, got"
 ELSEWHERE = "must be on cpu as x is, got meta"
 ONE_MORE = ": pass weight.squeeze(1), nn.Conv1d has one dimension more"
 # After "must be" a wrong type is told by one of these; every other message is that of a ValueError.
-OF_TYPE = re.compile(r"\w+ must be (an? |bfloat16|u?int\d|float\d)")
+OF_TYPE = re.compile(r"\w+ must be (an? |bool|bfloat16|u?int\d|float\d)")
 
 
 def integers(*shape, dtype=torch.int32):
@@ -32,6 +39,12 @@ IDS, CU = integers(B, L), integers(2)
 OPTIONAL = {
     "causal_conv1d": {"residual": torch.zeros(B, L, D), "initial_state": STATE, "seq_idx": IDS, "cu_seqlens": CU},
     "causal_conv1d_update": {"bias": torch.zeros(D), "cache_seqlens": integers(B), "conv_state_indices": integers(B)},
+    "causal_conv1d_prefill": {
+        "bias": torch.zeros(D),
+        "has_initial_state": torch.zeros(B, dtype=torch.bool),
+        "read_columns": integers(B),
+        "write_columns": integers(B),
+    },
     "short_conv": {},
 }
 
@@ -40,6 +53,7 @@ def of_any_tensor(name):
     """What is refused of each tensor: other objects, sparse tensors, another device, and for floats integers."""
     for argument, good in {**GOOD[name], **OPTIONAL[name]}.items():
         kind = FLOATS if good.is_floating_point() else "must be int32" + " or int64" * (argument != "seq_idx") + ", got"
+        kind = "must be bool, got" if good.dtype is torch.bool else kind
         other = good.int() if good.is_floating_point() else good.float()
         yield {argument: [1.0]}, f"{argument} {TENSOR} list"
         yield {argument: good.to_sparse()}, f"{argument} {DENSE} sparse_coo"
@@ -116,6 +130,76 @@ UPDATE = [
     ({"pad_slot_id": 10**30}, "pad_slot_id must fit 64 bits, got one of 100 bits"),
     ({"dilation": 10**400}, "dilation must fit 64 bits, got one of 1329 bits"),
 ]  # fmt: skip
+COLUMNS = {"conv_state_indices": integers(B, 2), "conv_state": torch.zeros(4, D, W)}
+ACCEPTED = {"num_accepted_tokens": integers(B)}
+WINDOWS = torch.zeros(B, 1, D, W - 1)
+PACKED = {"cu_seqlens": integers(B + 1), "max_seqlen": 2}
+# What only servers pass
+STEP = [
+    ({"dilation": 2, **ACCEPTED}, "dilation must be 1 with num_accepted_tokens, got 2"),
+    ({"dilation": 2, **COLUMNS}, "dilation must be 1 with conv_state_indices [B, blocks], got 2"),
+    ({"cache_seqlens": integers(B), "windows": WINDOWS}, "cache_seqlens must be None with windows"),
+    ({"weight": torch.zeros(D, 1), **ACCEPTED}, "weight must have a width of at least 2 on a cache, got 1"),
+    ({"num_accepted_tokens": integers(3)}, "num_accepted_tokens must be [2], got [3]"),
+    ({"num_accepted_tokens": torch.zeros(B)}, "num_accepted_tokens must be int32 or int64, got float32"),
+    ({"x": torch.zeros(B, 3, D), **ACCEPTED},
+     f"{SLOTS} 5 for 3 tokens with num_accepted_tokens, got [2, 8, 3]"),
+    ({"x": torch.zeros(4, D), **PACKED, **ACCEPTED},
+     f"{SLOTS} 4 for 2 tokens with num_accepted_tokens, got [2, 8, 3]"),
+    ({"cu_seqlens": integers(B + 1)}, "max_seqlen must be an int, got NoneType"),
+    ({**PACKED, "max_seqlen": 0}, "max_seqlen must be at least 1, got 0"),
+    ({**PACKED, "cu_seqlens": integers(0)}, "cu_seqlens must be [N + 1], got [0]"),
+    ({**PACKED, "x": torch.zeros(B, 1, D)}, "x must be [tokens, D] with cu_seqlens, got [2, 1, 8]"),
+    ({"max_seqlen": 2}, "max_seqlen must be None without cu_seqlens, got 2"),
+    ({"conv_state_indices": integers(B, 0)},
+     "conv_state_indices must be [2] or [2, blocks] with blocks at least 1, got [2, 0]"),
+    ({"conv_state_indices": integers(B, 1, 1), **ACCEPTED},
+     "conv_state_indices must be [2] or [2, blocks] with blocks at least 1, got [2, 1, 1]"),
+    ({"conv_state": torch.zeros(3, D, W), **ACCEPTED}, "conv_state must have a slot for each of 2 sequences, got 3"),
+    ({"conv_state": torch.zeros(B, D, W).half(), **ACCEPTED}, "conv_state must be float32 as x is, got float16"),
+    ({"read_columns": integers(B)}, "read_columns must be None without conv_state_indices [N, blocks]"),
+    ({"write_columns": integers(B), "conv_state_indices": integers(B)},
+     "write_columns must be None without conv_state_indices [N, blocks]"),
+    ({**COLUMNS, "write_columns": integers(3)}, "write_columns must be [2], got [3]"),
+    ({"out": torch.zeros(B, D).half()}, "out must be float32 as x is, got float16"),
+    ({"out": torch.zeros(B, 1, D)}, "out must be [2, 8], got [2, 1, 8]"),
+    ({"out": torch.zeros(1, D).expand(B, D)},
+     "out must have memory of its own for each element: pass out.contiguous()"),
+    ({"out": STATE[..., 0]}, "conv_state and out must not share memory"),
+    ({"windows": WINDOWS.half()}, "windows must be float32 as x is, got float16"),
+    ({"windows": WINDOWS[..., 1:]}, "windows must be [lines, steps, 8, 3] with steps at least 1, got [2, 1, 8, 2]"),
+    ({"windows": WINDOWS[:, :0]}, "windows must be [lines, steps, 8, 3] with steps at least 1, got [2, 0, 8, 3]"),
+    ({"windows": WINDOWS[:1]}, "windows must have a line for each of 2 sequences, got 1"),
+    ({"windows": WINDOWS, "window_indices": integers(1)}, "window_indices must be [2], got [1]"),
+    ({"window_indices": integers(B)}, "window_indices must be None without windows"),
+    ({"parents": integers(B)}, "parents must be [2, 1], got [2]"),
+    ({"parents": integers(B, 1), **PACKED}, "cu_seqlens and parents exclude each other"),
+    ({"parents": integers(B, 1), **ACCEPTED}, "num_accepted_tokens and parents exclude each other"),
+    ({"parents": integers(B, 1), "write_columns": integers(B), **COLUMNS},
+     "write_columns and parents exclude each other"),
+]  # fmt: skip
+BLOCKS = {"first_columns": integers(B), "tokens_before": integers(B), "block_size": 4}
+PREFILL = [
+    *[(changes, message) for changes, message in FILTER if "dilation" not in changes],
+    ({"x": torch.zeros(1, L, D)}, "x must be [tokens, D], got [1, 6, 8]"),
+    ({"x": torch.zeros(D, L)}, "x must be [tokens, D] with D = 8 as weight is [8, 4], got [8, 6]: pass x.mT"),
+    ({"weight": torch.zeros(D, 1)}, "weight must have a width of at least 2 on a cache, got 1"),
+    ({"conv_state": torch.zeros(5, D, 2)}, f"{SLOTS} 3, got [5, 8, 2]"),
+    ({"conv_state": torch.zeros(5, D, W).double()}, "conv_state must be float32 as x is, got float64"),
+    ({"conv_state": torch.zeros(1, D, W).expand(5, D, W)},
+     "conv_state must have memory of its own for each element: pass conv_state.contiguous()"),
+    ({"cu_seqlens": integers(1, 3)}, "cu_seqlens must be [N + 1], got [1, 3]"),
+    ({"conv_state_indices": integers(3)},
+     "conv_state_indices must be [2] or [2, blocks] with blocks at least 1, got [3]"),
+    ({"has_initial_state": torch.zeros(3, dtype=torch.bool)}, "has_initial_state must be [2], got [3]"),
+    ({"conv_state_indices": integers(B), "read_columns": integers(B)},
+     "read_columns must be None without conv_state_indices [N, blocks]"),
+    ({"read_columns": integers(B, 1)}, "read_columns must be [2], got [2, 1]"),
+    *(({**BLOCKS, name: None}, f"first_columns, tokens_before, block_size must be given together, got no {name}")
+      for name in BLOCKS),
+    ({**BLOCKS, "block_size": 0}, "block_size must be at least 1, got 0"),
+    ({"pad_slot_id": None}, "pad_slot_id must be an int, got NoneType"),
+]  # fmt: skip
 STREAMS = "x must be [B, L, n, D] with n and D at least 1, got"
 SHORT = [
     *(({"x": torch.zeros(shape)}, f"{STREAMS} {list(shape)}") for shape in ((B, L, D), (B, L, 0, D), (B, L, 2, 0))),
@@ -131,7 +215,12 @@ SHORT = [
     *(({"norm_eps": float(e)}, f"norm_eps must be finite and 0 or more, got {e}") for e in ("-1e-05", "nan", "inf")),
     ({"backend": "cuda"}, "backend must be one of reference, triton, tilelang, hip, got 'cuda'"),
 ]  # fmt: skip
-BAD = {"causal_conv1d": FILTER + CONV, "causal_conv1d_update": FILTER + UPDATE, "short_conv": SHORT}
+BAD = {
+    "causal_conv1d": FILTER + CONV,
+    "causal_conv1d_update": FILTER + UPDATE + STEP,
+    "causal_conv1d_prefill": PREFILL,
+    "short_conv": SHORT,
+}
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -146,6 +235,13 @@ def test_bad(name):
         function(**good, backend="tilelang")
 
 
+def test_a_tree_is_not_computed_in_place():
+    x, state = torch.zeros(B, 2, D), torch.zeros(B, D, W)
+    message = "^causal_conv1d_update: out must not be x with parents: later tokens read x$"
+    with pytest.raises(ValueError, match=message):
+        mhc_ops.causal_conv1d_update(x, state, torch.zeros(D, W), parents=integers(B, 2), out=x)
+
+
 def test_kernels_take_eight_taps():
     with pytest.raises(ValueError, match=r"^f: the width of weight must be 1 to 8 for backend 'triton', got 9$"):
         prepare.check_kernel_limits("f", torch.zeros(1, 4, 4), torch.zeros(4, 9), "triton")
@@ -157,10 +253,10 @@ def test_kernels_take_eight_taps():
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", GOOD)
 def test_limits_are_checked_on_the_way_to_the_kernels(name):
-    doubles = {key: tensor.double() for key, tensor in GOOD[name].items()}
+    doubles = {key: t.double() if t.is_floating_point() else t for key, t in GOOD[name].items()}
     with pytest.raises(TypeError, match=f"^{name}: x must be .* for backend 'triton', got float64$"):
         getattr(mhc_ops, name)(**doubles, backend="triton")
     wide = torch.zeros(len(GOOD[name]["weight"]), 9)
-    state = {"conv_state": torch.zeros(B, D, 8)} if name == "causal_conv1d_update" else {}
+    state = {"conv_state": torch.zeros(B, D, 8)} if "conv_state" in GOOD[name] else {}
     with pytest.raises(ValueError, match=f"^{name}: the width of weight must be 1 to 8 for backend 'triton', got 9$"):
         getattr(mhc_ops, name)(**{**GOOD[name], "weight": wide, **state}, backend="triton")

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from server import Server
 from serving_oracle import Draw, prefill, step
 
 import mhc_ops
 from mhc_ops.testing import accuracy
 from mhc_ops.testing.cases import SEED
 
-DRAWS = 40
+DRAWS = [*range(8), *(pytest.param(number, marks=pytest.mark.thorough) for number in range(8, 80))]
 
 
 def moved(call, device):
@@ -48,7 +49,7 @@ def assert_close(y, expected, words):
     assert accuracy.close(y.cpu(), expected), words
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("number", DRAWS)
 def test_prefill(number, where, poisoned):
     backend, device = where
     call = Draw(SEED + number).prefill()
@@ -63,7 +64,7 @@ def test_prefill(number, where, poisoned):
     assert torch.equal(around(given["conv_state"]), state), words
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("number", DRAWS)
 def test_step(number, where, poisoned):
     """Each call returns a tensor, writes to another, or in place of x."""
     backend, device = where
@@ -91,3 +92,12 @@ def test_step(number, where, poisoned):
         assert torch.equal(around(given["conv_state"]), state), words
         if windows is not None:
             assert torch.equal(around(given["windows"]), all_windows), words
+
+
+@pytest.mark.parametrize(
+    ("number", "steps"), [(0, 20), *(pytest.param(number, 100, marks=pytest.mark.thorough) for number in range(1, 6))]
+)
+def test_a_server_of_random_steps(number, steps, where):
+    """Outputs and states are those of each sequence alone, bit for bit, and no other slot changes."""
+    done = Server(SEED + number, *where).run(steps)
+    assert done["tokens compared"] > 2 * steps, done
