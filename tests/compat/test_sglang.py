@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 from compat_oracle import read, signature, write
-from servers import assert_rounded, draw, filtered, package, refusing, window
+from server_adapters import assert_rounded, draw, filtered, package, refusing, window
 
 from mhc_ops.compat import sglang
 from mhc_ops.compat.sglang import conv, mhc

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 from compat_oracle import logits, read, signature, sinkhorn, write
-from servers import assert_rounded, draw, filtered, package, refusing, window
+from server_adapters import assert_rounded, draw, filtered, package, refusing, window
 
 from mhc_ops.compat import vllm
 from mhc_ops.compat.vllm import nvidia
