@@ -410,7 +410,7 @@ def test_plugin(server, monkeypatch):
             monkeypatch.setenv(vllm.VARIABLE, off)
         vllm.plugin()
         assert "vllm" not in sys.modules
-    monkeypatch.setenv(vllm.VARIABLE, "conv, mhc,force")
+    monkeypatch.setenv(vllm.VARIABLE, "1, force")
     vllm.plugin()
     assert import_module("vllm.model_executor.kernels.mhc.triton").hc_collapse_triton is nvidia.hc_collapse
     assert import_module("vllm.model_executor.layers.mamba.short_conv").step is vllm.causal_conv1d_update
