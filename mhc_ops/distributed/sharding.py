@@ -47,18 +47,22 @@ AFTER_TOKENS = {
 BATCH = dict.fromkeys(("x", "y", "residual", "seq_idx", "initial_state", "final_state", "inv_rms"), 0)
 BATCH |= dict.fromkeys(("conv_state", "cache_seqlens"), 0)
 CHANNELS = {"x": -1, "y": -1, "residual": -1, "weight": 0, "bias": 0}
-CHANNELS |= dict.fromkeys(("initial_state", "final_state", "conv_state"), 1)
+CHANNELS |= dict.fromkeys(("initial_state", "final_state", "conv_state"), 1) | {"out": -1, "windows": 2}
 OF_CONV = {
     "causal_conv1d_fwd": (BATCH, CHANNELS),
     "causal_conv1d_bwd": (BATCH, CHANNELS),
     "causal_conv1d_update_": (BATCH, CHANNELS),
+    "causal_conv1d_prefill_": (CHANNELS,),
+    "causal_conv1d_step_": (CHANNELS,),
     "short_conv_fwd": (BATCH,),
     "short_conv_bwd": (BATCH,),
 }
 # With one of these inputs the batch is not an axis: packed sequences are one row, a sequence may have any state slot.
 NO_BATCH = ("cu_seqlens", "conv_state_indices")
-# Tensors that may have no axis: parameters and indices.
-WITHOUT = ("phi", "alpha", "bias", "gamma", "layer_norm_weight", "weight", *NO_BATCH)
+# Tensors that may have no axis: parameters and indices, of a cache too.
+COLUMNS = ("read_columns", "write_columns", "first_columns", "tokens_before")
+OF_A_CACHE = (*COLUMNS, "has_initial_state", "num_accepted_tokens", "window_indices", "parents")
+WITHOUT = ("phi", "alpha", "bias", "gamma", "layer_norm_weight", "weight", *NO_BATCH, *OF_A_CACHE)
 
 
 def ops() -> list[Op]:
@@ -140,11 +144,12 @@ def register(op: Op) -> None:
 def _in_place(op: Op, strategies: Callable[[OpSchema], Any], schema: OpSchema) -> OpStrategy:
     """Only the strategies that do not move a tensor that is written to: its moved copy would be written and dropped."""
     given = {name: value for name, value in zip(_names(op), schema.args_schema) if isinstance(value, OpStrategy)}
-    now = {list(given).index(name): given[name].strategies[0].output_spec.placements for name in op.mutates}
+    written = [name for name in op.mutates if name in given]
+    now = {list(given).index(name): given[name].strategies[0].output_spec.placements for name in written}
     found: OpStrategy = strategies(schema)
     found.strategies = [s for s in found.strategies if all(s.input_spec(i).placements == now[i] for i in now)]
     if not found.strategies:
-        where = ", ".join(f"{name} {list(placements)}" for name, placements in zip(op.mutates, now.values()))
+        where = ", ".join(f"{name} {list(placements)}" for name, placements in zip(written, now.values()))
         raise ValueError(f"{op.name}: cannot write in place to {where} with these shapes and options")
     return found
 

@@ -162,6 +162,13 @@ def calls(device: torch.device) -> dict[str, dict[str, Any]]:
         "HyperConnection": {"layer": nn.Identity(), **sizes, "device": device},
         "HyperStack": {},
         "causal_conv1d": {"x": normal(2, 5, 4), "weight": normal(4, 3)},
+        "causal_conv1d_prefill": {
+            "x": normal(5, 4),
+            "conv_state": normal(3, 4, 2),
+            "weight": normal(4, 3),
+            "cu_seqlens": torch.tensor([0, 2, 5], device=device),
+            "conv_state_indices": torch.tensor([2, 0], device=device),
+        },
         "causal_conv1d_update": {"x": normal(2, 4), "conv_state": normal(2, 4, 2), "weight": normal(4, 3)},
         "conv_warmup": {"D": 4, "tokens": 2, "device": device, "backend": "reference"},
         "metrics": {"model": mhc_ops.HyperConnection(nn.Identity(), n, D)},

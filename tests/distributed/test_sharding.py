@@ -48,6 +48,10 @@ def update(x, conv_state, **others):
     return mhc_ops.causal_conv1d_update(x, conv_state, **others), conv_state
 
 
+def prefill(x, conv_state, **others):
+    return mhc_ops.causal_conv1d_prefill(x, conv_state, **others), conv_state
+
+
 X, H_OUT, MAPS = random(2, 4, n, D), random(2, 4, D), {"h_post": random(2, 4, n), "h_res": random(2, 4, n, n)}
 OF_PRE = {"phi": random(M, n * D), "alpha": random(3), "bias": random(M), "sinkhorn_iters": 2}
 OF_IDENTITY = {"phi": random(2 * n, n * D), "alpha": random(2), "bias": random(2 * n)}
@@ -84,10 +88,13 @@ CONV = [
     (mhc_ops.causal_conv1d, {**PIECE, "seq_idx": SEQUENCES}, BATCH),
 ]
 IN_ONE_ROW = {**PIECE, "x": random(1, 6, D), "residual": random(1, 6, D), "cu_seqlens": PACKED}
+OF_SLOTS = {"x": Shard(1), "conv_state": Shard(1), "weight": Shard(0), "bias": Shard(0)}
 CONV_OF_TRITON = [
     (mhc_ops.causal_conv1d, IN_ONE_ROW, CHANNELS),
     (update, STEP, BATCH),
-    (update, SLOTS, {"x": Shard(1), "conv_state": Shard(1), "weight": Shard(0), "bias": Shard(0)}),
+    (update, SLOTS, OF_SLOTS),
+    (update, {**SLOTS, "num_accepted_tokens": torch.tensor([1, 1])}, OF_SLOTS),
+    (prefill, {**SLOTS, "x": random(6, D), "cu_seqlens": PACKED}, OF_SLOTS),
     (mhc_ops.short_conv, STREAMS, BATCH),
 ]
 

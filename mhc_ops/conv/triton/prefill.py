@@ -1,11 +1,9 @@
 """Causal conv1d of packed sequences whose states are in a cache by slot.
 
 One program reads the state of a sequence for a block of channels, and it alone: the one of the sequence's first piece.
-It also writes the states that the old one is part of, and the final state, after it has read. The other states come
-from x alone; a second launch writes them, so that none of them is in a slot before it has been read.
+After it has read, it also writes the final state and the states at multiples of block_size that the old one is part of.
+The others come from x alone. A second launch writes them, so that none of them is in a slot before it has been read.
 """
-
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,39 +17,19 @@ from .slots import BOUNDS, Table, column_of, sequence_of, slot_in
 from .walk import filtered, load_filter, load_row, sigmoid
 
 
-class Sequence(NamedTuple):
-    """A sequence and a block of its channels, as kernels see them."""
-
-    number: Any
-    x_ptr: Any  # of its first token
-    x_row: Any
-    length: Any
-    state_ptr: Any  # of slot 0
-    state_slot: Any
-    state_place: Any
-    slot: Any  # that is read
-    real: Any  # channels, where the sequence is no padding
-    goes_on: Any  # channels, where it has an initial state
-
-
-# The W − 1 inputs up to the first `length` tokens of a sequence
+# The inputs of the W − 1 tokens up to x_ptr
 @triton.jit
-def state_after(of, length, W: tl.constexpr):
+def rows_up_to(x_ptr, x_row, present, W: tl.constexpr):
     rows = ()
     for j in tl.static_range(W - 1):
-        time = length - (W - 1) + j
-        new = tl.load(of.x_ptr + time * of.x_row, mask=of.real & (time >= 0), other=0.0)
-        place = of.slot * of.state_slot + (length + j) * of.state_place
-        old = tl.load(of.state_ptr + place, mask=of.goes_on & (time < 0), other=0.0)
-        rows = rows + (tl.where(time >= 0, new, old),)
+        rows = rows + (tl.load(x_ptr - (W - 1 - j) * x_row, mask=present, other=0.0),)
     return rows
 
 
 @triton.jit
-def store_state(of, rows, table, column, present, W: tl.constexpr):
-    slot, there = slot_in(table, of.number, column, present)
+def store_state(rows, state_ptr, state_place, present, W: tl.constexpr):
     for j in tl.static_range(W - 1):
-        tl.store(of.state_ptr + slot * of.state_slot + j * of.state_place, rows[j], mask=of.real & there)
+        tl.store(state_ptr + j * state_place, rows[j], mask=present)
 
 
 # How many tokens of its block a sequence had before these; a negative number of tokens counts as 0
@@ -121,45 +99,50 @@ def causal_conv1d_prefill_kernel(
     goes_on = real & (i < 0)  # none does
     if goes_on_ptr is not None:
         goes_on = real & (tl.load(goes_on_ptr + sequence, mask=present, other=0) != 0)
-    none = sequence * 0  # in 64 bits: offsets are
-    of = Sequence(
-        number=sequence, x_ptr=x_ptr + begin.to(tl.int64) * x_row + d, x_row=none + x_row, length=end - begin,
-        state_ptr=state_ptr + d.to(tl.int64) * state_channel, state_slot=state_slot, state_place=state_place, slot=slot,
-        real=in_row & real, goes_on=in_row & goes_on,
-    )  # fmt: skip
-    x_ptr += first.to(tl.int64) * x_row + d
-    y_ptr += first.to(tl.int64) * D + d
-    weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
+    own = in_row & real
+    x_step, y_step = sequence * 0 + x_row, sequence * 0 + D  # in 64 bits
+    x_ptr += first * x_step + d
+    y_ptr += first * y_step + d
+    state_ptr += d.to(tl.int64) * state_channel
+    before = ()  # what the taps of the first row reach back to
+    for j in tl.static_range(W - 1):
+        row = tl.load(x_ptr - (W - 1 - j) * x_step, mask=own & (piece > 0), other=0.0)
+        old_ptr = state_ptr + slot * state_slot + j * state_place
+        old = tl.load(old_ptr, mask=in_row & goes_on & (piece == 0), other=0.0)
+        before = before + (tl.where(piece > 0, row, old),)
+    if piece == 0:
+        length = end - begin
+        start = before
+        for t in tl.static_range(W - 2):
+            start = start + (tl.load(x_ptr + t * x_step, mask=own & (t < length), other=0.0),)
+        tl.debug_barrier()  # all threads read the state before one writes
+        slot, there = slot_in(table, sequence, column_of(write_ptr, sequence, present), real)
+        last_ptr = state_ptr + slot * state_slot
+        for e in tl.static_range(1, W - 1):  # the states after e tokens
+            state = start[e : e + W - 1]
+            store_state(state, last_ptr, state_place, in_row & there & (length == e), W)
+            if first_ptr is not None:
+                since = begun_of(before_ptr, sequence, block_size, present) + e
+                column = column_of(first_ptr, sequence, present) + since // block_size - 1
+                is_multiple = real & (e <= length) & (since % block_size == 0)
+                slot, is_kept = slot_in(table, sequence, column, is_multiple)
+                store_state(state, state_ptr + slot * state_slot, state_place, in_row & is_kept, W)
+        is_last = in_row & there & (length >= W - 1)
+        store_state(rows_up_to(x_ptr + length * x_step, x_step, is_last, W), last_ptr, state_place, is_last, W)
     window = ()
     for j in tl.static_range(W - 1):
-        row = load_row(x_ptr - (W - 1 - j) * of.x_row, of.real & (piece > 0))
-        old = load_row(of.state_ptr + slot * state_slot + j * state_place, of.goes_on & (piece == 0))
-        window = window + (tl.where(piece > 0, row, old),)
-    if piece == 0:
-        last = state_after(of, of.length, W)
-        if first_ptr is not None:
-            begun = begun_of(before_ptr, sequence, block_size, present)
-            column = column_of(first_ptr, sequence, present)
-            start = state_after(of, 0, W)
-            for t in tl.static_range(W - 2):
-                start = start + (tl.load(x_ptr + t * of.x_row, mask=of.real & (t < rows), other=0.0),)
-            tl.debug_barrier()  # all threads read the state before one writes
-            for e in tl.static_range(1, W - 1):
-                is_multiple = real & (e <= of.length) & ((begun + e) % block_size == 0)
-                k = (begun + e) // block_size - 1
-                store_state(of, start[e : e + W - 1], table, column + k, is_multiple, W)
-        tl.debug_barrier()
-        store_state(of, last, table, column_of(write_ptr, sequence, present), real, W)
+        window = window + (before[j].to(tl.float32),)
+    weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
     for r0 in tl.range(0, rows, STEP, num_stages=STAGES):
         all_rows = window
         for r in tl.static_range(STEP):
-            all_rows = all_rows + (load_row(x_ptr + (r0 + r) * of.x_row, of.real & (r0 + r < rows)),)
+            all_rows = all_rows + (load_row(x_ptr + (r0 + r) * x_step, own & (r0 + r < rows)),)
         for r in tl.static_range(STEP):
             y = filtered(all_rows[r : r + W], weight, bias, W)
             if SILU:
                 y *= sigmoid(y, CUDA)
             y = tl.where(real, y, 0.0).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + (r0 + r) * (none + D), y, mask=in_row & (r0 + r < rows))
+            tl.store(y_ptr + (r0 + r) * y_step, y, mask=in_row & (r0 + r < rows))
         window = all_rows[STEP:]
 
 
@@ -204,11 +187,10 @@ def block_states_kernel(
     )
     _, real = slot_in(table, sequence, column_of(read_ptr, sequence, present), present)
     slot, there = slot_in(table, sequence, column_of(first_ptr, sequence, present) + k, real)
-    x_ptr += (begin + length - (W - 1)) * x_row + d
+    in_state = (d < D) & there
     state_ptr += slot * state_slot + d.to(tl.int64) * state_channel
-    for j in tl.static_range(W - 1):
-        row = tl.load(x_ptr + j * (sequence * 0 + x_row), mask=(d < D) & there, other=0.0)
-        tl.store(state_ptr + j * state_place, row, mask=(d < D) & there)
+    rows = rows_up_to(x_ptr + (begin + length) * x_row + d, sequence * 0 + x_row, in_state, W)
+    store_state(rows, state_ptr, state_place, in_state, W)
 
 
 def causal_conv1d_prefill_(

@@ -1,14 +1,18 @@
 """Every kernel of the convolution compiles for GPUs that are not here, without spills, and once for all lengths."""
 
+import random
+
 import pytest
 import torch
 
 from mhc_ops.conv import contracts
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.check import name_of
+from mhc_ops.testing.cases import SEED
 
 pytest.importorskip("triton")
 import cross_compile
+from config_domain import GPUS
 
 pytestmark = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -66,6 +70,33 @@ def launch_all(L, D, W, dtype, places):
         launch("short_conv_bwd", x=streams, **parameters, **options, inv_rms=tensor(1, L, 4), dy=streams)
 
 
+def launch_serving(places, D=4096, W=4, dtype=bf16, N=8, T=4, slots=64, rows=2048, wider=0):
+    """What servers call. places: "blocks" with a prefix cache; of a step "drafts", "tree" or "in place"."""
+
+    def tensor(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    shape = {"in place": (N,), "tree": (N, T)}.get(places, (rows,))
+    x = tensor(*shape, D + wider, dtype=dtype)[..., :D]
+    shared = {"weight": tensor(D, W, dtype=fp32), "bias": tensor(D, dtype=fp32), "silu": True, "pad_slot_id": 0}
+    shared |= {"conv_state": tensor(slots, W - 2 + max(T, 1), D, dtype=dtype).transpose(1, 2)}
+    columns = dict.fromkeys(("read_columns", "write_columns"), tensor(N) if places in ("blocks", "drafts") else None)
+    table = tensor(N, 5 + N % 7)
+    if places in ("", "blocks"):
+        blocks = dict.fromkeys(("first_columns", "tokens_before"), tensor(N) if places else None)
+        blocks |= {"block_size": 528 + N if places else 0, "cu_seqlens": tensor(N + 1)}
+        goes_on = tensor(N, dtype=torch.bool)
+        table = table if places else table[:, 0]
+        launch("causal_conv1d_prefill_", x=x, **shared, **columns, **blocks, conv_state_indices=table,
+               has_initial_state=goes_on)  # fmt: skip
+        return
+    drafts = {"num_accepted_tokens": tensor(N), "cu_seqlens": tensor(N + 1)} if places == "drafts" else {}
+    tree = {"parents": tensor(N, T), "windows": tensor(N, T, D, W - 1, dtype=dtype)} if places == "tree" else {}
+    given = dict.fromkeys(contracts.causal_conv1d_step_.inputs) | shared | columns | drafts | tree
+    given |= {"conv_state_indices": table if drafts else table[:, 0], "max_seqlen": T if drafts or tree else 1}
+    launch("causal_conv1d_step_", **given | ({"x": x} if tree else {"out": x}))
+
+
 def launch(name, **inputs):
     getattr(contracts, name).launch(backend="triton", **inputs)
 
@@ -81,6 +112,39 @@ def test_no_spills(D, W, dtype, places, target, monkeypatch):
         launch_all(8192, D, W, dtype, places)
     assert kernels
     cross_compile.check(target, kernels)
+
+
+SERVING = ("", "blocks", "in place", "drafts", "tree")
+
+
+TARGETS = ["sm_90", "gfx942", *(pytest.param(target, marks=pytest.mark.thorough) for target in GPUS)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_serving_has_no_spills(target, monkeypatch, request):
+    """The usual filter; in the thorough run the widest one in the largest type."""
+    cross_compile.skip_if_too_old(target)
+    widest = request.node.get_closest_marker("thorough")
+    for places in SERVING:
+        with cross_compile.compiling_for(target, monkeypatch) as kernels:
+            launch_serving(places, *((4097, 8, fp32) if widest else (4096, 4, bf16)))
+        assert kernels
+        cross_compile.check(target, kernels)
+
+
+def test_200_serving_calls_compile_each_kernel_once(monkeypatch):
+    """Whatever the batch, the slots, the rows, the drafts, the widths of tables and blocks, the stride of x."""
+    draw, binaries = random.Random(SEED), {}
+    for number in range(200):
+        sizes = {"N": draw.randint(1, 512), "slots": draw.randint(513, 4000), "rows": draw.randint(1, 40_000)}
+        sizes |= {"T": draw.randint(1, 6), "wider": 16 * draw.randint(0, 200)}
+        places = SERVING[number % len(SERVING)]
+        with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
+            launch_serving(places, **sizes)
+        for kernel in kernels:
+            binaries.setdefault((places, kernel.name), set()).add(kernel.key)
+    assert {name: len(keys) for name, keys in binaries.items()} == dict.fromkeys(binaries, 1)
+    assert len(binaries) == 6  # with blocks, prefill has two
 
 
 def test_nothing_is_compiled_per_length(monkeypatch):
