@@ -79,6 +79,12 @@ def mhc_fused_post_pre_delayed(
     return streams, *rest, ops.mhc_mean(streams) if capture_aux else x.new_empty(0, x.shape[-1])
 
 
+def hc_head_fused(
+    hs_flat: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, rms_eps: float, hc_eps: float
+) -> Tensor:
+    return mhc.hc_head(hs_flat, fn, hc_scale, hc_base, rms_eps, hc_eps)
+
+
 def hc_collapse(x: Tensor, pre_mix: Tensor) -> Tensor:
     return ops.mhc_read(x, pre_mix)
 
@@ -102,7 +108,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "mhc_pre_delayed_tilelang": mhc_pre_delayed_alone,
         "mhc_fused_post_pre_delayed_tilelang": mhc_fused_post_pre_delayed,
         "mhc_post_tilelang": mhc.mhc_post,
-        "hc_head_fused_kernel_tilelang": mhc.hc_head,
+        "hc_head_fused_kernel_tilelang": hc_head_fused,
     },
     "vllm.model_executor.kernels.mhc.triton": {"hc_collapse_triton": hc_collapse},
     "vllm.models.deepseek_v41.nvidia.ops.mhc": {
