@@ -167,10 +167,10 @@ def test_the_forms_of_mhc_agree(each_backend):
     """V4's functions, the parts that V4.1 calls and GLM's flat form compute the same bits. test_vllm.py compares them
     with the equations."""
     residual, x, own, weight = of_mhc()
-    options = (1e-6, 2e-6, 2e-6, 2.0, 7)
+    options = (0.3, 0.05, 0.05, 2.0, 7)
     norm = {"norm_weight": weight, "norm_eps": 1e-5}
     post, comb, h_in = mhc.mhc_pre(residual, *own, *options)
-    pre, *maps = mhc.hc_mix_stats_sinkhorn(residual.flatten(1), *own, N, 7, 1e-6, 2e-6)
+    pre, *maps = mhc.hc_mix_stats_sinkhorn(residual.flatten(1), *own, N, 7, 0.3, 0.05)
     assert torch.equal(post[..., 0], maps[0]) and torch.equal(comb, maps[1])
     assert torch.equal(mhc.mhc_combine(residual.flatten(1), pre, N, torch.bfloat16), h_in)
     assert_rounded(mhc.mhc_combine(residual.flatten(1), pre, N, torch.float32), read(residual.double(), pre.double()))
@@ -181,12 +181,12 @@ def test_the_forms_of_mhc_agree(each_backend):
         fused = mhc.mhc_fused_post_pre(x, residual, again, comb, *own, *options, **norm)
         assert all(map(torch.equal, fused, (streams, *mhc.mhc_pre(streams, *own, *options, **norm))))
     gamma = torch.rand(K)
-    *flat, is_normed = mhc.hc_pre(streams.flatten(1), *own, N, 1e-6, 2e-6, 7, hc_norm_weight=gamma)
+    *flat, is_normed = mhc.hc_pre(streams.flatten(1), *own, N, 0.3, 0.05, 7, hc_norm_weight=gamma)
     assert is_normed is False and flat[1].shape == (5, N * N)
     expected = mhc.mhc_pre(streams, own[0] * gamma, *own[1:], *options)
     for found, other in zip(flat, (expected[2], expected[1].flatten(1), expected[0][..., 0]), strict=True):
         assert_rounded(found, other)
-    normed, h_res, h_post, is_normed = mhc.hc_pre(streams.flatten(1), *own, N, 1e-6, 2e-6, 7, 2.0, None, weight, 1e-5)
+    normed, h_res, h_post, is_normed = mhc.hc_pre(streams.flatten(1), *own, N, 0.3, 0.05, 7, 2.0, None, weight, 1e-5)
     assert is_normed is True and torch.equal(normed, fused[3])
     written = mhc.hc_post(x, streams.flatten(1), h_post, h_res, N)
     assert torch.equal(written, mhc.mhc_post(x, streams, fused[1], fused[2]).flatten(1))
@@ -196,17 +196,17 @@ def test_the_forms_of_mhc_agree(each_backend):
 
 def test_hy4(each_backend):
     residual, x, own, weight = of_mhc(2 * N)
-    h_in, post = mhc.fused_hy4_ihc_pre(residual, *own, 2.0, 1e-5, 1e-6, weight, 1e-6)
+    h_in, post = mhc.fused_hy4_ihc_pre(residual, *own, 2.0, 0.3, 0.05, weight, 0.2)
     v = residual.double().flatten(1)
-    z = v @ own[0].double().T * (v.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    z = v @ own[0].double().T * (v.square().mean(-1, keepdim=True) + 0.3).rsqrt()
     z = z * own[1].double().repeat_interleave(N) + own[2].double()
-    assert_rounded(post, 2 * z[:, N:].sigmoid() + 1e-6)
-    merged = read(residual.double(), z[:, :N].sigmoid() + 1e-6)
-    assert_rounded(h_in, weight.double() * merged * (merged.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+    assert_rounded(post, 2 * z[:, N:].sigmoid() + 0.05)
+    merged = read(residual.double(), z[:, :N].sigmoid() + 0.05)
+    assert_rounded(h_in, weight.double() * merged * (merged.square().mean(-1, keepdim=True) + 0.2).rsqrt())
     streams = mhc.fused_hy4_ihc_post(x, residual, post)
     assert_rounded(streams, residual.double() + post.double()[..., None] * x.double()[:, None])
-    fused = mhc.fused_hy4_ihc_post_pre(x, residual, post, *own, 2.0, 1e-5, 1e-6, weight, 1e-6)
-    assert all(map(torch.equal, fused, (streams, *mhc.fused_hy4_ihc_pre(streams, *own, 2.0, 1e-5, 1e-6, weight, 1e-6))))
+    fused = mhc.fused_hy4_ihc_post_pre(x, residual, post, *own, 2.0, 0.3, 0.05, weight, 0.2)
+    assert all(map(torch.equal, fused, (streams, *mhc.fused_hy4_ihc_pre(streams, *own, 2.0, 0.3, 0.05, weight, 0.2))))
 
 
 def test_wrong_use():
