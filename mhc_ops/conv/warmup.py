@@ -1,4 +1,4 @@
-"""Compile the kernels ahead that servers call, so that the first request does not wait for each."""
+"""Compile the kernels of a convolution ahead, so that the first training step or request does not wait for each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,9 @@ from torch import Tensor
 
 from ..core.ahead import compile_ahead, up_to
 from ..core.backend import choose
-from ..core.check import check_count, check_flag, check_range, checked_sizes
+from ..core.check import check_count, check_flag, checked_sizes
 from . import contracts
 from .prepare import check_filter, check_kernel_limits
-
-DRAFTS = 3  # of the forms with drafts; another number compiles nothing again
 
 
 def conv_warmup(
@@ -23,35 +21,36 @@ def conv_warmup(
     tokens: int | Sequence[int] = 8192,
     bias: bool = False,
     activation: str | None = "silu",
-    prefix_cache: bool = False,
     parameter_dtype: torch.dtype | None = None,
+    index_dtype: torch.dtype = torch.int32,
     device: torch.device | str | None = None,
     backend: str | None = None,
     verbose: bool = True,
 ) -> int:
-    """Compile what a server calls of a convolution of D channels, on all cores: `causal_conv1d_prefill`, and
-    `causal_conv1d_update` of single tokens and of drafts, in rows and packed, in place and not, with windows and trees.
+    """Compile what a convolution of D channels needs in training and in a server, on all cores.
 
-    tokens: how many a chunk or a batch has at most, or a list of which the largest counts. Slots, sequences and drafts
-      may be any number. States are compiled for in both layouts, channels fastest or places fastest
-    prefix_cache: also the forms with a table of slots and columns
-    parameter_dtype: of weight and bias; None is dtype
+    These are `causal_conv1d` with its gradients, `causal_conv1d_prefill`, and `causal_conv1d_update` of single tokens and
+    of drafts, in every form.
+
+    tokens: how many a step, a chunk or a batch has at most, or a list of which the largest counts; sequences, slots and
+      drafts may be any number. Caches are compiled for in both layouts, channels fastest or places fastest
+    parameter_dtype: of weight and bias; None is dtype   index_dtype: of slots, boundaries and columns
     device: None is the GPU where there is one, else the CPU
     verbose: say on stderr what was compiled and how long it took, with a bar on a terminal
 
-    Returns how many kernels it compiled or found in the cache on disk. The reference has none, and HIP's kernels have
-    none of these forms.
+    Returns how many kernels it compiled or found in the cache on disk. The reference has none, and HIP's kernels are
+    compiled at their first use.
     """
     function = "conv_warmup"
     largest = max(checked_sizes(function, tokens))
     for name, count in (("D", D), ("W", W)):
         check_count(function, name, count)
-    check_range(function, "W", W, 2, 8)
-    parameters = dtype if parameter_dtype is None else parameter_dtype
-    for name, value in (("dtype", dtype), ("parameter_dtype", parameters)):
+    types = {"dtype": dtype, "index_dtype": index_dtype}
+    types |= {} if parameter_dtype is None else {"parameter_dtype": parameter_dtype}
+    for name, value in types.items():
         if not isinstance(value, torch.dtype):
             raise TypeError(f"{function}: {name} must be a torch.dtype, got {type(value).__name__}")
-    for name, flag in (("bias", bias), ("prefix_cache", prefix_cache), ("verbose", verbose)):
+    for name, flag in (("bias", bias), ("verbose", verbose)):
         check_flag(function, name, flag)
     gpu = torch.cuda.is_available()
     where = torch.device(("cuda" if gpu else "cpu") if device is None else device)
@@ -60,66 +59,75 @@ def conv_warmup(
         return 0
     if where.type == "cuda" and not gpu:
         raise ValueError(f"{function}: device must be there, got {where} and torch sees no GPU")
-    x = torch.zeros(largest, D, dtype=dtype, device=where)
-    weight = torch.zeros(D, W, dtype=parameters, device=where)
-    silu = check_filter(function, x[None], "[tokens, D]", weight, None, activation, 1)
+    parameters = dtype if parameter_dtype is None else parameter_dtype
+    x, weight = (torch.zeros(shape, dtype=dtype, device="meta") for shape in ((1, largest, D), (D, W)))
+    silu = check_filter(function, x, "[1, tokens, D]", weight, None, activation, 1)
     check_kernel_limits(function, x, weight, name)
-    own: Any = {"weight": weight, "bias": torch.zeros(D, dtype=parameters, device=where) if bias else None}
-    own |= {"silu": silu, "pad_slot_id": 0, "backend": name}
+    own: Any = {"silu": silu, "bias": bias, "parameter_dtype": parameters, "index_dtype": index_dtype}
 
     def forms() -> None:
-        for state in _states(x, W):
+        for places_last in (False, True):
             for size in up_to(largest):
-                _prefill(x[:size], state, own, prefix_cache)
-            _decode(x[:1], state, own, prefix_cache)
+                launch_all(D, W, dtype, tokens=size, **own, places_last=places_last, device=where, backend=name)
 
-    return compile_ahead(function, forms, x.device, verbose)
-
-
-def _states(x: Tensor, W: int) -> list[Tensor]:
-    """[1, D, length] with channels fastest, and with places fastest; room for drafts"""
-    D, length = x.shape[1], W - 2 + DRAFTS
-    return [x.new_zeros(1, length, D).transpose(1, 2), x.new_zeros(1, D, length)]
+    return compile_ahead(function, forms, where, verbose)
 
 
-def _index(x: Tensor, *shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32, device=x.device)
+def launch_all(
+    D: int,
+    W: int,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    silu: bool,
+    bias: bool,
+    parameter_dtype: torch.dtype,
+    index_dtype: torch.dtype,
+    places_last: bool,
+    device: torch.device,
+    backend: str,
+) -> None:
+    """The kernels of `causal_conv1d`, `causal_conv1d_prefill` and `causal_conv1d_update` for D channels, on zeros.
 
+    tokens: about how many a step has; index_dtype: of slots, boundaries and columns; places_last: the cache is
+    [slots, D, length] in memory, not [slots, length, D].
+    """
 
-def _prefill(x: Tensor, state: Tensor, own: dict[str, Any], prefix_cache: bool) -> None:
-    """A chunk of one sequence."""
-    inputs: Any = {"x": x, "conv_state": state, "cu_seqlens": _index(x, 2), **own}
-    inputs["has_initial_state"] = torch.zeros(1, dtype=torch.bool, device=x.device)
-    columns = ("read_columns", "write_columns", "first_columns", "tokens_before")
-    without: Any = {**dict.fromkeys(columns), "block_size": 0}
-    contracts.causal_conv1d_prefill_.launch(**inputs, conv_state_indices=_index(x, 1), **without)
-    if prefix_cache:
-        given: Any = {**{name: _index(x, 1) for name in columns}, "block_size": 16}
-        contracts.causal_conv1d_prefill_.launch(**inputs, conv_state_indices=_index(x, 1, 2), **given)
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
 
+    def launch(op: Any, **inputs: Any) -> None:
+        op.launch(backend=backend, **{**dict.fromkeys(op.inputs), **filters, **inputs})
 
-def _decode(x: Tensor, state: Tensor, own: dict[str, Any], prefix_cache: bool) -> None:
-    """A step of one sequence in every form that servers have."""
-    D, W = own["weight"].shape
-    slots, plain = _index(x, 1), state[..., : W - 1]
-    of_update: Any = {"dilation": 1, "cache_seqlens": None, "conv_state_indices": slots}
-    contracts.causal_conv1d_update_.launch(x=x[:, None], conv_state=plain, **own, **of_update)
-    none: dict[str, Any] = dict.fromkeys(
-        ("cu_seqlens", "read_columns", "write_columns", "num_accepted_tokens", "windows", "window_indices", "parents")
-    )
-    drafts = x.new_zeros(1, DRAFTS, D)
-    accepted = {"conv_state": state, "num_accepted_tokens": slots}
-    packed = {"rows": drafts[0], "cu_seqlens": _index(x, 2)}
-    windows = {"windows": x.new_zeros(1, DRAFTS, D, W - 1), "window_indices": slots}
-    tree = {**windows, "parents": _index(x, 1, DRAFTS)}
-    columns = {"read_columns": slots, "write_columns": slots, "conv_state_indices": _index(x, 1, 2)}
-    in_place: list[dict[str, Any]] = [{"rows": x}, {}, packed, accepted, {**packed, **accepted}]
-    if prefix_cache:
-        in_place += [{"rows": x, **columns}, {**packed, **accepted, **columns}]
-    forms = [(form, True) for form in in_place]
-    forms += [({"rows": x, **accepted}, False), (accepted, False), (windows, False), (tree, False)]
-    for form, is_in_place in forms:
-        given = {"conv_state": plain, "conv_state_indices": slots, **none, **own, **form}
-        rows = given.pop("rows", drafts)
-        given |= {"x": None, "out": rows} if is_in_place else {"x": rows, "out": None}
-        contracts.causal_conv1d_step_.launch(**given, max_seqlen=DRAFTS)
+    filters: dict[str, Any] = {"weight": zeros(D, W, dtype=parameter_dtype), "silu": silu}
+    filters["bias"] = zeros(D, dtype=parameter_dtype) if bias else None
+    x, N = zeros(1, tokens, D), 2
+    bounds, index = zeros(N + 1, dtype=index_dtype), zeros(N, dtype=index_dtype)
+    states = zeros(N, W - 1, D).transpose(1, 2)
+    for where in ({}, {"cu_seqlens": bounds}, {"cu_seqlens": bounds, "initial_state": states}):
+        final = "initial_state" in where
+        launch(contracts.causal_conv1d_fwd, x=x, **where, dilation=1, output_final_state=final)
+        dstates = states.contiguous() if final else None
+        launch(contracts.causal_conv1d_bwd, x=x, **where, dilation=1, dy=x, dfinal_state=dstates)
+    cache = zeros(N, D, W) if places_last else zeros(N, W, D).transpose(1, 2)
+    slots: dict[str, Any] = {"conv_state": cache, "conv_state_indices": index, "pad_slot_id": -1}
+    launch(contracts.causal_conv1d_update_, x=zeros(N, D), **slots, dilation=1)
+    if W < 2:  # a cache holds at least one input
+        return
+    goes_on, table = zeros(N, dtype=torch.bool), {"conv_state_indices": zeros(N, 2, dtype=index_dtype)}
+    packed = {"x": x[0], **slots, "cu_seqlens": bounds, "has_initial_state": goes_on, "block_size": 0}
+    columns = {**table, "read_columns": index, "write_columns": index}
+    blocks = {**columns, "first_columns": index, "tokens_before": index, "block_size": 16}
+    launch(contracts.causal_conv1d_prefill_, **packed)
+    launch(contracts.causal_conv1d_prefill_, **{**packed, **blocks})
+    # A step of one token, drafts, and packed drafts: y new and in place; between columns in place.
+    one, several, rows = zeros(N, D), zeros(N, 2, D), {"cu_seqlens": bounds}
+    accepted = {"num_accepted_tokens": index}
+    forms: list[tuple[Tensor, dict[str, Any]]] = [(one, {}), (several, accepted), (one, {**accepted, **rows})]
+    for given, form in forms:
+        for how in ({"x": given}, {"out": given}, {"out": given, **columns}):
+            launch(contracts.causal_conv1d_step_, **{**slots, **form, **how, "max_seqlen": 1})
+    windows = {"windows": zeros(N, 2, D, W - 1), "window_indices": index}
+    tree = {"parents": zeros(N, 2, dtype=index_dtype)}
+    for form in (windows, {**windows, **tree}):
+        launch(contracts.causal_conv1d_step_, **{**slots, **form, "x": several, "max_seqlen": 2})

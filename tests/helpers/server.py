@@ -13,7 +13,7 @@ import torch
 
 import mhc_ops
 
-BLOCK, MOST_DRAFTS, SLOTS, LONGEST = 8, 4, 48, 60
+BLOCK, MOST_DRAFTS, SLOTS, LONGEST = 8, 4, 96, 60
 NULLS = (0, -1, -9, SLOTS, SLOTS + 3)  # 0 is the null slot
 
 
@@ -97,8 +97,11 @@ class Server:
     def give_back(self, s):
         kept = set(self.cached.values())
         for slot in set(s.slots.values()) - kept:
-            self.free.add(slot)
-            self.cache[slot] = float("nan")
+            self.release(slot)
+
+    def release(self, slot):
+        self.free.add(slot)
+        self.cache[slot] = float("nan")
 
     def preempt(self, s):
         self.give_back(s)
@@ -112,9 +115,7 @@ class Server:
         if not self.free:  # of the prefixes that no sequence reads, all are forgotten
             used = {slot for other in self.running for slot in other.slots.values()}
             for key in [key for key, slot in self.cached.items() if slot not in used]:
-                slot = self.cached.pop(key)
-                self.free.add(slot)
-                self.cache[slot] = float("nan")
+                self.release(self.cached.pop(key))
         s.slots[column] = self.free.pop()
         return s.slots[column]
 
@@ -208,9 +209,10 @@ class Server:
         packed = form in ("plain", "drafts") and self.random.random() < 0.5
         T = self.random.randint(1, MOST_DRAFTS)
         counts = [self.random.randint(1, T) if packed else T for _ in sequences]
-        read, kept = [s.slot for s in sequences], set(self.cached.values())
+        read, kept, left = [s.slot for s in sequences], set(self.cached.values()), []
         for s in sequences:  # a state that others may read moves to another column
             if s.slot in kept or self.random.random() < 0.2:
+                left += [(s, s.column)] * (s.slot not in kept)
                 s.column = next(c for c in range(s.column, 2 * LONGEST) if s.slots.get(c) not in (*kept, s.slot))
                 self.own_slot(s, s.column)
         nulls = self.random.choice([0, 0, 2])
@@ -252,6 +254,8 @@ class Server:
         y = self.checked(mhc_ops.causal_conv1d_update, () if form == "tree" else written, **call)
         y = y.split(counts) if packed else y.unbind()
         assert all(rows.isnan().all() if in_place else not rows.any() for rows in y[len(sequences) :])
+        for s, column in left:
+            self.release(s.slots.pop(column))
         for b, (s, path) in enumerate(zip(sequences, paths)):
             s.inputs = torch.cat([s.inputs, drafts[b][path]])
             self.seen(s, s.computed, y[b][path])

@@ -18,10 +18,11 @@ def bounds_of(cu_seqlens, rows):
 
 
 def filtered(taps, weight, bias, activation):
-    z = bias.double() if bias is not None else 0
-    for k, tap in enumerate(taps):
-        z = z + weight[:, k].double() * tap.double()
-    return z / (1 + torch.exp(-z)) if activation else z
+    """The result, and the size of the terms of its sum: what it is off by where they cancel."""
+    terms = [weight[:, k].double() * tap.double() for k, tap in enumerate(taps)]
+    terms += [bias.double()] if bias is not None else []
+    z = sum(terms)
+    return z / (1 + torch.exp(-z)) if activation else z, sum(term.square() for term in terms).sqrt()
 
 
 def slot_at(table, row, columns, conv_state, pad_slot_id):
@@ -38,9 +39,9 @@ def prefill(
     x, conv_state, weight, bias=None, *, activation=None, cu_seqlens, conv_state_indices, has_initial_state=None,
     pad_slot_id=-1, read_columns=None, write_columns=None, first_columns=None, tokens_before=None, block_size=None,
 ):  # fmt: skip
-    """y in fp64, and conv_state after it."""
+    """y in fp64 and the sizes of its terms, and conv_state after it."""
     S, old, after = weight.shape[1] - 1, conv_state.clone(), conv_state.clone()
-    y = x.new_zeros(x.shape, dtype=torch.float64)
+    y, sizes = (x.new_zeros(x.shape, dtype=torch.float64) for _ in range(2))
     for i, (begin, end) in enumerate(bounds_of(cu_seqlens, len(x))):
         slot = slot_at(conv_state_indices, i, read_columns, conv_state, pad_slot_id)
         if slot is None or begin == end:
@@ -48,7 +49,7 @@ def prefill(
         goes_on = has_initial_state is not None and bool(has_initial_state[i])
         inputs = [old[slot, :, s] if goes_on else torch.zeros_like(x[0]) for s in range(S)] + list(x[begin:end])
         for t in range(end - begin):
-            y[begin + t] = filtered(inputs[t : t + S + 1], weight, bias, activation)
+            y[begin + t], sizes[begin + t] = filtered(inputs[t : t + S + 1], weight, bias, activation)
         kept = [(slot_at(conv_state_indices, i, write_columns, conv_state, pad_slot_id), end - begin)]
         before = max(0, int(tokens_before[i])) if block_size else 0
         multiples = [e for e in range(1, end - begin + 1) if block_size and (before + e) % block_size == 0]
@@ -57,7 +58,7 @@ def prefill(
         for written, e in kept:
             if written is not None:
                 after[written, :, :S] = torch.stack(inputs[e : e + S], -1)
-    return y, after
+    return (y, sizes), after
 
 
 def step(
@@ -65,9 +66,10 @@ def step(
     num_accepted_tokens=None, cu_seqlens=None, max_seqlen=None, read_columns=None, write_columns=None, windows=None,
     window_indices=None, parents=None,
 ):  # fmt: skip
-    """y in fp64, conv_state and windows after it, and which rows of x are no padding."""
+    """y in fp64 and the sizes of its terms, conv_state and windows after it, and which rows of x are no padding."""
     S, length, old, after = weight.shape[1] - 1, conv_state.shape[2], conv_state.clone(), conv_state.clone()
-    rows, y = x.reshape(-1, x.shape[-1]), torch.zeros(x.shape, dtype=torch.float64).view(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    y, sizes = (torch.zeros(rows.shape, dtype=torch.float64) for _ in range(2))
     real = torch.zeros(len(rows), dtype=torch.bool)
     windows = None if windows is None else windows.clone()
     if cu_seqlens is None:
@@ -91,7 +93,7 @@ def step(
                 while 0 <= int(parents[b, path[0]]) < path[0]:
                     path.insert(0, int(parents[b, path[0]]))
             inputs = (window + [new[p] for p in path])[-S - 1 :]
-            y[begin + t] = filtered(inputs, weight, bias, activation)
+            y[begin + t], sizes[begin + t] = filtered(inputs, weight, bias, activation)
             line = b if window_indices is None else int(window_indices[b])
             if windows is not None and 0 <= line < len(windows):
                 windows[line, t] = torch.stack(inputs[1:], -1)
@@ -101,7 +103,7 @@ def step(
             after[written] = torch.stack([*old[slot].unbind(-1), *new][-length:], -1)
         else:
             after[written, :, : S - 1 + len(new)] = torch.stack([*window[1:], *new], -1)
-    return y.view(x.shape), after, windows, real
+    return (y.view(x.shape), sizes.view(x.shape)), after, windows, real
 
 
 class Draw:
@@ -177,6 +179,7 @@ class Draw:
             call |= {"read_columns": self.integers([max(0, (b - 1) // size) for b in before])}
             bounds = bounds_of(cu_seqlens, rows)
             last = [(b + end - begin - 1) // size for b, (begin, end) in zip(before, bounds)]
+            last = [self.random.choice([column, column, -1]) for column in last]
             call |= {"write_columns": self.integers(last)}
         return call
 

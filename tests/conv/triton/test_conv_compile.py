@@ -1,11 +1,12 @@
 """Every kernel of the convolution compiles for GPUs that are not here, without spills, and once for all lengths."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
 
-from mhc_ops.conv import contracts
+from mhc_ops.conv import contracts, warmup
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.check import name_of
 from mhc_ops.testing.cases import SEED
@@ -145,6 +146,18 @@ def test_200_serving_calls_compile_each_kernel_once(monkeypatch):
             binaries.setdefault((places, kernel.name), set()).add(kernel.key)
     assert {name: len(keys) for name, keys in binaries.items()} == dict.fromkeys(binaries, 1)
     assert len(binaries) == 6  # with blocks, prefill has two
+
+
+def test_warmup_compiles_what_servers_call(monkeypatch):
+    """A call of other sizes compiles nothing that was not compiled ahead."""
+    options = {"silu": True, "bias": True, "parameter_dtype": fp32, "index_dtype": torch.int32, "places_last": False}
+    of_servers = ("causal_conv1d_prefill_kernel", "block_states_kernel", "causal_conv1d_step_kernel")
+    with cross_compile.compiling_for("sm_90", monkeypatch, of_servers) as ahead:
+        warmup.launch_all(512, 4, bf16, tokens=8192, **options, device=torch.device("meta"), backend="triton")
+    with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
+        for places, N in product(("", "blocks", "in place", "drafts"), (1, 3, 64)):
+            launch_serving(places, 512, N=N, T=1 + N % 4, slots=100 + N, rows=50 * N)
+    assert {(kernel.name, kernel.key) for kernel in kernels} <= {(kernel.name, kernel.key) for kernel in ahead}
 
 
 def test_nothing_is_compiled_per_length(monkeypatch):
