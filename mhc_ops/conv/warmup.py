@@ -29,8 +29,8 @@ def conv_warmup(
 ) -> int:
     """Compile what a convolution of D channels needs in training and in a server, on all cores.
 
-    These are `causal_conv1d` with its gradients, `causal_conv1d_prefill`, and `causal_conv1d_update` of single tokens and
-    of drafts, in every form.
+    These are `causal_conv1d` with its gradients, `causal_conv1d_prefill`, and `causal_conv1d_update` of single tokens
+    and of drafts, in every form.
 
     tokens: how many a step, a chunk or a batch has at most, or a list of which the largest counts; sequences, slots and
       drafts may be any number. Caches are compiled for in both layouts, channels fastest or places fastest
@@ -52,6 +52,8 @@ def conv_warmup(
             raise TypeError(f"{function}: {name} must be a torch.dtype, got {type(value).__name__}")
     for name, flag in (("bias", bias), ("verbose", verbose)):
         check_flag(function, name, flag)
+    x, weight = (torch.zeros(shape, dtype=dtype, device="meta") for shape in ((1, largest, D), (D, W)))
+    silu = check_filter(function, x, "[1, tokens, D]", weight, None, activation, 1)
     gpu = torch.cuda.is_available()
     where = torch.device(("cuda" if gpu else "cpu") if device is None else device)
     name = choose(function, "conv", backend, where)
@@ -60,8 +62,6 @@ def conv_warmup(
     if where.type == "cuda" and not gpu:
         raise ValueError(f"{function}: device must be there, got {where} and torch sees no GPU")
     parameters = dtype if parameter_dtype is None else parameter_dtype
-    x, weight = (torch.zeros(shape, dtype=dtype, device="meta") for shape in ((1, largest, D), (D, W)))
-    silu = check_filter(function, x, "[1, tokens, D]", weight, None, activation, 1)
     check_kernel_limits(function, x, weight, name)
     own: Any = {"silu": silu, "bias": bias, "parameter_dtype": parameters, "index_dtype": index_dtype}
 

@@ -62,3 +62,19 @@ def test_200_random_calls(target, monkeypatch, capsys):
             serve(weight)
         assert asked.total() == count + 200
         assert set(asked) <= ahead
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"tokens": (4, 0)}, ValueError, "tokens must be at least 1, got 0"),
+        ({"W": 0}, ValueError, "W must be at least 1, got 0"),
+        ({"activation": "relu"}, ValueError, "activation must be"),
+        ({"index_dtype": "int32"}, TypeError, "index_dtype must be a torch.dtype, got str"),
+        ({"verbose": 1}, TypeError, "verbose must be a bool, got int"),
+    ],
+)
+def test_wrong_use(given, error, message):
+    with pytest.raises(error, match=f"^conv_warmup: {message}"):
+        mhc_ops.conv_warmup(**{"D": 8, "device": "cpu", **given})
+    assert mhc_ops.conv_warmup(8, device="cpu", backend="reference") == 0
