@@ -16,10 +16,15 @@ from .cases import Case, Drawn, Subject, Tensors, public
 
 PLACES = ("states", "seq_idx", "seq_idx states", "cu_seqlens", "cu_seqlens states")
 FINAL = ("states", "cu_seqlens states")  # those with final states
+CACHE = "cu_seqlens cache"
 
 
 def _update(conv_state: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
     return mhc_ops.causal_conv1d_update(conv_state=conv_state, **arguments), conv_state
+
+
+def _prefill(x: Tensor, conv_state: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
+    return mhc_ops.causal_conv1d_prefill(x[0], conv_state, **arguments)[None], conv_state
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,9 @@ class ConvCase(Drawn):
     """causal_conv1d on x [B, L, D], a decoding step of it if `update`, ShortConv on [B, L, n, D] if n is given.
 
     places: "", "states", "seq_idx" (with padding in between), "cu_seqlens" (with an empty sequence and padding at the
-    end), "seq_idx states" (without a final one) or "cu_seqlens states"; in a decoding step "", "ring" or "slots" (one
-    of them padding).
+    end), "seq_idx states" (without a final one), "cu_seqlens states", or "cu_seqlens cache", whose states are in slots
+    (one of them padding): causal_conv1d_prefill. In a decoding step "", "ring", "slots" (one of them padding) or
+    "drafts".
     """
 
     B: int
@@ -61,6 +67,10 @@ class ConvCase(Drawn):
         if self.update:  # x and y; of the state all but one row, twice
             state: Any = {"outputs": ("y", "conv_state"), "intermediates": 2, "mutated": ("conv_state",)}
             return of_conv(name, partial(_update, **options), moved=(2 * self.W, 0, 0, 0), **state)
+        if self.places == CACHE:
+            cache: Any = {"outputs": ("y", "conv_state"), "intermediates": 2, "mutated": ("conv_state",)}
+            call = partial(_prefill, activation=options["activation"])
+            return of_conv("causal_conv1d_prefill" + " silu" * self.silu, call, moved=(2, 0, 0, 0), **cache)
         states = ("final_state",) if self.places in FINAL else ()
         call = public(op, **options, output_final_state=bool(states))
         return of_conv(name, call, outputs=("y", *states), moved=(2 + self.residual, 0, 3, 0))
@@ -83,12 +93,15 @@ class ConvCase(Drawn):
         if self.residual and not self.n:
             tensors["residual"] = data(B, L, D)
         if self.update:  # with two unused rows and slots if there are places
-            drawn_on, more = generator.device, 2 * bool(self.places)
+            drawn_on, more = generator.device, (L - 1 if self.places == "drafts" else 2 * bool(self.places))
             slots = torch.randperm(B + 2, generator=generator, device=drawn_on)[:B].to(torch.int32)
             slots[-1] = -1
             tensors["conv_state"] = data(B + 2 * (self.places == "slots"), D, S + more)
             if self.places == "slots":
                 tensors["conv_state_indices"] = slots
+            if self.places == "drafts":
+                accepted = torch.randint(1, L + 1, (B,), generator=generator, device=drawn_on)
+                tensors["num_accepted_tokens"] = accepted
             if self.places == "ring":
                 tensors["cache_seqlens"] = torch.randint(0, 100, (B,), generator=generator, device=drawn_on)
             return tensors
@@ -101,13 +114,17 @@ class ConvCase(Drawn):
             first = 9 if "states" in self.places else 0  # of the padding; a state is of the sequence of token 0
             padding = (t - first) % 11 < 2
             tensors["seq_idx"] = torch.where(padding, -1, ids).expand(B, L).contiguous()
+        if self.places == CACHE:
+            tensors["conv_state"] = data(7, D, S + 2)
+            tensors["conv_state_indices"] = torch.tensor([4, 1, -1, 6], dtype=torch.int32)
+            tensors["has_initial_state"] = torch.tensor([True, True, False, True])
         if "states" in self.places:
             tensors["initial_state"] = data(len(bounds) - 1 if "cu_seqlens" in self.places else B, D, S)
         return tensors
 
     def runs_on(self, provider: str) -> bool:
         """Whether the kernels of a backend have all that the case asks for."""
-        plain = self.dilation == 1 and not (self.residual or self.n or self.update)
+        plain = self.dilation == 1 and not (self.residual or self.n or self.update or self.places == CACHE)
         return provider != "hip" or (plain and 2 <= self.W <= 4 and "cu_seqlens" not in self.places)
 
     def smaller(self) -> "ConvCase":
@@ -150,6 +167,8 @@ CHECK = (
     ConvCase(2, 2, 20, places="states"),
     *(ConvCase(3, L, 65, places=places, update=True) for L in (1, 3) for places in ("", "ring", "slots")),
     ConvCase(3, 2, 65, 3, dilation=2, update=True),
+    *(ConvCase(3, 3, 65, W, places="drafts", update=True) for W in (2, 4, 8)),
+    *(ConvCase(1, 37, 65, W, dtype, places=CACHE) for W, dtype in ((2, _bf16), (4, _fp32), (8, _bf16))),
     *(ConvCase(2, 37, 130, W, n=3, residual=True) for W in (1, 4)),
     ConvCase(1, 37, 65, 3, _fp32, dilation=3, n=4),
 )
