@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .conv.modules import ShortConv
 from .conv.ops import causal_conv1d, causal_conv1d_prefill, causal_conv1d_update, short_conv
+from .conv.warmup import conv_warmup
 from .core.backend import read_environment, use_backend
 from .core.optim import parameter_groups
 from .guide import *  # noqa: F403  the names of its __all__, which type checkers re-export
@@ -65,6 +66,7 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_prefill",
     "causal_conv1d_update",
+    "conv_warmup",
     "metrics",
     "mhc_enter",
     "mhc_expand",

@@ -34,12 +34,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 UNDER_TORCHRUN = "docs/distributed.md"
 OF_THE_EXTRA = ("kernels", "transformers")  # pip install 'mhc-ops[adopt]'
+SERVERS = ("vllm", "sglang")
 OUR_COMMAND = r"(mhc-ops|python -m mhc_ops) "
 # Patterns of commands, and why they are not run.
 NOT_RUN = {
     r"pip install|\./run\.sh|\./run_tests\.sh": "installs from a network",
     r"pytest -m gpu|--backend triton|rocprofv3": "needs a GPU",
     r"torchrun": "takes eight processes, or eight machines",
+    r"vllm serve|sglang\.launch_server": "starts a server, which needs a GPU",
     OUR_COMMAND + r"(check|bench)": "measures for minutes: only its command line is read",
     r"run_channellast_test\.sh": "compiles for a minute: tests/conv/hip/test_hip_program.py runs it for fewer types",
     r"scripts/bits\.py": "computes every case: for half a minute",
@@ -115,6 +117,9 @@ def test_python(block, tmp_path):
     for package in OF_THE_EXTRA:
         if re.search(rf"(import|from) {package}\b", block.text) and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'mhc-ops[adopt]'")
+    for package in SERVERS:
+        if re.search(rf"^from {package} ", block.text, re.MULTILINE) and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: it needs a GPU")
     slot = tmp_path / "megatron" / "core" / "fusions" / "fused_mhc_kernels.py"  # no package index has this branch
     slot.parent.mkdir(parents=True)
     slot.touch()

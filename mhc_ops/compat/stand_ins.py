@@ -1,6 +1,7 @@
-"""Stand-ins: modules under another library's name, put into sys.modules for programs that import that library.
+"""Stand-ins: modules under another library's name, put into sys.modules for programs that import that library, and
+functions in the place of a library's own.
 
-Nothing is written to disk, and nothing happens before `put` or `fill` is called.
+Nothing is written to disk, and nothing happens before `put`, `fill` or `replace` is called.
 """
 
 import importlib.machinery
@@ -14,6 +15,7 @@ from typing import Any
 _ours: dict[str, ModuleType] = {}
 _wanted: dict[str, Mapping[str, Any]] = {}  # what `fill` was given
 _filled: list[tuple[ModuleType, str]] = []
+_replaced: list[tuple[ModuleType, str, Any]] = []  # and what was there
 
 
 def put(modules: Mapping[str, Mapping[str, Any]], packages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -87,9 +89,31 @@ class _FillingFinder(MetaPathFinder):
 _FINDER = _FillingFinder()
 
 
+def replace(modules: Mapping[ModuleType, Mapping[str, Any]]) -> None:
+    """Put these functions in the place of a library's own: {module: {name: function}}. Modules of the library that are
+    loaded and have imported a function, under whichever name, get ours too. A second call does nothing."""
+    ours_of: dict[int, Any] = {}
+    originals: list[Any] = []  # kept, so that none of these ids is given to another object
+    for module, content in modules.items():
+        for name, ours in content.items():
+            original = vars(module)[name]
+            if original is not ours:
+                ours_of[id(original)] = ours
+                originals.append(original)
+    tops = {module.__name__.partition(".")[0] for module in modules}
+    for loaded in [module for name, module in sys.modules.items() if module and name.partition(".")[0] in tops]:
+        for name, value in list(vars(loaded).items()):
+            if id(value) in ours_of:
+                _replaced.append((loaded, name, value))
+                setattr(loaded, name, ours_of[id(value)])
+
+
 def remove(top: str) -> None:
-    """Take out what `put` and `fill` added for this library. Functions that were imported before stay where they are. A
-    second call does nothing."""
+    """Take out what `put`, `fill` and `replace` added for this library. Functions that were imported since stay where
+    they are. A second call does nothing."""
+    for module, attribute, original in [entry for entry in _replaced if entry[0].__name__.partition(".")[0] == top]:
+        _replaced.remove((module, attribute, original))
+        setattr(module, attribute, original)
     for name in [name for name in _wanted if name.partition(".")[0] == top]:
         del _wanted[name]
     if not _wanted and _FINDER in sys.meta_path:

@@ -1,11 +1,75 @@
-"""The launches of a convolution in training, decoding and serving, to be compiled ahead (core/launch.py: collected)."""
+"""Compile the kernels of a convolution ahead, so that the first training step or request does not wait for each."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.ahead import compile_ahead, up_to
+from ..core.backend import choose
+from ..core.check import check_count, check_flag, check_is_dtype, checked_sizes
 from . import contracts
+from .prepare import check_filter, check_kernel_limits
+
+
+def conv_warmup(
+    D: int,
+    W: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    tokens: int | Sequence[int] = 8192,
+    bias: bool = False,
+    activation: str | None = "silu",
+    parameter_dtype: torch.dtype | None = None,
+    index_dtype: torch.dtype = torch.int32,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    verbose: bool = True,
+) -> int:
+    """Compile what a convolution of D channels needs in training and in a server, on all cores.
+
+    These are `causal_conv1d` with its gradients, `causal_conv1d_prefill`, and `causal_conv1d_update` of single tokens
+    and of drafts, in every form.
+
+    tokens: how many a step, a chunk or a batch has at most, or a list of which the largest counts; sequences, slots and
+      drafts may be any number. Caches are compiled for in both layouts, channels fastest or places fastest
+    parameter_dtype: of weight and bias; None is dtype   index_dtype: of slots, boundaries and columns
+    device: None is the GPU where there is one, else the CPU
+    verbose: say on stderr what was compiled and how long it took, with a bar on a terminal
+
+    Returns how many kernels it compiled or found in the cache on disk. The reference has none, and HIP's kernels are
+    compiled at their first use.
+    """
+    function = "conv_warmup"
+    largest = max(checked_sizes(function, tokens))
+    for name, count in (("D", D), ("W", W)):
+        check_count(function, name, count)
+    types = {"dtype": dtype, "index_dtype": index_dtype}
+    types |= {} if parameter_dtype is None else {"parameter_dtype": parameter_dtype}
+    for name, value in types.items():
+        check_is_dtype(function, name, value)
+    for name, flag in (("bias", bias), ("verbose", verbose)):
+        check_flag(function, name, flag)
+    x, weight = (torch.zeros(shape, dtype=dtype, device="meta") for shape in ((1, largest, D), (D, W)))
+    silu = check_filter(function, x, "[1, tokens, D]", weight, None, activation, 1)
+    gpu = torch.cuda.is_available()
+    where = torch.device(("cuda" if gpu else "cpu") if device is None else device)
+    name = choose(function, "conv", backend, where)
+    if name != "triton":
+        return 0
+    if where.type == "cuda" and not gpu:
+        raise ValueError(f"{function}: device must be there, got {where} and torch sees no GPU")
+    parameters = dtype if parameter_dtype is None else parameter_dtype
+    check_kernel_limits(function, x, weight, name)
+    own: Any = {"silu": silu, "bias": bias, "parameter_dtype": parameters, "index_dtype": index_dtype}
+
+    def forms() -> None:
+        for places_last in (False, True):
+            for size in up_to(largest):
+                launch_all(D, W, dtype, tokens=size, **own, places_last=places_last, device=where, backend=name)
+
+    return compile_ahead(function, forms, where, verbose)
 
 
 def launch_all(

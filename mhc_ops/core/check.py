@@ -116,6 +116,16 @@ def check_count(function: str, name: str, value: object) -> None:
         raise ValueError(f"{function}: {name} must be at least 1, got {value}")
 
 
+def checked_sizes(function: str, sizes: int | Sequence[int], name: str = "tokens") -> Sequence[int]:
+    """One count, or several."""
+    several = sizes if isinstance(sizes, Sequence) and not isinstance(sizes, str) else (sizes,)
+    if not several:
+        raise ValueError(f"{function}: {name} must be a count or a list of them, got an empty list")
+    for size in several:
+        check_count(function, name, size)
+    return several
+
+
 def shown(value: object) -> str:
     """A number as it is; of a very long one, how many bits it has."""
     if not isinstance(value, int) or abs(value) < 10**30:

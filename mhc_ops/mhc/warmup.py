@@ -1,16 +1,15 @@
-"""Compile the kernels of a stack ahead and in parallel, so that the first training step does not wait for each."""
+"""Compile the kernels of a stack ahead, so that the first training step or request does not wait for each."""
 
-import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..core.ahead import compile_ahead, up_to
 from ..core.backend import choose
-from ..core.check import check_count, check_flag
-from ..core.launch import collected
+from ..core.check import check_count, check_flag, check_is_dtype, checked_sizes
 from . import contracts
 from .options import PreKeywords, Residual, spelled_out
 from .prepare import check_kernel_limits, check_kernel_options, check_not_tilelang, checked_to_mix
@@ -22,31 +21,39 @@ def warmup(
     D: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    tokens: int = 8192,
+    tokens: int | Sequence[int] = 8192,
     gamma: bool = False,
     layer_norm: bool = False,
     shifted: bool = False,
+    training: bool = True,
     parameter_dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     backend: str | None = None,
+    verbose: bool = True,
     **options: Unpack[PreKeywords],
 ) -> int:
     """Compile what a `HyperConnection` or `HyperStack` of these sizes needs, with and without gradients, on all cores.
 
-    tokens: about how many a step has; kernels for few (below a thousand) and for many differ
+    tokens: about how many a step has, or a list of such sizes; kernels for few (below a thousand) and for many differ
     shifted: as HyperStack has it
+    training: False compiles what a server calls, for every number of tokens up to the largest of `tokens`: `mhc_pre`,
+      `mhc_post`, `mhc_post_pre`, `mhc_head`, and with shifted what `mhc_enter`, `mhc_next` and `mhc_read` run without
+      gradients
     device: None is the GPU where there is one, else the CPU
+    verbose: say on stderr what was compiled and how long it took, with a bar on a terminal
 
     Returns how many kernels it compiled or found in the cache on disk. The reference has none. With TileLang, one step
-    is run instead.
+    is run instead. `conv_warmup` is for the convolution.
     """
     function = "warmup"
-    for name, count in (("n", n), ("D", D), ("tokens", tokens)):
+    sizes = checked_sizes(function, tokens)
+    largest = max(sizes)
+    for name, count in (("n", n), ("D", D)):
         check_count(function, name, count)
     for name, value in (("dtype", dtype), ("parameter_dtype", parameter_dtype)):
-        if not isinstance(value, torch.dtype):
-            raise TypeError(f"{function}: {name} must be a torch.dtype, got {type(value).__name__}")
-    for name, flag in (("gamma", gamma), ("layer_norm", layer_norm), ("shifted", shifted)):
+        check_is_dtype(function, name, value)
+    flags = {"gamma": gamma, "layer_norm": layer_norm, "shifted": shifted, "training": training, "verbose": verbose}
+    for name, flag in flags.items():
         check_flag(function, name, flag)
     run: dict[str, Any] = {"options": checked_to_mix(function, dict(options))}
     gpu = torch.cuda.is_available()
@@ -57,59 +64,68 @@ def warmup(
     if where.type == "cuda" and not gpu:
         without = "without the argument it is the CPU here, where there is nothing to compile"
         raise ValueError(f"{function}: device must be there, got {where} and torch sees no GPU; {without}")
-    x = torch.zeros(tokens, n, D, dtype=dtype, device=where)
+    x = torch.zeros(largest, n, D, dtype=dtype, device=where)
     check_kernel_limits(function, x, name)
     check_kernel_options(function, run["options"], name)
     for wanted, word in ((layer_norm, "layer_norm"), (shifted, "shifted")):
         if wanted:
             check_not_tilelang(f"{function} with {word}", name)
-    if name != "triton":
-        _step(x, gamma, layer_norm, shifted, parameter_dtype, **run)
-        return 0
-    with collected() as compilations:
-        _step(x, gamma, layer_norm, shifted, parameter_dtype, **run)
+    step = _step if training else _serving_step
 
-    def compile_one(compilation: Any) -> None:
-        with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():  # threads have a current device each
-            compilation()
+    def steps() -> None:
+        for size in sizes if training else up_to(largest):
+            step(x[:size], gamma, layer_norm, shifted, parameter_dtype, **run)
 
-    distinct = {_signature(compilation): compilation for compilation in compilations}  # ops share kernels
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(compile_one, distinct.values()))
-    return len(distinct)
+    if name == "triton":
+        return compile_ahead(function, steps, x.device, verbose)
+    steps()
+    return 0
 
 
-def _signature(compilation: Any) -> tuple[Any, ...]:
-    """Equal where Triton would compile the same."""
+def _parameters(x: Tensor, gamma: bool, layer_norm: bool, dtype: torch.dtype, options: Any) -> dict[str, Any]:
+    n, D = x.shape[-2:]
+    sections = [n, n] if options.residual == Residual.IDENTITY else [n, n, n * n]
 
-    def kind(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.dtype, value.data_ptr() % 16
-        return value if isinstance(value, int | float | str | None) else id(value)
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=x.device)
 
-    options = [value for name, value in compilation.keywords.items() if name != "grid"]
-    return compilation.func, *((type(value), kind(value)) for value in (*compilation.args, *options))
+    return {
+        "phi": zeros(sum(sections), n * D),
+        "alpha": zeros(len(sections)),
+        "bias": zeros(sum(sections)),
+        "gamma": zeros(n, D) if gamma else None,
+        "layer_norm_weight": zeros(D) if layer_norm else None,
+    }
+
+
+def _serving_step(
+    x: Tensor, gamma: bool, layer_norm: bool, shifted: bool, dtype: torch.dtype, backend: str, options: Any
+) -> None:
+    """What a server calls, on zeros."""
+    n = x.shape[-2]
+    own = _parameters(x, gamma, layer_norm, dtype, options)
+    pre_inputs = {"x": x, **own, "options": options, "backend": backend}
+    pre = contracts.mhc_pre_fwd.launch(**pre_inputs)
+    h_res = pre.h_res if pre.h_res.numel() else None
+    of_post = {"h_out": pre.h_in, "h_post": pre.h_post, "h_res": h_res}
+    contracts.mhc_post_fwd.launch(x=x, **of_post, transposed=options.transposed, backend=backend)
+    contracts.mhc_post_pre_fwd.launch(**pre_inputs, **of_post)
+    of_head = {"phi": own["phi"][:n], "alpha": own["alpha"][:1], "bias": own["bias"][:n], "gamma": own["gamma"]}
+    eps = {"norm_eps": options.norm_eps, "hc_eps": options.hc_eps}
+    contracts.mhc_head_fwd.launch(x=x, **of_head, **eps, backend=backend)
+    if shifted:
+        read = torch.zeros(x.shape[:-1], dtype=torch.float32, device=x.device)
+        contracts.mhc_layer_pre.launch(**pre_inputs, read=read)
+        contracts.mhc_next_fwd.launch(**pre_inputs, **of_post, read=read, link=None, linked=False)
+        contracts.mhc_read_fwd.launch(x=x, h_pre=read, backend=backend)
 
 
 def _step(
     x: Tensor, gamma: bool, layer_norm: bool, shifted: bool, dtype: torch.dtype, backend: str, options: Any
 ) -> None:
     """The ops of a training step of a stack and of a forward without gradients, on zeros."""
-    n, D = x.shape[-2:]
-    sections = [n, n] if options.residual == Residual.IDENTITY else [n, n, n * n]
-    M = sum(sections)
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=x.device)
-
-    maps = {
-        "phi": zeros(M, n * D),
-        "alpha": zeros(len(sections)),
-        "bias": zeros(M),
-        "gamma": zeros(n, D) if gamma else None,
-    }
-    weight = zeros(D) if layer_norm else None
-    pre_inputs = {"x": x, **maps, "layer_norm_weight": weight, "options": options, "backend": backend}
+    own = _parameters(x, gamma, layer_norm, dtype, options)
+    pre_inputs = {"x": x, **own, "options": options, "backend": backend}
     read = torch.zeros(*x.shape[:-1], dtype=torch.float32, device=x.device) if shifted else None
     pre = contracts.mhc_layer_pre.launch(**pre_inputs, read=read)
     h_res = pre.h_res if pre.h_res.numel() else None

@@ -170,6 +170,7 @@ def calls(device: torch.device) -> dict[str, dict[str, Any]]:
             "conv_state_indices": torch.tensor([2, 0], device=device),
         },
         "causal_conv1d_update": {"x": normal(2, 4), "conv_state": normal(2, 4, 2), "weight": normal(4, 3)},
+        "conv_warmup": {"D": 4, "tokens": 2, "device": device, "backend": "reference"},
         "metrics": {"model": mhc_ops.HyperConnection(nn.Identity(), n, D)},
         "mhc_expand": {"x": h_out, "n": n},
         "mhc_head": {"x": x, "phi": normal(n, n * D), "alpha": normal(1), "bias": normal(n)},

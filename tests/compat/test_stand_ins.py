@@ -1,7 +1,10 @@
 """What `install()` of all stand-ins has in common, and that importing mhc_ops installs nothing."""
 
+import re
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -60,9 +63,10 @@ def test_the_real_one_stays(ours, monkeypatch):
 CODE = """
 import sys
 import mhc_ops
-assert {"liger", "megatron", "tile_kernels", "transformers"} <= set(mhc_ops.compat.__all__)
+assert {"liger", "megatron", "sglang", "tile_kernels", "transformers", "vllm"} <= set(mhc_ops.compat.__all__)
 assert mhc_ops.compat.transformers.patch  # as the README says it
 libraries = {"tile_kernels", "liger_kernel", "megatron", "transformers", "causal_conv1d", "fla", "kernels"}
+libraries |= {"vllm", "sglang"}
 print([name for name in sys.modules if name.partition(".")[0] in libraries])
 """
 
@@ -70,3 +74,12 @@ print([name for name in sys.modules if name.partition(".")[0] in libraries])
 def test_importing_installs_and_loads_nothing():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_servers_find_the_plugins():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    found = dict(re.findall(r'^\[project\.entry-points\."(.+)"\]\nmhc_ops = "(.+)"$', text, re.MULTILINE))
+    assert found.keys() == {"vllm.general_plugins", "sglang.srt.plugins"}
+    for name in found.values():
+        module, function = name.split(":")
+        assert callable(getattr(import_module(module), function))

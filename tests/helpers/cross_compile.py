@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,25 @@ def compiling_for(name, monkeypatch, kernels=None):
         patch.setattr(backend, "why_not", lambda *_: None)  # launchers take meta tensors here
         patch.setattr(driver, "_active", Driver(target))
         yield compiled
+
+
+@contextlib.contextmanager
+def counting_for(name, monkeypatch):
+    """Within it, nothing is compiled or launched. Yields a dict: how often each kernel was asked for in which form that
+    Triton would compile for the target."""
+    asked = Counter()
+
+    def count(self, *args, grid, warmup, **options):
+        *_, binder = self.device_caches[driver.active.get_current_device()]
+        _, specialization, rest = binder(*args, **options, debug=False, instrumentation_mode="")
+        asked[self.__name__, str(specialization), str(sorted(rest.items()))] += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", count)
+        patch.setattr(device, "of", lambda _: GPUS[name])
+        patch.setattr(backend, "why_not", lambda *_: None)  # launchers take meta tensors here
+        patch.setattr(driver, "_active", Driver(target_of(name)))
+        yield asked
 
 
 _known = {}

@@ -384,6 +384,10 @@ def test_warmup(monkeypatch):
             ({"backend": "triton"}, RuntimeError, "warmup: backend 'triton' cannot run here: "),
             ({"dtype": "bfloat16"}, TypeError, "warmup: dtype must be a torch.dtype, got str"),
             ({"parameter_dtype": "bfloat16"}, TypeError, "warmup: parameter_dtype must be a torch.dtype, got str"),
+            ({"tokens": [8, 0]}, ValueError, "warmup: tokens must be at least 1, got 0"),
+            ({"tokens": []}, ValueError, "warmup: tokens must be a count or a list of them, got an empty list"),
+            ({"tokens": "8"}, TypeError, "warmup: tokens must be an int, got str"),
+            ({"training": 1}, TypeError, "warmup: training must be a bool, got int"),
             ({"sinkhorn_iter": 3}, TypeError, "warmup() got an unexpected keyword argument 'sinkhorn_iter'"),
         ):
             with pytest.raises(error, match=f"^{re.escape(message)}"):

@@ -50,6 +50,8 @@ assert_type(mhc_ops.mhc_head(t, t, t, t, t), Tensor)
 assert_type(mhc_ops.mhc_expand(t, 4), Tensor)
 assert_type(mhc_ops.sinkhorn(t, 3, 1e-6), Tensor)
 assert_type(mhc_ops.warmup(4, 256, torch.bfloat16, tokens=64, sinkhorn_iters=3), int)
+assert_type(mhc_ops.warmup(4, 256, tokens=(1, 64), training=False), int)
+assert_type(mhc_ops.conv_warmup(256, tokens=(1, 64), activation=None), int)
 assert_type(mhc_ops.mhc_backward(t, t, t, t, inv_rms, h_mix, h_pre, h_post, None, t, None), Gradients)
 
 assert_type(mhc_ops.mhc_forward_pre_triton(t, t, t, t), tuple[Tensor, Tensor, Tensor])

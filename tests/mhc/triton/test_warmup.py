@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mhc_ops
+from mhc_ops.core import ahead
 from mhc_ops.core import backend as backends
 from mhc_ops.core import launch as launching
 from mhc_ops.mhc.triton import exact_products, few_tokens, post, pre_bwd, pre_finish, pre_fwd, pre_norm, pre_sums
@@ -36,7 +37,7 @@ def compiled(monkeypatch):
     """What warmup would compile; nothing is."""
     found = []
     pool = SimpleNamespace(map=lambda function, compilations: found.extend(compilations) or [])
-    monkeypatch.setattr(mhc_ops.mhc.warmup, "ThreadPoolExecutor", lambda count: nullcontext(pool))
+    monkeypatch.setattr(ahead, "ThreadPoolExecutor", lambda count: nullcontext(pool))
     return found
 
 

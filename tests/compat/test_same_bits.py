@@ -1,0 +1,202 @@
+"""A tiny model has the same logits, bit for bit, in training and in a server: in chunks of prompts, token by token, and
+where drafts are verified, in every batch.
+
+Trained, it is a HyperStack of short convolutions on packed sequences, with gradients. Served, it calls what vLLM calls.
+Between them stands a gated recurrence, as in Mamba-2 and the gated delta net. Only operators of this library add up
+anything over channels or tokens: the recurrence and the last layer work on each element alone, because a matrix
+product of torch may add in another order in another batch.
+"""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import mhc_ops
+from mhc_ops.compat import vllm
+
+N, D, W, LAYERS, WORDS = 4, 24, 4, 2, 11
+DRAFTS = 3
+OPTIONS = (1e-6, 1e-6, 1e-6, 2.0, 20)  # HyperConnection's defaults, in vLLM's order
+LENGTHS = (6, 2, 4)
+
+
+class Recurrence(nn.Module):
+    """s = gate·s + (1 − gate)·v of each channel, in fp32, one token after the other"""
+
+    def __init__(self):
+        super().__init__()
+        self.decay = nn.Parameter(torch.randn(D))
+
+    def forward(self, v, state):
+        """y [T, D], and the states after each token"""
+        states = []
+        for token in v.float():
+            gate = torch.sigmoid(self.decay + token)
+            state = gate * state + (1 - gate) * token
+            states.append(state)
+        return torch.stack(states).to(v.dtype), states
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(*shape).bfloat16()) for shape in ((D, W), (D,)))
+        self.recurrence = Recurrence()
+
+    def forward(self, h_in, cu_seqlens):
+        """Training, on packed sequences [1, tokens, D]"""
+        v = mhc_ops.causal_conv1d(h_in, self.weight, self.bias, activation="silu", cu_seqlens=cu_seqlens)
+        parts = v[0].split(cu_seqlens.diff().tolist())
+        return torch.cat([self.recurrence(part, v.new_zeros(D).float())[0] for part in parts])[None]
+
+
+class Model(nn.Module):
+    def __init__(self, shifted):
+        super().__init__()
+        torch.manual_seed(0)
+        connections = [mhc_ops.HyperConnection(Block(), N, D, layer_norm=True) for _ in range(LAYERS)]
+        self.stack, self.shifted = mhc_ops.HyperStack(*connections, shifted=shifted), shifted
+        self.head = mhc_ops.HyperHead(N, D)
+        self.words = nn.Parameter(torch.randn(WORDS, D).bfloat16())
+        self.last = nn.Parameter(torch.randn(D).bfloat16())
+        for parameters in (*self.stack, self.head):
+            nn.init.normal_(parameters.phi, std=0.1)
+            nn.init.normal_(parameters.alpha)
+
+    def forward(self, words, cu_seqlens):
+        x = self.stack(mhc_ops.mhc_expand(self.words[words][None], N), cu_seqlens)
+        return (x if self.shifted else self.head(x))[0] * self.last
+
+
+class Server:
+    """The same parameters, with a cache of states by slot. A step takes some tokens of some sequences."""
+
+    def __init__(self, model, device):
+        self.model, self.device = model, device
+        slots = len(LENGTHS) + 2
+        self.conv = [torch.randn(slots, D, W - 2 + DRAFTS, device=device).bfloat16() for _ in range(LAYERS)]
+        self.recurrent = {}  # by layer and sequence, after each token of the last step
+        self.accepted = dict.fromkeys(range(len(LENGTHS)), 1)
+
+    def ints(self, values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def step(self, kind, batch):
+        """batch: {sequence: its words}. The logits of each."""
+        numbers, lengths = list(batch), [len(words) for words in batch.values()]
+        words = torch.tensor([word for words in batch.values() for word in words], device=self.device)
+        x = mhc_ops.mhc_expand(self.model.words[words], N)
+        carry = h_out = None
+        for number, connection in enumerate(self.model.stack):
+            own = connection.phi, connection.alpha, connection.bias, *OPTIONS
+            h_in, carry = self.next(own, connection.layer_norm_weight, x, carry, h_out)
+            v = self.convolve(kind, number, connection.layer, h_in, numbers, lengths)
+            h_out = torch.cat(
+                [self.recur(number, i, connection.layer.recurrence, part) for i, part in zip(numbers, v.split(lengths))]
+            )
+        x, post, comb, read = carry
+        x = vllm.mhc_post(h_out, x, post, comb)
+        head = self.model.head
+        if self.model.shifted:
+            out = mhc_ops.mhc_read(x, read)
+        else:
+            out = vllm.hc_head(x, head.phi, head.alpha, head.bias, 1e-6, 1e-6)
+        return dict(zip(numbers, (out * self.model.last).split(lengths)))
+
+    def next(self, own, weight, x, carry, h_out):
+        """h_in of a sublayer, and (x, post, comb, pre)"""
+        norm = {"norm_weight": weight, "norm_eps": 1e-6}
+        if self.model.shifted:
+            x, post, comb, read = (x, None, None, None) if carry is None else carry
+            ended = {"sublayer_out": h_out, "post_layer_mix": post, "comb_res_mix": comb} if carry else {}
+            x, post, comb, h_in, read = vllm.mhc_pre_delayed(x, *own, pre_mix=read, **norm, **ended)
+            return h_in, (x, post, comb, read)
+        if carry is None:
+            post, comb, h_in = vllm.mhc_pre(x, *own, **norm)
+        else:
+            x, post, comb, h_in = vllm.mhc_fused_post_pre(h_out, *carry[:3], *own, **norm)
+        return h_in, (x, post, comb, None)
+
+    def convolve(self, kind, number, layer, h_in, numbers, lengths):
+        slots = self.ints([i + 1 for i in numbers])  # slot 0 is null
+        bounds = self.ints([0, *torch.tensor(lengths).cumsum(0).tolist()])
+        state, own = self.conv[number], (layer.weight, layer.bias)
+        if kind == "prefill":
+            goes_on = torch.tensor([(number, i) in self.recurrent for i in numbers], device=self.device)
+            return vllm.causal_conv1d_fn(h_in.T, *own, state, bounds, slots, goes_on).T
+        if kind == "decode":
+            return vllm.causal_conv1d_update(h_in, state, *own, "silu", slots)
+        drafts = {"query_start_loc": bounds, "max_query_len": DRAFTS}
+        accepted = self.ints([self.accepted[i] for i in numbers])
+        return vllm.causal_conv1d_update(h_in, state, *own, "silu", slots, accepted, **drafts)
+
+    def recur(self, number, i, recurrence, part):
+        states = self.recurrent.get((number, i), [part.new_zeros(D).float()])
+        y, self.recurrent[number, i] = recurrence(part, states[self.accepted[i] - 1])
+        return y
+
+    def after(self, i, accepted):
+        self.accepted[i] = accepted
+
+
+def served_in_chunks(server, sequences, draw):
+    at = dict.fromkeys(sequences, 0)
+    while any(at[i] < len(words) for i, words in sequences.items()):
+        chosen = [i for i, words in sequences.items() if at[i] < len(words) and draw.random() < 0.7]
+        batch = {i: sequences[i][at[i] : at[i] + draw.randint(1, 4)] for i in chosen}
+        if batch:
+            yield from server.step("prefill", batch).items()
+        for i, words in batch.items():
+            at[i] += len(words)
+            server.after(i, len(words))
+
+
+def served_token_by_token(server, sequences, draw):
+    first = server.step("prefill", {i: words[:1] for i, words in sequences.items()})
+    yield from first.items()
+    at = dict.fromkeys(sequences, 1)
+    while left := [i for i, words in sequences.items() if at[i] < len(words)]:
+        batch = draw.sample(left, draw.randint(1, len(left)))
+        yield from server.step("decode", {i: sequences[i][at[i] : at[i] + 1] for i in batch}).items()
+        for i in batch:
+            at[i] += 1
+
+
+def served_with_drafts(server, sequences, draw):
+    """Each step has the next word and drafts, of which the first are right; the rest is thrown away."""
+    yield from server.step("prefill", {i: words[:1] for i, words in sequences.items()}).items()
+    at = dict.fromkeys(sequences, 1)
+    while left := [i for i, words in sequences.items() if at[i] < len(words)]:
+        batch, right = {}, {}
+        for i in draw.sample(left, draw.randint(1, len(left))):
+            right[i] = draw.randint(1, min(DRAFTS, len(sequences[i]) - at[i]))
+            wrong = [draw.randrange(WORDS) for _ in range(draw.randint(0, DRAFTS - right[i]))]
+            batch[i] = sequences[i][at[i] : at[i] + right[i]] + wrong
+        for i, logits in server.step("drafts", batch).items():
+            yield i, logits[: right[i]]
+            at[i] += right[i]
+            server.after(i, right[i])
+
+
+WAYS = (served_in_chunks, served_token_by_token, served_with_drafts)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("shifted", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_logits(shifted, way, kernel_device):
+    draw = random.Random(0)
+    sequences = {i: [draw.randrange(WORDS) for _ in range(length)] for i, length in enumerate(LENGTHS)}
+    with mhc_ops.use_backend("triton"):
+        model = Model(shifted).to(kernel_device)
+        bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=kernel_device)
+        packed = torch.tensor([word for words in sequences.values() for word in words], device=kernel_device)
+        trained = model(packed, bounds)
+        assert trained.requires_grad
+        with torch.no_grad():
+            served = {i: [] for i in sequences}
+            for i, logits in way(Server(model, kernel_device), sequences, draw):
+                served[i].append(logits)
+    for i, expected in enumerate(trained.detach().split(LENGTHS)):
+        assert torch.equal(torch.cat(served[i]), expected)

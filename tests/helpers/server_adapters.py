@@ -1,0 +1,48 @@
+"""What servers call, one sequence at a time in fp64, and packages of small files in the place of a server."""
+
+import torch
+
+BF16 = 2**-8  # one rounding
+
+
+def filtered(inputs, weight, bias, silu=True):
+    """The convolution of a whole sequence [L, D] that begins with zeros."""
+    W = weight.shape[1]
+    padded = torch.cat([inputs.new_zeros(W - 1, inputs.shape[1]), inputs]).double()
+    taps = [weight[:, k].double() * padded[k : k + len(inputs)] for k in range(W)]
+    z = sum(taps) + (0 if bias is None else bias.double())
+    return z * z.sigmoid() if silu else z
+
+
+def window(inputs, W):
+    """The last W − 1 inputs of a sequence, [D, W − 1]."""
+    return torch.cat([inputs.new_zeros(W - 1, inputs.shape[1]), inputs])[len(inputs) :].T
+
+
+def assert_rounded(found, expected):
+    """Each element is one rounding of the exact value, relative to the largest in its row."""
+    found, expected = found.double(), expected.double()
+    assert found.shape == expected.shape
+    if found.numel():
+        assert ((found - expected).abs() <= BF16 * expected.abs().amax(-1, keepdim=True) + 1e-6).all()
+
+
+def draw(D=24, W=4, dtype=torch.bfloat16, seed=0):
+    """weight and bias, and a function that draws inputs"""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return normal(D, W), normal(D), normal
+
+
+def package(files):
+    """{path: text}, with an empty __init__.py in each folder that has none"""
+    folders = {"/".join(path.split("/")[:depth]) for path in files for depth in range(1, path.count("/") + 1)}
+    return {f"{folder}/__init__.py": "" for folder in folders} | files
+
+
+def refusing(*names):
+    """A module whose functions fail."""
+    return "".join(f"def {name}(*given, **named): raise AssertionError('its own {name}')\n" for name in names)
