@@ -8,6 +8,7 @@ MHC_OPS_REPLAY=0 turns off what rests on them: no call is kept, every call is ch
 
 import contextlib
 import os
+import sys
 from typing import Any
 
 import torch
@@ -95,6 +96,11 @@ def autograd_kernel(op: Any, formula: Any) -> Any:
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation may be under way."""
     return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def may_have_compiled() -> bool:
+    """Whether torch.compile may have been used: without the module that does it, it was not. Importing takes seconds."""
+    return "torch._dynamo" in sys.modules
 
 
 def capturing_graph() -> torch.cuda.CUDAGraph | None:

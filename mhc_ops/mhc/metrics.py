@@ -1,7 +1,6 @@
 """Health of a training run: maps, logits and gradients of a model's hyper-connections."""
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -55,7 +54,7 @@ def metrics(model: nn.Module) -> Iterator["Metrics"]:
         raise ValueError(f"metrics: there is no HyperConnection in this {type(model).__name__}; {advice}")
     found = Metrics(connections)
     with ExitStack() as hooks:
-        if "torch._dynamo" in sys.modules:  # something may be compiled
+        if private.may_have_compiled():
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         hooks.enter_context(model.register_forward_pre_hook(found._begin))
         for name, connection in connections.items():
