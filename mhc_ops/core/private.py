@@ -99,7 +99,7 @@ def in_forward_mode() -> bool:
 
 
 def may_have_compiled() -> bool:
-    """Whether torch.compile may have been used: without the module that does it, it was not. Importing takes seconds."""
+    """Whether torch.compile may have been used. Its module takes seconds to import, so it is not imported to ask."""
     return "torch._dynamo" in sys.modules
 
 
