@@ -11,6 +11,7 @@ import argparse
 import itertools
 import multiprocessing
 import sys
+from functools import partial
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -44,7 +45,12 @@ CONV = [
 TILELANG = """
 TileLang's two kernels with matrix products are compiled by nvcc for sm_80, sm_90a and sm_120 in the tests, without
 spills, and lowered to HIP source for gfx942 and gfx950 (`tests/mhc/tilelang/`)."""
-FAMILIES = {"mhc": (test_compile, MHC), "conv": (test_conv_compile, CONV)}
+SERVING = list(itertools.product(test_conv_compile.SERVING, (4096,), (4,), (bf16,)))
+FAMILIES = {
+    "mhc": (partial(test_compile.launch_all, TOKENS), MHC),
+    "conv": (partial(test_conv_compile.launch_all, TOKENS), CONV),
+    "serving": (test_conv_compile.launch_serving, SERVING),
+}
 Item = tuple[str, str, tuple]
 
 
@@ -54,7 +60,7 @@ def compiled(item: Item) -> tuple[Item, list[Compiled] | str]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, compiling_for(target, patch) as kernels:
         try:
-            FAMILIES[family][0].launch_all(TOKENS, *config)
+            FAMILIES[family][0](*config)
         except Exception as error:
             return item, f"{type(error).__name__}: {error}".splitlines()[0]
     return item, kernels
