@@ -336,4 +336,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    # Without Python's own end: a thread of torch that then waits for Python's lock aborts the process, now and then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
