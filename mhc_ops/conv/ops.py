@@ -141,7 +141,8 @@ def causal_conv1d_prefill(
       receives the state after the last token; column 0 without them.
     first_columns, tokens_before, block_size: the states at every multiple of block_size are kept too. Sequence i had
       tokens_before[i] tokens before these. Its state at the first multiple after them goes to the slot in column
-      first_columns[i], the next one to the column after it, and so on.
+      first_columns[i], the next one to the column after it, and so on. These slots differ from one another; where one
+      is also that of the state after the last token, that state stays.
     A sequence is padding where it has no tokens, or where the slot that it reads (or would read) is pad_slot_id,
       negative, not in conv_state, or in a column that the table does not have: no state of it is written. A state is
       not written where its own slot is such. Slots are read before they are written, so one may be both.
@@ -221,18 +222,25 @@ def causal_conv1d_update(
       the window after its last token.
     Returns y, shaped and typed as x, without a gradient. The host reads no values: a CUDA graph can capture the call.
     """
+    plain = {
+        "x": x,
+        "conv_state": conv_state,
+        "weight": weight,
+        "bias": bias,
+        "activation": activation,
+        "dilation": dilation,
+        "cache_seqlens": cache_seqlens,
+        "conv_state_indices": conv_state_indices,
+        "pad_slot_id": pad_slot_id,
+        "backend": backend,
+    }
+    rows = num_accepted_tokens is cu_seqlens is max_seqlen is parents is None
+    if rows and read_columns is write_columns is out is windows is window_indices is None:
+        return run(serving.causal_conv1d_update, **plain)  # each further argument costs time in every call
     in_place = out is x
     y = run(
         serving.causal_conv1d_update,
-        x=x,
-        conv_state=conv_state,
-        weight=weight,
-        bias=bias,
-        activation=activation,
-        dilation=dilation,
-        cache_seqlens=cache_seqlens,
-        conv_state_indices=conv_state_indices,
-        pad_slot_id=pad_slot_id,
+        **plain,
         num_accepted_tokens=num_accepted_tokens,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
@@ -243,7 +251,6 @@ def causal_conv1d_update(
         windows=windows,
         window_indices=window_indices,
         parents=parents,
-        backend=backend,
     )
     return y if out is None else out
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..core.backend import choose
 from ..core.call import Request
 from ..core.check import (
+    check_apart,
     check_count,
     check_dtype,
     check_in_memory,
@@ -110,11 +111,12 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None,
     conv_state_indices: Tensor | None,
     pad_slot_id: int,
-    in_place: bool,
     backend: str | None,
+    in_place: bool = False,
     **of_steps: Any,
 ) -> Any:
-    """in_place: y takes the place of x. of_steps: the arguments of OF_STEPS."""
+    """in_place: y takes the place of x. of_steps: arguments of OF_STEPS; None without them."""
+    of_steps = {**dict.fromkeys(OF_STEPS), **of_steps}
     given = [name for name in OF_STEPS if of_steps[name] is not None]
     if in_place:
         given.append("out")
@@ -204,6 +206,8 @@ def causal_conv1d_step(
     if in_place and parents is not None:
         raise ValueError(f"{function}: out must not be x with parents: later tokens read x")
     target = x if in_place else out
+    if target is not None and target.requires_grad:
+        raise ValueError(f"{function}: out must not require a gradient, which y does not have")
     _check_written(function, conv_state=conv_state, out=target, windows=windows)
     name = choose(function, "conv", backend, x.device)
     numbers: dict[str, Any] = {"max_seqlen": T, "silu": silu, "pad_slot_id": pad_slot_id}
@@ -302,17 +306,7 @@ def _check_written(function: str, **written: Tensor | None) -> None:
     """Each has memory of its own, also against the others."""
     if torch.compiler.is_compiling():  # the op itself checks again
         return
-    spans: list[tuple[str, int, int]] = []
-    for name, tensor in written.items():
-        if tensor is None:
-            continue
+    given = {name: tensor for name, tensor in written.items() if tensor is not None}
+    for name, tensor in given.items():
         check_writable(function, name, tensor)
-        if not is_plain(tensor) or tensor.device.type == "meta" or not tensor.numel():
-            continue
-        begin = tensor.data_ptr()
-        reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
-        end = begin + (reach + 1) * tensor.element_size()
-        for other, first, last in spans:
-            if begin < last and first < end:
-                raise ValueError(f"{function}: {other} and {name} must not share memory")
-        spans.append((name, begin, end))
+    check_apart(function, {name: tensor for name, tensor in given.items() if is_plain(tensor)})

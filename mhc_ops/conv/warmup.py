@@ -30,7 +30,8 @@ def conv_warmup(
     """Compile what a convolution of D channels needs in training and in a server, on all cores.
 
     These are `causal_conv1d` with its gradients, `causal_conv1d_prefill`, and `causal_conv1d_update` of single tokens
-    and of drafts, in every form.
+    and of drafts, in the forms that the adapters of vLLM and SGLang call. A form that is not among them is compiled at
+    its first call.
 
     tokens: how many a step, a chunk or a batch has at most, or a list of which the largest counts; sequences, slots and
       drafts may be any number. Caches are compiled for in both layouts, channels fastest or places fastest
@@ -117,12 +118,14 @@ def launch_all(
     packed = {"x": x[0], **slots, "cu_seqlens": bounds, "has_initial_state": goes_on, "block_size": 0}
     columns = {**table, "read_columns": index, "write_columns": index}
     blocks = {**columns, "first_columns": index, "tokens_before": index, "block_size": 16}
-    launch(contracts.causal_conv1d_prefill_, **packed)
-    launch(contracts.causal_conv1d_prefill_, **{**packed, **blocks})
+    for form in ({}, {"has_initial_state": None}, columns, blocks):
+        launch(contracts.causal_conv1d_prefill_, **{**packed, **form})
     # A step of one token, drafts, and packed drafts: y new and in place; between columns in place.
     one, several, rows = zeros(N, D), zeros(N, 2, D), {"cu_seqlens": bounds}
     accepted = {"num_accepted_tokens": index}
-    forms: list[tuple[Tensor, dict[str, Any]]] = [(one, {}), (several, accepted), (one, {**accepted, **rows})]
+    forms: list[tuple[Tensor, dict[str, Any]]] = [
+        (one, {}), (several, accepted), (one, rows), (one, {**accepted, **rows}),
+    ]  # fmt: skip
     for given, form in forms:
         for how in ({"x": given}, {"out": given}, {"out": given, **columns}):
             launch(contracts.causal_conv1d_step_, **{**slots, **form, **how, "max_seqlen": 1})

@@ -1,7 +1,7 @@
 """The input checks and their one wording: function: argument must be this, got that."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +55,21 @@ def check_writable(function: str, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{function}: {name} must have memory of its own for each element: pass {name}.contiguous()")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{function}: {name} must be no inference tensor outside of inference mode: pass a clone")
+
+
+def check_apart(function: str, tensors: Mapping[str, Tensor]) -> None:
+    """Tensors that are written to lie in different ranges of memory."""
+    spans: list[tuple[str, int, int]] = []
+    for name, tensor in tensors.items():
+        if tensor.device.type == "meta" or not tensor.numel():
+            continue
+        begin = tensor.data_ptr()
+        reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
+        end = begin + (reach + 1) * tensor.element_size()
+        for other, first, last in spans:
+            if begin < last and first < end:
+                raise ValueError(f"{function}: {other} and {name} must not share memory")
+        spans.append((name, begin, end))
 
 
 def check_in_memory(function: str, name: str, tensor: Tensor, context: str) -> None:

@@ -60,7 +60,8 @@ class Dispatched:
         if (torch.is_grad_enabled() and private.any_requires_grad(*arguments)) or not _is_plain(keys):
             return slowly(keys, *arguments)
         if self.written:
-            torch.autograd.graph.increment_version([arguments[place] for place in self.written])
+            changed = [arguments[place] for place in self.written]
+            torch.autograd.graph.increment_version([tensor for tensor in changed if tensor is not None])
         return self.plain_tensors(*arguments)
 
     def any_tensors(self, *arguments: Any) -> Any:

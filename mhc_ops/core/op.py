@@ -22,6 +22,7 @@ gradient of more than one op is a function: see `Op.gradient`.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from . import backend as backends
 from . import device, private
 from .alike import Alike
-from .check import check_memory, check_tensor, check_writable
+from .check import check_apart, check_memory, check_tensor, check_writable
 from .dispatch import Dispatched
 from .layout import Layout, resolved
 from .modes import (
@@ -125,15 +126,19 @@ class Op:
     def laid_out(self, inputs: Inputs) -> Inputs:
         return {name: self.taken(name, value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
-    def apart(self, inputs: Inputs) -> Inputs:
-        """Replaces inputs that share memory with a written one by copies."""
-        found = dict(inputs)
-        for name, value in inputs.items():
-            if name not in self.mutates and isinstance(value, Tensor):
-                for written in self.mutates:
-                    if written in inputs and private.share_memory(value, inputs[written]):
-                        found[name] = value.clone()
-        return found
+    def apart(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """The tensors, with copies of those that share memory with a written one; None if none does. Written ones must
+        not share any."""
+        written = [name for name in self.mutates if name in tensors]
+        copies = {
+            name: tensor.clone()
+            for name, tensor in tensors.items()
+            if name not in written and any(private.share_memory(tensor, tensors[other]) for other in written)
+        }
+        for one, other in combinations(written, 2):
+            if private.share_memory(tensors[one], tensors[other]):
+                check_apart(self.name.removesuffix("_"), {one: tensors[one], other: tensors[other]})
+        return {**tensors, **copies} if copies else None
 
     def launch(self, *, backend: str, **inputs: Any) -> Any:
         for name, value in inputs.items():
@@ -203,8 +208,6 @@ class Op:
         def again(tensors: list[Tensor]) -> Any:
             for place, name in copied:
                 tensors[place] = self.taken(name, tensors[place])
-            if self.mutates:
-                tensors = list(self.apart(dict(zip(call.names, tensors))).values())
             results = call.fill(tensors)
             for place in unwritten:  # torch's checks of an op read every output
                 if results[place].numel():  # an empty one has no storage
@@ -318,8 +321,9 @@ class Call:
         self.differentiable = op.differentiate is not None and any(
             value.requires_grad for value in inputs.values() if isinstance(value, Tensor)
         )
-        self.fill: Any = self._direct(partial(self.launched, returns))
-        self.forward: Any = partial(self.written, self.fill) if op.mutates else self.fill
+        self.replayed: Any = self._direct(partial(self.launched, returns))
+        self.fill: Any = self.fill_apart if op.mutates else self.replayed
+        self.forward: Any = self.written if op.mutates else self.fill
         self.forward_keeping: Any = self._direct(partial(self.launched, (*returns, *hidden)))
         self.backward: Any = partial(self.differentiated, partial(Op.launch, backend=backend))
         self.alike: dict[tuple[bool, ...], Alike] = {}  # by which cotangents there are: how the backward runs
@@ -338,11 +342,16 @@ class Call:
         results = self.op.launch(backend=self.backend, **dict(zip(self.names, tensors)), **self.constants)
         return [getattr(results, name) for name in outputs]
 
-    def written(self, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    def fill_apart(self, tensors: Sequence[Tensor]) -> Any:
+        """Runs an op that writes to its inputs. A copy has strides of its own, which a plan does not know."""
+        apart = self.op.apart(dict(zip(self.names, tensors)))
+        return self.replayed(tensors) if apart is None else self.launched(self.returns, list(apart.values()))
+
+    def written(self, tensors: Sequence[Tensor]) -> Any:
         """Runs an op that writes to its inputs, and tells torch that it did."""
-        inputs = dict(zip(self.names, tensors))
-        results = forward(list(self.op.apart(inputs).values()))
-        torch.autograd.graph.increment_version([inputs[name] for name in self.op.mutates if name in inputs])
+        results = self.fill(tensors)
+        changed = [tensor for name, tensor in zip(self.names, tensors) if name in self.op.mutates]
+        torch.autograd.graph.increment_version(changed)
         return results
 
     def keep(self, ctx: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:

@@ -107,6 +107,50 @@ def test_step(number, where, poisoned):
             assert torch.equal(around(given["windows"]), all_windows), words
 
 
+def test_columns_of_one_slot(where, poisoned):
+    """Without write_columns a step writes column 0. A final state stays where a state within the chunk has its slot."""
+    backend, device = where
+    generator = torch.Generator().manual_seed(SEED)
+    x, cache, weight = (torch.randn(shape, generator=generator) for shape in ((7, 16), (8, 16, 3), (16, 4)))
+    shared = {"conv_state": cache, "weight": weight, "bias": None}
+    columns = {"conv_state_indices": torch.tensor([[1, 2, 3]]), "read_columns": torch.tensor([1])}
+    blocks = {"first_columns": torch.tensor([0]), "tokens_before": torch.tensor([0]), "block_size": 4}
+    bounds = torch.tensor([0, 7])
+    for function, oracle, call in (
+        (mhc_ops.causal_conv1d_update, step, {"x": x[:1], **shared, **columns}),
+        (mhc_ops.causal_conv1d_prefill, prefill, {"x": x, **shared, **columns, **blocks, "cu_seqlens": bounds}),
+    ):
+        after = oracle(**call)[1]
+        given = moved(call, device)
+        function(**given, backend=backend)
+        assert torch.equal(bits(given["conv_state"]), bits(after))
+
+
+@pytest.mark.parametrize("form", ["prefill", "step", "drafts"])
+@pytest.mark.thorough
+def test_places_that_are_far_apart(form, where):
+    """Offsets of more than 31 bits: 4 GB of memory that is not touched in between."""
+    backend, device = where
+    far, generator = 2**30 + 16, torch.Generator().manual_seed(SEED)
+    x, cache, weight = (
+        torch.randn(s, generator=generator).to(device, torch.bfloat16) for s in ((4, 16), (4, 16, 3), (16, 4))
+    )
+    distant = torch.empty(2 * far + 64, dtype=torch.bfloat16, device=device).as_strided((4, 16, 3), (16, 1, far))
+    distant.copy_(cache)
+    slots, accepted = torch.tensor([2, 1], device=device), torch.tensor([1, 1], device=device)
+    for state in (cache, distant):
+        given = {"conv_state": state, "weight": weight, "conv_state_indices": slots, "backend": backend}
+        if form == "prefill":
+            goes_on, bounds = accepted.bool(), torch.tensor([0, 1, 4], device=device)
+            y = mhc_ops.causal_conv1d_prefill(x, **given, cu_seqlens=bounds, has_initial_state=goes_on)
+        else:
+            own = {"num_accepted_tokens": accepted} if form == "drafts" else {"out": torch.empty_like(x[:2])}
+            y = mhc_ops.causal_conv1d_update(x[:2], **given, **own)
+        if state is cache:
+            expected = y
+    assert torch.equal(y, expected) and torch.equal(distant, cache)
+
+
 @pytest.mark.parametrize(
     ("number", "steps"), [(0, 12), *(pytest.param(number, 100, marks=pytest.mark.thorough) for number in range(1, 6))]
 )

@@ -50,12 +50,13 @@ def prefill(
         inputs = [old[slot, :, s] if goes_on else torch.zeros_like(x[0]) for s in range(S)] + list(x[begin:end])
         for t in range(end - begin):
             y[begin + t], sizes[begin + t] = filtered(inputs[t : t + S + 1], weight, bias, activation)
-        kept = [(slot_at(conv_state_indices, i, write_columns, conv_state, pad_slot_id), end - begin)]
+        kept = []
         before = max(0, int(tokens_before[i])) if block_size else 0
         multiples = [e for e in range(1, end - begin + 1) if block_size and (before + e) % block_size == 0]
         for k, e in enumerate(multiples):
             kept.append((slot_at(conv_state_indices, i, int(first_columns[i]) + k, conv_state, pad_slot_id), e))
-        for written, e in kept:
+        kept.append((slot_at(conv_state_indices, i, write_columns, conv_state, pad_slot_id), end - begin))
+        for written, e in kept:  # the final state last
             if written is not None:
                 after[written, :, :S] = torch.stack(inputs[e : e + S], -1)
     return (y, sizes), after

@@ -3,6 +3,7 @@
 One program reads the state of a sequence for a block of channels, and it alone: the one of the sequence's first piece.
 After it has read, it also writes the final state and the states at multiples of block_size that the old one is part of.
 The others come from x alone. A second launch writes them, so that none of them is in a slot before it has been read.
+The final state stays where one of them would have its slot.
 """
 
 import triton
@@ -44,7 +45,6 @@ def begun_of(before_ptr, sequence, block_size, present):
 @triton.jit(
     do_not_specialize=[
         "L", "N", "rows_each", "columns", "slots", "pad_slot_id", "block_size", "table_row", "table_column",
-        "state_slot",
     ]
 )  # fmt: skip
 def causal_conv1d_prefill_kernel(
@@ -100,7 +100,7 @@ def causal_conv1d_prefill_kernel(
     if goes_on_ptr is not None:
         goes_on = real & (tl.load(goes_on_ptr + sequence, mask=present, other=0) != 0)
     own = in_row & real
-    x_step, y_step = sequence * 0 + x_row, sequence * 0 + D  # in 64 bits
+    x_step, y_step, state_place = sequence * 0 + x_row, sequence * 0 + D, sequence * 0 + state_place  # in 64 bits
     x_ptr += first * x_step + d
     y_ptr += first * y_step + d
     state_ptr += d.to(tl.int64) * state_channel
@@ -149,7 +149,7 @@ def causal_conv1d_prefill_kernel(
 # The states at multiples of block_size that x alone has the inputs of: those W − 1 or more tokens after the start
 @triton.jit(
     do_not_specialize=[
-        "L", "N", "columns", "slots", "pad_slot_id", "block_size", "table_row", "table_column", "state_slot", "x_row",
+        "L", "N", "columns", "slots", "pad_slot_id", "block_size", "table_row", "table_column", "x_row",
     ]
 )  # fmt: skip
 def block_states_kernel(
@@ -158,6 +158,7 @@ def block_states_kernel(
     bounds_ptr,
     table_ptr,
     read_ptr,
+    write_ptr,
     first_ptr,
     before_ptr,
     L,
@@ -187,6 +188,9 @@ def block_states_kernel(
     )
     _, real = slot_in(table, sequence, column_of(read_ptr, sequence, present), present)
     slot, there = slot_in(table, sequence, column_of(first_ptr, sequence, present) + k, real)
+    last, is_last = slot_in(table, sequence, column_of(write_ptr, sequence, present), real)
+    there &= (is_last == 0) | (slot != last) | (length == end - begin)  # the final state stays
+    state_place = sequence * 0 + state_place
     in_state = (d < D) & there
     state_ptr += slot * state_slot + d.to(tl.int64) * state_channel
     rows = rows_up_to(x_ptr + (begin + length) * x_row + d, sequence * 0 + x_row, in_state, W)
@@ -231,6 +235,7 @@ def causal_conv1d_prefill_(
         "bounds_ptr": cu_seqlens,
         "table_ptr": conv_state_indices,
         "read_ptr": read_columns,
+        "write_ptr": write_columns,
         "first_ptr": first_columns,
         "before_ptr": tokens_before,
         "L": L,
@@ -256,7 +261,6 @@ def causal_conv1d_prefill_(
         weight_ptr=weight,
         bias_ptr=bias,
         goes_on_ptr=has_initial_state,
-        write_ptr=write_columns,
         y_ptr=y,
         rows_each=march.rows,
         SILU=silu,

@@ -103,7 +103,7 @@ def causal_conv1d_step_kernel(
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row, wide = d < D, d.to(tl.int64)
     none = b * 0  # in 64 bits: offsets are
-    x_row, y_row = none + x_row, none + y_row
+    x_row, y_row, state_place = none + x_row, none + y_row, none + state_place
     present = b < B
     begin, rows, outside = none, none + T, none  # outside: rows of padding before the first sequence
     if bounds_ptr is not None:
@@ -124,7 +124,7 @@ def causal_conv1d_step_kernel(
         real &= (accepted >= 1) & (accepted <= length - (W - 2))
         window_begin = tl.where(real, accepted - 1, 0)
     written_slot, is_written = slot, real
-    if write_ptr is not None:
+    if write_ptr is not None or read_ptr is not None:
         written_slot, is_written = slot_in(table, b, column_of(write_ptr, b, real), real)
     tokens = tl.where(real, tokens, 0)
     own, written = in_row & real, in_row & is_written
@@ -139,6 +139,7 @@ def causal_conv1d_step_kernel(
         if lines_ptr is not None:
             line = tl.load(lines_ptr + b, mask=real, other=-1).to(tl.int64)
         has_line = (line >= 0) & (line < lines)
+        windows_step, windows_place = none + windows_step, none + windows_place
         in_window &= has_line
         windows_ptr += tl.where(has_line, line, 0) * windows_line + wide * windows_channel
     if parents_ptr is not None:

@@ -7,12 +7,14 @@ A captured graph may be replayed on any stream, so it has sets of its own, one f
 launches that were captured on one stream follow one another in the graph, and replays of a graph follow one another.
 
 Sets come out of a reserve, so that nothing is allocated in a capture. A graph that is gone gives its sets back. One of
-its replays may still run then, so they are used again only after the GPU has been waited for, when the reserve is
-empty. Where a capture finds it empty, its launches have counts in the graph's own memory, which the graph zeroes. A
-torch that cannot name the graph (before 2.13) takes a set for each captured launch and keeps it.
+its replays may still run then, so they are used again only after the GPU has been waited for: when the reserve is empty
+and as many have come back as a reserve has. Waiting would end a capture of another thread, so it must be rare. Where a
+capture finds it empty, its launches have counts in the graph's own memory, which the graph zeroes. A torch that cannot
+name the graph (before 2.13) takes a set for each captured launch and keeps it.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -33,7 +35,7 @@ Sets = dict[tuple[int, Any], Tensor]  # by GPU and stream
 _of_streams: Sets = {}
 _of_graphs: weakref.WeakKeyDictionary[Any, Sets] = weakref.WeakKeyDictionary()
 _reserves: dict[int, list[Tensor]] = {}
-_returned: dict[int, list[Tensor]] = {}  # of graphs that are gone
+_returned: dict[int, deque[Tensor]] = {}  # of graphs that are gone; other threads may add while one takes
 _short: set[int] = set()  # GPUs whose reserve a capture has found empty
 
 
@@ -79,7 +81,7 @@ def _of_graph(index: int, stream: Any) -> Tensor:
 def _give_back(sets: Sets) -> None:
     """Called by any thread, also in a capture: it may only note them."""
     for (index, _), counts in sets.items():
-        _returned.setdefault(index, []).append(counts)
+        _returned.setdefault(index, deque()).append(counts)
 
 
 def _taken(index: int) -> Tensor:
@@ -107,8 +109,9 @@ def _filled(index: int) -> list[Tensor]:
 
 
 def _reserved(index: int) -> list[Tensor]:
-    sets = _returned.pop(index, [])
-    if sets:
+    returned = _returned.get(index, deque())
+    if len(returned) >= RESERVED:
+        sets = [returned.popleft() for _ in range(RESERVED)]
         torch.cuda.synchronize(index)  # a replay of a graph that is gone may run until now
         for counts in sets:
             counts.zero_()

@@ -64,6 +64,53 @@ def test_compiled_and_kept(function, kind, names, out, kernel_device, cxx):
                 torch.testing.assert_close(arguments[name], eager[name], rtol=0, atol=0, equal_nan=True)
 
 
+def small_step(device):
+    """A step with drafts: neither out nor windows is given."""
+    generator = torch.Generator().manual_seed(SEED)
+    x, cache, weight = (torch.randn(shape, generator=generator).to(device) for shape in ((2, 3, 8), (4, 8, 5), (8, 4)))
+    slots, accepted = torch.tensor([2, 1], device=device), torch.tensor([1, 2], device=device)
+    return {"x": x, "conv_state": cache, "weight": weight, "conv_state_indices": slots, "num_accepted_tokens": accepted}
+
+
+@pytest.mark.parametrize("way", ["compiled", "in a mode", "exported"])
+def test_what_is_written_may_be_missing(way, kernel_device):
+    """torch's dispatcher is told of the tensors that are there."""
+
+    class Step(torch.nn.Module):
+        def forward(self, given):
+            return mhc_ops.causal_conv1d_update(**given, backend="triton")
+
+    eager, given = small_step(kernel_device), small_step(kernel_device)
+    y = Step()(eager)
+    with torch.no_grad():
+        if way == "compiled":
+            found = torch.compile(Step(), fullgraph=True, backend="aot_eager")(given)
+        elif way == "exported":
+            found = torch.export.export(Step(), (small_step(kernel_device),)).module()(given)
+        else:
+            with torch.device(kernel_device):
+                found = Step()(given)
+    assert torch.equal(found, y) and torch.equal(given["conv_state"], eager["conv_state"])
+
+
+def test_memory_that_is_shared_is_seen_in_every_call(kernel_device):
+    """A kept call has checked other tensors: x within the memory of out is copied, a state within it is refused."""
+    pool, weight = torch.randn(2, 64, device=kernel_device), torch.randn(8, 4, device=kernel_device)
+    x, state = pool[:, :8], pool[:, 16:40].view(2, 8, 3)
+
+    def step(state, out):
+        return mhc_ops.causal_conv1d_update(x, state.clone(), weight, out=out, backend="triton")
+
+    y = step(state, torch.empty_like(pool)[:, :8])
+    assert torch.equal(step(state, pool[:, 8:16]), y)
+    with pytest.raises(ValueError, match="conv_state and out must not share memory"):
+        mhc_ops.causal_conv1d_update(x, state, weight, out=pool[:, 16:24], backend="triton")
+    apart = pool.clone()[:, 16:40].view(2, 8, 3)  # as the state is
+    mhc_ops.causal_conv1d_update(x, apart, weight, out=pool[:, 16:24], backend="triton")
+    with pytest.raises(ValueError, match="conv_state and out must not share memory"):
+        mhc_ops.causal_conv1d_update(x, state, weight, out=pool[:, 16:24], backend="triton")
+
+
 @pytest.mark.gpu
 def test_a_graph_takes_other_sequences():
     """Captured once for 64 rows and 8 sequences, replayed for fewer and shorter ones, and for null slots."""
@@ -107,5 +154,5 @@ def test_replayed(function, kind, names, out):
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(first["conv_state"], second["conv_state"], rtol=0, atol=0, equal_nan=True)
     (kept,) = call.kept_calls()
-    (plan,) = kept.call.fill.plans.values()
+    (plan,) = kept.call.replayed.plans.values()
     assert plan is not None
