@@ -120,6 +120,20 @@ def test_decoding(form, each_backend):
         assert torch.equal(conv_state[slot, :, :3], window(tokens, 4))
 
 
+def test_decoding_without_indices(each_backend):
+    """Sequence i has slot i; further slots stay as they are."""
+    weight, bias, normal = draw(D)
+    whole, conv_state = [normal(6, D) for _ in range(2)], normal(4, D, 3)
+    for slot, tokens in enumerate(whole):
+        conv_state[slot] = window(tokens[:5], 4)
+    before = conv_state.clone()
+    y = vllm.causal_conv1d_update(torch.stack([tokens[5] for tokens in whole]), conv_state, weight, bias, "silu")
+    for slot, tokens in enumerate(whole):
+        assert_rounded(y[slot], filtered(tokens, weight, bias)[5])
+        assert torch.equal(conv_state[slot], window(tokens, 4))
+    assert torch.equal(conv_state[2:], before[2:])
+
+
 def test_decoding_writes_to_out_and_converts(each_backend):
     weight, bias, normal = draw(D)
     x, states = normal(2, D).float(), [normal(3, D, 3)] * 3
@@ -131,6 +145,13 @@ def test_decoding_writes_to_out_and_converts(each_backend):
     assert vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=out) is out
     assert torch.equal(out, y.float()) and torch.equal(x, kept)
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
+    for out, message in (
+        (x.new_empty(3, 2, D), r"out must be \[2, 24\], got \[3, 2, 24\]"),
+        (x.new_empty(1, D).expand(2, D), "out must have memory of its own for each element"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=out)
+    assert torch.equal(states[0], states[2])  # checked before the state changes
 
 
 def test_speculation(each_backend):
