@@ -20,10 +20,13 @@ PARTS = ("conv", "mhc")
 
 
 def asked(variable: str, words: Collection[str] = PARTS) -> tuple[str, ...]:
-    """The words that an environment variable lists; "1" stands for all parts, "" and "0" for none."""
-    given = [word.strip() for word in os.environ.get(variable, "").split(",")]
+    """The words that an environment variable lists; "1" stands for all parts, "" and "0" alone for none."""
+    whole = os.environ.get(variable, "")
+    given = [word.strip() for word in whole.split(",")]
     if given in ([""], ["0"]):
         return ()
+    if "0" in given:
+        raise ValueError(f"{variable}: the word '0' must stand alone, got {whole!r}")
     for word in given:
         if word != "1" and word not in words:
             known = listed([repr(each) for each in ("0", "1", *words)])

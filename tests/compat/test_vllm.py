@@ -432,12 +432,17 @@ def test_plugin(server, monkeypatch):
             monkeypatch.setenv(vllm.VARIABLE, off)
         vllm.plugin()
         assert "vllm" not in sys.modules
-    monkeypatch.setenv(vllm.VARIABLE, "1, force")
-    vllm.plugin()
-    assert import_module("vllm.model_executor.kernels.mhc.triton").hc_collapse_triton is nvidia.hc_collapse
-    assert import_module("vllm.model_executor.layers.mamba.short_conv").step is vllm.causal_conv1d_update
-    monkeypatch.setenv(vllm.VARIABLE, "yes")
-    with pytest.raises(
-        ValueError, match="MHC_OPS_VLLM: the words must be '0', '1', 'conv', 'mhc' or 'force', got 'yes'"
-    ):
+    short_conv = "vllm.model_executor.layers.mamba.short_conv"
+    for words, has_conv in (("force", False), ("1, force", True)):
+        monkeypatch.setenv(vllm.VARIABLE, words)
         vllm.plugin()
+        assert import_module("vllm.model_executor.kernels.mhc.triton").hc_collapse_triton is nvidia.hc_collapse
+        assert "MHCPreOp" in import_module("vllm.model_executor.custom_op").op_registry_oot
+        assert (import_module(short_conv).step is vllm.causal_conv1d_update) == has_conv
+    for words, message in (
+        ("yes", "the words must be '0', '1', 'conv', 'mhc' or 'force', got 'yes'"),
+        ("0,conv", "the word '0' must stand alone, got '0,conv'"),
+    ):
+        monkeypatch.setenv(vllm.VARIABLE, words)
+        with pytest.raises(ValueError, match=f"MHC_OPS_VLLM: {message}"):
+            vllm.plugin()
