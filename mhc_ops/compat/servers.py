@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..conv.ops import causal_conv1d_prefill, causal_conv1d_update
-from ..core.check import check_tensors, listed
+from ..core.check import check_shapes, check_tensors, check_writable, listed
 from ..mhc import ops
 from . import stand_ins
 
@@ -20,10 +20,13 @@ PARTS = ("conv", "mhc")
 
 
 def asked(variable: str, words: Collection[str] = PARTS) -> tuple[str, ...]:
-    """The words that an environment variable lists; "1" stands for all parts, "" and "0" for none."""
-    given = [word.strip() for word in os.environ.get(variable, "").split(",")]
+    """The words that an environment variable lists; "1" stands for all parts, "" and "0" alone for none."""
+    whole = os.environ.get(variable, "")
+    given = [word.strip() for word in whole.split(",")]
     if given in ([""], ["0"]):
         return ()
+    if "0" in given:
+        raise ValueError(f"{variable}: the word '0' must stand alone, got {whole!r}")
     for word in given:
         if word != "1" and word not in words:
             known = listed([repr(each) for each in ("0", "1", *words)])
@@ -102,11 +105,18 @@ def step(
     in_place: bool = False,
     **given: Any,
 ) -> Tensor:
-    """`causal_conv1d_update` of x [B, D], [B, D, T], or packed [tokens, D], computed in the type of the state.
-    in_place: y takes the place of x if it has that type"""
+    """`causal_conv1d_update` of x [B, D], [B, D, T], or packed [tokens, D], computed in the type of the state. Slot i
+    for sequence i without conv_state_indices; there may be more slots.
+    out: shaped as x, of any type   in_place: y takes the place of x if it has the type of the state"""
     check_tensors("causal_conv1d_update", x=x, conv_state=conv_state)
+    if out is not None:  # before the state changes
+        check_tensors("causal_conv1d_update", x=x, out=out)
+        check_shapes("causal_conv1d_update", out=(out, tuple(x.shape)))
+        if not torch.compiler.is_compiling():
+            check_writable("causal_conv1d_update", "out", out)
     if given.get("conv_state_indices") is None:
         given["pad_slot_id"] = None
+        conv_state = conv_state[: len(x)]
     if given.get("num_accepted_tokens") is None and given.get("cache_seqlens") is None:
         conv_state = conv_state[..., : weight.shape[-1] - 1]  # the rest is room for drafts
     tokens = _turned(x.to(conv_state.dtype))

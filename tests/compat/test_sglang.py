@@ -129,7 +129,7 @@ def test_parents_of_random_trees():
 
 
 def test_decoding_in_the_cuda_form(each_backend):
-    """y takes the place of x; padding stays. A ring buffer with cache_seqlens."""
+    """y takes the place of x; padding stays, of each kind. A ring buffer with cache_seqlens."""
     weight, bias, normal = draw(D)
     whole, states = normal(6, D), normal(3, D, 3)
     states[2] = window(whole[:5], 4)
@@ -143,6 +143,12 @@ def test_decoding_in_the_cuda_form(each_backend):
         y = conv.causal_conv1d_update_cuda(whole[t : t + 1].clone(), ring, weight, bias, None, ints(t))
         if t > 2:
             assert_rounded(y[0], filtered(whole, weight, bias, silu=False)[t])
+    slots, lengths = ints(0, -1, 5, 6, 0), ints(6, 6, 6, 6, -1)
+    rings, x = normal(6, D, 4), normal(5, D)
+    rings[0], before, kept = ring[0], rings.clone(), x.clone()
+    y = conv.causal_conv1d_update_cuda(x, rings, weight, bias, None, lengths, slots, pad_slot_id=5)
+    assert y is x and torch.equal(x[1:], kept[1:]) and torch.equal(rings[1:], before[1:])
+    assert_rounded(x[0], filtered(torch.cat([whole, kept[:1]]), weight, bias, silu=False)[6])
 
 
 def test_speculation(each_backend):
@@ -220,6 +226,9 @@ def test_wrong_use():
         conv.causal_conv1d_fn_cuda(x.T, weight, query_start_loc=ints(0, 2), has_initial_state=torch.ones(1).bool())
     with pytest.raises(ValueError, match="needs retrieve_next_sibling and x"):
         conv.causal_conv1d_update(x, states, weight, retrieve_next_token=ints(0, 0)[:, None])
+    for name in ("retrieve_next_sibling", "retrieve_parent_token"):
+        with pytest.raises(ValueError, match=f"causal_conv1d_update: {name} needs retrieve_next_token, got None"):
+            conv.causal_conv1d_update(x, states, weight, **{name: ints(0, 0)[:, None]})
 
 
 FILES = {

@@ -120,6 +120,20 @@ def test_decoding(form, each_backend):
         assert torch.equal(conv_state[slot, :, :3], window(tokens, 4))
 
 
+def test_decoding_without_indices(each_backend):
+    """Sequence i has slot i; further slots stay as they are."""
+    weight, bias, normal = draw(D)
+    whole, conv_state = [normal(6, D) for _ in range(2)], normal(4, D, 3)
+    for slot, tokens in enumerate(whole):
+        conv_state[slot] = window(tokens[:5], 4)
+    before = conv_state.clone()
+    y = vllm.causal_conv1d_update(torch.stack([tokens[5] for tokens in whole]), conv_state, weight, bias, "silu")
+    for slot, tokens in enumerate(whole):
+        assert_rounded(y[slot], filtered(tokens, weight, bias)[5])
+        assert torch.equal(conv_state[slot], window(tokens, 4))
+    assert torch.equal(conv_state[2:], before[2:])
+
+
 def test_decoding_writes_to_out_and_converts(each_backend):
     weight, bias, normal = draw(D)
     x, states = normal(2, D).float(), [normal(3, D, 3)] * 3
@@ -131,6 +145,13 @@ def test_decoding_writes_to_out_and_converts(each_backend):
     assert vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=out) is out
     assert torch.equal(out, y.float()) and torch.equal(x, kept)
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
+    for out, message in (
+        (x.new_empty(3, 2, D), r"out must be \[2, 24\], got \[3, 2, 24\]"),
+        (x.new_empty(1, D).expand(2, D), "out must have memory of its own for each element"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=out)
+    assert torch.equal(states[0], states[2])  # checked before the state changes
 
 
 def test_speculation(each_backend):
@@ -184,9 +205,13 @@ def test_wrong_use():
     with pytest.raises(ValueError, match="block_size must be given together, got no tokens_before"):
         given = {"block_idx_first_scheduled_token": ints(0), "block_size_to_align": 8}
         vllm.causal_conv1d_fn(normal(2, D).T, weight, bias, state, ints(0, 2), ints(1)[None], **given)
+    tensors = of_mhc()
+    call = tensors["residual"], *tensors["own"], *OPTIONS
     with pytest.raises(ValueError, match="sublayer_out needs post_layer_mix and comb_res_mix, got None"):
-        tensors = of_mhc()
-        vllm.mhc_pre_delayed(tensors["residual"], *tensors["own"], *OPTIONS, sublayer_out=tensors["x"])
+        vllm.mhc_pre_delayed(*call, sublayer_out=tensors["x"])
+    for name, given in (("post_layer_mix", tensors["post"]), ("comb_res_mix", tensors["comb"])):
+        with pytest.raises(ValueError, match=f"mhc_pre_delayed: {name} needs sublayer_out, got None"):
+            vllm.mhc_pre_delayed(*call, **{name: given})
 
 
 OPTIONS = (0.3, 0.05, 0.02, 1.5, 7)  # large enough that each shows
@@ -235,25 +260,27 @@ def test_mhc(norm, each_backend):
     assert_rounded(head, read(residual.double(), gates.sigmoid() + 0.05))
 
 
-@pytest.mark.parametrize(
-    "entry, ended", [("first", False), ("first", True), ("carried", False), ("carried", True), ("embedding", False)]
-)
-def test_shifted(entry, ended, each_backend):
-    """Streams are read with the weights of the sublayer before, or stream 0 alone, and the new weights come out."""
+@pytest.mark.parametrize("maps_of", ["streams", "x"])
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("entry", ["first", "carried"])
+def test_shifted(entry, ended, maps_of, each_backend):
+    """Streams are read with the weights of the sublayer before, or stream 0 alone, and the new weights come out.
+    With x the maps are those of n copies of x, whatever the streams are."""
     given = of_mhc()
     residual, x, own, weight = (given[name] for name in ("residual", "x", "own", "weight"))
     options: dict = {"pre_mix": given["pre"] if entry == "carried" else None}
-    if entry == "embedding":
-        residual, fn = x[:, None].expand(-1, N, -1).contiguous(), own[0].view(M, N, D).sum(1)
-        options["x"] = x
+    embedding = x.flip(0)
+    if maps_of == "x":
+        options["x"] = embedding
     of_post = {"sublayer_out": x, "post_layer_mix": given["post"], "comb_res_mix": given["comb"]} if ended else {}
-    first = own[0] if entry != "embedding" else fn
+    first = own[0] if maps_of == "streams" else own[0].view(M, N, D).sum(1)
     with torch.no_grad():
         call = residual, first, *own[1:], *OPTIONS
         streams, *found = vllm.mhc_pre_delayed(*call, **options, **of_post, norm_weight=weight, norm_eps=NORM_EPS)
     expected = vllm.mhc_post(x, residual, given["post"], given["comb"]) if ended else residual
     assert torch.equal(streams, expected)
-    pre, h_post, h_res = expected_maps(expected, own)
+    of_maps = expected if maps_of == "streams" else embedding[:, None].expand(-1, N, -1)
+    pre, h_post, h_res = expected_maps(of_maps, own)
     h_in = read(expected.double(), given["pre"].double()) if entry == "carried" else expected[:, 0].double()
     for one, other in zip(found, (h_post[..., None], h_res, normed(h_in, weight, NORM_EPS), pre), strict=True):
         assert_rounded(one, other)
@@ -270,7 +297,9 @@ def test_what_nvidia_models_call():
     assert all(map(torch.equal, found, expected))
     assert all(map(torch.equal, functions["mhc_pre_tilelang"](copies, *own, *OPTIONS, **norm), expected[1:]))
     delayed = vllm.mhc_pre_delayed(residual, *own, *OPTIONS, pre_mix=pre)
-    assert all(map(torch.equal, functions["mhc_pre_delayed_tilelang"](residual, *own, *OPTIONS, pre), delayed[1:]))
+    alone = functions["mhc_pre_delayed_tilelang"]
+    assert all(map(torch.equal, alone(residual, *own, *OPTIONS, pre), delayed[1:]))
+    assert signature(alone) == f"residual {OF_PRE} pre_mix=None x=None norm_weight=None norm_eps=1e-06"
     ended = {"sublayer_out": x, "post_layer_mix": post, "comb_res_mix": comb}
     delayed = vllm.mhc_pre_delayed(residual, *own, *OPTIONS, pre_mix=pre, **ended)
     for aux in (False, True):
@@ -411,12 +440,17 @@ def test_plugin(server, monkeypatch):
             monkeypatch.setenv(vllm.VARIABLE, off)
         vllm.plugin()
         assert "vllm" not in sys.modules
-    monkeypatch.setenv(vllm.VARIABLE, "1, force")
-    vllm.plugin()
-    assert import_module("vllm.model_executor.kernels.mhc.triton").hc_collapse_triton is nvidia.hc_collapse
-    assert import_module("vllm.model_executor.layers.mamba.short_conv").step is vllm.causal_conv1d_update
-    monkeypatch.setenv(vllm.VARIABLE, "yes")
-    with pytest.raises(
-        ValueError, match="MHC_OPS_VLLM: the words must be '0', '1', 'conv', 'mhc' or 'force', got 'yes'"
-    ):
+    short_conv = "vllm.model_executor.layers.mamba.short_conv"
+    for words, has_conv in (("force", False), ("1, force", True)):
+        monkeypatch.setenv(vllm.VARIABLE, words)
         vllm.plugin()
+        assert import_module("vllm.model_executor.kernels.mhc.triton").hc_collapse_triton is nvidia.hc_collapse
+        assert "MHCPreOp" in import_module("vllm.model_executor.custom_op").op_registry_oot
+        assert (import_module(short_conv).step is vllm.causal_conv1d_update) == has_conv
+    for words, message in (
+        ("yes", "the words must be '0', '1', 'conv', 'mhc' or 'force', got 'yes'"),
+        ("0,conv", "the word '0' must stand alone, got '0,conv'"),
+    ):
+        monkeypatch.setenv(vllm.VARIABLE, words)
+        with pytest.raises(ValueError, match=f"MHC_OPS_VLLM: {message}"):
+            vllm.plugin()

@@ -76,7 +76,12 @@ def causal_conv1d_update(
         raise ValueError("causal_conv1d_update: cache_seqlens must be None, as for SGLang's Triton kernel")
     given: Any = {"num_accepted_tokens": num_accept_tokens, "windows": intermediate_conv_window}
     given["window_indices"] = None if intermediate_conv_window is None else intermediate_state_indices
-    if retrieve_next_token is not None:
+    if retrieve_next_token is None:
+        of_tree = {"retrieve_next_sibling": retrieve_next_sibling, "retrieve_parent_token": retrieve_parent_token}
+        for name, value in of_tree.items():
+            if value is not None:
+                raise ValueError(f"causal_conv1d_update: {name} needs retrieve_next_token, got None")
+    else:
         if retrieve_next_sibling is None or x.dim() != 3:
             raise ValueError("causal_conv1d_update: retrieve_next_token needs retrieve_next_sibling and x [B, D, T]")
         T = x.shape[2]
@@ -146,9 +151,15 @@ def causal_conv1d_update_cuda(
     conv_state_indices: Tensor | None = None,
     pad_slot_id: int | None = -1,
 ) -> Tensor:
-    """One step of decoding in SGLang's CUDA form: y takes the place of x, except where a slot is pad_slot_id.
+    """One step of decoding in SGLang's CUDA form: y takes the place of x, except at padding.
     cache_seqlens: [B], the state is then a ring buffer"""
     slots: Any = {"conv_state_indices": conv_state_indices, "pad_slot_id": pad_slot_id}
     if cache_seqlens is not None:
-        return x.copy_(servers.step(x, conv_state, weight, bias, activation, cache_seqlens=cache_seqlens, **slots))
+        y = servers.step(x, conv_state, weight, bias, activation, cache_seqlens=cache_seqlens, **slots)
+        real = cache_seqlens >= 0
+        if conv_state_indices is not None:
+            real = real & (conv_state_indices >= 0) & (conv_state_indices < len(conv_state))
+            if pad_slot_id is not None:
+                real = real & (conv_state_indices != pad_slot_id)
+        return x.copy_(torch.where(real.view(-1, *[1] * (x.dim() - 1)), y, x))
     return servers.step(x, conv_state, weight, bias, activation, in_place=True, **slots)

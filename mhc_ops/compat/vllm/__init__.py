@@ -8,7 +8,7 @@ of them. Without the variable nothing is replaced. A program that has vLLM in it
 
 Part "conv": `causal_conv1d_fn` and `causal_conv1d_update`. Part "mhc": the custom ops MHCPreOp, MHCFusedPostPreOp,
 MHCPreDelayedOp, MHCPostOp and HCHeadOp. DeepSeek V4 and V4.1 on NVIDIA call functions in place of these ops;
-`register(force=True)`, in the variable the word `force`, replaces those too.
+`register(force=True)` replaces those too. The word `force` in the variable stands for the part "mhc" with these.
 
 The same as in vLLM: arguments and their order, shapes and types of results, what is changed in place, null slots.
 
@@ -81,9 +81,8 @@ def unregister() -> None:
 def plugin() -> None:
     """What vLLM calls in each of its processes: `register` with the words of MHC_OPS_VLLM, if it is set."""
     words = servers.asked(VARIABLE, (*servers.PARTS, "force"))
-    parts = [word for word in words if word != "force"]
     if words:
-        register(*parts, force="force" in words)
+        register(*("mhc" if word == "force" else word for word in words), force="force" in words)
 
 
 def _registry() -> dict[str, Any]:

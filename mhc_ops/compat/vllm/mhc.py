@@ -84,30 +84,35 @@ def mhc_pre_delayed(
     """The shifted form of V4.1: streams, post_mix, comb_mix, layer_input, and the pre_mix of the next sublayer.
 
     pre_mix: [..., n], what the sublayer before returned; None reads stream 0
-    x: [..., D], the embedding of which the streams are n copies; fn is then [n² + 2n, D], the sum over the streams
+    x: [..., D], the maps are those of x in place of the streams: the embedding, at the first sublayer; fn is then
+    [n² + 2n, D], the sum over the streams. layer_input is read from the streams as without x
     sublayer_out, post_layer_mix, comb_res_mix: of the sublayer that ended, which is written back first
     """
     options = map_options(rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
     n, D = residual.shape[-2:]
     if x is not None:
         check_shapes("mhc_pre_delayed", x=(x, (*residual.shape[:-2], D)), fn=(fn, (n * n + 2 * n, D)))
-        fn = torch.nn.functional.pad(fn, (0, (n - 1) * D))  # fn @ x is what it gives on stream 0 alone
-    own: Any = {"phi": fn, "alpha": hc_scale, "bias": hc_base, **norm_options(norm_weight, norm_eps), **options}
-    if sublayer_out is not None:
-        if post_layer_mix is None or comb_res_mix is None:
-            raise ValueError("mhc_pre_delayed: sublayer_out needs post_layer_mix and comb_res_mix, got None")
-        h_post = column(post_layer_mix, residual)
-        if pre_mix is not None and not torch.is_grad_enabled():
-            h_in, carry = ops.mhc_next(ops.Carry(residual, h_post, comb_res_mix, pre_mix), sublayer_out, **own)
-            return _shifted(carry, h_in)
-        residual = ops.mhc_post(residual, sublayer_out, h_post, comb_res_mix)
-    h_in, carry = ops.mhc_enter(residual, shifted=True, read=pre_mix, **own)
-    return _shifted(carry, h_in)
-
-
-def _shifted(carry: ops.Carry, h_in: Tensor) -> Five:
-    assert carry.h_res is not None and carry.read is not None
-    return carry.x, carry.h_post.unsqueeze(-1), carry.h_res, h_in, carry.read
+        fn = torch.nn.functional.pad(fn, (0, (n - 1) * D))  # on n copies of x it gives fn @ x
+    of_maps: Any = {"phi": fn, "alpha": hc_scale, "bias": hc_base, **options}
+    own = {**of_maps, **norm_options(norm_weight, norm_eps)}
+    if sublayer_out is None:
+        for name, given in (("post_layer_mix", post_layer_mix), ("comb_res_mix", comb_res_mix)):
+            if given is not None:
+                raise ValueError(f"mhc_pre_delayed: {name} needs sublayer_out, got None")
+        h_in, carry = ops.mhc_enter(residual, shifted=True, read=pre_mix, **own)
+    elif post_layer_mix is None or comb_res_mix is None:
+        raise ValueError("mhc_pre_delayed: sublayer_out needs post_layer_mix and comb_res_mix, got None")
+    elif pre_mix is None or torch.is_grad_enabled():
+        streams = mhc_post(sublayer_out, residual, post_layer_mix, comb_res_mix)
+        h_in, carry = ops.mhc_enter(streams, shifted=True, read=pre_mix, **own)
+    else:
+        ended = ops.Carry(residual, column(post_layer_mix, residual), comb_res_mix, pre_mix)
+        h_in, carry = ops.mhc_next(ended, sublayer_out, **own)
+    h_pre, h_post, h_res = carry.read, carry.h_post, carry.h_res
+    if x is not None:
+        h_pre, h_post, h_res = ops.mhc_maps(ops.mhc_expand(x, n), **of_maps)
+    assert h_pre is not None and h_res is not None
+    return carry.x, h_post.unsqueeze(-1), h_res, h_in, h_pre
 
 
 def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:

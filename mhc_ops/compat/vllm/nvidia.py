@@ -35,9 +35,25 @@ def mhc_pre_broadcast(
     return streams, *servers.pre(streams, {**own, **options})
 
 
-def mhc_pre_delayed_alone(*given: Any, **named: Any) -> tuple[Tensor, ...]:
-    """What `mhc_pre_delayed` returns, without the streams. It is called without a sublayer that ended."""
-    return mhc.mhc_pre_delayed(*given, **named)[1:]
+def mhc_pre_delayed_alone(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    pre_mix: Tensor | None = None,
+    x: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> Four:
+    """What `mhc_pre_delayed` returns without a sublayer that ended, but for the streams, which stay."""
+    of_maps = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+    options: Any = {"pre_mix": pre_mix, "x": x, "norm_weight": norm_weight, "norm_eps": norm_eps}
+    return mhc.mhc_pre_delayed(residual, fn, hc_scale, hc_base, *of_maps, **options)[1:]
 
 
 def mhc_fused_post_pre_delayed(
