@@ -96,12 +96,6 @@ def lacks(compiled: Any) -> list[str]:
     return [f"{of}.{name}" for of, value, known in names for name in known if not hasattr(value, name)]
 
 
-def _has_hooks(runtime: Any) -> bool:
-    """Whether a launch hook is set: a list of them, a function, or None."""
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
 def _version() -> str:
     import triton
 
@@ -126,7 +120,11 @@ def _quick(launch: Callable[..., None], compiled: Any, grid: tuple[int, int, int
         fixed: tuple[Any, ...] = (*first, None, None, metadata, None, None, None)
 
         def quick_3_6(stream: Any, arguments: Sequence[Any]) -> None:
-            if _has_hooks(runtime):
+            try:
+                hooked = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+            except AttributeError:  # None or a function, which Triton takes too
+                hooked = True
+            if hooked:
                 slowly(stream, arguments)
             else:
                 launch(*grid, stream, *fixed, *arguments)
@@ -135,7 +133,11 @@ def _quick(launch: Callable[..., None], compiled: Any, grid: tuple[int, int, int
     fixed = (*first, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
 
     def quick(stream: Any, arguments: Sequence[Any]) -> None:
-        if _has_hooks(runtime):
+        try:
+            hooked = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+        except AttributeError:  # as above
+            hooked = True
+        if hooked:
             slowly(stream, arguments)
         else:
             launch(*grid, stream, *fixed, arguments)
@@ -162,7 +164,11 @@ def _describing(compiled: Any, grid: tuple[int, int, int], slowly: Start, descri
     made = [Made(make, described[place], meta) for place, meta in zip(places, inner["tensordesc_meta"])]
 
     def start(stream: Any, arguments: Sequence[Any]) -> None:
-        if _has_hooks(runtime):
+        try:
+            hooked = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+        except AttributeError:  # as above
+            hooked = True
+        if hooked:
             slowly(stream, arguments)
             return
         values: list[Any] = []

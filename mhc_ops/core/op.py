@@ -22,7 +22,6 @@ gradient of more than one op is a function: see `Op.gradient`.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -129,16 +128,19 @@ class Op:
     def apart(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """The tensors, with copies of those that share memory with a written one; None if none does. Written ones must
         not share any."""
-        written = [name for name in self.mutates if name in tensors]
-        copies = {
-            name: tensor.clone()
-            for name, tensor in tensors.items()
-            if name not in written and any(private.share_memory(tensor, tensors[other]) for other in written)
-        }
-        for one, other in combinations(written, 2):
-            if private.share_memory(tensors[one], tensors[other]):
-                check_apart(self.name.removesuffix("_"), {one: tensors[one], other: tensors[other]})
-        return {**tensors, **copies} if copies else None
+        found = None
+        for written in self.mutates:
+            if written not in tensors:
+                continue
+            for name, tensor in tensors.items():
+                if name == written or not private.share_memory(tensor, tensors[written]):
+                    continue
+                if name in self.mutates:
+                    check_apart(self.name.removesuffix("_"), {name: tensor, written: tensors[written]})
+                else:
+                    found = found or dict(tensors)
+                    found[name] = tensor.clone()
+        return found
 
     def launch(self, *, backend: str, **inputs: Any) -> Any:
         for name, value in inputs.items():
@@ -324,6 +326,7 @@ class Call:
         self.replayed: Any = self._direct(partial(self.launched, returns))
         self.fill: Any = self.fill_apart if op.mutates else self.replayed
         self.forward: Any = self.written if op.mutates else self.fill
+        self.changed_of = getter([place for place, name in enumerate(self.names) if name in op.mutates])
         self.forward_keeping: Any = self._direct(partial(self.launched, (*returns, *hidden)))
         self.backward: Any = partial(self.differentiated, partial(Op.launch, backend=backend))
         self.alike: dict[tuple[bool, ...], Alike] = {}  # by which cotangents there are: how the backward runs
@@ -350,8 +353,7 @@ class Call:
     def written(self, tensors: Sequence[Tensor]) -> Any:
         """Runs an op that writes to its inputs, and tells torch that it did."""
         results = self.fill(tensors)
-        changed = [tensor for name, tensor in zip(self.names, tensors) if name in self.op.mutates]
-        torch.autograd.graph.increment_version(changed)
+        torch.autograd.graph.increment_version(self.changed_of(tensors))
         return results
 
     def keep(self, ctx: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:

@@ -137,10 +137,11 @@ class Plan:
 
 
 def getter(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Selects these places of a sequence. itemgetter returns a single one bare."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: [values[place] for place in places]
+    """Selects these places of a sequence. itemgetter returns a single one bare, so that is a slice."""
+    if not places:
+        return lambda values: ()
+    (place, *others) = places
+    return itemgetter(*places) if others else itemgetter(slice(place, place + 1 or None))
 
 
 def _has_memory(argument: Any) -> bool:
