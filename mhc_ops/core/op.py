@@ -136,7 +136,7 @@ class Op:
                 if name == written or not private.share_memory(tensor, tensors[written]):
                     continue
                 if name in self.mutates:
-                    check_apart(self.name.removesuffix("_"), {name: tensor, written: tensors[written]})
+                    check_apart(self.name.removesuffix("_"), {written: tensors[written], name: tensor})
                 else:
                     found = found or dict(tensors)
                     found[name] = tensor.clone()
