@@ -224,6 +224,7 @@ WRONG = [  # which argument, what is other in it, and what is said
         for section, rows, value in [
             ("h_pre", slice(N), -50),
             ("h_pre", slice(N), -2),
+            ("h_pre", slice(N), torch.tensor([0.0, 0.0, -50.0])),  # their sum is 1
             ("h_pre", slice(1), 3),
             ("h_post", slice(N, N + 1), 0.1),
             ("h_post", slice(N, 2 * N), -50),
@@ -231,11 +232,7 @@ WRONG = [  # which argument, what is other in it, and what is said
             ("h_res", slice(-1, None), float("nan")),
         ]
     ),
-    (
-        "fresh",
-        {"head.bias": torch.tensor([0.2] * N).logit() * torch.tensor([1, 1, 0.5])},
-        f"h_pre of head.bias {NOT_FRESH}",
-    ),
+    ("fresh", {"head.bias": torch.tensor([0.25, 0.25, 0.5]).logit()}, f"h_pre of head.bias {NOT_FRESH}"),
     (
         "state",
         {"old.phi": (1,), "old.alpha": (1,), "old.bias": (1,)},
