@@ -171,7 +171,18 @@ def test_names():
 HINT = "names says where tensors moved"
 NOT_NUMBERS = "is no name for 'blocks.{i}.mlp': numbers are {i}, {2i} or {2i+1}, of an {i} there"
 EACH_ONCE = "is no name: its numbers are {i}, {j}, …, each once"
+NOT_FRESH = "is not as in a fresh model, which computes what the plain one does"
 MAPS = N * N + 2 * N
+
+
+def bias_with(rows, value):
+    """That of a fresh connection with another value there"""
+    torch.manual_seed(0)
+    bias = HyperConnection(torch.tanh, N, D).bias.detach().clone()
+    bias[rows] = value
+    return bias
+
+
 WRONG = [  # which argument, what is other in it, and what is said
     (
         "names",
@@ -208,6 +219,25 @@ WRONG = [  # which argument, what is other in it, and what is said
         {"stack.1.bias": torch.zeros(MAPS, device="meta")},
         "stack.1.phi or its bias is on the meta device; give HyperConnection device='cpu'",
     ),
+    *(
+        ("fresh", {"stack.1.bias": bias_with(rows, value)}, f"{section} of stack.1.bias {NOT_FRESH}")
+        for section, rows, value in [
+            ("h_pre", slice(N), -50),
+            ("h_pre", slice(N), -2),
+            ("h_pre", slice(N), torch.tensor([0.0, 0.0, -50.0])),  # their sum is 1
+            ("h_pre", slice(1), 3),
+            ("h_post", slice(N, N + 1), 0.1),
+            ("h_post", slice(N, 2 * N), -50),
+            ("h_res", slice(2 * N, None), 0),
+            ("h_res", slice(-1, None), float("nan")),
+        ]
+    ),
+    ("fresh", {"head.bias": torch.tensor([0.25, 0.25, 0.5]).logit()}, f"h_pre of head.bias {NOT_FRESH}"),
+    (
+        "state",
+        {"old.phi": (1,), "old.alpha": (1,), "old.bias": (1,)},
+        "old.phi, old.alpha, old.bias of the plain model are maps of a connection or a head: it has streams already",
+    ),
     ("names", {"embed": "out"}, "two tensors would be out.weight"),
     ("names", {"block": "x"}, "no tensor of the plain model has the name 'block'"),
     ("names", {"blocks.{i}.mlp": "stack.{2*i}"}, f"'stack.{{2*i}}' {NOT_NUMBERS}"),
@@ -224,6 +254,36 @@ def test_what_does_not_fit(which, changes, message, plain):
     given["names"] = {old: new for old, new in given["names"].items() if new is not None}
     with pytest.raises(ValueError, match=f"^{re.escape(f'convert: {message}')}$"):
         convert.upcycle(**given)
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 40])
+def test_a_fresh_model_of_any_seed_and_options(n):
+    """Also where a random h_pre was cut off, and after its maps were rounded"""
+    options = {"hc_eps": 0.001, "post_mult": 1.0}, {"hc_eps": 0.0, "post_mult": 3.0, "post_eps": 0.1}, {}
+    for seed, own in enumerate(options * 8):
+        torch.manual_seed(seed)
+        model = nn.Sequential(HyperConnection(nn.Linear(1, 1), n, 1, **own), HyperHead(n, 1))
+        for dtype in (torch.float32, torch.bfloat16):
+            fresh = {key: tensor.to(dtype) for key, tensor in model.state_dict().items()}
+            convert.upcycle({"0.weight": torch.ones(1, 1), "0.bias": torch.ones(1)}, fresh)
+
+
+MAPS_OF_A = {f"a.{key}": tensor for key, tensor in HyperConnection(torch.tanh, N, D).state_dict().items()}
+NOT_TENSORS = [
+    ({"model": {}, "step": 3}, None, TypeError, "state['model'] must be a tensor, got dict"),
+    ({"a.w": 3}, None, TypeError, "state['a.w'] must be a tensor, got int"),
+    ({3: torch.ones(1)}, None, TypeError, "the names in state must be str, got int"),
+    ({"a.w": torch.ones(1)}, ["a"], TypeError, "names must be a dict of str, got list"),
+    ({"a.w": torch.ones(1)}, {"a": 1}, TypeError, "names must be a dict of str, got int in it"),
+    ({f"b.{'9' * 5000}.w": torch.ones(1)}, {"b.{i}": "a.{2i}"}, ValueError, "a number in 'b.{i}' is too large"),
+    ({"x.w": torch.ones(1)}, None, ValueError, f"a.layer of the new model would have no tensor; {HINT}"),
+]
+
+
+@pytest.mark.parametrize(("state", "names", "error", "message"), NOT_TENSORS)
+def test_with_the_maps_alone_what_does_not_fit(state, names, error, message):
+    with pytest.raises(error, match=f"^{re.escape(f'convert: {message}')}$"):
+        convert.upcycle(state, MAPS_OF_A, names)
 
 
 def test_a_model_without_connections(plain):

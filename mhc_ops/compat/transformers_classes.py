@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as of_all_modules
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -25,7 +26,8 @@ def replacement(
 def may_be_fused(norm: Any, expected: type) -> bool:
     """Whether not calling the module of a norm has no other effect."""
     has = vars(norm)
-    return type(norm) is expected and "forward" not in has and not any(has[hooks] for hooks in HOOKS)
+    hooked = any(has[hooks] or getattr(of_all_modules, f"_global{hooks}", None) for hooks in HOOKS)
+    return type(norm) is expected and "forward" not in has and not hooked
 
 
 def check_module(function: str, model: Any) -> None:

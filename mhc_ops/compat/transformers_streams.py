@@ -1,6 +1,8 @@
 """Plain models of transformers with n residual streams in the place of one: `hyperconnect`, `collapse` and `load`."""
 
 import copy
+import inspect
+import os
 import sys
 from functools import cache
 from importlib import import_module
@@ -33,8 +35,8 @@ def hyperconnect(model: nn.Module, n: int) -> nn.Module:
 
     >>> model = hyperconnect(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), 4)
 
-    n: 2 or more streams. Call it before anything that changes classes or `forward` of modules, such as FSDP2. Returns
-    the model.
+    n: 2 or more streams. Give it the whole model, which gets a config of its own: others may have been made from the
+    same one. Call it before anything that changes classes or `forward` of modules, such as FSDP2. Returns the model.
     """
     parts = _parts("hyperconnect", model)
     check_count("hyperconnect", "n", n)
@@ -45,6 +47,7 @@ def hyperconnect(model: nn.Module, n: int) -> nn.Module:
             raise ValueError(f"hyperconnect: {type(part.model).__name__} has streams already")
         for name, module, expected in part.modules():
             check_untouched("hyperconnect", name, module, expected)
+    _copy_configs(model, parts)
     for part in parts:
         _connect(part, n)
     return model
@@ -71,17 +74,22 @@ def collapse(model: nn.Module) -> nn.Module:
                 module._modules.pop(which, None)
             vars(module).pop("expands", None)
             module.__class__ = original
-        delattr(part.model.config, STREAMS)
+        vars(part.model.config).pop(STREAMS, None)
     return model
 
 
-def load(folder: Any, **options: Any) -> nn.Module:
+def load(folder: Any, **options: Any) -> Any:
     """A model that `save_pretrained` wrote after `hyperconnect`. options: of `from_pretrained` of its class, which
     reads it (dtype, device_map, …). The maps are fp32. `from_pretrained` alone would read a plain model, without maps.
+    With output_loading_info=True it returns (model, information), as that does.
     """
     transformers = import_module("transformers")
     hub = {name: options[name] for name in OF_THE_HUB if name in options}
-    config = options.pop("config", None) or transformers.AutoConfig.from_pretrained(folder, **hub)
+    config, with_info = options.pop("config", None), options.pop("output_loading_info", False)
+    if config is None or isinstance(config, str | os.PathLike):
+        config = transformers.AutoConfig.from_pretrained(config or folder, **hub)
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"load: config must be a config of transformers or a path, got {type(config).__name__}")
     n = getattr(config.get_text_config(), STREAMS, None)
     if n is None or not config.architectures:
         raise ValueError(f"load: {folder} has no streams of hyperconnect: its config has no {STREAMS}")
@@ -96,10 +104,12 @@ def load(folder: Any, **options: Any) -> nn.Module:
     builder: Any = type(kind.__name__, (kind,), own)
     model, info = builder.from_pretrained(folder, config=config, output_loading_info=True, **options)
     model.__class__ = kind
-    for key in sorted(info["missing_keys"]):
+    mismatched = {key for key, *_ in info["mismatched_keys"]}
+    for key in sorted({*info["missing_keys"], *mismatched}):
         if any(f".{which}." in key for which in MAPS):
-            raise ValueError(f"load: {key} is missing in {folder}")
-    return model
+            what = f"is not of {n} streams" if key in mismatched else "is missing"
+            raise ValueError(f"load: {key} {what} in {folder}")
+    return (model, info) if with_info else model
 
 
 class _Sublayer(HyperConnection):
@@ -133,8 +143,14 @@ class _Layer:
     attn_hc: _Sublayer
     ffn_hc: _Sublayer
     expands: bool  # the first one makes the streams
+    original: Any
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args:  # as that of transformers names them
+            names = inspect.signature(self.original.forward)
+            names.bind(self, hidden_states, *args, **kwargs)  # a TypeError where they do not fit
+            kwargs |= dict(zip(list(names.parameters)[2:], args))
+
         def attention(h_in: Tensor) -> Tensor:
             return self.self_attn(hidden_states=h_in, **kwargs)[0]
 
@@ -194,6 +210,16 @@ def _parts(function: str, model: nn.Module) -> list[Part]:
     if not found:
         raise ValueError(f"{function}: {type(model).__name__} is no plain model of a known kind ({', '.join(KINDS)})")
     return found
+
+
+def _copy_configs(model: nn.Module, parts: list[Part]) -> None:
+    """n is written into the configs of the parts, which the modules within a model share and other models may."""
+    written = {id(part.model.config) for part in parts}
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = vars(module).get("config")
+        if written & {id(config), *map(id, getattr(config, "__dict__", {}).values())}:  # it, or one that has it
+            module.config = copy.deepcopy(config, copies)
 
 
 def _connect(part: Part, n: int) -> None:

@@ -37,9 +37,19 @@ def index_of(checkpoint: Path) -> Index | None:
 
 
 def held(checkpoint: Path, index: Index | None) -> dict[str, Path]:
-    """The file of each tensor."""
+    """The file of each tensor. Refused where the index and a shard contradict each other."""
     if index is not None:
-        return {key: index.path.with_name(name) for key, name in index.weight_map.items()}
+        found = {key: index.path.with_name(name) for key, name in index.weight_map.items()}
+        for path in dict.fromkeys(found.values()):
+            with _opened(path) as file:
+                there = dict.fromkeys(file.keys())
+            for key in there:
+                if found.get(key) != path:
+                    raise Refused(f"{path}: {report.shortened(key)} is in it, and the index does not say so")
+            for key in found:
+                if found[key] == path and key not in there:
+                    raise Refused(f"{path}: the index says that {report.shortened(key)} is in it, and it is not")
+        return found
     with _opened(checkpoint) as file:
         return dict.fromkeys(file.keys(), checkpoint)
 

@@ -172,3 +172,19 @@ def test_a_shard_that_is_missing(shards, tmp_path, capsys):
     line = refused([shards, tmp_path / "out", "--from", "deepseek"], capsys)
     assert line.startswith(f"{shards / 'model-2.safetensors'}: No such file or directory")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lists", [False, True], ids=["left out", "listed"])
+def test_an_index_that_its_shards_contradict(lists, shards, tmp_path, capsys):
+    """Tensors that it leaves out would vanish."""
+    index = json.loads((shards / INDEX).read_text())
+    if lists:
+        index["weight_map"]["other"] = "model-2.safetensors"
+    else:
+        del index["weight_map"]["layers.0.norm.weight"]
+    (shards / INDEX).write_text(json.dumps(index))
+    line = refused([shards, tmp_path / "out", "--from", "deepseek"], capsys)
+    what = "the index says that other is in it, and it is not"
+    what = what if lists else "layers.0.norm.weight is in it, and the index does not say so"
+    assert line == f"{shards / 'model-2.safetensors'}: {what}"
+    assert not (tmp_path / "out").exists()

@@ -158,6 +158,52 @@ def test_a_map_is_missing(llama, tmp_path):
         load(tmp_path)
 
 
+def test_maps_of_another_number_of_streams(llama, tmp_path):
+    """As `from_pretrained` would leave them: fresh."""
+    model, _, _ = llama
+    hyperconnect(model, N).save_pretrained(tmp_path)
+    model.config.hc_mult = N + 1
+    with pytest.raises(ValueError, match=r"^load: model\.layers\.0\.attn_hc\.bias is not of 4 streams in "):
+        load(tmp_path, config=model.config, ignore_mismatched_sizes=True)
+
+
+def test_options_of_load(llama, tmp_path):
+    """As `from_pretrained` takes them"""
+    model, ids, _ = llama
+    hyperconnect(model, N).save_pretrained(tmp_path)
+    loaded, info = load(tmp_path, config=str(tmp_path), output_loading_info=True)
+    assert torch.equal(loaded(ids).logits, model(ids).logits) and not info["missing_keys"]
+    with pytest.raises(TypeError, match=r"^load: config must be a config of transformers or a path, got dict$"):
+        load(tmp_path, config={"hc_mult": N})
+
+
+def test_models_of_one_config(llama):
+    """Each has its own number of streams."""
+    one, _, _ = llama
+    other, third = type(one)(one.config), type(one)(one.config)
+    hyperconnect(one, 2)
+    hyperconnect(other, 4)
+    assert (one.config.hc_mult, other.config.hc_mult) == (2, 4) and not hasattr(third.config, "hc_mult")
+    held = [module.config for module in one.modules() if hasattr(module, "config")]
+    assert len(held) > 4 and all(config is one.config for config in held)
+    del one.config.hc_mult
+    for model in (one, other):
+        assert collapse(model).config.to_dict() == third.config.to_dict()
+
+
+def test_a_layer_takes_arguments_by_position(llama):
+    model, _, _ = llama
+    layer, x, mask = model.model.layers[0], torch.randn(1, 4, D), -torch.eye(4)[None, None]
+    cos_and_sin = model.model.rotary_emb(x, torch.arange(4)[None])
+    expected = layer(x, mask, position_embeddings=cos_and_sin)
+    hyperconnect(model, N)
+    found = layer(x, mask, position_embeddings=cos_and_sin)
+    assert all(distance(stream, expected) < LOGITS for stream in found.unbind(-2))
+    assert torch.equal(found, layer(x, attention_mask=mask, position_embeddings=cos_and_sin))
+    with pytest.raises(TypeError, match="multiple values for argument 'attention_mask'"):
+        layer(x, mask, attention_mask=mask)
+
+
 def test_gradient_checkpointing(plain):
     model, ids, expected = plain
     hyperconnect(model, N)
@@ -186,6 +232,19 @@ def test_a_norm_that_others_changed_is_called(llama):
     model.model.layers[2].post_attention_layernorm = nn.RMSNorm(D, eps=0.5)
     expected = model(ids).logits
     assert distance(hyperconnect(model, N)(ids).logits, expected) < LOGITS
+
+
+def test_hooks_of_all_modules_see_the_norms(llama):
+    model, ids, _ = llama
+    seen, hook = [], nn.modules.module.register_module_forward_hook
+    handle = hook(lambda module, inputs, output: seen.append(type(module).__name__))
+    try:
+        model(ids)
+        before = seen.count("LlamaRMSNorm")
+        hyperconnect(model, N)(ids)
+    finally:
+        handle.remove()
+    assert (before, seen.count("LlamaRMSNorm")) == (7, 14)
 
 
 def test_the_streams_are_used(llama):
