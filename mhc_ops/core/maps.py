@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .check import check_flag, check_is_dtype
+from .check import FLOATS, check_flag, check_is_dtype, listed, name_of
 
 _PARAMETRIZED = re.compile(r"parametrizations\.(.+)\.original\d*")
 
@@ -106,4 +106,7 @@ def type_of_maps(function: str, dtype: torch.dtype | None, cast_maps: bool) -> t
         default = torch.get_default_dtype()
         dtype = default if cast_maps else torch.promote_types(default, torch.float32)
     check_is_dtype(function, "dtype", dtype)
+    if dtype not in FLOATS:
+        allowed = listed([name_of(each) for each in FLOATS])
+        raise TypeError(f"{function}: dtype must be {allowed}, got {name_of(dtype)}")
     return dtype, cast_maps or is_narrow(dtype)

@@ -107,6 +107,9 @@ def test_what_is_asked_for():
     assert "cast_maps=True" in repr(HyperHead(2, 4, cast_maps=True))
     with pytest.raises(TypeError, match="ShortConv: cast_maps must be a bool, got int"):
         ShortConv(2, 4, cast_maps=1)
+    for dtype in (torch.complex64, torch.int32):
+        with pytest.raises(TypeError, match=r"HyperHead: dtype must be bfloat16, .* or float64, got (complex64|int32)"):
+            HyperHead(2, 4, dtype=dtype)
 
 
 def test_copies_keep_them_too():
