@@ -11,9 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .check import check_flag, check_is_dtype
+from . import private
+from .check import FLOATS, check_flag, check_is_dtype, listed, name_of
 
-_PARAMETRIZED = re.compile(r"parametrizations\.(.+)\.original\d*")
+# Names of what a map is made of: by torch.nn.utils.parametrize, by prune and by the weight_norm of torch.nn.utils.
+_MADE_OF = re.compile(r"parametrizations\.(.+)\.original\d*|(.+)_(?:orig|g|v)")
+_LOADED = "mhc_ops_loaded"  # an attribute of a parameter that a load replaces: the source, and what replaces it
 
 
 class HasMaps:
@@ -65,9 +68,11 @@ class KeepsMaps(HasMaps):
         self, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *others: Any
     ) -> None:
         if local_metadata.get("assign_to_params_buffers", False) and not self.cast_maps:
-            for key in (prefix + name for name in self.map_names):
-                if key in state_dict and is_narrow(state_dict[key].dtype):
-                    state_dict[key] = state_dict[key].to(torch.float32)
+            assert isinstance(self, nn.Module)
+            for name, parameter in _named_maps(self):
+                source = state_dict.get(prefix + name)
+                if isinstance(source, Tensor) and is_narrow(source.dtype):
+                    state_dict[prefix + name] = _widened(source, parameter)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)  # type: ignore[misc]
 
     def widen_maps(self) -> None:
@@ -79,12 +84,29 @@ class KeepsMaps(HasMaps):
 
 
 def own_maps(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The maps of one module, also where torch.nn.utils.parametrize makes them of other parameters."""
+    """The maps of one module, also where tools of torch.nn.utils make them of other parameters."""
+    return (parameter for _, parameter in _named_maps(module))
+
+
+def _named_maps(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     if isinstance(module, HasMaps):
-        for name, parameter in module.named_parameters():
-            made = _PARAMETRIZED.fullmatch(name)
-            if (made[1] if made else name) in module.map_names:
-                yield parameter
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for name, parameter in parameters.items():
+            made = _MADE_OF.fullmatch(name)
+            of = (made[1] or made[2]) if made else name
+            if name in module.map_names or (of in module.map_names and of not in parameters):
+                yield name, parameter
+
+
+def _widened(source: Tensor, before: nn.Parameter) -> nn.Parameter:
+    """The source in fp32: one parameter for all modules that shared the parameter before and load the same values."""
+    wide = source.to(torch.float32)
+    kept: tuple[Tensor, nn.Parameter] | None = getattr(before, _LOADED, None)
+    if kept is not None and private.share_memory(kept[0], source) and (wide.is_meta or torch.equal(kept[1], wide)):
+        return kept[1]
+    found = nn.Parameter(wide, requires_grad=before.requires_grad)
+    setattr(before, _LOADED, (source, found))
+    return found
 
 
 def maps_of(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -106,4 +128,7 @@ def type_of_maps(function: str, dtype: torch.dtype | None, cast_maps: bool) -> t
         default = torch.get_default_dtype()
         dtype = default if cast_maps else torch.promote_types(default, torch.float32)
     check_is_dtype(function, "dtype", dtype)
+    if dtype not in FLOATS:
+        allowed = listed([name_of(each) for each in FLOATS])
+        raise TypeError(f"{function}: dtype must be {allowed}, got {name_of(dtype)}")
     return dtype, cast_maps or is_narrow(dtype)

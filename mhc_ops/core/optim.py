@@ -29,15 +29,14 @@ def parameter_groups(
     they do not decay
 
     lr: a number or, for optimizers that take one, a tensor   maps: what the group of the maps has instead, such as
-    {"lr": 1e-4} or {"weight_decay": 0.1, "betas": (0.9, 0.99)}
+    {"lr": 1e-4} or {"weight_decay": 0.1, "betas": (0.9, 0.99)}; left out for a model without trainable maps
 
     Muon takes "matrices" alone, another optimizer the rest. Frozen parameters are left out: call this after freezing.
     Models under FSDP2 and DDP work as they are. FSDP1 flattens parameters: call this before, with use_orig_params=True.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"parameter_groups: model must be an nn.Module, got {type(model).__name__}")
-    if not isinstance(lr, Tensor):
-        _check_rate("lr", lr)
+    _check_rate("lr", lr, tensor=True)
     _check_rate("weight_decay", weight_decay)
     own = {} if maps is None else _checked(maps)
     params: dict[str, list[nn.Parameter]] = {"matrices": [], "weights": [], "vectors": [], "maps": []}
@@ -60,6 +59,10 @@ def parameter_groups(
     groups = [{"params": found, "name": name, **options[name]} for name, found in params.items() if found]
     if not groups:
         raise ValueError(f"parameter_groups: this {type(model).__name__} has no trainable parameters")
+    if own and not params["maps"]:
+        raise ValueError(
+            f"parameter_groups: maps must be left out, because this {type(model).__name__} has no trainable maps"
+        )
     return groups
 
 
@@ -81,12 +84,17 @@ def _checked(maps: Mapping[str, Any]) -> dict[str, Any]:
         if name in maps:
             raise ValueError(f"parameter_groups: maps must be options of the optimizer, got {name!r}")
     for name in ("lr", "weight_decay"):
-        if name in maps and not isinstance(maps[name], Tensor):
-            _check_rate(f"maps[{name!r}]", maps[name])
+        if name in maps:
+            _check_rate(f"maps[{name!r}]", maps[name], tensor=True)
     return dict(maps)
 
 
-def _check_rate(name: str, value: Any) -> None:
+def _check_rate(name: str, value: Any, *, tensor: bool = False) -> None:
+    """tensor: whether it may be one. The optimizer checks its shape; one on a GPU is not read, the host would wait."""
+    if tensor and isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.numel() != 1:
+            return
+        value = value.item()
     (number,) = check_numbers("parameter_groups", **{name: value})
     if number < 0:
         raise ValueError(f"parameter_groups: {name} must be 0 or more, got {value}")

@@ -41,8 +41,8 @@ def metrics(model: nn.Module) -> Iterator["Metrics"]:
 
     All calls within count, those of gradient accumulation too; what a checkpoint runs again in the backward does not.
     Gradients are read when the context ends: end it between backward and zero_grad. Within the context what
-    torch.compile has compiled runs eagerly, and takes the time and memory of that. Under torch.func nothing is
-    collected: call the model itself.
+    torch.compile has compiled runs eagerly, and takes the time and memory of that; compile before the context, not
+    within. Under torch.func nothing is collected: call the model itself.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"metrics: model must be an nn.Module, got {type(model).__name__}")
@@ -54,8 +54,7 @@ def metrics(model: nn.Module) -> Iterator["Metrics"]:
         raise ValueError(f"metrics: there is no HyperConnection in this {type(model).__name__}; {advice}")
     found = Metrics(connections)
     with ExitStack() as hooks:
-        if private.may_have_compiled():
-            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        hooks.enter_context(_eager)
         hooks.enter_context(model.register_forward_pre_hook(found._begin))
         for name, connection in connections.items():
             # Before other hooks: those of FSDP2 free the parameters that the maps are made of.
@@ -63,6 +62,10 @@ def metrics(model: nn.Module) -> Iterator["Metrics"]:
         hooks.enter_context(model.register_forward_hook(found._end))
         yield found
         found._see_gradients()
+
+
+class NotCollected(RuntimeError):
+    """There are no numbers, or not those of all connections that ran."""
 
 
 class Metrics:
@@ -91,10 +94,17 @@ class Metrics:
         With residual="identity" there is no h_res and none of its metrics. Where connections see different shapes, as
         in an encoder and a decoder, each run of equal shapes has its own product. Here the host waits for the device.
         """
+        compiled = [name or "the model" for name, seen in self._seen.items() if seen.compiled]
+        if compiled:
+            further = f" and {len(compiled) - 1} more" if len(compiled) > 1 else ""
+            raise NotCollected(
+                f"metrics: torch.compile compiled {compiled[0]}{further} within the context, where nothing is "
+                "collected: compile before the context begins, and set no stance of torch.compiler within it"
+            )
         if not any(seen.counts for seen in self._seen.values()):
-            raise RuntimeError(
-                "metrics: no connection of the model ran within the context, or only under torch.func or in what "
-                "torch.compile compiled there, where nothing is collected: call the model itself"
+            raise NotCollected(
+                "metrics: no connection of the model ran within the context, or only under torch.func, where nothing "
+                "is collected: call the model itself"
             )
         found = self._composite.tensors()
         for name, seen in self._seen.items():
@@ -121,6 +131,8 @@ class Metrics:
             self._product = None
 
     def _see(self, name: str, connection: Any, inputs: tuple[Any, ...], result: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self._seen[name].compiled = True  # in each call of what is compiled here
         if _unseen():
             return
         x = _local(connection.streams_read(inputs[0], result))
@@ -180,6 +192,7 @@ class _Seen:
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.extremes: dict[str, Tensor] = {}
+        self.compiled = False
 
     def mean(self, name: str, values: Tensor) -> None:
         _merge(self.sums, name, values.sum(), torch.add)
@@ -202,7 +215,40 @@ def _merge(kept: dict[str, Tensor], name: str, value: Tensor, both: Callable[[Te
 
 def _unseen() -> bool:
     """True in `unseen`, while torch.compile traces, under torch.func, and where a checkpoint runs a forward again."""
-    return _paused.get() or torch.compiler.is_compiling() or is_transformed() or private.graph_task() != -1
+    return torch.compiler.is_compiling() or _paused.get() or is_transformed() or private.graph_task() != -1
+
+
+class _Eager:
+    """While a context is open, what torch.compile has compiled runs eagerly. Contexts may end in any order. The last
+    one restores the stance from before the first; one that was set in between stays."""
+
+    def __init__(self) -> None:
+        self.contexts = 0
+        self.stance: Any = None  # as torch returned it, once it is set
+
+    def __enter__(self) -> None:
+        self.contexts += 1
+        if private.may_have_compiled():
+            now, is_ours = self._set()
+            if is_ours:
+                self.stance.__enter__()
+            else:
+                self.stance = now
+
+    def __exit__(self, *error: object) -> None:
+        self.contexts -= 1
+        if not self.contexts and self.stance is not None:
+            now, is_ours = self._set()
+            (self.stance if is_ours else now).__exit__(None, None, None)
+            self.stance = None
+
+    def _set(self) -> tuple[Any, bool]:
+        """Set the stance: torch tells only then which one there was. Whether that was ours."""
+        now: Any = torch.compiler.set_stance("force_eager")
+        return now, self.stance is not None and now.prev is self.stance.stance
+
+
+_eager = _Eager()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The callback of transformers' Trainer: in a loop that calls it as the Trainer does and, with accelerate, in that."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +109,53 @@ def test_what_is_kept_and_what_stays():
         MetricsCallback(model)
     with pytest.raises(ValueError, match="MetricsCallback: every must be at least 1, got 0"):
         MetricsCallback(trainer, every=0)
+
+
+def hooks(model):
+    return [hook for part in model.modules() for hook in part._forward_hooks]
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_prediction_step", "stop", "deleted"])
+def test_a_training_that_fails(event, monkeypatch):
+    """What watched its last step ends at the next event, at `stop` or with the callback, and reads no gradients."""
+    model = Model()
+    trainer = Loop(model)
+    callback = MetricsCallback(trainer, every=1)
+    trainer.add_callback(callback)
+    trainer.event("on_step_begin")
+    for within in ("on_substep_end", "on_log"):
+        getattr(callback, within)(trainer.args, trainer.state, trainer.control)
+    assert hooks(model)
+    monkeypatch.setattr(mhc_ops.Metrics, "_see_gradients", lambda health: pytest.fail("it waits for other processes"))
+    if event == "deleted":
+        trainer.handler.remove_callback(callback)
+        del callback
+        gc.collect()
+    elif event == "stop":
+        callback.stop()
+    else:
+        getattr(callback, event)(trainer.args, trainer.state, trainer.control)
+    assert not hooks(model)
+
+
+def test_a_step_without_connections():
+    """It is no reason to end a training: one warning says what to do, and the losses are logged."""
+    trainer = Loop(Model())
+    trainer.model.forward = lambda x: {"loss": sum(p.sum() for p in trainer.model.parameters())}
+    trainer.add_callback(MetricsCallback(trainer))
+    with pytest.warns(
+        UserWarning, match="MetricsCallback: nothing is logged of step 2: metrics: no connection"
+    ) as given:
+        trainer.train()
+    assert len(given) == 1 and logged(trainer) == [[], [2, 4, 6]]
+
+
+def test_logging_that_counts_no_steps():
+    trainer = Loop(Model())
+    trainer.state.logging_steps = 0
+    trainer.add_callback(MetricsCallback(trainer))
+    with pytest.raises(ValueError, match="MetricsCallback: every must be given where logging_steps is 0"):
+        trainer.event("on_step_begin")
 
 
 def test_in_the_trainer(tmp_path):

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
-from mhc_ops import HyperConnection, HyperHead, HyperStack, MHCBlock, ShortConv, mhc_expand
+from mhc_ops import HyperConnection, HyperHead, HyperStack, MHCBlock, ShortConv, mhc_expand, parameter_groups
 from mhc_ops.distributed import fully_shard
 
 N, D = 4, 8
@@ -107,6 +107,9 @@ def test_what_is_asked_for():
     assert "cast_maps=True" in repr(HyperHead(2, 4, cast_maps=True))
     with pytest.raises(TypeError, match="ShortConv: cast_maps must be a bool, got int"):
         ShortConv(2, 4, cast_maps=1)
+    for dtype in (torch.complex64, torch.int32):
+        with pytest.raises(TypeError, match=r"HyperHead: dtype must be bfloat16, .* or float64, got (complex64|int32)"):
+            HyperHead(2, 4, dtype=dtype)
 
 
 def test_copies_keep_them_too():
@@ -155,6 +158,43 @@ def test_parametrized_maps():
     assert torch.equal(network.head.phi, expected)
     assert network.stack[0].gamma.dtype == FP32
     step(network)
+    network.load_state_dict({name: tensor.to(BF16) for name, tensor in network.state_dict().items()}, assign=True)
+    assert {parameter.dtype for name, parameter in network.named_parameters() if ".original" in name} == {FP32}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_maps_that_older_tools_make():
+    """nn.utils.prune and the weight_norm before parametrizations keep what a map is made of under other names."""
+    network = model()
+    prune.random_unstructured(network.head, "phi", amount=0.5)
+    nn.utils.weight_norm(network.stack[0], "phi")
+    network.stack[1].bias_v = nn.Parameter(torch.zeros(2, 2))  # bias is there: it is not made of this
+    made = {"head.phi_orig", "stack.0.phi_g", "stack.0.phi_v"}
+    named = dict(network.bfloat16().named_parameters())
+    assert {name for name in named if named[name].dtype == FP32 and not MAP.fullmatch(name)} == made
+    maps = parameter_groups(network, lr=0.1, weight_decay=0.1)[-1]
+    assert maps["name"] == "maps" and {id(named[name]) for name in made} <= {id(each) for each in maps["params"]}
+    step(network)
+
+
+def test_shared_maps_stay_shared():
+    """Those that shared a parameter and load one bf16 tensor, while the first has the values that it loaded."""
+    one, other = HyperHead(2, 4), HyperHead(2, 4)
+    both = nn.ModuleList([one, other])
+    other.phi = one.phi
+    state = {name: tensor.to(BF16) for name, tensor in both.state_dict().items()}
+    state["1.phi"] = state["0.phi"].detach()
+    both.load_state_dict(state, assign=True)
+    assert one.phi is other.phi and one.phi.dtype == FP32 and one.bias is not other.bias
+    one.load_state_dict({name[2:]: state[name] for name in state if name[0] == "0"}, assign=True)
+    nn.init.ones_(one.phi)
+    other.load_state_dict({name[2:]: state[name] for name in state if name[0] == "1"}, assign=True)
+    assert torch.equal(other.phi, state["1.phi"].to(FP32))
+
+
+def test_a_state_of_no_tensors():
+    with pytest.raises(RuntimeError, match=r'parameter named "phi", expected torch.Tensor'):
+        HyperHead(2, 4).load_state_dict({**HyperHead(2, 4).state_dict(), "phi": [1.0]}, assign=True)
 
 
 def by_fsdp1(network):

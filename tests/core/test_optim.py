@@ -178,6 +178,9 @@ def test_fsdp():
         ({"maps": 0.1}, TypeError, "maps must be a mapping of options, got float"),
         ({"maps": {"params": []}}, ValueError, "maps must be options of the optimizer, got 'params'"),
         ({"maps": {"lr": -2}}, ValueError, "maps['lr'] must be 0 or more, got -2"),
+        ({"lr": torch.tensor(-1.0)}, ValueError, "lr must be 0 or more, got -1.0"),
+        ({"maps": {"lr": torch.tensor([-2.0])}}, ValueError, "maps['lr'] must be 0 or more, got -2.0"),
+        ({"maps": {"lr": 0.1}}, ValueError, "maps must be left out, because this Linear has no trainable maps"),
         ({"model": nn.Identity()}, ValueError, "this Identity has no trainable parameters"),
     ],
 )

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
+from mhc_ops.core import private
 
 N, D, DEPTH = 3, 6, 3
 PARAMETERS = ("phi", "alpha", "bias")
@@ -356,6 +357,40 @@ def test_torch_compile():
         connection.layer = torch.compile(connection.layer, backend="eager", fullgraph=True)
     stack.zero_grad()
     assert seen(stack, [x]) == expected
+
+
+def stance():
+    """The one of torch.compiler now."""
+    now = torch.compiler.set_stance("default")
+    now.__exit__(None, None, None)
+    return now.prev.stance
+
+
+@pytest.mark.parametrize("own", [None, "eager_on_recompile"])
+def test_contexts_in_any_order(own):
+    """Of two contexts the first ends first: torch.compile works again after the last. A stance set within stays."""
+    one, other = (mhc_ops.metrics(connections(depth=1)[0]) for _ in range(2))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert stance() == "force_eager"
+    if own is not None:
+        torch.compiler.set_stance(own)
+    other.__exit__(None, None, None)
+    found = stance()
+    torch.compiler.set_stance("default")
+    assert found == (own or "default")
+
+
+def test_connections_that_are_compiled_within(monkeypatch):
+    """As by a torch.compile that is imported within: what it compiles is not seen, which is no result without it."""
+    monkeypatch.setattr(private, "may_have_compiled", lambda: False)
+    stack, (x, _) = nn.Sequential(*connections()), batches()
+    with mhc_ops.metrics(stack) as health:
+        stack[1].compile(backend="eager", fullgraph=True)
+        stack(x)
+    with pytest.raises(RuntimeError, match=r"torch.compile compiled 1 within the context.*: compile before"):
+        health.result()
 
 
 def test_torch_func():
