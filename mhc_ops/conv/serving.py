@@ -214,24 +214,9 @@ def causal_conv1d_step(
     indices: dict[str, Any] = {"num_accepted_tokens": num_accepted_tokens, **columns}
     indices |= {"windows": windows, "window_indices": window_indices, "parents": parents}
     if name == "reference":
-        with torch.no_grad():
-            bounds = torch.arange(B + 1, device=x.device) * T if cu_seqlens is None else cu_seqlens
-            state, table = conv_state.transpose(1, 2), _as_table(conv_state_indices)
-            found = serving_reference.causal_conv1d_step(
-                x=x.reshape(-1, x.shape[-1]), state=state, weight=weight, bias=bias, cu_seqlens=bounds, table=table,
-                **indices, **numbers,
-            )  # fmt: skip
-            y = found.y.view(x.shape)
-            state.copy_(found.state)
-            if windows is not None:
-                assert found.windows is not None
-                windows.copy_(found.windows)
-            if in_place:
-                real = found.real.view(*x.shape[:-1], 1)
-                x.copy_(torch.where(real, y, x))
-            elif out is not None:
-                out.copy_(y)
-            return y
+        bounds = torch.arange(B + 1, device=x.device) * T if cu_seqlens is None else cu_seqlens
+        filters = {"weight": weight, "bias": bias, "table": _as_table(conv_state_indices), "cu_seqlens": bounds}
+        return _step_by_reference(x, conv_state, out, windows, in_place, {**filters, **indices, **numbers})
     check_kernel_limits(function, x, weight, name)
     for written_name, written in {"conv_state": conv_state, "out": target, "windows": windows}.items():
         if written is not None:
@@ -240,6 +225,25 @@ def causal_conv1d_step(
     inputs |= {"out": target}
     inputs |= {"cu_seqlens": cu_seqlens, "conv_state_indices": conv_state_indices, **indices, **numbers}
     return Request(contracts.causal_conv1d_step_, name, inputs, "y")
+
+
+def _step_by_reference(
+    x: Tensor, conv_state: Tensor, out: Tensor | None, windows: Tensor | None, in_place: bool, others: dict[str, Any]
+) -> Tensor:
+    """y, after it has been written where it is asked for. others: arguments of the formula"""
+    with torch.no_grad():
+        state = conv_state.transpose(1, 2)
+        found = serving_reference.causal_conv1d_step(x=x.reshape(-1, x.shape[-1]), state=state, **others)
+        y = found.y.view(x.shape)
+        state.copy_(found.state)
+        if windows is not None:
+            assert found.windows is not None
+            windows.copy_(found.windows)
+        if in_place:
+            x.copy_(torch.where(found.real.view(*x.shape[:-1], 1), y, x))
+        elif out is not None:
+            out.copy_(y)
+        return y
 
 
 def _as_table(indices: Tensor | None) -> Tensor | None:
