@@ -37,7 +37,7 @@ ALLOWED = {
     "records": {"options"},
     "post_then_pre": {"options"},
     "kernels": {"core", "options", "records", "post_then_pre", "kernels"},
-    "compat": {"core", "ops", "carry", "modules", "public", "compat"},
+    "compat": {"core", "ops", "carry", "modules", "metrics", "public", "compat"},
     "convert": {"convert"},
     "distributed": {"core", "prepare", "contracts", "ops", "modules", "carry", "stack", "metrics", "distributed"},
     "hub": {"ops", "public"},
