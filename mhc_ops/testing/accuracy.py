@@ -147,14 +147,19 @@ def as_computed(case: AnyCase, result: Tensor) -> Tensor:
 
 
 def truth(
-    subject: Subject, tensors: Tensors, cotangents: Cotangents, results: Tensors | None = None
+    subject: Subject,
+    tensors: Tensors,
+    cotangents: Cotangents,
+    results: Tensors | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Exact]:
-    """The reference in fp64 on the same inputs. results: what is judged, for subjects that read it."""
-    wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    doubled = [None if c is None else c.double() for c in cotangents]
-    outputs, gradients = _forward(subject, partial(subject.truth, results=results or {}), wide, bool(doubled))
+    """The reference in fp64 on the same inputs. results: what is judged, for subjects that read it. dtype: fp32 shows
+    what the formula itself loses there."""
+    wide = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    widened = [None if c is None else c.to(dtype) for c in cotangents]
+    outputs, gradients = _forward(subject, partial(subject.truth, results=results or {}), wide, bool(widened))
     exact = {name: Exact(outputs[name].detach()) for name in subject.outputs}
-    return exact | exact_gradients(partial(gradients, again=True), list(outputs.values()), doubled)
+    return exact | exact_gradients(partial(gradients, again=True), list(outputs.values()), widened)
 
 
 def exact_gradients(gradients: Gradients, outputs: Sequence[Tensor], cotangents: Cotangents) -> dict[str, Exact]:

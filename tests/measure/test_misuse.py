@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -109,3 +110,13 @@ def test_a_call_that_ends_or_holds_the_process(ends, detail, monkeypatch):
     outcomes = list(islice(misuse.run(math.inf, "cpu", ["hip"], seed=0), 2))
     words = [f"0:{number} {misuse.misuse_of(0, number, 'hip', CPU).words}" for number in range(2)]
     assert [(o.case, o.backend, o.passed, o.detail) for o in outcomes] == [(of, "hip", False, detail) for of in words]
+
+
+@pytest.mark.parametrize(("factor", "found"), [(1, False), (1.1, True)])
+def test_what_fp32_loses_is_no_misuse(factor, found):
+    """From z = 17 on, σ(z) is 1 in fp32 and the gradient of z is 0, where fp64 has 1e-13."""
+    case = next(case for case in cases.CHECK if case.subject is cases.MHC_HEAD and case.dtype == torch.float32)
+    drawn = misuse._of_case("", case, {**case.inputs(), "bias": torch.full((case.n,), 30.0)})
+    wrong = replace(drawn, call=lambda backend: {name: factor * of for name, of in drawn.call(backend).items()})
+    assert drawn.exact(drawn.call("reference"))["dbias"].value.abs().max() > 0
+    assert bool(misuse.examine(wrong, "reference")) == found
