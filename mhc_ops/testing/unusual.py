@@ -132,7 +132,8 @@ def values() -> dict[str, Any]:
     numbers |= {"10**400": 10**400, "-10**400": -(10**400), "2**63": 2**63}
     arrays = {f"numpy {kind.__name__}": kind(2) for kind in (numpy.float32, numpy.float64, numpy.int64, numpy.bool_)}
     words = {repr(word): word for word in ("silu", "x", "", "triton", b"x")}
-    tensors = {"a tensor": torch.ones(3, 2, 8), "a scalar": torch.ones(()), "whole numbers": torch.ones(2).long()}
+    tensors = {"a tensor": torch.ones(3, 2, 8), "a scalar": torch.ones(())}
+    tensors["whole numbers"] = torch.tensor([1, 0])  # as slots they differ: two alike are an error that is not detected
     kinds = {name: LAYOUTS_AND_KINDS[name](torch.ones(3, 2, 8)) for name in ("nested", "sparse", "mkldnn", "meta")}
     others = {"a list": [1], "an object": object(), "a type": int, "a function": len, "a dtype": torch.float32}
     return numbers | arrays | words | tensors | kinds | others
