@@ -10,28 +10,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-STAGES, ROWS, COLUMNS = 2, 8, 16
+STAGES, ROWS, COLUMNS = (gl.constexpr(size) for size in (2, 8, 16))
 FAULTS = ("early read", "no fence", "few bytes", "wrong phase", "early store")
 
 
 @gluon.jit
-def producer(x_desc, tiles, full, empty, T, FAULT: gl.constexpr, BT: gl.constexpr, S: gl.constexpr):
-    steps = gl.cdiv(T, BT)
-    for step in range(steps):
-        stage = step % S
-        mbarrier.wait(empty.index(stage), (step // S % 2) ^ (0 if FAULT == "wrong phase" else 1))
+def producer(x_desc, tiles, full, empty, T, FAULT: gl.constexpr):
+    for step in range(gl.cdiv(T, ROWS)):
+        stage = step % STAGES
+        mbarrier.wait(empty.index(stage), (step // STAGES % 2) ^ (0 if FAULT == "wrong phase" else 1))
         mbarrier.expect(full.index(stage), x_desc.nbytes_per_cta // (2 if FAULT == "few bytes" else 1))
-        tma.async_copy_global_to_shared(x_desc, [step * BT, 0], full.index(stage), tiles.index(stage))
+        tma.async_copy_global_to_shared(x_desc, [step * ROWS, 0], full.index(stage), tiles.index(stage))
 
 
 @gluon.jit
-def consumer(y_desc, tiles, out, full, empty, T, FAULT: gl.constexpr, BT: gl.constexpr, S: gl.constexpr):
-    steps = gl.cdiv(T, BT)
-    for step in range(steps):
-        stage = step % S
+def consumer(y_desc, tiles, out, full, empty, T, FAULT: gl.constexpr):
+    for step in range(gl.cdiv(T, ROWS)):
+        stage = step % STAGES
         if FAULT == "early read":
             tile = tiles.index(stage).load(None)
-        mbarrier.wait(full.index(stage), step // S % 2)
+        mbarrier.wait(full.index(stage), step // STAGES % 2)
         if FAULT != "early read":
             tile = tiles.index(stage).load(None)
         mbarrier.arrive(empty.index(stage), count=1)
@@ -40,36 +38,31 @@ def consumer(y_desc, tiles, out, full, empty, T, FAULT: gl.constexpr, BT: gl.con
         out.store(tile + tile)
         if FAULT != "no fence":
             fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [step * BT, 0], out)
+        tma.async_copy_shared_to_global(y_desc, [step * ROWS, 0], out)
     tma.store_wait(0)
 
 
 @gluon.jit
-def doubling_kernel(x_desc, y_desc, T, FAULT: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr, S: gl.constexpr):
-    tiles = gl.allocate_shared_memory(x_desc.dtype, [S, BT, BD], x_desc.layout)
-    out = gl.allocate_shared_memory(y_desc.dtype, [BT, BD], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(S):
+def doubling_kernel(x_desc, y_desc, T, FAULT: gl.constexpr):
+    tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, COLUMNS], x_desc.layout)
+    out = gl.allocate_shared_memory(y_desc.dtype, [ROWS, COLUMNS], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
-    gl.warp_specialize(
-        [
-            (consumer, (y_desc, tiles, out, full, empty, T, FAULT, BT, S)),
-            (producer, (x_desc, tiles, full, empty, T, FAULT, BT, S)),
-        ],
-        [1],
-        [24],
-    )
+    consuming = (consumer, (y_desc, tiles, out, full, empty, T, FAULT))
+    producing = (producer, (x_desc, tiles, full, empty, T, FAULT))
+    gl.warp_specialize([consuming, producing], [1], [24])
 
 
 def doubled(fault):
-    x = torch.randn(5 * ROWS - 3, COLUMNS)
+    block = [ROWS.value, COLUMNS.value]
+    x = torch.randn(5 * block[0] - 3, block[1])
     y = torch.full_like(x, torch.nan)
-    layout = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float32)
-    x_desc, y_desc = (TensorDescriptor.from_tensor(tensor, [ROWS, COLUMNS], layout) for tensor in (x, y))
-    arguments = {"T": x.shape[0], "FAULT": fault, "BT": ROWS, "BD": COLUMNS, "S": STAGES}
-    gluon_emulator.run(doubling_kernel, (1,), x_desc=x_desc, y_desc=y_desc, **arguments)
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+    x_desc, y_desc = (TensorDescriptor.from_tensor(tensor, block, layout) for tensor in (x, y))
+    gluon_emulator.run(doubling_kernel, (1,), x_desc=x_desc, y_desc=y_desc, T=x.shape[0], FAULT=fault)
     return torch.equal(y, x + x)
 
 

@@ -145,3 +145,6 @@ def _step(
     kept = {"x_next": x, "inv_rms": between.inv_rms, "h_mix": between.h_mix, "dx_next": None, "dlink_next": x}
     cotangents = {"dh_in": pre.h_in, "dh_post_next": post.dh_post, "dh_res_next": dh_res, "dh_pre_next": read}
     contracts.mhc_next_bwd.launch(**next_inputs, **kept, **cotangents)
+    if read is not None:  # with which a shifted stack ends
+        contracts.mhc_read_fwd.launch(x=x, h_pre=read, backend=backend)
+        contracts.mhc_read_bwd.launch(x=x, h_pre=read, dh_in=pre.h_in, backend=backend)

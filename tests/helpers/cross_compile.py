@@ -1,13 +1,13 @@
 """Run launchers on meta tensors and compile every kernel they launch for a GPU that is not here."""
 
 import contextlib
-import functools
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import triton
@@ -17,11 +17,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from mhc_ops.core import backend, device
-
-
-def target_of(name):
-    on = GPUS[name]
-    return GPUTarget(on.kind, name if on.kind == "hip" else int(name.removeprefix("sm_")), on.warp)
 
 
 @dataclass(frozen=True)
@@ -36,22 +31,6 @@ class Compiled:
     cooperative: bool  # all programs run at once
 
 
-class Driver:
-    """What triton asks of a driver before it compiles."""
-
-    def __init__(self, target):
-        self.target = target
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return str(self.target)
-
-    def get_current_stream(self, _):
-        return 0
-
-
 def skip_if_too_old(name):
     """Skip the test where this triton is older than what the kernels need on the target's platform."""
     oldest, _ = backend.TRITON[GPUS[name].kind]
@@ -60,23 +39,32 @@ def skip_if_too_old(name):
 
 
 @contextlib.contextmanager
+def _launching(name, monkeypatch, run):
+    """Within it, launchers take meta tensors and choose as on the GPU, and what starts a kernel is `run`."""
+    on = GPUS[name]
+    target = GPUTarget(on.kind, name if on.kind == "hip" else int(name.removeprefix("sm_")), on.warp)
+    asked = {"target": lambda: target, "device": lambda: name, "stream": lambda _: 0}
+    gpu = SimpleNamespace(**{f"get_current_{what}": answer for what, answer in asked.items()})
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        patch.setattr(device, "of", lambda _: on)
+        patch.setattr(backend, "why_not", lambda *_: None)
+        patch.setattr(driver, "_active", gpu)  # what triton asks of it before it compiles
+        yield
+
+
+@contextlib.contextmanager
 def compiling_for(name, monkeypatch, kernels=None):
     """Within it, `kernel[grid](...)` compiles for the target instead of launching; yields the list of results.
 
     kernels: the names of those that are compiled; the others are passed over."""
-    target, compiled = target_of(name), []
-    launch = JITFunction.run
+    compiled, launch = [], JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
-        if kernels is not None and self.__name__ not in kernels:
-            return
-        compiled.append(resources(launch(self, *args, grid=grid, warmup=True, **options), target))
+        if kernels is None or self.__name__ in kernels:
+            compiled.append(resources(launch(self, *args, grid=grid, warmup=True, **options)))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(device, "of", lambda _: GPUS[name])
-        patch.setattr(backend, "why_not", lambda *_: None)  # launchers take meta tensors here
-        patch.setattr(driver, "_active", Driver(target))
+    with _launching(name, monkeypatch, compile_only):
         yield compiled
 
 
@@ -91,57 +79,63 @@ def counting_for(name, monkeypatch):
         _, specialization, rest = binder(*args, **options, debug=False, instrumentation_mode="")
         asked[self.__name__, str(specialization), str(sorted(rest.items()))] += 1
 
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", count)
-        patch.setattr(device, "of", lambda _: GPUS[name])
-        patch.setattr(backend, "why_not", lambda *_: None)  # launchers take meta tensors here
-        patch.setattr(driver, "_active", Driver(target_of(name)))
+    with _launching(name, monkeypatch, count):
         yield asked
 
 
+# Where the registers and the memory of a thread are said.
+USAGE = {
+    "ptx": (r"REG:(\d+)", r"STACK:(\d+)"),
+    "amdgcn": (r"\.vgpr_count:\s*(\d+)", r"\.private_segment_fixed_size:\s*(\d+)"),
+}
 _known = {}
 
 
-def resources(kernel, target):
+def resources(kernel):
     if kernel.hash not in _known:
-        _known[kernel.hash] = _nvidia(kernel) if target.backend == "cuda" else _amd(kernel)
+        language = "ptx" if "ptx" in kernel.asm else "amdgcn"
+        usage = _usage(kernel.asm["cubin"]) if language == "ptx" else kernel.asm[language]
+        registers, spilled = (int(re.search(words, usage)[1]) for words in USAGE[language])
+        _known[kernel.hash] = Compiled(
+            name=kernel.metadata.name,
+            key=kernel.hash,
+            registers=registers,
+            spilled=spilled,
+            shared=kernel.metadata.shared,
+            assembly=kernel.asm[language],
+            ttir=kernel.asm.get("ttir", ""),
+            cooperative=bool(kernel.metadata.launch_cooperative_grid),
+        )
     return _known[kernel.hash]
 
 
-def _nvidia(kernel):
+def _usage(cubin):
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [_cuobjdump(), "-res-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
-    registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
-    return _compiled(kernel, registers, stack, kernel.asm["ptx"])
+        command = [str(cuobjdump), "-res-usage", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _amd(kernel):
-    text = kernel.asm["amdgcn"]
-    registers, scratch = (
-        int(re.search(rf"\.{word}:\s*(\d+)", text)[1]) for word in ("vgpr_count", "private_segment_fixed_size")
-    )
-    return _compiled(kernel, registers, scratch, text)
-
-
-def _compiled(kernel, registers, spilled, assembly):
-    found = kernel.metadata
-    cooperative = bool(found.launch_cooperative_grid)
-    return Compiled(
-        found.name, kernel.hash, registers, spilled, found.shared, assembly, kernel.asm.get("ttir", ""), cooperative
-    )
-
-
-@functools.cache
-def _cuobjdump():
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+# How a program draws a ticket, looks how many were drawn, and draws another.
+TICKET, LOOK, AGAIN = "atom.global.gpu.acq_rel.add.u32", "ld.global.gpu.acquire.b32", "atom.global.gpu.relaxed.add.u32"
 
 
 def check(name, compiled):
-    """None of the kernels spills or takes more shared memory than the GPU has."""
+    """None of the kernels spills, takes more shared memory than the GPU has, or adds in memory, but for tickets.
+
+    What is stored comes before the ticket, with a barrier for all threads between them, and what is loaded after one.
+    Programs that wait for one another, looking how many have come, are launched together: elsewhere they would hang
+    where other kernels hold a part of the GPU."""
     for kernel in compiled:
         assert kernel.spilled == 0, f"{kernel.name} spills {kernel.spilled} bytes at {kernel.registers} registers"
         assert kernel.shared <= GPUS[name].shared_memory, f"{kernel.name} takes {kernel.shared} bytes"
+        atomics = re.findall(r"\b(?:(?:atom|red|ld(?=\.global\.gpu))\.global\.\S+|global_atomic\w+)", kernel.assembly)
+        assert atomics in ([], [TICKET], [TICKET, LOOK, AGAIN]), kernel.name
+        assert kernel.cooperative == (LOOK in atomics), kernel.name
+        if atomics:
+            before, after = kernel.assembly.split(TICKET)
+            assert "st.global" not in before[before.rindex("bar.sync") :], kernel.name
+            after = after.split(LOOK)[-1]
+            assert "bar.sync" in after[: after.index("ld.global")], kernel.name

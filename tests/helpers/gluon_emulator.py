@@ -14,6 +14,8 @@ import itertools
 import math
 import threading
 import types
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -21,12 +23,17 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from mhc_ops.core.launch import COMPILE_OPTIONS
+from mhc_ops.core.sizes import cdiv
+from mhc_ops.mhc.triton import boundary_common
+
 PATIENCE = 20  # seconds that a wait may take before the kernel is said to hang
 
 
 @torch.no_grad()
 def run(kernel, grid, **arguments):
-    """The kernel for every program of the grid, one after the other. Tensors are pointers, numbers scalars."""
+    """The kernel for every program of the grid, one after the other. Tensors are pointers."""
+    arguments = {name: value for name, value in arguments.items() if name not in COMPILE_OPTIONS}
     parameters = inspect.signature(kernel.fn).parameters
     assert parameters.keys() == arguments.keys(), parameters.keys() ^ arguments.keys()
     for at in itertools.product(*map(range, reversed(grid))):
@@ -42,28 +49,7 @@ def _argument(value):
     if isinstance(value, torch.Tensor):
         assert value.is_contiguous()
         return Pointer(value.view(-1))
-    return Int(value) if type(value) is int else value
-
-
-class Int(int):
-    """A scalar of a kernel."""
-
-    def to(self, _dtype):
-        return self
-
-
-def _closed(name):
-    base = getattr(int, name)
-
-    def method(self, other):
-        result = base(self, other)
-        return Int(result) if type(result) is int else result
-
-    return method
-
-
-for _name in ("add", "sub", "mul", "floordiv", "mod", "xor", "and", "or", "radd", "rsub", "rmul", "rfloordiv", "rmod"):
-    setattr(Int, f"__{_name}__", _closed(f"__{_name}__"))
+    return value
 
 
 class Pointer:
@@ -71,7 +57,6 @@ class Pointer:
 
     def __init__(self, flat, offset=0):
         self.flat, self.offset = flat, offset
-        self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
 
     def __add__(self, more):
         return Pointer(self.flat, self.offset + more)
@@ -95,10 +80,9 @@ class Descriptor:
 
     def window(self, at):
         """The part of the block at these coordinates that lies in the tensor, and where that is in the block."""
-        assert len(at) == len(self.block_shape) and min(at) >= 0
-        ends = [min(a + b, size) for a, b, size in zip(at, self.block_shape, self.tensor.shape, strict=True)]
-        inside = tuple(slice(0, max(0, end - a)) for a, end in zip(at, ends, strict=True))
-        return self.tensor[tuple(slice(a, max(a, end)) for a, end in zip(at, ends, strict=True))], inside
+        assert min(at) >= 0
+        found = self.tensor[tuple(slice(a, a + size) for a, size in zip(at, self.block_shape, strict=True))]
+        return found, tuple(slice(0, size) for size in found.shape)
 
 
 class Memory:
@@ -117,8 +101,7 @@ class Memory:
     def _reinterpret(self, dtype, shape, _layout):
         """It may be larger than what it is of: what follows in the same allocation comes with it."""
         assert dtype == self.dtype and self.tensor.is_contiguous()
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        return Memory(self.tensor.as_strided(shape, strides), self.unfenced)
+        return Memory(self.tensor.as_strided(shape, torch.empty(shape).stride()), self.unfenced)
 
     def load(self, _layout):
         return self.tensor.clone()
@@ -138,6 +121,9 @@ class Barrier:
 
     def init(self, count):
         self.count = count
+
+    def expect(self, size):
+        self.arrive(expected=size)
 
     def arrive(self, count=1, expected=0):
         with self.changed:
@@ -170,30 +156,15 @@ class Barrier:
                     raise TimeoutError(f"a barrier waits: {self.arrived} of {self.count} arrived, {self.bytes} bytes")
 
 
-class Barriers:
-    """Shared memory for barriers."""
-
-    def __init__(self, barriers):
-        self.barriers = barriers
-
-    def index(self, i):
-        return Barriers([self.barriers[int(i)]])
-
-    @property
-    def one(self):
-        (barrier,) = self.barriers
-        return barrier
-
-
 class Program:
     """One program of the grid: what the names of Gluon mean in it."""
 
     def __init__(self, at, grid):
         self.at, self.grid = at, grid
         self.unfenced = set()
-        self.stores = threading.local()  # copies out of shared memory that a thread has begun
+        self.begun = defaultdict(list)  # copies out of shared memory, by the thread that began them
         self.functions = {}
-        self.meanings = self.of_language() | self.of_hopper()
+        self.meanings = {id(name): meaning for name, meaning in [*self.of_language(), *self.of_hopper()]}
 
     def function(self, kernel):
         """The kernel's function, in which the names of Gluon and of other kernels have their meaning here."""
@@ -203,50 +174,39 @@ class Program:
             self.functions[id(kernel)] = made
             for name, value in kernel.fn.__globals__.items():
                 names[name] = self.meaning(value)
-            names["range"] = lambda *bounds: map(Int, range(*bounds))
+            names["range"] = lambda *bounds: map(torch.tensor, range(*bounds))
         return self.functions[id(kernel)]
 
     def meaning(self, value):
         if isinstance(value, JITFunction):
             return lambda *given, **named: self.function(value)(*given, **named)  # later: they may call one another
-        if isinstance(value, gl.constexpr):
-            return value.value
-        try:
-            return self.meanings.get(value, value)
-        except TypeError:  # not hashable, so none of them
-            return value
+        return value.value if isinstance(value, gl.constexpr) else self.meanings.get(id(value), value)
 
     def of_language(self):
-        inert = {
-            name: (lambda *_, **__: None)
-            for name in ("SliceLayout", "DotOperandLayout", "BlockedLayout", "NVMMADistributedLayout",
-                         "NVMMASharedLayout", "SwizzledSharedLayout", "DistributedLinearLayout")
-        }  # fmt: skip
+        of_torch = ("bfloat16", "float32", "int64", "reshape", "permute", "sum", "where")
         language = types.SimpleNamespace(
-            **inert,
-            **{name: getattr(torch, name) for name in ("bfloat16", "float32", "int64", "reshape", "permute", "where")},
+            **dict.fromkeys(("SliceLayout", "DotOperandLayout", "SwizzledSharedLayout"), _nothing),
+            **{name: getattr(torch, name) for name in of_torch},
             static_range=range,
-            program_id=lambda axis: Int(self.at[axis]),
-            num_programs=lambda axis: Int(self.grid[axis]),
-            cdiv=lambda a, b: Int(-(-a // b)),
+            program_id=lambda axis: torch.tensor(self.at[axis]),
+            num_programs=lambda axis: self.grid[axis],
+            cdiv=cdiv,
             allocate_shared_memory=self.allocate,
             warp_specialize=self.warp_specialize,
             arange=lambda start, end, layout=None: torch.arange(start, end),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
             expand_dims=torch.unsqueeze,
             convert_layout=lambda value, layout, assert_trivial=False: value,
-            split=lambda value: (value[..., 0], value[..., 1]),
+            split=lambda value: value.unbind(-1),
             join=lambda a, b: torch.stack([a, b], dim=-1),
             broadcast=torch.broadcast_tensors,
-            sum=lambda value, axis: torch.sum(value, dim=axis),
             fma=lambda a, b, c: fma(a, b, c),
             inline_asm_elementwise=_assembly,
             load=_load,
             store=_store,
-            constexpr=None,
         )
-        barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name up to triton 3.6
-        return {gl: language, barrier: lambda: None}
+        yield gl, language
+        yield boundary_common.barrier, _nothing
 
     def of_hopper(self):
         def copy_in(descriptor, at, barrier, memory):
@@ -258,7 +218,7 @@ class Program:
                 memory.tensor.zero_()
                 memory.tensor[inside] = found
 
-            barrier.one.copy(action, descriptor.nbytes_per_cta)
+            barrier.copy(action, descriptor.nbytes_per_cta)
 
         def copy_out(descriptor, at, memory):
             assert memory.shape == descriptor.block_shape and memory.dtype == descriptor.dtype
@@ -268,62 +228,38 @@ class Program:
                 to, inside = descriptor.window(at)
                 to.copy_(memory.tensor[inside])
 
-            self.begun().append(action)
+            self.begun[threading.get_ident()].append(action)
 
-        tma = types.SimpleNamespace(
-            async_copy_global_to_shared=copy_in,
-            async_copy_shared_to_global=copy_out,
-            store_wait=self.finish_stores,
-        )
-        mbarrier = types.SimpleNamespace(
-            MBarrierLayout=lambda *_: None,
-            init=lambda barrier, count: barrier.one.init(count),
-            expect=lambda barrier, size: barrier.one.arrive(expected=size),
-            arrive=lambda barrier, count=1: barrier.one.arrive(count),
-            wait=lambda barrier, phase: barrier.one.wait(phase),
-        )
-        return {
-            hopper.tma: tma,
-            hopper.mbarrier: mbarrier,
-            hopper.fence_async_shared: self.unfenced.clear,
-            hopper.mma_v2: lambda a, b, c: c + a.float() @ b.float(),
-            hopper.warpgroup_mma: _warpgroup_mma,
-            hopper.warpgroup_mma_wait: _warpgroup_mma_wait,
-        }
+        tma = {"async_copy_global_to_shared": copy_in, "async_copy_shared_to_global": copy_out}
+        yield hopper.tma, types.SimpleNamespace(**tma, store_wait=self.finish_stores)
+        mbarrier = {"init": Barrier.init, "arrive": Barrier.arrive, "wait": Barrier.wait, "expect": Barrier.expect}
+        yield hopper.mbarrier, types.SimpleNamespace(**mbarrier, MBarrierLayout=_nothing)
+        yield hopper.fence_async_shared, self.unfenced.clear
+        yield hopper.mma_v2, lambda a, b, c: c + a.float() @ b.float()
+        yield hopper.warpgroup_mma, _warpgroup_mma
+        yield hopper.warpgroup_mma_wait, _warpgroup_mma_wait
 
     def allocate(self, dtype, shape, _layout):
         if dtype == torch.int64:  # nothing else is of this type
-            return Barriers([Barrier() for _ in range(shape[0])])
+            barriers = [Barrier() for _ in range(shape[0])]
+            return barriers[0] if len(shape) == 1 else types.SimpleNamespace(index=barriers.__getitem__)
         return Memory(torch.full(tuple(shape), math.nan, dtype=dtype), self.unfenced)
 
-    def begun(self):
-        if not hasattr(self.stores, "begun"):
-            self.stores.begun = []
-        return self.stores.begun
-
     def finish_stores(self, left=0):
-        begun = self.begun()
+        begun = self.begun[threading.get_ident()]
         while len(begun) > left:
             begun.pop(0)()
 
     def warp_specialize(self, functions_and_arguments, *_warps_and_registers):
-        failed = []
-
         def partition(function, arguments):
-            try:
-                with torch.no_grad():  # which a thread has of its own
-                    function(*arguments)
-                    self.finish_stores()
-            except BaseException as error:
-                failed.append(error)
+            with torch.no_grad():  # which a thread has of its own
+                function(*arguments)
+                self.finish_stores()
 
-        threads = [threading.Thread(target=partition, args=pair, daemon=True) for pair in functions_and_arguments]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise failed[0]
+        with ThreadPoolExecutor(len(functions_and_arguments)) as threads:
+            partitions = [threads.submit(partition, *pair) for pair in functions_and_arguments]
+        for ended in partitions:
+            ended.result()
 
 
 def fma(a, b, c):
@@ -337,28 +273,18 @@ def fma_of_the_interpreter(a, b, c):
     return a * b + c
 
 
-class Product:
-    """An asynchronous product: it reads shared memory when it is waited for."""
-
-    def __init__(self, left, right, before):
-        self.left, self.right, self.before = left, right, before
-
-    def value(self):
-        before = self.before.value() if isinstance(self.before, Product) else self.before
-        left = self.left.tensor if isinstance(self.left, Memory) else self.left
-        product = left.float() @ self.right.tensor.float()
-        return product if before is None else before + product
+def _nothing(*_, **__):
+    """What is not emulated."""
 
 
-def _warpgroup_mma(a, b, c, use_acc=True, is_async=False):
-    assert not b.unfenced, "a product of shared memory without a fence after the stores to it"
-    product = Product(a, b, c if use_acc else None)
-    return product if is_async else product.value()
+def _warpgroup_mma(a, b, c, use_acc=True, is_async=True):
+    """It reads shared memory when it is waited for."""
+    assert is_async and not b.unfenced, "a product of shared memory without a fence after the stores to it"
+    return lambda: (c() if use_acc else 0) + a.tensor.float() @ b.tensor.float()
 
 
 def _warpgroup_mma_wait(_left, deps):
-    values = tuple(dep.value() if isinstance(dep, Product) else dep for dep in deps)
-    return values[0] if len(values) == 1 else values
+    return tuple(product() for product in deps)
 
 
 def _load(pointer, mask=True, other=0.0):

@@ -49,13 +49,3 @@ def leave_out(subject):
     """Every choice of outputs that have no cotangent, but for all of them."""
     outputs = subject.differentiable
     return [unused for count in range(len(outputs)) for unused in combinations(outputs, count)]
-
-
-def stored_x_next(x, h_out, h_post, h_res):
-    """As mhc_post stores it: fp32, one rounding a step, as fma does."""
-    if h_res is None:
-        return (h_post.double()[:, :, None] * h_out[:, None].double() + x.double()).float().to(x.dtype)
-    value = h_post[:, :, None] * h_out[:, None].float()
-    for i in range(x.shape[1]):
-        value = (h_res[:, i, :, None].double() * x[:, i, None].double() + value.double()).float()
-    return value.to(x.dtype)

@@ -3,19 +3,16 @@
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("tilelang")
+from mhc_kernels import bf16, fp16, fp32
 from stale_values import stale_values
-from tilelang_targets import DEVICES, PRODUCTS, Product, distinct_products, launched, lower, nvcc, resources
+from tilelang_targets import DEVICES, PRODUCTS, assert_no_spills, distinct_products, launched, lower, name_of, nvcc
 
 from mhc_ops.core.device import Device
 from mhc_ops.mhc.tilelang import configs
-from mhc_ops.mhc.tilelang.pre_dx import Residual
 from mhc_ops.testing import cases
 
-bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-needs_nvcc = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc to compile with")
 CASES = {
     "sm_90a": (
         cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16),
@@ -33,16 +30,6 @@ CASES = {
 }
 
 
-def compiled_products(target):
-    """Every config of Hopper (wgmma), of sm_80 (the plain loops of the other NVIDIA GPUs, with mma) and of gfx942; of
-    GPUs that have no others than those, the largest."""
-    found = distinct_products(target)
-    if target in ("sm_90a", "sm_80", "gfx942"):
-        return list(found.values())
-    by_size = sorted(found.values(), key=lambda product: product.tiles(DEVICES[target]))
-    return list({product.kernel: product for product in by_size}.values())
-
-
 def lowered(functions, target):
     """Their sources: they fit the shared memory of their GPU, add no floats atomically, use no value out of date."""
     kernels = [lower(function, target) for function in functions]
@@ -55,22 +42,36 @@ def lowered(functions, target):
     return kernels
 
 
-def by_target(chosen, *targets):
-    pairs = [(target, item) for target in targets for item in chosen(target)]
-    return pytest.mark.parametrize(("target", "item"), pairs, ids=[f"{target}-{item}" for target, item in pairs])
+def compiled(kernels, target):
+    """By nvcc, without spills."""
+    if DEVICES[target].kind == "cuda":
+        if nvcc() is None:
+            pytest.skip("there is no nvcc to compile with")
+        assert_no_spills(kernels, target)
 
 
-def others(case, target):
-    """The kernels of a case that the tests of products do not compile."""
+@pytest.mark.parametrize(("target", "case"), [(target, case) for target in CASES for case in CASES[target]], ids=str)
+def test_kernels_compile(target, case):
+    """But for those that the tests of products compile."""
     functions = launched(case, DEVICES[target])
-    return [function for function in functions if function.attrs["global_symbol"] not in PRODUCTS]
+    compiled(lowered([function for function in functions if name_of(function) not in PRODUCTS], target), target)
 
 
-@needs_nvcc
-@by_target(CASES.get, "sm_90a", "sm_80")
-def test_kernels_compile_without_spills(target, item):
-    for registers, spills in resources(lowered(others(item, target), target), target):
-        assert spills == 0, registers
+HALVES = [*((target, part) for target in ("sm_90a", "gfx942", "gfx950") for part in (0, 1))]
+HALVES += [("sm_80", 0), ("sm_120a", 1)]  # one: nvcc takes seconds for a product
+
+
+@pytest.mark.parametrize(("target", "part"), HALVES)
+def test_products_compile(target, part):
+    """Every config of Hopper (wgmma), of sm_80 (the plain loops of the other NVIDIA GPUs, with mma) and of gfx942; of
+    GPUs that have no others than those, the largest."""
+    products = sorted(distinct_products(target), key=lambda product: product.tiles)
+    if target not in ("sm_90a", "sm_80", "gfx942"):
+        products = list({product.kernel: product for product in products}.values())
+    kernels = lowered([product.function(DEVICES[target]) for product in products[part::2]], target)
+    for product, kernel in zip(products[part::2], kernels, strict=True):
+        assert kernel.shared <= product.tiles + configs.KEPT, product
+    compiled(kernels, target)
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "gfx942"])
@@ -82,34 +83,14 @@ def test_no_kernel_cuts_a_product_of_gamma(target):
     assert re.findall(r"(\w+)\[.*\] = .*\bweight\[0\] \*", sources["mhc_pre_dphi"]) == ["dphi"]
 
 
-@by_target(CASES.get, "gfx942")
-def test_kernels_lower_for_amd(target, item):
-    lowered(others(item, target), target)
-
-
-@needs_nvcc
-@pytest.mark.parametrize(("target", "part"), [("sm_90a", 0), ("sm_90a", 1), ("sm_80", 0), ("sm_120a", 1)])
-def test_products_compile_without_spills(target, part):
-    """All on Hopper; each half on one of the others: nvcc takes seconds for a product."""
-    products = compiled_products(target)[part::2]
-    kernels = lowered([product.function(DEVICES[target]) for product in products], target)
-    for product, kernel, (_, spills) in zip(products, kernels, resources(kernels, target) if kernels else ()):
-        assert kernel.shared <= product.tiles(DEVICES[target]) + configs.KEPT, product
-        assert spills == 0, product
-
-
-@by_target(compiled_products, "gfx942", "gfx950")
-def test_products_lower_for_amd(target, item):
-    (kernel,) = lowered([item.function(DEVICES[target])], target)
-    assert kernel.shared <= item.tiles(DEVICES[target]) + configs.KEPT
-
-
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
-@pytest.mark.parametrize(("n", "dtype"), [(8, "float32"), (1, "float32"), (2, "float16")])
+@pytest.mark.parametrize(("n", "dtype"), [(8, fp32), (1, fp32), (2, fp16)], ids=str)
 def test_gradients_of_maps_alone(n, dtype, target):
     """Without dh_in and dx_next, threads take other elements of x: for n = 1 and 8, fp32 once summed it three times."""
-    product = Product("mhc_pre_dx", n, 64, dtype, dh_in=False, residual=Residual.NONE)
-    lowered([product.function(DEVICES[target])], target)
+    case = cases.Case(cases.MHC_PRE, (9,), n, 64, dtype, unused=("h_in",))
+    functions = launched(case, DEVICES[target])
+    assert "mhc_pre_dh_pre" not in map(name_of, functions)
+    lowered([function for function in functions if name_of(function) == "mhc_pre_dx"], target)
 
 
 def test_stale_values_are_found():

@@ -21,14 +21,10 @@ def maps(n):
 
 
 def check_threads(threads, on):
-    if on.kind == "cpu":
-        assert threads == ON_CPU
-    else:
-        assert threads.lanes == 32
-        assert 1 <= threads.groups <= 8
+    assert threads == ON_CPU if on.kind == "cpu" else threads.lanes == 32 and 1 <= threads.groups <= 8
 
 
-def check_block(block, on):
+def check_block(block, on, tiles):
     assert is_power_of_2(block.threads)
     assert block.threads % on.warp == 0
     assert block.resident >= 1
@@ -38,6 +34,7 @@ def check_block(block, on):
     assert configs.LOADER_REGISTERS <= block.registers <= 240
     held = block.threads * block.registers + block.loaders * configs.LOADER_REGISTERS
     assert block.resident * held <= REGISTERS
+    assert on.kind == "cpu" or block.resident * tiles < on.shared_memory
 
 
 @by_device
@@ -87,7 +84,7 @@ def test_products(on):
         assert 1 <= exact.x_parts <= exact.parts <= 3
         for M in maps(n):
             config = configs.project.__wrapped__(M, n * D, dtype, on)
-            check_block(config, on)
+            check_block(config, on, config.tiles(M, dtype, exact))
             assert is_power_of_2(config.block_t, config.block_k)
             assert config.block_t >= 32
             assert config.slice_k % config.block_k == 0
@@ -96,22 +93,18 @@ def test_products(on):
             assert 1 <= slices <= configs.MOST_SLICES
             assert (slices - 1) * config.slice_k < n * D <= slices * config.slice_k
             assert config.loaders == 0 or n * D % 8 == 0
-            assert on.kind == "cpu" or config.resident * config.tiles(M, dtype, exact) < on.shared_memory
             config = configs.dx.__wrapped__(n, D, M, dtype, on)
-            check_block(config, on)
+            check_block(config, on, config.tiles(n, M, dtype, exact))
             assert config.block_t in (16, 32, 64)
             assert config.block_d in (16, 32)
             assert n % config.streams == 0
             assert config.loaders == 0 or D % 8 == 0
-            assert on.kind == "cpu" or config.resident * config.tiles(n, M, dtype, exact) < on.shared_memory
 
 
 @by_device
 def test_partition_rows(on):
-    for n, dtype, T in itertools.product(STREAMS, TYPES, TOKENS):
-        for D in (1, 64, 4096):
-            config = configs.dx(n, D, maps(n)[1], dtype, on)
-            steps, slices = configs.partition_rows.__wrapped__(T, n, D, config, on.processors)
-            blocks = cdiv(T, config.block_t)
-            assert 1 <= slices <= configs.MOST_TOKEN_SLICES
-            assert (slices - 1) * steps < blocks <= slices * steps
+    for n, dtype, T, D in itertools.product(STREAMS, TYPES, TOKENS, (1, 64, 4096)):
+        config = configs.dx(n, D, maps(n)[1], dtype, on)
+        steps, slices = configs.partition_rows.__wrapped__(T, n, D, config, on.processors)
+        assert 1 <= slices <= configs.MOST_TOKEN_SLICES
+        assert (slices - 1) * steps < cdiv(T, config.block_t) <= slices * steps

@@ -1,9 +1,7 @@
 """Every kernel and config compiles for GPUs that are not here, without spills, and once for all token counts."""
 
-import re
-
 import pytest
-import torch
+from mhc_kernels import bf16, fp16, fp32
 
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.check import name_of
@@ -11,13 +9,17 @@ from mhc_ops.core.check import name_of
 pytest.importorskip("triton")
 import cross_compile
 from config_domain import GPUS, STREAMS
-from mhc_launches import launch_all
+from mhc_launches import compiled, launch_all
 
 from mhc_ops.mhc.triton import configs
 
 pytestmark = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
 
-bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+def kernels_of(names):
+    return {f"{name}_kernel" for name in names.split()}
+
+
 # (n, D, dtype): one for each choice of tiles on Hopper, where all kernels are compiled; the GPU tests run every n
 CONFIGS = [
     *((n, 4096, bf16) for n in (1, 2, 3, 4, 5, 6, 8)),
@@ -27,12 +29,7 @@ CONFIGS = [
 ]
 # Other GPUs: the kernels whose tiles differ, and on AMD's all of them where D is 4096. sm_86 and sm_89 have the tiles
 # of sm_120. scripts/compile_table.py compiles everything for everything.
-TILED = {
-    "mhc_pre_project_kernel",
-    "mhc_pre_dmaps_kernel",
-    "mhc_pre_dx_kernel",
-    "mhc_pre_sums_kernel",
-}
+TILED = kernels_of("mhc_pre_project mhc_pre_dmaps mhc_pre_dx mhc_pre_sums")
 ELSEWHERE = {
     "sm_80": [(1, 257, fp32), (4, 4096, bf16), (5, 257, fp32), (8, 4096, bf16)],
     "sm_100": [(4, 4096, bf16), (8, 4096, bf16)],
@@ -40,125 +37,85 @@ ELSEWHERE = {
     "gfx942": [(1, 4096, bf16), (4, 4096, bf16), (4, 257, bf16), (8, 4096, bf16), (8, 1280, fp32)],
     "gfx950": [(4, 4096, bf16)],
 }
-COMPILED = [
-    *((*config, "sm_90") for config in CONFIGS),
-    *((*config, target) for target, configs_there in ELSEWHERE.items() for config in configs_there),
-]
+COMPILED = [(*config, target) for target, there in {"sm_90": CONFIGS, **ELSEWHERE}.items() for config in there]
 # Everything is compiled for these; else on Hopper what fills registers (the table has all): 4 minutes for two cores.
-EVERYTHING = [
-    *((n, 4096, bf16, "sm_90") for n in (1, 4, 8)),
-    (4, 4096, bf16, "gfx942"),
-]
-CROWDED = {"mhc_post_bwd_kernel", "mhc_pre_normed_dh_pre_kernel"}
+EVERYTHING = [*((n, 4096, bf16, "sm_90") for n in (1, 4, 8)), (4, 4096, bf16, "gfx942")]
+CROWDED = kernels_of("mhc_post_bwd mhc_pre_normed_dh_pre")
 # For the others: ops that launch every kernel in each of its tiles. The rest launch them in the same tiles on other
 # tensors, which EVERYTHING has, and the table for all.
 WITH_TILES = {"mhc_pre_fwd", "mhc_pre_bwd", "mhc_post_bwd"}
-KERNELS = {
-    "phi_parts_kernel",
-    "mhc_pre_project_kernel",
-    "mhc_pre_finish_kernel",
-    "mhc_pre_dh_pre_kernel",
-    "mhc_pre_dmaps_kernel",
-    "mhc_pre_dx_kernel",
-    "mhc_pre_sums_kernel",
-    "mhc_read_fwd_kernel",
-    "mhc_read_bwd_kernel",
-    "mhc_mean_bwd_kernel",
-    "mhc_post_fwd_kernel",
-    "mhc_post_bwd_kernel",
-    "sinkhorn_fwd_kernel",
-    "sinkhorn_bwd_kernel",
-}
-OF_THE_NORM = {"mhc_pre_normed_read_kernel", "mhc_pre_normed_dh_pre_kernel"}
-BOUNDARY = {"mhc_boundary_fwd_kernel", "mhc_boundary_bwd_kernel"}  # on Hopper
+KERNELS = kernels_of(
+    "phi_parts mhc_pre_project mhc_pre_finish mhc_pre_dh_pre mhc_pre_dmaps mhc_pre_dx mhc_pre_sums mhc_read_fwd "
+    "mhc_read_bwd mhc_mean_bwd mhc_post_fwd mhc_post_bwd sinkhorn_fwd sinkhorn_bwd"
+)
+OF_THE_NORM = kernels_of("mhc_pre_normed_read mhc_pre_normed_dh_pre")
+BOUNDARY = kernels_of("mhc_boundary_fwd mhc_boundary_bwd")  # on Hopper
 ONE_LAUNCH = "mhc_few_fwd_kernel"  # on NVIDIA GPUs
-WITHOUT_TICKETS = {"mhc_pre_dalpha_kernel"}  # on AMD GPUs
+WITHOUT_TICKETS = kernels_of("mhc_pre_dalpha")  # on AMD GPUs
 
 
 @pytest.mark.parametrize(
     ("n", "D", "dtype", "target"), COMPILED, ids=[f"n{n}-D{D}-{name_of(dtype)}-{t}" for n, D, dtype, t in COMPILED]
 )
 def test_no_spills(n, D, dtype, target, monkeypatch):
-    cross_compile.skip_if_too_old(target)
     everything = (n, D, dtype, target) in EVERYTHING
     on_hopper = TILED - {"mhc_pre_sums_kernel"} | CROWDED  # of whose two tiles EVERYTHING has both
     wanted = None if everything else on_hopper if target == "sm_90" else TILED
-    with cross_compile.compiling_for(target, monkeypatch, wanted) as kernels:
-        for normed in (False, True):
-            launch_all(8192, n, D, dtype, normed=normed, ops=None if everything else WITH_TILES)
+    config = {"T": 8192, "n": n, "D": D, "dtype": dtype, "ops": None if everything else WITH_TILES}
+    found = compiled(target, monkeypatch, config, config | {"normed": True}, kernels=wanted)
     fused = BOUNDARY if (n, D, dtype, target) == (4, 4096, bf16, "sm_90") else set()
     if target == "sm_90" and dtype == bf16 and n <= configs.FEW_STREAMS:
         fused = fused | {ONE_LAUNCH}
     if target.startswith("gfx"):
         fused = fused | WITHOUT_TICKETS
-    assert {kernel.name for kernel in kernels} == (KERNELS | OF_THE_NORM | fused if everything else wanted)
-    cross_compile.check(target, kernels)
+    assert {kernel.name for kernel in found} == (KERNELS | OF_THE_NORM | fused if everything else wanted)
 
 
 FORMS = [{"shifted": True}, {"mixed": False, "shifted": True}, {"transposed": True}]
-OTHER_FORMS = [(4, 4096, bf16, "sm_90"), (8, 4096, bf16, "sm_100"), (4, 4096, bf16, "gfx942")]
 IN_OTHER_FORMS = WITH_TILES | {"mhc_layer_pre", "mhc_next_fwd"}  # off Hopper, and of their kernels:
-THEIR_OWN = {"mhc_pre_finish_kernel", "mhc_pre_dmaps_kernel", "mhc_pre_dx_kernel", "mhc_post_bwd_kernel"}
-
-
-@pytest.mark.parametrize(
-    ("n", "D", "dtype", "target"),
-    OTHER_FORMS,
-    ids=[f"n{n}-D{D}-{name_of(dtype)}-{t}" for n, D, dtype, t in OTHER_FORMS],
-)
-def test_no_spills_in_other_forms(n, D, dtype, target, monkeypatch):
-    """Shifted, without a residual map, transposed; with the layer's norm, with which all kernels run."""
-    cross_compile.skip_if_too_old(target)
-    wanted, ops = (None, None) if target == "sm_90" else (THEIR_OWN, IN_OTHER_FORMS)
-    with cross_compile.compiling_for(target, monkeypatch, wanted) as kernels:
-        for form in FORMS:
-            launch_all(8192, n, D, dtype, normed=True, ops=ops, **form)
-    assert wanted is None or {kernel.name for kernel in kernels} == wanted
-    cross_compile.check(target, kernels)
-
-
-WITH_SINKHORN = {
-    "sinkhorn_fwd_kernel",
-    "sinkhorn_bwd_kernel",
-    "mhc_pre_finish_kernel",
-    "mhc_pre_dmaps_kernel",
-    ONE_LAUNCH,
-}
-WITHOUT_EPS = [
-    ((1,), "sm_90"),
-    *(pytest.param((3, 4, 8), target, marks=pytest.mark.thorough) for target in (*ELSEWHERE, "sm_90")),
+THEIR_OWN = kernels_of("mhc_pre_finish mhc_pre_dmaps mhc_pre_dx mhc_post_bwd")
+# Without its eps Sinkhorn has a second way, in logarithms.
+OF_SINKHORN = {"mhc_pre_fwd", "mhc_pre_bwd", "mhc_next_fwd", "mhc_next_bwd", "sinkhorn_fwd", "sinkhorn_bwd"}
+WITH_SINKHORN = kernels_of("sinkhorn_fwd sinkhorn_bwd mhc_pre_finish mhc_pre_dmaps")
+OTHER_FORMS = [
+    ("sm_90", [4], FORMS, None, None),
+    ("sm_100", [8], FORMS, IN_OTHER_FORMS, THEIR_OWN),
+    ("gfx942", [4], FORMS, IN_OTHER_FORMS, THEIR_OWN),
+    *((target, [1, 3, 4, 8], [{"eps": 0.0}], OF_SINKHORN, WITH_SINKHORN) for target in ("sm_90", *ELSEWHERE)),
 ]
 
 
-@pytest.mark.parametrize(("streams", "target"), WITHOUT_EPS)
-def test_no_spills_without_eps(streams, target, monkeypatch):
-    """Where Sinkhorn has a second way, in logarithms."""
-    cross_compile.skip_if_too_old(target)
-    ops = {"mhc_pre_fwd", "mhc_pre_bwd", "mhc_next_fwd", "mhc_next_bwd", "sinkhorn_fwd", "sinkhorn_bwd"}
-    with cross_compile.compiling_for(target, monkeypatch, WITH_SINKHORN) as kernels:
-        for n in streams:
-            launch_all(8192, n, 4096, bf16, normed=True, ops=ops, eps=0.0)
-    cross_compile.check(target, kernels)
+@pytest.mark.parametrize(("target", "streams", "forms", "ops", "kernels"), OTHER_FORMS)
+def test_no_spills_in_other_forms(target, streams, forms, ops, kernels, monkeypatch):
+    """Shifted, without a residual map, transposed, without eps; with the layer's norm, with which all kernels run."""
+    if ops is OF_SINKHORN and GPUS[target].kind == "cuda":
+        kernels = kernels | {ONE_LAUNCH}
+    config = {"T": 8192, "D": 4096, "dtype": bf16, "normed": True, "ops": ops}
+    launches = [config | {"n": n} | form for n in streams for form in forms]
+    found = compiled(target, monkeypatch, *launches, kernels=kernels)
+    assert kernels is None or {kernel.name for kernel in found} == kernels
 
 
 def tiles(n, D, dtype):
     """What is chosen on Hopper for each kernel with a choice, and what else fills registers where they are short."""
     M, wide, on = configs.maps(n), dtype != bf16, GPUS["sm_90"]
-    yield "sinkhorn", configs.sinkhorn(n, on)
-    yield "phi_parts", configs.phi_parts(M)
-    yield "finish", configs.finish(D, on)
-    yield "normed read", configs.normed_read(n, D, on)
-    yield "dh_pre", configs.dh_pre(n, D, wide, on), wide
-    yield "normed dh_pre", configs.normed_dh_pre(n, D, on), wide
-    yield "post_fwd", configs.post_fwd(n, D, wide, on), wide
-    yield "post_bwd", configs.post_bwd(n, D, wide, True, on), wide
-    yield "project", configs.project(M, D, wide, on), configs.padded_maps(M), wide
-    yield "dmaps", configs.dmaps(n, on)
-    yield "sums", configs.sums(M, on)
-    yield "normed dx", configs.normed_dx(n, D, wide, on), configs.padded_maps(M), wide
-    yield "read_bwd", configs.read_bwd(n, D, on)
-    for residual in (False, True):
-        yield "dx", configs.dx(n, D, wide, residual, on), configs.padded_maps(M), wide, residual
+    rows = configs.padded_maps(M)
+    return {
+        ("sinkhorn", configs.sinkhorn(n, on)),
+        ("phi_parts", configs.phi_parts(M)),
+        ("finish", configs.finish(D, on)),
+        ("normed read", configs.normed_read(n, D, on)),
+        ("dh_pre", configs.dh_pre(n, D, wide, on), wide),
+        ("normed dh_pre", configs.normed_dh_pre(n, D, on), wide),
+        ("post_fwd", configs.post_fwd(n, D, wide, on), wide),
+        ("post_bwd", configs.post_bwd(n, D, wide, True, on), wide),
+        ("project", configs.project(M, D, wide, on), rows, wide),
+        ("dmaps", configs.dmaps(n, on)),
+        ("sums", configs.sums(M, on)),
+        ("normed dx", configs.normed_dx(n, D, wide, on), rows, wide),
+        ("read_bwd", configs.read_bwd(n, D, on)),
+        *(("dx", configs.dx(n, D, wide, residual, on), rows, wide, residual) for residual in (False, True)),
+    }
 
 
 def test_every_choice_of_tiles_is_compiled():
@@ -168,37 +125,32 @@ def test_every_choice_of_tiles_is_compiled():
 
 
 def test_streams_are_read_16_bytes_at_a_time(monkeypatch):
-    with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
-        launch_all(8192, 4, 4096, bf16)
-    assembly = {kernel.name: kernel.assembly for kernel in kernels}
-    for name in ("mhc_pre_project_kernel", "mhc_pre_dx_kernel"):
-        assert "wgmma" in assembly[name], "the product does not run on the matrix units"
-        assert "cp.async.cg.shared.global" in assembly[name], "x is not copied asynchronously, 16 bytes at a time"
-    for name in ("mhc_pre_finish_kernel", "mhc_pre_dh_pre_kernel", "mhc_post_fwd_kernel"):
-        assert assembly[name].count("ld.global.v4") >= 4, "x is not loaded 16 bytes at a time"
-
-
-def test_the_last_program_sees_what_all_stored(monkeypatch):
-    """In the sums, stores come before the ticket, with a barrier for all threads between them, and loads after one."""
-    with cross_compile.compiling_for("sm_90", monkeypatch, {"mhc_pre_sums_kernel"}) as kernels:
-        launch_all(8192, 4, 4096, bf16)
-    for kernel in kernels:
-        assert re.findall(r"\b(?:atom|red)\.\S+", kernel.assembly) == ["atom.global.gpu.acq_rel.add.u32"]
-        before, after = kernel.assembly.split("atom.global.gpu.acq_rel.add.u32")
-        assert "st.global" not in before[before.rindex("bar.sync") :]
-        assert "bar.sync" in after[: after.index("ld.global")]
+    products = kernels_of("mhc_pre_project mhc_pre_dx")
+    others = kernels_of("mhc_pre_finish mhc_pre_dh_pre mhc_post_fwd")
+    launched = {"T": 8192, "n": 4, "D": 4096, "dtype": bf16, "ops": {"mhc_pre_bwd", "mhc_pre_fwd", "mhc_post_fwd"}}
+    found = compiled("sm_90", monkeypatch, launched, kernels=products | others)
+    assert {kernel.name for kernel in found} == products | others
+    for kernel in found:
+        if kernel.name in products:
+            assert "wgmma" in kernel.assembly, "the product does not run on the matrix units"
+            assert "cp.async.cg.shared.global" in kernel.assembly, "x is not copied asynchronously, 16 bytes at a time"
+        else:
+            assert kernel.assembly.count("ld.global.v4") >= 4, "x is not loaded 16 bytes at a time"
 
 
 def test_nothing_is_compiled_per_token_count(monkeypatch):
-    """Ten token counts: as many binaries as for three, many, some and few tokens."""
-    binaries, once = set(), set()
-    for T in (8191, 1, 2, 16, 100, 128, 1000, 1024, 4096, 100_000):
-        with cross_compile.compiling_for("sm_90", monkeypatch) as kernels:
-            launch_all(T, 4, 1280, bf16)
-        binaries |= {(kernel.name, kernel.key) for kernel in kernels}
-        once = once or set(binaries)
-    assert {name for name, _ in binaries} == KERNELS | BOUNDARY | {ONE_LAUNCH}
-    extra = sorted(name for name, _ in binaries - once)
-    # One launch: of the boundary.
-    # The finishing kernel: with slices of the layer; with bundles of pre, maps and head.
-    assert extra == [ONE_LAUNCH] + 4 * ["mhc_pre_finish_kernel"]
+    """Ten token counts: as many forms as for three, many, some and few tokens."""
+    with cross_compile.counting_for("sm_90", monkeypatch) as asked:
+
+        def launch(T):
+            for normed in (False, True):
+                launch_all(T, 4, 1280, bf16, normed=normed)
+            return set(asked)
+
+        once = launch(8191)
+        assert {name for name, *_ in once} == KERNELS | OF_THE_NORM | BOUNDARY | {ONE_LAUNCH}
+        for T in (1, 2, 16, 100, 128, 1000, 1024, 4096, 100_000):
+            every = launch(T)
+    # One launch: of the boundary, with the norm and without. The finishing kernel: of slices and of bundles, where
+    # launch_all has none for other numbers of tokens.
+    assert sorted(name for name, *_ in every - once) == 2 * [ONE_LAUNCH] + 3 * ["mhc_pre_finish_kernel"]

@@ -1,7 +1,5 @@
 """Few tokens in one launch: the bits of many tokens, and the tickets that tell programs which others have arrived."""
 
-import gc
-import re
 import subprocess
 import sys
 import threading
@@ -12,9 +10,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import cross_compile
+from config_domain import GPUS
 from mhc_kernels import bf16, fp16, fp32
-from mhc_launches import launch_all
+from mhc_launches import compiled
 from stack_results import assert_equal
 
 import mhc_ops
@@ -28,47 +26,25 @@ from mhc_ops.testing import cases
 BOUNDARY, BOUNDARY_NORMED = cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED
 PRE, PRE_NORMED, MAPS, HEAD = cases.MHC_PRE, cases.MHC_PRE_NORMED, cases.MHC_MAPS, cases.MHC_HEAD
 SUBJECTS = (BOUNDARY, BOUNDARY_NORMED, PRE, PRE_NORMED, MAPS, HEAD)
-# T, n, D, gamma: one group of tokens and several, whole and not; widths that blocks divide and do not
+
+
+def drawn(subjects_of, **options):
+    """A case for each subject at each size: T, n, D."""
+    listed = [(subject, size) for size, subjects in subjects_of.items() for subject in subjects]
+    return [cases.Case(subject, (T,), n, D, bf16, **options) for subject, (T, n, D) in listed]
+
+
+# One group of tokens and several, whole and not; widths that blocks divide and do not.
 SMALL = [
-    *((subject, 37, 4, 257, False) for subject in SUBJECTS),
-    *((subject, 1, 4, 96, True) for subject in (BOUNDARY_NORMED, PRE, HEAD)),
-    *((subject, 64, 4, 640, True) for subject in (BOUNDARY, PRE_NORMED)),
-    *((subject, 5, 3, 160, False) for subject in (BOUNDARY_NORMED, MAPS)),
-    *((subject, 7, 1, 48, True) for subject in (BOUNDARY, PRE_NORMED)),
-    *((subject, 33, 2, 1000, True) for subject in (BOUNDARY_NORMED, HEAD)),
-    *((subject, 2, 4, 1, True) for subject in (BOUNDARY, PRE_NORMED, MAPS)),
+    *drawn({(37, 4, 257): SUBJECTS, (5, 3, 160): (BOUNDARY_NORMED, MAPS)}, gamma=False),
+    *drawn({(1, 4, 96): (BOUNDARY_NORMED, PRE, HEAD), (64, 4, 640): (BOUNDARY, PRE_NORMED)}),
+    *drawn({(7, 1, 48): (BOUNDARY, PRE_NORMED), (33, 2, 1000): (BOUNDARY_NORMED, HEAD)}),
+    *drawn({(2, 4, 1): (BOUNDARY, PRE_NORMED, MAPS)}),
 ]
-LARGE = [
-    *((BOUNDARY_NORMED, T, 4, 4096) for T in (1, 3, 16, 37, 64)),
-    *((BOUNDARY_NORMED, T, 4, 7168) for T in (1, 3, 16, 32)),
-    *((BOUNDARY_NORMED, T, 4, 2560) for T in (2, 13)),
-    (BOUNDARY_NORMED, 16, 4, 8192),
-    (BOUNDARY_NORMED, 16, 3, 4096),
-    (BOUNDARY_NORMED, 9, 2, 1280),
-    (BOUNDARY_NORMED, 64, 1, 2048),
-    *((subject, 16, 4, 5003) for subject in SUBJECTS),
-    *((subject, T, 4, 4096) for subject in SUBJECTS if subject is not BOUNDARY_NORMED for T in (1, 16)),
-    *((subject, 32, 4, 7168) for subject in SUBJECTS if subject is not BOUNDARY_NORMED),
-]
-
-
-def name_of(value):
-    return value.name if isinstance(value, cases.Subject) else None
-
-
-@pytest.fixture
-def several(monkeypatch):
-    """Calls a function while few tokens are taken as many are: by several launches."""
-
-    def launched(function, *arguments):
-        call.forget()
-        with monkeypatch.context() as patch:
-            patch.setattr(configs, "few", lambda *_: None)
-            result = function(*arguments)
-        call.forget()
-        return result
-
-    return launched
+OF_ONE = [(3, 4, 4096), (37, 4, 4096), (64, 4, 4096), (64, 1, 2048), (9, 2, 1280), (1, 4, 7168), (3, 4, 7168)]
+OF_ONE += [(16, 4, 7168), (16, 4, 8192), (16, 3, 4096), (2, 4, 2560), (13, 4, 2560)]
+LARGE = drawn(dict.fromkeys(OF_ONE, (BOUNDARY_NORMED,)))
+LARGE += drawn(dict.fromkeys([(1, 4, 4096), (16, 4, 4096), (32, 4, 7168), (16, 4, 5003)], SUBJECTS))
 
 
 def outputs(subject, tensors):
@@ -79,32 +55,29 @@ def is_taken(x):
     return few_tokens.chosen(x, x.numel() // x.shape[-1] // x.shape[-2], configs.maps(x.shape[-2])) is not None
 
 
-def assert_bits_of_several_launches(subject, T, n, D, gamma, device, several):
-    tensors = cases.Case(subject, (T,), n, D, bf16, gamma=gamma).inputs(device)
+def assert_bits_of_several_launches(case, tensors, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(configs, "few", lambda *_: None)
+        expected = outputs(case.subject, tensors)
+    call.forget()
+    for _ in range(3 if tensors["x"].is_cuda else 2):  # the second call finds tickets set back, and is replayed
+        assert_equal(outputs(case.subject, tensors), expected)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_bits_of_several_launches(case, kernel_device, monkeypatch, poisoned):
+    tensors = case.inputs(kernel_device)
     assert is_taken(tensors["x"])
-    expected = several(outputs, subject, tensors)
-    for _ in range(3 if device == "cuda" else 2):  # the second call finds tickets set back, and is replayed
-        assert_equal(outputs(subject, tensors), expected)
-
-
-@pytest.mark.parametrize(("subject", "T", "n", "D", "gamma"), SMALL, ids=name_of)
-def test_bits_of_several_launches(subject, T, n, D, gamma, kernel_device, several, poisoned):
-    assert_bits_of_several_launches(subject, T, n, D, gamma, kernel_device, several)
+    assert_bits_of_several_launches(case, tensors, monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("subject", "T", "n", "D"), LARGE, ids=name_of)
-def test_bits_on_a_gpu(subject, T, n, D, several, poisoned):
-    if not is_taken(torch.empty(T, n, D, dtype=bf16, device="cuda")):
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_bits_on_a_gpu(case, monkeypatch, poisoned):
+    tensors = case.inputs("cuda")
+    if not is_taken(tensors["x"]):
         pytest.skip("this GPU takes several launches")
-    assert_bits_of_several_launches(subject, T, n, D, True, "cuda", several)
-
-
-def test_tickets_are_set_back(kernel_device):
-    outputs(BOUNDARY, cases.Case(BOUNDARY, (37,), 4, 257, bf16).inputs(kernel_device))
-    if kernel_device == "cuda":
-        torch.cuda.synchronize()
-    assert tickets._of_streams and not any(counts.any() for counts in tickets._of_streams.values())
+    assert_bits_of_several_launches(case, tensors, monkeypatch)
 
 
 @pytest.mark.interpreted
@@ -152,14 +125,12 @@ def gpu(monkeypatch):
     found = Gpu()
     monkeypatch.setattr(private, "is_capturing", lambda: found.capturing)
     monkeypatch.setattr(private, "capturing_graph", lambda: found.graph)
-    monkeypatch.setattr(tickets, "RESERVED", 8)
     monkeypatch.setattr(tickets.torch, "zeros", found.zeros)
     monkeypatch.setattr(torch.cuda, "synchronize", found.waited.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: torch.Stream("cpu"))
-    for name, empty in {"_of_streams": {}, "_of_graphs": weakref.WeakKeyDictionary(), "_reserves": {}}.items():
-        monkeypatch.setattr(tickets, name, empty)
-    monkeypatch.setattr(tickets, "_returned", {})
-    monkeypatch.setattr(tickets, "_short", set())
+    empty = {"_of_streams": {}, "_of_graphs": weakref.WeakKeyDictionary(), "_reserves": {}, "_returned": {}}
+    for name, value in {**empty, "_short": set(), "RESERVED": 8}.items():
+        monkeypatch.setattr(tickets, name, value)
     return found
 
 
@@ -206,37 +177,29 @@ def test_a_graph_that_is_gone_gives_its_tickets_back(gpu):
         tickets.tickets(0, 7)  # a run before each capture
         graph = Graph()
         assert len(set(gpu.captured(graph))) == 1 or gpu.made[-1][1]
+        for counts in tickets._of_graphs.get(graph, {}).values():
+            assert not counts.any()
+            counts.fill_(3)  # as a replay that is interrupted leaves them
         del graph
-        gc.collect()
     kept = [shape for shape, capturing in gpu.made if not capturing]
     assert kept == [(8, tickets.SET)] * 2, "two reserves for any number of captures"
-    assert gpu.waited and len(gpu.waited) < 10
-
-
-def test_tickets_that_are_given_back_are_zero(gpu, monkeypatch):
-    monkeypatch.setattr(tickets, "RESERVED", 1)
-    graph, counts = Graph(), torch.full((tickets.SET,), 3)  # of a replay that was interrupted
-    tickets._of_graphs[graph] = {(0, 7): counts}
-    weakref.finalize(graph, tickets._give_back, tickets._of_graphs[graph])
-    del graph
-    gc.collect()
-    assert tickets._filled(0) == [counts] and not counts.any() and gpu.waited == [0]
+    assert set(gpu.waited) == {0} and len(gpu.waited) < 10
 
 
 class Pretended:
     """In place of a Triton kernel and of what is compiled of it: sees what it is started with."""
 
-    __name__, arg_names = "pretended", ["tickets_ptr", "x_ptr", "scale"]
+    __name__, arg_names = "pretended", ["tickets_ptr", "x_ptr"]
 
     def __init__(self):
         self.seen = []
 
     def __getitem__(self, grid):
-        def start(counts, x, scale, stream=None):
-            self.seen.append([v.data_ptr() if isinstance(v, torch.Tensor) else v for v in (counts, x)])
-            return self
+        return self.start
 
-        return start
+    def start(self, *given, stream=None):
+        self.seen.append([value.data_ptr() if isinstance(value, torch.Tensor) else value for value in given])
+        return self
 
 
 def test_a_replayed_call_finds_its_tickets():
@@ -244,7 +207,7 @@ def test_a_replayed_call_finds_its_tickets():
     wrapped = tickets.Ticketed(kernel)
 
     def pretend(tensors):
-        launch(wrapped, (1,), x_ptr=tensors[0], scale=2)
+        launch(wrapped, (1,), x_ptr=tensors[0])
         return [torch.empty(1)]
 
     replayed = Replay(pretend)
@@ -257,7 +220,7 @@ def test_a_replayed_call_finds_its_tickets():
 
 # Without a GPU: what is compiled
 
-COMPILED = {
+COMPILED = {  # T, n, D, with the norm
     "sm_90": [
         *((T, 4, 4096, True) for T in (1, 16, 64)),
         *((T, 4, 7168, True) for T in (1, 16, 32)),
@@ -271,59 +234,23 @@ COMPILED = {
     "sm_100": [(16, 4, 4096, True)],
     "sm_120": [(1, 4, 4096, True), (16, 4, 7168, True), (64, 4, 4096, False)],
 }
-compiled_only = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
+EVERY = [(target, *sizes) for target, there in COMPILED.items() for sizes in there]
 
 
-def compiled_for(target, monkeypatch, T, n, D, normed):
-    """What a boundary launches."""
-    with cross_compile.compiling_for(target, monkeypatch) as kernels:
-        launch_all(T, n, D, bf16, normed=normed, ops={"mhc_post_pre_fwd"})
-    return kernels
-
-
-@compiled_only
-@pytest.mark.parametrize(
-    ("target", "case"),
-    [
-        pytest.param(name, case, id="-".join(map(str, (name, *case))))
-        for name, found in COMPILED.items()
-        for case in found
-    ],
-)
-def test_no_spills(target, case, monkeypatch):
-    kernels = compiled_for(target, monkeypatch, *case)
-    assert [kernel.name for kernel in kernels] == ["mhc_few_fwd_kernel"], "one launch"
-    cross_compile.check(target, kernels)
-
-
-@compiled_only
-def test_those_who_wait_for_one_another_run_at_once(monkeypatch):
-    """A launch that is not cooperative would hang where other kernels hold a part of the GPU."""
-    for target, T, D, waits in (("sm_90", 16, 4096, True), ("sm_80", 32, 7168, False)):
-        (kernel,) = compiled_for(target, monkeypatch, T, 4, D, True)
-        assert kernel.cooperative == waits == ("ld.global.gpu.acquire" in kernel.assembly)
-
-
-@compiled_only
-def test_machine_code(monkeypatch):
-    """phi is on its way before anything waits; the product is one of the projection's; stores come before the ticket,
-    with a barrier for all threads between them; no floats are added in memory."""
-    (kernel,) = compiled_for("sm_90", monkeypatch, 16, 4, 4096, True)
-    ptx = kernel.assembly
-    first_wait = ptx.index("cp.async.wait_group")
-    assert ptx[:first_wait].count("cp.async.cg.shared.global [") >= 4 * 3, "four streams of 24 maps, 8 rows at a time"
-    assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in ptx
-    atomics = re.findall(r"\b(?:atom|red|ld\.global\.gpu)\.\S+", ptx)
-    ticket, waiting, second = (
-        "atom.global.gpu.acq_rel.add.u32",
-        "ld.global.gpu.acquire.b32",
-        "atom.global.gpu.relaxed.add.u32",
-    )
-    assert atomics == [ticket, waiting, second], "drawn after the stores, looked at, drawn after the wait"
-    before, after = ptx.split(ticket)
-    assert "st.global" not in before[before.rindex("bar.sync") :]
-    _, after = after.split(waiting)
-    assert "bar.sync" in after[: after.index("ld.global")]
+@pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(("target", "T", "n", "D", "normed"), EVERY)
+def test_no_spills(target, T, n, D, normed, monkeypatch):
+    """A boundary is one launch. In its machine code phi is on its way before anything waits; the product is one of the
+    projection's."""
+    launched = {"T": T, "n": n, "D": D, "dtype": bf16, "normed": normed, "ops": {"mhc_post_pre_fwd"}}
+    (kernel,) = compiled(target, monkeypatch, launched)
+    assert kernel.name == "mhc_few_fwd_kernel"
+    assert kernel.cooperative == configs.few(n, D, T, GPUS[target]).together
+    if (target, T, n, D) == ("sm_90", 16, 4, 4096):
+        before = kernel.assembly[: kernel.assembly.index("cp.async.wait_group")]
+        assert before.count("cp.async.cg.shared.global [") >= 4 * 3, "four streams of 24 maps, 8 rows at a time"
+        assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in kernel.assembly
+        assert kernel.cooperative
 
 
 # On a GPU

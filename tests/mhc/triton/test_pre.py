@@ -22,14 +22,13 @@ def test_spreading_slices_over_programs_changes_no_bits(kernel_device, monkeypat
     """Programs that walk groups, or take a bundle or a slice each, as on devices of 1, 8 and 1000 multiprocessors."""
     tensors = Case((70,), 4, 2100, bf16).inputs(kernel_device)
     here, results, pieces = device.of(tensors["x"].device), [], set()
+    tile = configs.project(24, 2100, False, here)
     for processors in (1, 8, 1000):
         described = replace(here, processors=processors)
         monkeypatch.setattr(device, "of", lambda _, described=described: described)
         call.forget()
         results.append(mhc_ops.mhc_forward_pre(**tensors, outflag=True, backend="triton"))
-        project = configs.project(24, 2100, False, here)
-        token_blocks = cdiv(70, project.block_t)
-        pieces.add(configs.split_k(4, 2100, project.block_d, token_blocks, processors).pieces)
+        pieces.add(configs.split_k(4, 2100, tile.block_d, cdiv(70, tile.block_t), processors).pieces)
     assert len(pieces) == 3, "all ways were taken"
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 

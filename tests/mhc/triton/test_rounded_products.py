@@ -12,7 +12,8 @@ import cross_compile
 import triton
 import triton.language as tl
 from config_domain import GPUS
-from mhc_launches import launch_all
+from mhc_kernels import bf16, fp32
+from mhc_launches import compiled
 
 from mhc_ops.mhc.triton import exact_products
 
@@ -20,10 +21,7 @@ pytestmark = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles n
 
 READERS = {"phi_parts_kernel", "mhc_pre_project_kernel", "mhc_few_fwd_kernel", "mhc_pre_sums_kernel"}  # of gamma
 FORWARD = READERS - {"mhc_pre_sums_kernel"}  # which also adds up products with gamma, for dgamma
-QUICK, THOROUGH = ("sm_90", "gfx942"), ("sm_80", "sm_100", "sm_120", "gfx950")
-by_target = pytest.mark.parametrize(
-    "target", [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
-)
+by_target = pytest.mark.parametrize("target", ["sm_90", "gfx942", "sm_80", "sm_100", "sm_120", "gfx950"])
 # .rn forbids ptxas to contract; what stands between these marks is not LLVM's to change.
 ROUNDED = {"cuda": r"\bmul\.rn\.f32\b", "hip": r"ASMSTART\s+v_mul_f32\b.*\s+;;#ASMEND"}
 PLAIN = {"cuda": r"\b(?:fma\.rn|mul)\.f32\b", "hip": r"\bv_(?:pk_)?(?:fma|fmac|mac|mad|mul)_f32"}
@@ -52,25 +50,23 @@ def plain_products(ttir, pointer):
     return wrong
 
 
-def compiled(target, dtype, gamma, monkeypatch, kernels=READERS):
-    """Every kernel of pre, forward and backward, that reads gamma where it is given."""
-    cross_compile.skip_if_too_old(target)
-    with cross_compile.compiling_for(target, monkeypatch, kernels) as found:
-        launch_all(8192, 4, 4096, dtype, gamma=gamma, ops={"mhc_pre_fwd", "mhc_pre_bwd"})
-    return list({kernel.key: kernel for kernel in found}.values())
+def of_pre(target, monkeypatch, kernels, dtype=bf16, gamma=True):
+    """What pre launches, forward and backward."""
+    launch = {"T": 8192, "n": 4, "D": 4096, "dtype": dtype, "gamma": gamma, "ops": {"mhc_pre_fwd", "mhc_pre_bwd"}}
+    return compiled(target, monkeypatch, launch, kernels=kernels)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
 @by_target
 def test_products_of_gamma_are_rounded(target, dtype, monkeypatch):
-    kind, kernels = GPUS[target].kind, compiled(target, dtype, True, monkeypatch)
+    kind = GPUS[target].kind
+    kernels = of_pre(target, monkeypatch, READERS, dtype)
     reading = [kernel for kernel in kernels if len(re.findall(r"%gamma_ptr\b", kernel.ttir)) > 1]
-    elsewhere = {"mhc_few_fwd_kernel"} if kind == "hip" or dtype == torch.float32 else set()
+    elsewhere = {"mhc_few_fwd_kernel"} if kind == "hip" or dtype == fp32 else set()
     assert {kernel.name for kernel in reading} == READERS - elsewhere
-    cross_compile.check(target, kernels)
     for kernel in reading:
         assert plain_products(kernel.ttir, "%gamma_ptr") == [], kernel.name
-        if kernel.name in FORWARD or dtype == torch.bfloat16:  # in one part nothing is cut after the forward
+        if kernel.name in FORWARD or dtype == bf16:  # in one part nothing is cut after the forward
             assert re.search(ROUNDED[kind], kernel.assembly), f"{kernel.name} has no rounded product"
 
 
@@ -79,7 +75,7 @@ def test_gamma_brings_no_other_products(target, monkeypatch):
     """With gamma as many products, fused and not, as without; the rounded ones come on top."""
     kind, counted = GPUS[target].kind, []
     for gamma in (True, False):
-        kernels = compiled(target, torch.bfloat16, gamma, monkeypatch, FORWARD)
+        kernels = of_pre(target, monkeypatch, FORWARD, gamma=gamma)
         of_others = [(kernel.name, re.sub(ROUNDED[kind], "", kernel.assembly)) for kernel in kernels]
         counted.append([(name, len(re.findall(PLAIN[kind], assembly))) for name, assembly in of_others])
     for (name, with_gamma), (same_name, without) in zip(*counted, strict=True):
@@ -98,7 +94,7 @@ def plain_kernel(phi_ptr, gamma_ptr, out_ptr):
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_a_plain_product_is_found(target, monkeypatch):
     with cross_compile.compiling_for(target, monkeypatch) as kernels:
-        phi, out = torch.empty(128, device="meta"), torch.empty(128, dtype=torch.bfloat16, device="meta")
+        phi, out = torch.empty(128, device="meta"), torch.empty(128, dtype=bf16, device="meta")
         plain_kernel[(1,)](phi, phi, out)
     assert len(plain_products(kernels[0].ttir, "%gamma_ptr")) == 2
     assert not re.search(ROUNDED[GPUS[target].kind], kernels[0].assembly)
