@@ -13,17 +13,11 @@ def sigmoid(z):
 
 def doubly_stochastic(z, iters=20, eps=1e-6):
     """Rows over j, columns over i."""
-    n = len(z)
-    e = [[torch.exp(z[i][j]) for j in range(n)] for i in range(n)]
-    c = [[e[i][j] / sum(e[i]) + eps for j in range(n)] for i in range(n)]
-    for half_step in range(2 * iters - 1):
-        if half_step % 2 == 0:
-            sums = [sum(c[i][j] for i in range(n)) + eps for j in range(n)]
-            c = [[c[i][j] / sums[j] for j in range(n)] for i in range(n)]
-        else:
-            sums = [sum(c[i]) + eps for i in range(n)]
-            c = [[c[i][j] / sums[i] for j in range(n)] for i in range(n)]
-    return c
+    exps = [[torch.exp(entry) for entry in row] for row in z]
+    c = [[e / sum(row) + eps for e in row] for row in exps]
+    for _ in range(2 * iters - 1):  # columns first, then rows and columns in turn
+        c = [[entry / (sum(column) + eps) for entry in column] for column in zip(*c)]
+    return [list(row) for row in zip(*c)]
 
 
 def one_hot(x):
@@ -32,17 +26,15 @@ def one_hot(x):
     return [one if i == 0 else 0 * one for i in range(len(x))]
 
 
-def logits(x, rows, phi, alpha, bias, gamma, norm_eps):
-    """z of all rows of phi: pre (n), post (n) and, where there are more, res"""
+def logits(x, phi, alpha, bias, gamma, norm_eps):
+    """z of all rows: pre (n), post (n) and, where there are more, res"""
     n, D = len(x), x[0].shape[-1]
     squares = sum((stream * stream).sum(-1, keepdim=True) for stream in x)
     inv_rms = 1 / (squares / (n * D) + norm_eps).sqrt()
+    scaled = x if gamma is None else [stream * own for stream, own in zip(x, gamma)]
     z = []
-    for m in range(rows):
-        h_mix = 0
-        for i in range(n):
-            scaled = x[i] if gamma is None else x[i] * gamma[i]
-            h_mix = h_mix + (phi[m, i * D : (i + 1) * D] * scaled).sum(-1, keepdim=True)
+    for m in range(len(bias)):
+        h_mix = sum((phi[m, i * D : (i + 1) * D] * scaled[i]).sum(-1, keepdim=True) for i in range(n))
         section = 0 if m < n else 1 if m < 2 * n else 2
         z.append(alpha[section] * h_mix * inv_rms + bias[m])
     return z
@@ -55,12 +47,10 @@ DEFAULTS = {"norm_eps": 1e-6, "hc_eps": 1e-6, "post_mult": 2.0, "post_eps": 0.0,
 def maps(x, phi, alpha, bias, gamma=None, **given):
     """h_pre [n], h_post [n], h_res [n][n], which is None for the identity"""
     n, options = len(x), DEFAULTS | given
-    residual = options["residual"]
-    rows = 2 * n if residual == "identity" else 2 * n + n * n
-    z = logits(x, rows, phi, alpha, bias, gamma, options["norm_eps"])
+    z = logits(x, phi, alpha, bias, gamma, options["norm_eps"])
     h_pre = [sigmoid(z[i]) + options["hc_eps"] for i in range(n)]
     h_post = [options["post_mult"] * sigmoid(z[n + j]) + options["post_eps"] for j in range(n)]
-    if residual == "identity":
+    if options["residual"] == "identity":
         return h_pre, h_post, None
     z_res = [[z[2 * n + i * n + j] for j in range(n)] for i in range(n)]
     return h_pre, h_post, doubly_stochastic(z_res, options["sinkhorn_iters"], options["sinkhorn_eps"])
@@ -79,16 +69,10 @@ def read(x, p, weight=None, layer_norm_eps=1e-6, scaled=None):
 
 
 def write(x, h_out, h_post, h_res, transposed=False):
-    n, x_next = len(x), []
-    for j in range(n):
-        if h_res is None:
-            kept = x[j]
-        elif transposed:
-            kept = sum(h_res[j][i] * x[i] for i in range(n))
-        else:
-            kept = sum(h_res[i][j] * x[i] for i in range(n))
-        x_next.append(kept + h_post[j] * h_out)
-    return x_next
+    if h_res is not None:
+        of_new = h_res if transposed else zip(*h_res)
+        x = [sum(weight * stream for weight, stream in zip(weights, x)) for weights in of_new]
+    return [kept + weight * h_out for kept, weight in zip(x, h_post)]
 
 
 def stack(x, layers, parameters, options, p=None, shifted=False, scaled=None):

@@ -46,10 +46,8 @@ def exact(out, leaves, scaled=(), dtypes=None):
 
 def assert_close(results, expected):
     truths = [e if isinstance(e, accuracy.Exact) else e.double() for e in expected]
-    wrong = [
-        i for i, (result, truth) in enumerate(zip(results, truths, strict=True)) if not accuracy.close(result, truth)
-    ]
-    assert wrong == []
+    pairs = enumerate(zip(results, truths, strict=True))
+    assert [number for number, (result, truth) in pairs if not accuracy.close(result, truth)] == []
 
 
 def assert_equal(results, expected):

@@ -7,22 +7,15 @@ from stack_results import PLACES
 TILELANG = pytest.param(("tilelang", "cuda"), marks=pytest.mark.gpu, id="tilelang")
 
 
-@pytest.fixture(params=PLACES)
-def place(request):
-    """The reference, or Triton's kernels."""
-    needs(request.param[0])
-    return request.param
+def one_of(*places):
+    @pytest.fixture(params=places)
+    def there(request):
+        needs(request.param[0])
+        return request.param
+
+    return there
 
 
-@pytest.fixture(params=[*PLACES[1:], TILELANG])
-def kernels(request):
-    """Kernels of either backend."""
-    needs(request.param[0])
-    return request.param
-
-
-@pytest.fixture(params=[*PLACES, TILELANG])
-def anywhere(request):
-    """The reference, or kernels of either backend."""
-    needs(request.param[0])
-    return request.param
+place = one_of(*PLACES)  # the reference, or Triton's kernels
+kernels = one_of(*PLACES[1:], TILELANG)  # of either backend
+anywhere = one_of(*PLACES, TILELANG)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from stack_results import assert_close, assert_equal
 
 from mhc_ops import (
     MHCBackwardTileLang,
-    MHCBlock,
     MHCForwardPreTileLang,
     mhc_backward_manual,
     mhc_backward_tilelang,
@@ -15,7 +15,6 @@ from mhc_ops import (
     mhc_forward_pre_triton,
     mhc_forward_pre_triton_optimized,
 )
-from mhc_ops.testing import accuracy
 
 B, S, n, D = 2, 128, 4, 256
 M = n * n + 2 * n
@@ -24,60 +23,48 @@ M = n * n + 2 * n
 @pytest.fixture
 def tensors():
     torch.manual_seed(0)
-    x = torch.randn(B, S, n, D, dtype=torch.bfloat16)
-    phi = torch.randn(M, n * D)
-    alpha = torch.tensor([1.1, 0.9, 1.05])
-    bias = torch.randn(M) * 0.1
-    return x, phi, alpha, bias
+    x, phi = torch.randn(B, S, n, D, dtype=torch.bfloat16), torch.randn(M, n * D)
+    return x, phi, torch.tensor([1.1, 0.9, 1.05]), torch.randn(M) * 0.1
 
 
-def test_forward(tensors):
-    outputs = mhc_forward_pre(*tensors, outflag=True)
+def check(backward, forward, x, *parameters):
+    outputs = h_in, h_post, h_res, inv_rms, h_mix, h_pre = forward(x, *parameters, outflag=True)
     shapes = [(B, S, D), (B, S, n), (B, S, n, n), (B, S), (B, S, M), (B, S, n)]
     assert [output.shape for output in outputs] == shapes
     assert [output.dtype for output in outputs[:3]] == [torch.bfloat16, torch.float32, torch.float32]
-    assert len(mhc_forward_pre(*tensors)) == 3
-
-
-def check_backward(backward, forward, x, phi, alpha, bias):
-    h_in, h_post, h_res, inv_rms, h_mix, h_pre = forward(x, phi, alpha, bias, outflag=True)
-    dh_in, dh_post, dh_res = (torch.ones_like(t) for t in (h_in, h_post, h_res))
-    gamma = torch.ones(n, D, device=x.device)
-    gradients = backward(x, phi, alpha, bias, inv_rms, h_mix, h_pre, h_post, dh_in, dh_post, dh_res, gamma)
-    shapes = [tuple(gradient.shape) for gradient in gradients]
-    assert shapes == [(B, S, n, D), (M, n * D), (3,), (M,), (n, D)]
+    assert len(forward(x, *parameters)) == 3
+    cotangents, gamma = (torch.ones_like(t) for t in (h_in, h_post, h_res)), torch.ones(n, D, device=x.device)
+    gradients = backward(x, *parameters, inv_rms, h_mix, h_pre, h_post, *cotangents, gamma)
+    assert [tuple(gradient.shape) for gradient in gradients] == [(B, S, n, D), (M, n * D), (3,), (M,), (n, D)]
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_backward_manual(tensors):
-    check_backward(mhc_backward_manual, mhc_forward_pre, *tensors)
+def test_reference(tensors):
+    check(mhc_backward_manual, mhc_forward_pre, *tensors)
 
 
 def test_triton(tensors, kernel_device):
-    x, phi, alpha, bias = (tensor.to(kernel_device) for tensor in tensors)
+    x, *parameters = (tensor.to(kernel_device) for tensor in tensors)
     with torch.no_grad():
-        small = mhc_forward_pre_triton(x, phi, alpha, bias)
-        large = mhc_forward_pre_triton_optimized(x, phi, alpha, bias)
-    assert all(torch.equal(one, other) for one, other in zip(small, large))
-    check_backward(mhc_backward_triton, mhc_forward_pre_triton, x, phi, alpha, bias)
+        results = [forward(x, *parameters) for forward in (mhc_forward_pre_triton, mhc_forward_pre_triton_optimized)]
+    assert_equal(*results)
+    check(mhc_backward_triton, mhc_forward_pre_triton, x, *parameters)
 
 
 @pytest.mark.gpu
 def test_tilelang(tensors):
     """The guide's "cross-platform" snippet, and the rest of its TileLang names."""
     pytest.importorskip("tilelang")
-    x, phi, alpha, bias = (tensor.cuda() for tensor in tensors)
+    x, *parameters = (tensor.cuda() for tensor in tensors)
     op = MHCForwardPreTileLang(B, S, n, D)
-    results = op(x, phi, alpha, bias)
-    expected = mhc_forward_pre(x, phi, alpha, bias, backend="reference")
-    assert all(accuracy.close(result, e.double()) for result, e in zip(results[1:], expected[1:]))
-    assert all(torch.equal(r, e) for r, e in zip(results, mhc_forward_pre_tilelang(x, phi, alpha, bias)))
-    check_backward(MHCBackwardTileLang(B, S, n, D), mhc_forward_pre_tilelang, x, phi, alpha, bias)
-    check_backward(mhc_backward_tilelang, op, x, phi, alpha, bias)
-    with pytest.raises(
-        ValueError, match=r"^MHCForwardPreTileLang: x must be \[2, 128, 4, 256\], got \[1, 128, 4, 256\]$"
-    ):
-        op(x[:1], phi, alpha, bias)
+    results = op(x, *parameters)
+    assert_close(results[1:], mhc_forward_pre(x, *parameters, backend="reference")[1:])
+    assert_equal(results, mhc_forward_pre_tilelang(x, *parameters))
+    check(MHCBackwardTileLang(B, S, n, D), mhc_forward_pre_tilelang, x, *parameters)
+    check(mhc_backward_tilelang, op, x, *parameters)
+    message = r"^MHCForwardPreTileLang: x must be \[2, 128, 4, 256\], got \[1, 128, 4, 256\]$"
+    with pytest.raises(ValueError, match=message):
+        op(x[:1], *parameters)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
@@ -85,12 +72,3 @@ def test_tilelang_without_a_gpu(tensors):
     for call in (lambda: MHCForwardPreTileLang(B, S, n, D), lambda: mhc_forward_pre_tilelang(*tensors)):
         with pytest.raises(RuntimeError, match=r"^mhc_forward_pre: backend 'tilelang' cannot run here: "):
             call()
-
-
-def test_block_and_training_loop(tensors):
-    block = MHCBlock(n=4, D=256)
-    optimizer = torch.optim.SGD(block.parameters(), lr=1e-3)
-    h_in, h_post, h_res = block(tensors[0])
-    (h_in.float().sum() + h_post.sum() + h_res.sum()).backward()
-    optimizer.step()
-    assert all(parameter.grad is not None for parameter in block.parameters())

@@ -1,9 +1,12 @@
 """Where hooks go in a HyperStack, and what they see there, beside an nn.Sequential of the same connections."""
 
+from functools import partial
+
 import pytest
 import torch
 from networks import connections, step, streams
-from stack_results import assert_equal
+from stack_results import assert_close, assert_equal
+from sublayers import both_forms
 from torch import nn
 
 from mhc_ops import HyperStack
@@ -12,39 +15,35 @@ from mhc_ops import HyperStack
 def seen_by(modules, run):
     """What each kind of hook on each of these modules sees, in the order of the calls"""
     seen, handles = [], []
+
+    def note(number, module, *given):
+        seen.append((number, *(each for part in given for each in (part if isinstance(part, tuple) else (part,)))))
+
     for number, module in enumerate(modules):
-
-        def note(*tensors, number=number):
-            seen.append(
-                (number, *(each for given in tensors for each in (given if isinstance(given, tuple) else (given,))))
-            )
-
-        handles += [
-            module.register_forward_pre_hook(lambda module, inputs, note=note: note(inputs)),
-            module.register_forward_hook(lambda module, inputs, output, note=note: note(inputs, output)),
-            module.register_full_backward_pre_hook(lambda module, doutputs, note=note: note(doutputs)),
-            module.register_full_backward_hook(lambda module, dinputs, doutputs, note=note: note(dinputs, doutputs)),
-        ]
+        for register in (
+            module.register_forward_pre_hook,
+            module.register_forward_hook,
+            module.register_full_backward_pre_hook,
+            module.register_full_backward_hook,
+        ):
+            handles.append(register(partial(note, number)))
     results = run()
     for handle in handles:
         handle.remove()
     return seen, results
 
 
-def assert_same_calls(found, expected):
-    assert [call[0] for call in found] == [call[0] for call in expected]
-    for one, other in zip(found, expected):
-        assert_equal(one[1:], other[1:])
-
-
-@pytest.mark.parametrize("recompute", [0, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("recompute", [0, 2])
 def test_on_the_layers_they_see_what_they_do_in_a_sequential(recompute, place):
-    made, x = connections(place, 2), streams(place)
+    """Also the number of calls: recompute does not run layers again."""
+    made, x = connections(place), streams(place)
     layers = [connection.layer for connection in made]
     found, results = seen_by(layers, lambda: step(HyperStack(*made, recompute=recompute), x))
     expected, of_sequential = seen_by(layers, lambda: step(nn.Sequential(*made), x))
     assert len(found) == 4 * len(made)
-    assert_same_calls(found, expected)
+    for (number, *tensors), (expected_number, *expected_tensors) in zip(found, expected, strict=True):
+        assert number == expected_number
+        assert_equal(tensors, expected_tensors)
     assert_equal(results, of_sequential)
 
 
@@ -59,21 +58,49 @@ def test_on_the_connections_of_a_sequential_of_the_stack(place):
     assert torch.equal(seen[-1][1], dx)
 
 
-def test_backward_hooks_on_the_connections(place):
-    """They run, and see the gradient of h_out; results keep their bits."""
-    made, x = connections(place, 2), streams(place)
-    of_layers, expected = [], step(HyperStack(*made), x)
-    for connection in made:
+@both_forms
+def test_on_the_connections_they_see_the_carry(shifted, place):
+    """x as the connection read it, and in the backward the gradient of h_out. Results keep their bits."""
+    stack, x = HyperStack(*connections(place), shifted=shifted), streams(place)
+    expected, ends = step(stack, x), [stack[:count](x) for count in (1, 2)]
+    between = [x, *(end[0] if shifted else end for end in ends)]
+    before, after, of_connections, of_layers = [], [], [], []
+    for connection in stack:
+        connection.register_forward_pre_hook(lambda module, inputs: before.append(inputs[0]))
+        connection.register_forward_hook(lambda module, inputs, carry: after.append(carry))
+        connection.register_full_backward_pre_hook(lambda module, doutputs: of_connections.append(doutputs[1]))
+        connection.register_full_backward_hook(lambda module, dinputs, doutputs: of_connections.append(doutputs[1]))
         connection.layer.register_full_backward_hook(lambda module, dinputs, doutputs: of_layers.append(doutputs[0]))
-        connection.register_full_backward_pre_hook(lambda module, doutputs: of_layers.append(doutputs[1]))
-    assert_equal(step(HyperStack(*made), x), expected)
-    assert_equal(of_layers[::2], of_layers[1::2])
+    assert_equal(step(stack, x), expected)
+    assert_equal([carry.x for carry in after], between)
+    assert_equal([carry.x for carry in before], [x, *between[:2]])
+    assert [carry.carry.read is not None for carry in after] == [shifted] * 3
+    assert_equal(of_connections[::2], of_layers)
 
 
-def test_a_hook_that_takes_a_carry_for_a_tensor():
-    stack = HyperStack(*connections(("reference", "cpu")))
-    stack[1].register_forward_hook(lambda module, inputs, output: output.norm())
-    with pytest.raises(
-        AttributeError, match=r"^a carry of a HyperStack has no norm; hooks that take tensors go on the"
-    ):
-        stack(streams(("reference", "cpu")))
+def test_a_loss_on_x_between(place):
+    """What a hook makes of carry.x has its gradient. Connection 2 gets the x that connection 1 read, and its h_out."""
+
+    def with_loss(network, number):
+        losses = []
+        network[number].register_forward_pre_hook(
+            lambda module, inputs: losses.append(getattr(inputs[0], "x", inputs[0]).square().sum())
+        )
+        return torch.autograd.grad(network(x).sum() + losses[0], [x, *network[0].parameters()])
+
+    x = streams(place)
+    of_stack = with_loss(HyperStack(*connections(place)), 2)
+    assert_close(of_stack, with_loss(nn.Sequential(*connections(place)), 1))
+
+
+def test_recompute_and_a_hook_that_replaces_x(place):
+    """The x of the hook is kept, as nothing says how to make it again."""
+
+    def gradients_with(recompute):
+        stack, x = HyperStack(*connections(place, 4), recompute=recompute), streams(place)
+        stack[1].register_forward_hook(
+            lambda module, inputs, carry: carry._replace(carry=carry.carry._replace(x=carry.x * 2, link=None))
+        )
+        return step(stack, x)
+
+    assert_equal(gradients_with(3), gradients_with(0))

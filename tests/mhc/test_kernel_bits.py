@@ -39,7 +39,7 @@ def test_token_is_the_same_in_a_batch_that_fills_the_device(subject, backend):
 
 
 # Sizes of any op, and further ones of a boundary: its own kernel, and few tokens in one launch.
-AGAIN = [(4096, 4, 2560, bf16), (1500, 5, 512, fp16), (4096, 4, 256, fp32), (4096, 3, 257, bf16)]
+AGAIN = [(50, 4, 200, bf16), (4096, 4, 2560, bf16), (1500, 5, 512, fp16), (4096, 4, 256, fp32), (4096, 3, 257, bf16)]
 OF_BOUNDARIES = [
     (T, 4, D, bf16) for T, D in ((8192, 4096), (3000, 7168), (16384, 1280), (1, 4096), (16, 7168), (64, 4096))
 ]

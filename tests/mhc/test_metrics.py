@@ -1,62 +1,55 @@
 """metrics: what it says is true, and the model does not notice."""
 
 from contextlib import nullcontext
+from functools import partial
 
+import networks
 import pytest
 import stack_oracle as oracle
 import torch
-from mhc_kernels import needs
+from mhc_kernels import fp32, needs
+from networks import DEPTH, D, N, streams
 from stack_results import assert_equal
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mhc_ops
-from mhc_ops import HyperConnection, HyperStack
+from mhc_ops import HyperStack
 from mhc_ops.core import private
 
-N, D, DEPTH = 3, 6, 3
+CPU, CUDA = ("reference", "cpu"), ("triton", "cuda")
 PARAMETERS = ("phi", "alpha", "bias")
-NAMES = {
-    *(f"h_res_{what}" for what in ("row_error", "column_error", "entropy", "max")),
-    *(f"h_{which}_{what}" for which in ("pre", "post") for what in ("mean", "min", "max")),
-    *(f"saturated_{which}" for which in ("pre", "post", "res")),
-    *(f"d{which}_norm" for which in PARAMETERS),
-}
 OPTIONS = {
-    "sinkhorn": {},
-    "transposed": {"transposed": True, "sinkhorn_iters": 2, "post_mult": 1.5, "norm_eps": 0.1},
+    "sinkhorn": {"sinkhorn_iters": 20},
+    "transposed": {"transposed": True, "post_mult": 1.5, "norm_eps": 0.1},
     "identity": {"residual": "identity", "post_eps": 0.01, "hc_eps": 0.01},
 }
 
 
-class Layer(nn.Linear):
-    def forward(self, x):
-        return torch.tanh(super().forward(x))
-
-
-def connections(residual="sinkhorn", place=("reference", "cpu"), dtype=torch.float32, depth=DEPTH, **further):
+def connections(residual="sinkhorn", place=CPU, dtype=fp32, depth=DEPTH, **further):
     """The same each time; logits to both sides of 6, and rows of h_res that do not sum to 1."""
-    torch.manual_seed(0)
-    options = {"gamma": True, "layer_norm": True, "backend": place[0], **OPTIONS[residual], **further}
-    made = [HyperConnection(Layer(D, D, dtype=dtype), N, D, dtype=dtype, **options) for _ in range(depth)]
+    options = {"gamma": True, "layer_norm": True, **OPTIONS[residual], **further}
+    made = networks.connections(place, depth, lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh()), **options)
     with torch.no_grad():
         for connection in made:
-            for parameter in connection.parameters(recurse=False):
+            connection.to("cpu", dtype)
+            for parameter in list(connection.parameters(recurse=False))[1:]:  # phi is random
                 parameter.add_(torch.randn(parameter.shape, dtype=dtype))
+            connection.alpha.mul_(3)
             connection.bias.mul_(2.5)
     return [connection.to(place[1]) for connection in made]
 
 
-def batches(dtype=torch.float32, device="cpu"):
+def batches(place=CPU, dtype=fp32):
     """Two passes, with different numbers of tokens."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(*outer, N, D, generator=generator).to(device, dtype) for outer in ((2, 3), (4,))]
+    first, second = streams(place, dtype, (10,)).detach().split([6, 4])
+    return [first.unflatten(0, (2, 3)), second]
 
 
-def run(model, xs, call=None):
+def run(model, xs):
     """Outputs and gradients of a step with gradient accumulation."""
-    outputs = [(call or model)(x) for x in xs]
+    outputs = [model(x) for x in xs]
     for output in outputs:
         output.float().square().sum().backward()
     return [*outputs, *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -68,58 +61,50 @@ def seen(model, xs):
     return health.result()
 
 
+def assert_unnoticed(made, xs):
+    """made: makes the same model in each call. Returns the numbers."""
+    alone, model = run(made(), xs), made()
+    with mhc_ops.metrics(model) as health:
+        assert_equal(run(model, xs), alone)
+    return health.result()
+
+
+@pytest.fixture
+def stack():
+    return HyperStack(*connections())
+
+
 # Against the equations in fp64.
 
 
 def expected(made, xs, shifted):
-    """All but the norms of gradients."""
-    seen, composites = [{"z": [], "pre": [], "post": [], "res": []} for _ in made], []
-    for x in xs:
-        x = list(x.flatten(0, -3).unbind(1))
-        read, composite = oracle.one_hot(x), torch.eye(N, dtype=torch.float64)
-        for connection, of_one in zip(made, seen):
-            own = {name: getattr(connection, name).detach() for name in (*PARAMETERS, "gamma")}
-            options = connection.options
-            of_one["z"].append(torch.cat(oracle.logits(x, len(own["bias"]), *own.values(), options["norm_eps"]), -1))
-            h_pre, h_post, h_res = oracle.maps(x, **own, **options)
-            of_one["pre"].append(torch.cat(h_pre, -1))
-            of_one["post"].append(torch.cat(h_post, -1))
-            if h_res is not None:
-                of_one["res"].append(torch.stack([torch.cat(row, -1) for row in h_res], 1))
-                composite = (of_one["res"][-1] if options["transposed"] else of_one["res"][-1].mT) @ composite
-            with torch.no_grad():
-                h_in = oracle.read(x, read if shifted else h_pre, connection.layer_norm_weight)
-                x = oracle.write(x, connection.layer(h_in), h_post, h_res, options["transposed"])
-            read = h_pre
-        composites.append(composite.expand(len(x[0]), N, N))
-    gains = torch.cat(composites).abs()
-    found = {"gain_forward": gains.sum(-1).amax(-1).mean(), "gain_backward": gains.sum(-2).amax(-1).mean()}
-    for number, of_one in enumerate(seen):
-        values = {name: torch.cat(tensors) for name, tensors in of_one.items() if tensors}
-        found |= {f"{number}/{name}": value for name, value in summary(**values).items()}
+    """In plain loops over all tokens; norms of the gradients that are there."""
+    x, found = torch.cat([x.flatten(0, -3) for x in xs]), {}
+    composite = torch.eye(N, dtype=torch.float64).expand(len(x), N, N)
+    options = [connection.options for connection in made]
+    layers = [torch.no_grad()(connection.layer.forward) for connection in made]
+    own = [{name: p.detach() for name, p in connection.named_parameters(recurse=False)} for connection in made]
+    for number, (connection, given) in enumerate(zip(made, options)):
+        read = oracle.stack(x, layers[:number], own[:number], options[:number], shifted=shifted)
+        read = list((read[0] if shifted else read).unbind(1))
+        of_maps = {name: own[number][name] for name in (*PARAMETERS, "gamma")}
+        z = torch.cat(oracle.logits(read, **of_maps, norm_eps=given["norm_eps"]), -1)
+        h_pre, h_post, h_res = oracle.maps(read, **of_maps, **given)
+        values = {f"d{name}_norm": getattr(connection, name).grad.norm() for name in PARAMETERS}
+        for name, begin, h in (("pre", 0, torch.cat(h_pre, -1)), ("post", N, torch.cat(h_post, -1))):
+            values |= {f"h_{name}_mean": h.mean(), f"h_{name}_min": h.min(), f"h_{name}_max": h.max()}
+            values[f"saturated_{name}"] = (z[:, begin : begin + N].abs() > 6).double().mean()
+        if h_res is not None:
+            res = torch.stack([torch.cat(row, -1) for row in h_res], 1)
+            composite = (res if given["transposed"] else res.mT) @ composite
+            values |= {"saturated_res": (z[:, 2 * N :].abs() > 6).double().mean()}
+            values |= {"h_res_row_error": (res.sum(-1) - 1).abs().max(), "h_res_max": res.max()}
+            values |= {"h_res_column_error": (res.sum(-2) - 1).abs().max()}
+            values |= {"h_res_entropy": -(res * res.log()).sum((-2, -1)).mean() / N}
+        found |= {f"{number}/{name}": value for name, value in values.items()}
+    sizes = composite.abs()
+    found |= {"gain_forward": sizes.sum(-1).amax(-1).mean(), "gain_backward": sizes.sum(-2).amax(-1).mean()}
     return {name: float(value) for name, value in found.items()}
-
-
-def summary(z, pre, post, res=None):
-    found = {}
-    for name, h in (("pre", pre), ("post", post)):
-        found |= {f"h_{name}_mean": h.mean(), f"h_{name}_min": h.min(), f"h_{name}_max": h.max()}
-    for name, rows in {"pre": z[:, :N], "post": z[:, N : 2 * N], "res": z[:, 2 * N :]}.items():
-        found |= {f"saturated_{name}": (rows.abs() > 6).double().mean()} if rows.numel() else {}
-    if res is not None:
-        found |= {"h_res_row_error": (res.sum(-1) - 1).abs().max(), "h_res_max": res.max()}
-        found |= {"h_res_column_error": (res.sum(-2) - 1).abs().max()}
-        found |= {"h_res_entropy": -(res * res.log()).sum((-2, -1)).mean() / N}
-    return found
-
-
-def norms(made):
-    """Norms of the gradients of a model that ran without metrics."""
-    return {
-        f"{number}/d{which}_norm": getattr(connection, which).grad.norm().item()
-        for number, connection in enumerate(made)
-        for which in PARAMETERS
-    }
 
 
 MODELS = {
@@ -128,26 +113,22 @@ MODELS = {
     "shifted": lambda *made: HyperStack(*made, shifted=True),
     "recompute": lambda *made: HyperStack(*made, recompute=2),
 }
-of_any_kind = pytest.mark.parametrize("kind", MODELS)
 
 
-@of_any_kind
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("residual", OPTIONS)
 def test_values(residual, kind):
-    """After two passes with accumulated gradients."""
-    model, xs = MODELS[kind](*connections(residual, dtype=torch.float64)), batches(torch.float64)
-    found = seen(model, xs)
-    unseen = MODELS[kind](*connections(residual, dtype=torch.float64))
+    """After two passes with accumulated gradients, which are those of a model that ran without metrics."""
+    made, xs = lambda: MODELS[kind](*connections(residual, dtype=torch.float64)), batches(dtype=torch.float64)
+    found, unseen = assert_unnoticed(made, xs), made()
     run(unseen, xs)
-    truth = expected(list(model), xs, kind == "shifted") | norms(unseen)
-    assert found == pytest.approx(truth, rel=1e-6, abs=1e-12)
+    assert found == pytest.approx(expected(unseen, xs, kind == "shifted"), rel=1e-6, abs=1e-12)
     for which in ("pre", "post"):
         assert any(0 < found[f"{i}/saturated_{which}"] < 1 for i in range(DEPTH))
     if residual == "identity":
         assert found["gain_forward"] == found["gain_backward"] == 1
         assert not any("res" in name for name in found)
     else:
-        assert {name.partition("/")[2] for name in found if "/" in name} == NAMES
         assert max(found["gain_forward"], found["gain_backward"]) > 1.001
         assert abs(found["gain_forward"] - found["gain_backward"]) > 1e-3  # told apart
 
@@ -155,26 +136,11 @@ def test_values(residual, kind):
 # The model does not notice.
 
 
-def assert_unnoticed(made, xs):
-    """made: makes the same model in each call. Returns the numbers."""
-    alone = run(made(), xs)
-    model = made()
-    with mhc_ops.metrics(model) as health:
-        watched = run(model, xs)
-    assert_equal(watched, alone)
-    return health.result()
-
-
-@of_any_kind
-def test_nothing_changes(kind):
-    assert_unnoticed(lambda: MODELS[kind](*connections()), batches())
-
-
 def test_nothing_changes_in_kernels(kernel_device):
     """Few iterations: the interpreter takes its time."""
     pytest.importorskip("triton")
     made = lambda *place: HyperStack(*connections(place=place, sinkhorn_iters=2), recompute=2)  # noqa: E731
-    xs = batches(device=kernel_device)[1:]
+    xs = batches(("triton", kernel_device))[1:]
     found = assert_unnoticed(lambda: made("triton", kernel_device), xs)
     assert found == pytest.approx(seen(made("reference", kernel_device), xs), rel=1e-4, abs=1e-6)
 
@@ -192,41 +158,32 @@ def test_autocast():
 
 
 @pytest.mark.parametrize("by", ["connection", "non-reentrant", "reentrant"])
-def test_a_checkpoint_counts_once(by):
+def test_a_checkpoint_counts_once(by, stack):
     """The first of two passes is run again in the backward: counted twice, it would move the means."""
-    stack = HyperStack(*connections())
-    with mhc_ops.metrics(stack) as health:
-        first, second = (x.requires_grad_() for x in batches())
-        if by == "connection":
-            for connection in stack:
-                connection.checkpoint = True
-            out = stack(first)
-            for connection in stack:
-                connection.checkpoint = False
-        else:
-            out = checkpoint(stack, first, use_reentrant=by == "reentrant")
-        out.square().sum().backward()
-        stack(second).square().sum().backward()
     expected = seen(HyperStack(*connections()), batches())
+    with mhc_ops.metrics(stack) as health:
+        for x, kind in zip(batches(), (by, "no checkpoint")):
+            for connection in stack:
+                connection.checkpoint = kind == "connection"
+            again = partial(checkpoint, stack, use_reentrant=kind == "reentrant") if "reentrant" in kind else stack
+            again(x.requires_grad_()).square().sum().backward()
     assert health.result() == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 def test_a_selective_checkpoint():
     """It keeps results of some operations, by the order in which they run, and takes them again in the backward."""
     saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.sum.dim_IntList]
+    contexts = partial(create_selective_checkpoint_contexts, saved)
 
-    def step(stack):
-        ended = lambda x: stack(x).sum(-2).square()  # noqa: E731
-        contexts = lambda: create_selective_checkpoint_contexts(saved)  # noqa: E731
-        return run(stack, batches(), lambda x: checkpoint(ended, x, use_reentrant=False, context_fn=contexts))
+    class Checkpointed(HyperStack):
+        def forward(self, x):
+            ended = lambda x: super(Checkpointed, self).forward(x).sum(-2).square()  # noqa: E731
+            return checkpoint(ended, x, use_reentrant=False, context_fn=contexts)
 
-    alone, stack = step(HyperStack(*connections())), HyperStack(*connections())
-    with mhc_ops.metrics(stack):
-        assert_equal(step(stack), alone)
+    assert_unnoticed(lambda: Checkpointed(*connections()), batches())
 
 
-def test_frozen_parameters():
-    stack = HyperStack(*connections())
+def test_frozen_parameters(stack):
     stack[0].phi.requires_grad_(False)
     stack[1].requires_grad_(False)
     found = seen(stack, batches())
@@ -235,15 +192,13 @@ def test_frozen_parameters():
 
 
 def hooks_of(model):
-    return [
-        (dict(module._forward_hooks), dict(module._forward_pre_hooks), dict(module._backward_hooks))
-        for module in model.modules()
-    ]
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return [dict(getattr(module, kind)) for module in model.modules() for kind in kinds]
 
 
-def test_nothing_stays():
+def test_nothing_stays(stack):
     """Other hooks do; nor does anything of it stay when the model fails."""
-    stack, called = HyperStack(*connections()), []
+    called = []
     stack[1].register_forward_hook(lambda *_: called.append(1))
     before = hooks_of(stack)
     seen(stack, batches())
@@ -254,30 +209,29 @@ def test_nothing_stays():
     assert hooks_of(stack) == before
 
 
-def test_parts_of_a_model():
+def test_parts_of_a_model(stack):
     """A connection alone has all numbers; the gain of all connections is that of calls of the model itself."""
-    assert seen(connections(depth=1)[0], batches()).keys() == NAMES | {"gain_forward", "gain_backward"}
-    stack, (x, y) = HyperStack(*connections()), batches()
+    alone, of_stack = (seen(model, batches()) for model in (*connections(depth=1), HyperStack(*connections(depth=1))))
+    assert alone == {name.removeprefix("0/"): value for name, value in of_stack.items()}
+    x, y = batches()
+    expected = seen(HyperStack(*connections()), [x])
     with mhc_ops.metrics(stack) as health:
-        stack[2](x)
         stack[2](y)
     assert {name.partition("/")[0] for name in health.result()} == {"2"}
     with mhc_ops.metrics(stack) as health:
         stack(x)
-        stack[2](x)
         stack[2](y)
-    gains = ("gain_forward", "gain_backward")
-    expected = seen(HyperStack(*connections()), [x])
-    assert {name: health.result()[name] for name in gains} == {name: expected[name] for name in gains}
+    for name in ("gain_forward", "gain_backward"):
+        assert health.result()[name] == expected[name]
 
 
-def test_calls_that_fail_or_have_no_tokens():
+def test_calls_that_fail_or_have_no_tokens(stack):
     """Their maps are no part of those of the next call."""
 
     def fail(layer, inputs):
         raise ArithmeticError
 
-    stack, (x, _) = HyperStack(*connections()), batches()
+    x, _ = batches()
     with mhc_ops.metrics(stack) as health:
         with stack[2].layer.register_forward_pre_hook(fail), pytest.raises(ArithmeticError):
             stack(x)
@@ -299,11 +253,10 @@ def test_shapes_that_change():
 # The host does not wait.
 
 
-def test_no_number_is_read():
-    stack, xs = HyperStack(*connections()), batches()
+def test_no_number_is_read(stack):
     on_cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=on_cpu) as profile, mhc_ops.metrics(stack) as health:
-        run(stack, xs)
+        run(stack, batches())
     names = {event.name for event in profile.events()}
     assert "aten::special_entr" in names  # it was watched
     assert names.isdisjoint({"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"})
@@ -312,8 +265,7 @@ def test_no_number_is_read():
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait():
-    place = ("triton", "cuda")
-    stack, xs = HyperStack(*connections(place=place)).cuda(), batches(device="cuda")
+    stack, xs = HyperStack(*connections(place=CUDA)), batches(CUDA)
     seen(stack, xs)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -330,7 +282,7 @@ def test_the_host_does_not_wait():
 def test_tilelang():
     """It has no maps alone: Triton makes them."""
     needs("tilelang")
-    xs = batches(device="cuda")
+    xs = batches(CUDA)
     of = lambda backend: HyperStack(*connections(place=(backend, "cuda"), layer_norm=False))  # noqa: E731
     assert seen(of("tilelang"), xs) == pytest.approx(seen(of("triton"), xs), rel=1e-4, abs=1e-6)
 
@@ -338,9 +290,9 @@ def test_tilelang():
 # Under torch.compile and torch.func.
 
 
-def test_torch_compile():
+def test_torch_compile(stack):
     """What is compiled runs eagerly while it is watched, under the names of the model, and is not compiled again."""
-    stack, (x, _) = HyperStack(*connections()), batches()
+    x, _ = batches()
     expected = seen(stack, [x])
     counter = CompileCounter()
     compiled = torch.compile(stack, backend=counter, fullgraph=True)
@@ -393,9 +345,9 @@ def test_connections_that_are_compiled_within(monkeypatch):
         health.result()
 
 
-def test_torch_func():
+def test_torch_func(stack):
     """What it runs is not seen."""
-    stack, (x, _) = HyperStack(*connections()), batches()
+    x, _ = batches()
     with mhc_ops.metrics(stack) as health:
         torch.func.grad(lambda x: stack(x).sum())(x)
     with pytest.raises(RuntimeError, match=r"no connection of the model ran.* only under torch.func.*: call the model"):

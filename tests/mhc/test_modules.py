@@ -1,40 +1,81 @@
 """The modules: what they start as, what they keep, what they print."""
 
-import copy
 import threading
-from itertools import product
 
 import pytest
 import torch
-from stack_results import assert_equal
+from networks import D, N, streams, trained_maps
+from stack_results import assert_equal, gradients
 from torch import nn
 
 import mhc_ops
-from mhc_ops import HyperConnection, HyperHead, MHCBlock, ShortConv, mhc_expand
+from mhc_ops import HyperConnection, HyperHead, HyperStack, MHCBlock, ShortConv, mhc_expand
 from mhc_ops.core import backend
 from mhc_ops.testing import accuracy
 
 
-def test_block_is_the_function():
-    block = MHCBlock(n=3, D=16, norm_eps=1e-3, hc_eps=1e-2)
-    shapes = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
-    assert shapes == {"phi": (15, 48), "alpha": (3,), "bias": (15,)}
-    x = torch.randn(2, 5, 3, 16)
-    expected = mhc_ops.mhc_forward_pre(x, block.phi, block.alpha, block.bias, norm_eps=1e-3, hc_eps=1e-2)
-    assert [output.shape for output in expected] == [(2, 5, 16), (2, 5, 3), (2, 5, 3, 3)]
-    assert_equal(block(x), expected)
-    other = MHCBlock(n=3, D=16, norm_eps=1e-3, hc_eps=1e-2)
-    other.load_state_dict(copy.deepcopy(block.state_dict()))
-    assert_equal(other(x), expected)
+def connection(n, D, **options):
+    return HyperConnection(nn.Linear(D, D), n, D, **options)
+
+
+def test_modules_are_the_functions(place):
+    """Bit for bit, forward and backward, with their options and on their backend."""
+    x, own = streams(place), {"norm_eps": 1e-3, "hc_eps": 1e-2, "backend": place[0]}
+    norms = {"gamma": True, "layer_norm": True}
+    for module, function, more in (
+        (MHCBlock(N, D, **own), mhc_ops.mhc_forward_pre, {}),
+        (HyperHead(N, D, **own), mhc_ops.mhc_head, {}),
+        (HyperConnection(torch.tanh, N, D, **norms, **own), mhc_ops.mhc_layer, {"layer": torch.tanh}),
+    ):
+        trained_maps(module.to(place[1]))
+        leaves = [x, *module.parameters()]
+        expected = function(x, **dict(module.named_parameters()), **own, **more)
+        assert_equal(gradients(module(x), leaves), gradients(expected, leaves))
+
+
+MAPS, LAYER = {"phi": (8, 16), "alpha": (3,), "bias": (8,)}, {"layer.weight": (8, 8), "layer.bias": (8,)}
+NORMS = {"gamma": (2, 8), "layer_norm_weight": (8,)}
+KEPT = {
+    "block": (MHCBlock, {}, MAPS),
+    "head": (HyperHead, {"gamma": True}, {"phi": (2, 16), "alpha": (1,), "bias": (2,), "gamma": (2, 8)}),
+    "connection": (connection, {}, MAPS | LAYER),
+    "norms": (connection, {"gamma": True, "layer_norm": True}, MAPS | NORMS | LAYER),
+    "identity": (connection, {"residual": "identity"}, {"phi": (4, 16), "alpha": (2,), "bias": (4,)} | LAYER),
+}
+
+
+@pytest.mark.parametrize(("module", "options", "shapes"), KEPT.values(), ids=KEPT)
+def test_state(module, options, shapes, tmp_path):
+    """It survives a file. Where parameters are reset, norms are 1. A stack has the keys of a sequential."""
+    one, other = (module(2, 8, **options) for _ in range(2))
+    assert [(name, tuple(tensor.shape)) for name, tensor in one.state_dict().items()] == [*shapes.items()]
+    for parameter in one.parameters():
+        nn.init.normal_(parameter)
+    torch.save(one.state_dict(), tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    x = torch.randn(3, 2, 8)
+    assert_equal(other(x), one(x))
+    other.reset_parameters()
+    assert all((tensor == 1).all() for name, tensor in other.state_dict().items() if name in NORMS)
+    for shifted in (False, True) if module is connection else ():
+        stack = HyperStack(one, other, shifted=shifted)
+        assert list(stack.state_dict()) == [f"{number}.{name}" for number in range(2) for name in shapes]
 
 
 def test_repr():
     assert repr(MHCBlock()) == "MHCBlock(n=4, D=256)", "as in the guide"
     assert repr(MHCBlock(2, 8, backend="reference")) == "MHCBlock(n=2, D=8, backend='reference')"
     assert repr(HyperHead(4, 64)) == "HyperHead(n=4, D=64)"
-    text = repr(HyperConnection(nn.Identity(), 4, 64, gamma=True, checkpoint=True, backend="reference"))
-    assert "n=4, D=64, gamma=True, checkpoint=True, backend='reference'" in text
-    assert "(layer): Identity()" in text
+    options = {"checkpoint": True, "layer_norm": True, "residual": "identity", "backend": "reference"}
+    text = repr(HyperConnection(nn.Identity(), 4, 64, gamma=True, **options))
+    assert "n=4, D=64, gamma=True" in text and "(layer): Identity()" in text
+    assert all(f"{name}={value!r}" in text for name, value in options.items())
+    turned = HyperConnection(nn.Identity(), 2, 8, transposed=True)
+    assert "transposed=True" in repr(turned)
+    assert "recompute=2, shifted=True, first=False" in repr(HyperStack(turned, shifted=True, first=False, recompute=2))
+
+
+# What they start as
 
 
 def test_fresh_block_reads_the_mean():
@@ -43,35 +84,24 @@ def test_fresh_block_reads_the_mean():
     assert h_res.abs().max() < 0.05
 
 
-@pytest.mark.interpreted
-def test_trains_on_kernels():
-    torch.manual_seed(0)
-    block = MHCBlock(n=2, D=8, backend="triton")
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.5)
-    x, target = torch.randn(32, 2, 8), torch.rand(32, 2)
-    losses = []
-    for _ in range(5):
-        loss = (block(x)[1] - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True)
+FRESH = [{}, {"gamma": True}, {"post_mult": 3.0}, {"transposed": True}, {"residual": "identity", "post_eps": 0.25}]
 
 
-@pytest.mark.parametrize("gamma", [False, True])
-def test_fresh_model_is_a_residual_network(gamma):
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("options", FRESH, ids=str)
+def test_fresh_model_is_a_residual_network(options, shifted):
     """In fp64, where only the epsilons of the maps are left: 1e-6 each, over three layers."""
-    for n, post_mult in product((2, 3, 4, 8), (2.0, 3.0)):
+    for n in (2, 3, 4, 8):
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
-        wrapped = (HyperConnection(layer, n, 16, gamma=gamma, post_mult=post_mult) for layer in layers)
-        model = nn.Sequential(*wrapped, HyperHead(n, 16, gamma=gamma)).double()
+        made = [HyperConnection(layer, n, 16, **options) for layer in layers]
+        head = HyperHead(n, 16, gamma="gamma" in options)
+        model = (HyperStack(*made, shifted=True) if shifted else nn.Sequential(*made, head)).double()
         x = torch.randn(5, 16, dtype=torch.float64)
         expected = x
         for layer in layers:
             expected = expected + layer(expected)
-        assert (model(mhc_expand(x, n)) - expected).norm() <= 1e-5 * expected.norm(), (n, post_mult)
+        assert (model(mhc_expand(x, n)) - expected).norm() <= 1e-5 * expected.norm(), n
 
 
 def test_one_stream_starts_a_rounding_short():
@@ -94,15 +124,10 @@ def test_fresh_streams_do_not_stay_equal():
     assert model[0].phi.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("gamma", [False, True])
-def test_layer_state_survives_a_round_trip(gamma, tmp_path):
-    one, other = (nn.Sequential(HyperConnection(nn.Linear(8, 8), 2, 8, gamma=gamma), HyperHead(2, 8)) for _ in range(2))
-    torch.save(one.state_dict(), tmp_path / "state.pt")
-    other.load_state_dict(torch.load(tmp_path / "state.pt"))
-    x = torch.randn(3, 2, 8)
-    assert torch.equal(one(x), other(x))
-    names = {"0.phi", "0.alpha", "0.bias", "0.layer.weight", "0.layer.bias", "1.phi", "1.alpha", "1.bias"}
-    assert set(one.state_dict()) == names | ({"0.gamma"} if gamma else set())
+def test_extreme_options_start_finite():
+    for options in ({"hc_eps": 0.5}, {"post_mult": 0.5}, {"post_mult": 100.0}):
+        assert HyperConnection(nn.Identity(), 4, 8, **options).bias.isfinite().all()
+    assert HyperHead(4, 8, hc_eps=0.5).bias.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -111,23 +136,25 @@ def test_dtype_and_device_of_parameters(dtype):
 
     def made(**where):
         mixed = {"gamma": True, **where}
-        return MHCBlock(2, 8, **where), HyperConnection(nn.Identity(), 2, 8, **mixed), HyperHead(2, 8, **mixed)
+        connection = HyperConnection(nn.Identity(), 2, 8, layer_norm=True, **mixed)
+        return nn.ModuleList([MHCBlock(2, 8, **where), connection, HyperHead(2, 8, **mixed)])
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        modules, half = (*made(), ShortConv(2, 8)), made(dtype=torch.float16)
+        maps, conv, half = made(), ShortConv(2, 8), made(dtype=torch.float16)
     finally:
         torch.set_default_dtype(before)
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    filters = [module.weight for module in modules if isinstance(module, ShortConv)]
-    assert [parameter.dtype for parameter in filters] == [dtype]
-    maps = [parameter for parameter in parameters if parameter is not filters[0]]
-    assert {parameter.dtype for parameter in maps} == {torch.promote_types(dtype, torch.float32)}
-    assert all(parameter.isfinite().all() for parameter in parameters)
-    assert {parameter.dtype for module in half for parameter in module.parameters()} == {torch.float16}
-    asked = {(p.device.type, p.dtype) for module in made(device="meta", dtype=dtype) for p in module.parameters()}
+    assert conv.weight.dtype == dtype
+    assert conv.norm_weight.dtype == torch.promote_types(dtype, torch.float32)
+    assert {parameter.dtype for parameter in maps.parameters()} == {conv.norm_weight.dtype}
+    assert all(parameter.isfinite().all() for parameter in (*maps.parameters(), *conv.parameters()))
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
+    asked = {(parameter.device.type, parameter.dtype) for parameter in made(device="meta", dtype=dtype).parameters()}
     assert asked == {("meta", dtype)}
+
+
+# The option checkpoint
 
 
 def test_checkpoint_runs_again_on_the_same_backend():
@@ -153,12 +180,6 @@ def test_checkpoint_runs_again_for_every_backward():
     loss = module(x).square().sum()
     once, again = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(once, again)
-
-
-def test_extreme_options_start_finite():
-    for options in ({"hc_eps": 0.5}, {"post_mult": 0.5}, {"post_mult": 100.0}):
-        assert HyperConnection(nn.Identity(), 4, 8, **options).bias.isfinite().all()
-    assert HyperHead(4, 8, hc_eps=0.5).bias.isfinite().all()
 
 
 def test_expand():
