@@ -1,29 +1,27 @@
 """Boundaries, slots and lengths that no tensor has: nothing outside is read or written, the same in every backend."""
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
 
 import mhc_ops
 from mhc_ops.compat.causal_conv1d import causal_conv1d_varlen_states
+from mhc_ops.testing import accuracy
+from mhc_ops.testing.conv_cases import ConvCase
 
 NAN = float("nan")
 L, D, W = 9, 20, 3
 
 
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def normals(device, *shapes):
-    return [normal(*shape).to(device) for shape in shapes]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
-def among_nan(tensor, device, margin=7):
+def among_nan(tensor, margin=7):
     """The tensor in the midst of NaN, and all of it: rows of the first dimension before and after."""
-    whole = torch.full((2 * margin + len(tensor), *tensor.shape[1:]), NAN, device=device)
+    whole = tensor.new_full((2 * margin + len(tensor), *tensor.shape[1:]), NAN)
     whole[margin : margin + len(tensor)] = tensor
     return whole[margin : margin + len(tensor)], whole
 
@@ -40,44 +38,41 @@ BOUNDARIES = [
     ([0, 100, -100, 5], [0, 9, 9, 9]),
     ([-(2**31), 3, 2**31 - 1, 4], [0, 3, 9, 9]),
     ([2**31 - 1], [9]),
+    ([-(2**63), 3, 2**40, 2**63 - 1], [0, 3, 9, 9]),
 ]
 
 
-def packed(where, boundaries, dtype):
+def bounds_of(boundaries):
+    return torch.tensor(boundaries, dtype=torch.int32 if len(boundaries) % 2 else torch.int64)
+
+
+def packed(where, boundaries):
     """Outputs and gradients; tokens and states lie amidst NaN."""
     backend, device = where
-    x, residual = (among_nan(normal(L, D, seed=seed), device)[0][None] for seed in (0, 1))
-    state = among_nan(normal(len(boundaries) - 1, D, (W - 1) * 2), device)[0]
-    leaves = [x, normal(D, W).to(device), normal(D).to(device), residual, state]
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    x, weight, bias, residual, state = leaves
-    bounds = torch.tensor(boundaries, dtype=dtype, device=device)
-    options = {"activation": "silu", "dilation": 2, "output_final_state": True, "backend": backend}
-    states = {"initial_state": state, "cu_seqlens": bounds}
-    outputs = mhc_ops.causal_conv1d(x, weight, bias, residual=residual, **states, **options)
-    cotangents = [normal(*output.shape, seed=2).to(device) for output in outputs]
-    return [tensor.detach().cpu() for tensor in (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))]
+    case = ConvCase(1, L, D, W, torch.float32, dilation=2, residual=True, places="cu_seqlens states")
+    tensors = case.inputs(device) | {"cu_seqlens": bounds_of(boundaries).to(device)}
+    (state,) = normals(device, (len(boundaries) - 1, D, (W - 1) * 2))
+    tensors |= {name: among_nan(tensors[name][0])[0][None] for name in ("x", "residual")}
+    tensors["initial_state"] = among_nan(state)[0]
+    cotangents = accuracy.random_cotangents(case.subject, case.subject.run(tensors, backend))
+    return {name: t.cpu() for name, t in accuracy.run(case.subject, tensors, backend, cotangents).items()}
 
 
 @pytest.mark.parametrize(("given", "meant"), BOUNDARIES, ids=[str(given) for given, _ in BOUNDARIES])
 def test_boundaries(given, meant, where):
     """A boundary counts as within 0 and L, and as no smaller than those before it. What no sequence has is padding."""
-    dtype = torch.int32 if len(given) % 2 else torch.int64
-    results, expected = packed(where, given, dtype), packed(("reference", "cpu"), meant, dtype)
-    for one, other in zip(results, expected):
-        torch.testing.assert_close(one, other)
-    y, _, dx, _, _, dresidual, _ = results
-    t = torch.arange(L)
+    results, expected, t = packed(where, given), packed(("reference", "cpu"), meant), torch.arange(L)
     padding = (t < meant[0]) | (t >= meant[-1])
-    assert not any(tensor[:, padding].any() for tensor in (y, dx, dresidual))
+    for name, one in results.items():
+        torch.testing.assert_close(one, expected[name])
+    assert not any(results[name][:, padding].any() for name in ("y", "dx", "dresidual"))
 
 
-def test_boundaries_of_64_bits(where):
-    backend, device = where
-    x, weight = normals(device, (1, L, D), (D, W))
-    run = partial(mhc_ops.causal_conv1d, x, weight, backend=backend)
-    given = torch.tensor([-(2**63), 3, 2**40, 2**63 - 1], device=device)
-    assert torch.equal(run(cu_seqlens=given), run(cu_seqlens=torch.tensor([0, 3, 9, 9], device=device)))
+def test_varlen_states():
+    x, _ = among_nan(*normals("cpu", (L, D)))
+    for two in BOUNDARIES:
+        states = [causal_conv1d_varlen_states(x, bounds_of(bounds), 4) for bounds in two]
+        assert torch.equal(*states) and not states[0].isnan().any(), two
 
 
 def test_nothing_is_written_outside(where):
@@ -87,60 +82,56 @@ def test_nothing_is_written_outside(where):
         pytest.skip("torch allocates its outputs")
     from mhc_ops.conv import triton as launchers
 
-    inputs = {
-        "x": normal(1, L, D).to(device),
-        "weight": normal(D, W).to(device),
-        "bias": None,
-        "seq_idx": None,
-        "cu_seqlens": torch.tensor([4, -2, 100, 3, 50], device=device),
-        "initial_state": normal(4, W - 1, D).to(device).mT,
-        "silu": True,
-        "dilation": 1,
+    x, weight, state = normals(device, (1, L, D), (D, W), (4, W - 1, D))
+    bounds = torch.tensor([4, -2, 100, 3, 50], device=device)
+    inputs = {"x": x, "weight": weight, "bias": None, "seq_idx": None, "cu_seqlens": bounds}
+    inputs |= {"initial_state": state.mT, "silu": True, "dilation": 1}
+    (y, dx), (last, dstate) = ([among_nan(torch.zeros_like(like)) for _ in range(2)] for like in (x, state))
+    forward = {"y": y[0], "final_state": last[0].mT}  # channels side by side
+    launchers.causal_conv1d_fwd(**inputs, residual=None, output_final_state=True, **forward)
+    backward = {
+        "dx": dx[0],
+        "dweight": torch.empty_like(weight),
+        "dbias": x.new_empty(0),
+        "dinitial_state": dstate[0].mT,
     }
-    y, around_y = among_nan(torch.zeros(1, L, D), device)
-    last, around_last = among_nan(torch.zeros(4, W - 1, D), device)
-    launchers.causal_conv1d_fwd(**inputs, residual=None, output_final_state=True, y=y, final_state=last.mT)
-    dx, around_dx = among_nan(torch.zeros(1, L, D), device)
-    dstate, around_dstate = among_nan(torch.zeros(4, W - 1, D), device)
-    launchers.causal_conv1d_bwd(
-        **inputs,
-        dy=torch.ones_like(y),
-        dfinal_state=last.mT.contiguous(),
-        dx=dx,
-        dweight=torch.empty_like(inputs["weight"]),
-        dbias=y.new_empty(0),
-        dinitial_state=dstate.mT,  # channels side by side
-    )
-    for inner, around in (y, around_y), (last, around_last), (dx, around_dx), (dstate, around_dstate):
+    launchers.causal_conv1d_bwd(**inputs, dy=torch.ones_like(x), dfinal_state=last[0].mT.contiguous(), **backward)
+    for inner, around in (y, last, dx, dstate):
         assert not inner.isnan().any()
         assert around.isnan().sum() == around.numel() - inner.numel()
 
 
-# which slots, which lengths, which of the sequences take part
+# which slots, which lengths, which of the sequences take part, the slot that is declared to be padding
 UPDATES = [
-    ([6, 1, -2, 3], None, [1, 3]),
-    ([4, -1, 2, -5], None, [2]),
-    ([2**31 - 1, -(2**31), 0, 1], None, [2, 3]),
-    (None, [3, -1, 0, -(2**31)], [0, 2]),
-    ([5, 1, 0, 2], [-1, -7, 8, 2], [2, 3]),
-    ([-2, 4, 9, -9], [1, 2, 3, 4], []),
+    ([6, 1, -2, 3], None, [1, 3], -1),
+    ([4, -1, 2, -5], None, [2], -1),
+    ([2**31 - 1, -(2**31), 0, 1], None, [2, 3], -1),
+    (None, [3, -1, 0, -(2**31)], [0, 2], -1),
+    ([5, 1, 0, 2], [-1, -7, 8, 2], [2, 3], -1),
+    ([-2, 4, 9, -9], [1, 2, 3, 4], [], -1),
+    ([2, -7, 0, -7], None, [0, 2], -7),
+    ([2, 1, 0, 1], None, [0, 2], 1),
+    ([2, 1, 0, 1], [3, 1, 9, 2], [0, 2], 1),
 ]
 
 
-@pytest.mark.parametrize(("slots", "lengths", "real"), UPDATES, ids=str)
-def test_update(slots, lengths, real, where):
-    """A slot that is not there and a negative length are padding: y is zero, and no state is touched."""
+@pytest.mark.parametrize(("slots", "lengths", "real", "pad_slot_id"), UPDATES, ids=str)
+def test_update(slots, lengths, real, pad_slot_id, where):
+    """A slot that is not there and a negative length are padding: y is zero even from NaN, and no state is touched."""
     backend, device = where
     for dtype, shape in ((torch.int32, (4, D)), (torch.int64, (4, 6, D))):
         x, weight, expected = normals(device, shape, (D, W), (4, D, 4))
-        state, around = among_nan(expected, device)
+        state, around = among_nan(expected)
+        padding = [b for b in range(4) if b not in real]
+        x[padding] = NAN
 
         def index(values, dtype=dtype):
             return None if values is None else torch.tensor(values, dtype=dtype, device=device)
 
         update = partial(mhc_ops.causal_conv1d_update, weight=weight, activation="silu", backend=backend)
-        y = update(x, state, cache_seqlens=index(lengths), conv_state_indices=index(slots))
-        assert not y[[b for b in range(4) if b not in real]].any()
+        places = {"cache_seqlens": index(lengths), "conv_state_indices": index(slots), "pad_slot_id": pad_slot_id}
+        y = update(x, state, **places)
+        assert not y[padding].any()
         used = real if slots is None else [slots[b] for b in real]
         alone = expected[used]
         of_real = None if lengths is None else index([lengths[b] for b in real])
@@ -160,10 +151,3 @@ def test_update_of_lengths_past_32_bits(where):
     y = update(conv_state=state, cache_seqlens=torch.tensor([2**63 - 1, 2**40 + 2, 5], device=device))
     assert torch.equal(y, update(conv_state=other, cache_seqlens=torch.tensor([3, 2, 1], device=device)))
     assert torch.equal(state, other)
-
-
-def test_varlen_states():
-    x, _ = among_nan(normal(L, D), "cpu")
-    for dtype, two in product((torch.int32, torch.int64), BOUNDARIES):
-        states = [causal_conv1d_varlen_states(x, torch.tensor(bounds, dtype=dtype), 4) for bounds in two]
-        assert torch.equal(*states) and not states[0].isnan().any(), two

@@ -1,235 +1,129 @@
-"""The reference of the convolution against one token and one tap at a time, in fp64."""
+"""The reference of the convolution against one token and one tap at a time, and what it alone promises."""
 
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conv_oracle import CASES, IDS, PADDED, Case, calls, conv, gradients
+from conv_oracle import CASES, IDS, PADDED, WITH_BOUNDS, WITH_IDS, Looping, assert_accurate
 
 import mhc_ops
 from mhc_ops.testing import accuracy
-from mhc_ops.testing.conv_cases import FINAL, ConvCase
+from mhc_ops.testing.conv_cases import CACHE, FINAL, PLACES, ConvCase
 
-NAN = float("nan")
-
-
-def assert_right(case, dtype=torch.float64):
-    """Outputs and all gradients, those through the final state included, are one rounding of their types from fp64."""
-    reference, oracle = calls(case)
-    tensors = case.inputs(dtype)
-    generator = torch.Generator().manual_seed(0)
-    cotangents = [torch.randn(o.shape, generator=generator).to(dtype) for o in reference(**tensors)]
-    outputs, grads = gradients(reference, tensors, cotangents)
-    wide = {name: tensor.double() for name, tensor in tensors.items()}
-    expected, exact = gradients(oracle, wide, [cotangent.double() for cotangent in cotangents])
-    assert {output.dtype for output in (*outputs, *grads.values())} == {dtype}
-    assert all(accuracy.close(one, other) for one, other in zip(outputs, expected)), case
-    assert {name for name in exact if not accuracy.close(grads[name], exact[name])} == set(), case
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def test_every_option():
+    """Outputs and all gradients, those through the final state included."""
     for case in CASES:
-        assert_right(case)
+        assert_accurate(case, "reference")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounded_once(dtype):
-    for places in ({"state": True}, {"ids": IDS}, {"B": 1, "cu": PADDED, "state": True}):
-        assert_right(Case(residual=True, **places), dtype)
+def test_swish_is_silu():
+    x, weight = torch.randn(2, 9, 5), torch.randn(5, 4)
+    silu, swish = (mhc_ops.causal_conv1d(x, weight, activation=name) for name in ("silu", "swish"))
+    assert torch.equal(silu, swish)
 
 
-SMALL = Case(B=1, L=5, D=2, W=3, dilation=2, residual=True)
-SMALLER = Case(B=1, L=4, D=2, W=2, residual=True)
+SMALL = Looping(1, 5, 2, W=3, dilation=2, residual=True)
+SMALLER = Looping(1, 3, 2, W=2, residual=True)
 # SiLU is smooth at 0, where a filter that starts at zero is.
 ZEROS = [("x", "initial_state"), ("weight", "bias"), ("x", "weight", "bias", "residual")]
+SHORT = ConvCase(1, 6, 3, 3, torch.float64, dilation=2, n=2, parameter_dtype=torch.float64)
+# At zero, an eps of 1e-5 bends too sharply for finite differences.
+SHORTER = replace(SHORT, L=3, D=2, W=2, dilation=1, residual=True, norm_eps=0.1)
 
 
 @pytest.mark.parametrize(
     ("case", "zeros"),
     [
-        (replace(SMALL, B=2, L=3, state=True), [()]),
-        (replace(SMALL, state=True, cu=(0, 1, 1, 4)), [()]),
-        (replace(SMALL, ids=((0, 0, -1, 0, 1),)), [()]),
-        (replace(SMALL, state=True, ids=((0, 1, 0, 0, 1),)), [()]),
-        (replace(SMALLER, L=3, residual=False), ZEROS),
-        (replace(SMALLER, L=3, state=True), ZEROS),
-        (replace(SMALLER, state=True, cu=(0, 1, 3)), ZEROS),
-        (replace(SMALLER, ids=((0, 0, -1, 1),)), ZEROS),
+        (replace(SMALL, B=2, L=3, places="states"), [()]),
+        (replace(SMALL, places=WITH_BOUNDS, cu=(0, 1, 1, 4)), [()]),
+        (replace(SMALL, places="seq_idx", ids=((0, 0, -1, 0, 1),)), [()]),
+        (replace(SMALL, places=WITH_IDS, ids=((0, 1, 0, 0, 1),)), [()]),
+        (replace(SMALLER, residual=False), ZEROS),
+        (replace(SMALLER, places="states"), ZEROS),
+        (replace(SMALLER, L=4, places=WITH_BOUNDS, cu=(0, 1, 3)), ZEROS),
+        (replace(SMALLER, L=4, places="seq_idx", ids=((0, 0, -1, 1),)), ZEROS),
+        (SHORT, [()]),
+        (replace(SHORT, residual=True), [()]),
+        (SHORTER, [("x",), ("weight",), ("x", "gamma", "weight")]),
     ],
     ids=str,
 )
 def test_gradcheck(case, zeros):
-    reference, _ = calls(case)
     for zero in zeros:
         tensors = {name: torch.zeros_like(t) if name in zero else t for name, t in case.inputs().items()}
-        leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+        leaves = {name: t.requires_grad_() for name, t in tensors.items() if t.is_floating_point()}
 
-        def call(*values, names=tuple(tensors)):
-            return reference(**dict(zip(names, values)))
+        def call(*values, names=tuple(leaves), tensors=tensors):
+            return case.subject.call(**tensors | dict(zip(names, values)), backend="reference")
 
-        assert torch.autograd.gradcheck(call, leaves)
-        assert torch.autograd.gradgradcheck(call, leaves)
+        assert torch.autograd.gradcheck(call, list(leaves.values()))
+        assert torch.autograd.gradgradcheck(call, list(leaves.values()))
 
 
 @pytest.mark.parametrize("W", range(1, 9))
 def test_any_of_the_outputs_may_be_unused(W):
-    types, unused = (torch.bfloat16, torch.float16, torch.float32), ("y", "final_state")
-    for places, dtype, D, name in product(FINAL, types, (20, 64), unused):
-        case = ConvCase(1, 9, D, W, dtype, dilation=1 + W // 7, places=places, unused=(name,))
-        rows = accuracy.measure(case, "reference", "cpu")
-        assert all(row.passed for row in rows), rows
+    for places, dtype, D, name in product(FINAL, TYPES, (20, 64), ("y", "final_state")):
+        assert_accurate(ConvCase(1, 9, D, W, dtype, dilation=1 + W // 7, places=places, unused=(name,)), "reference")
 
 
-def derivatives(function, z):
-    """function(z) and its first two derivatives, elementwise"""
-    leaf = z.clone().requires_grad_()
-    y = function(leaf)
-    (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y), create_graph=True)
-    (bend,) = torch.autograd.grad(slope, leaf, torch.ones_like(slope))
-    return y.detach(), slope.detach(), bend
+MORE = [Looping(residual=True), Looping(ids=IDS), Looping(1, cu=PADDED), ConvCase(2, 9, 5, n=2)]
 
 
-def test_silu_of_any_number():
-    """Up to the largest that there is, twice differentiated."""
-    for dtype in (torch.float32, torch.float64):
-        positive = [0, 1e-30, 1, 20, 100, 1e8, torch.finfo(dtype).max]
-        z = torch.tensor([sign * number for sign in (-1.0, 1.0) for number in positive], dtype=dtype)
-        results = derivatives(lambda z: conv(z[None, None], z.new_ones(len(z), 1), activation="silu")[0, 0], z)
-        for one, exact in zip(results, derivatives(F.silu, z.double())):
-            torch.testing.assert_close(one, exact.to(dtype))
-
-
-@pytest.mark.parametrize("places", [{"ids": ((0,) * 4 + (1,) * 5,)}, {"cu": (0, 4, 9), "state": True}], ids=str)
-def test_nan_stays_in_its_sequence(places):
-    """Forward and in the gradients of everything that has one per sequence."""
-    case = Case(B=1, residual=True, **places)
-    reference, _ = calls(case)
-    for bad, good in ((slice(0, 4), slice(4, 9)), (slice(4, 9), slice(0, 4))):
-        tensors = case.inputs()
-        clean, dclean = gradients(reference, tensors)
-        tensors["x"][:, bad] = NAN
-        outputs, dx = gradients(reference, tensors)
-        assert outputs[0][:, bad].isnan().all()
-        assert torch.equal(outputs[0][:, good], clean[0][:, good])
-        assert torch.equal(dx["x"][:, good], dclean["x"][:, good])
-        assert torch.equal(dx["residual"], dclean["residual"])
-        if case.state:
-            other = int(bad.start == 0)
-            assert torch.equal(outputs[1][other], clean[1][other])
-            assert torch.equal(dx["initial_state"][other], dclean["initial_state"][other])
-
-
-def test_nan_of_a_state_stays_in_the_sequence_of_token_0():
-    case = Case(B=2, W=8, ids=((0,) * 4 + (1,) * 5, (-1,) + (0,) * 8), state=True)
-    tensors, options = case.inputs(), case.options()
-    clean = conv(**tensors, **options)
-    tensors["initial_state"][:] = NAN
-    y = conv(**tensors, **options)
-    assert y[0, :4].isnan().all()
-    assert torch.equal(y[0, 4:], clean[0, 4:])
-    assert torch.equal(y[1], clean[1]), "it is padding's"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_pieces_have_the_bits_of_the_whole(dtype):
-    for D, activation in product((1, 7, 65), (None, "silu")):
-        case = Case(L=41, D=D, W=3, dilation=2, state=True, activation=activation)
-        x, weight, bias, state = case.inputs(dtype).values()
-        options = {**case.options(), "output_final_state": True}
-        whole, last = conv(x, weight, bias, initial_state=state, **options)
-        pieces = []
-        for piece in x.split([1, 0, 2, 5, 3, 30], 1):
-            y, state = conv(piece, weight, bias, initial_state=state, **options)
-            pieces.append(y)
-        assert torch.equal(torch.cat(pieces, 1), whole)
-        assert torch.equal(state, last)
-        rows = [conv(x[b : b + 1], weight, bias, **case.options()) for b in range(case.B)]
-        assert torch.equal(torch.cat(rows), conv(x, weight, bias, **case.options())), "whatever the batch"
-
-
-def test_packed_is_a_loop_over_sequences():
-    case = Case(B=1, L=17, cu=(0, 6, 6, 7, 15), W=3, dilation=2, residual=True, state=True)
-    tensors, options = case.inputs(), {"activation": "silu", "dilation": 2, "output_final_state": True}
-
-    def packed(dtype, **tensors):
-        return conv(**tensors, **options, cu_seqlens=torch.tensor(case.cu, dtype=dtype))
-
-    def one_by_one(x, residual, initial_state, **filter):
-        results = [
-            conv(x=x[:, a:e], residual=residual[:, a:e], initial_state=initial_state[i : i + 1], **filter, **options)
-            for i, (a, e) in enumerate(pairwise(case.cu))
-        ]
-        padding = torch.zeros_like(x[:, case.cu[-1] :])
-        return torch.cat([y for y, _ in results] + [padding], 1), torch.cat([last for _, last in results])
-
-    expected, exact = gradients(one_by_one, tensors)
-    for dtype in (torch.int32, torch.int64):
-        outputs, grads = gradients(partial(packed, dtype), tensors)
-        assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
-        assert all(accuracy.close(grads[name], exact[name]) for name in exact)
-
-
-@pytest.mark.parametrize("places", [{}, {"ids": IDS}, {"B": 1, "cu": PADDED}], ids=str)
-def test_more_dilation_than_tokens(places):
+@pytest.mark.parametrize("case", MORE, ids=["plain", "seq_idx", "cu_seqlens", "short_conv"])
+def test_more_dilation_than_tokens(case):
     """Taps that are all before the first token take no memory."""
-    case = Case(residual=True, **places)
-    options = case.options()
-    far, near = (
-        gradients(lambda dilation=dilation, **t: (conv(**t, **{**options, "dilation": dilation}),), case.inputs())
-        for dilation in (2**40, case.L)
-    )
-    assert torch.equal(far[0][0], near[0][0])
-    assert all(torch.equal(far[1][name], near[1][name]) for name in near[1])
+    far, near = (accuracy.run_case(replace(case, dilation=d), "reference").results for d in (2**40, case.L))
+    assert far.keys() == near.keys() and all(torch.equal(far[name], near[name]) for name in near)
 
 
-@pytest.mark.parametrize("case", [Case(state=True), Case(ids=IDS), Case(B=1, cu=PADDED, state=True)], ids=str)
-def test_meta(case):
-    """Shapes and types alone, as torch has it for its own functions."""
-    reference, _ = calls(case)
-    expected = reference(**case.inputs(torch.bfloat16))
-    tensors = {name: tensor.to("meta") for name, tensor in case.inputs(torch.bfloat16).items()}
-    options = {name: o.to("meta") if isinstance(o, torch.Tensor) else o for name, o in case.options().items()}
-    outputs = conv(**tensors, **options, output_final_state=case.ids is None)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    assert [(o.shape, o.dtype, o.stride()) for o in outputs] == [(o.shape, o.dtype, o.stride()) for o in expected]
+EVERY = [
+    *(ConvCase(1, 9, 5, places=places, residual=True) for places in ("", *PLACES)),
+    ConvCase(1, 9, 5, places=CACHE),
+    ConvCase(2, 9, 5, n=2),
+    *(ConvCase(3, L, 5, places=places, update=True) for L in (1, 2) for places in ("", "ring", "slots", "drafts")),
+]
 
 
-def test_any_layout_and_nothing_is_modified():
-    case = Case(residual=True, state=True)
-    tensors = case.inputs()
-    expected = conv(**tensors, **case.options(), output_final_state=True)
-    strided = {name: torch.stack([t, t], -1)[..., 0] for name, t in tensors.items()}
-    channels_first = {**tensors, "x": tensors["x"].mT.contiguous().mT}
-    before = {name: t.clone() for name, t in tensors.items()}
-    for other in (strided, channels_first):
-        for one, two in zip(conv(**other, **case.options(), output_final_state=True), expected):
-            assert torch.equal(one, two)
-    assert all(torch.equal(tensors[name], before[name]) for name in before)
-    assert expected[1].stride(1) == 1, "a state has its channels side by side"
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_meta_and_autocast(case):
+    """On meta, shapes and types alone, as torch has it for its own functions. Autocast changes nothing."""
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = replace(case, dtype=dtype).inputs()
+        expected = accuracy.run(case.subject, tensors, "reference")
+        for name, output in case.subject.run({name: t.to("meta") for name, t in tensors.items()}, None).items():
+            same = [(o.shape, o.dtype, o.stride()) for o in (output, expected[name])]
+            assert output.is_meta and same[0] == same[1], name
+        with torch.autocast("cpu", torch.bfloat16):
+            found = accuracy.run(case.subject, tensors, "reference")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("places", [{"B": 1}, {"B": 2}, {"B": 1, "cu": (0, 4, 9)}], ids=str)
-def test_final_state_is_a_tensor_of_its_own(places, dtype):
+@pytest.mark.parametrize(("B", "places"), [(1, "states"), (2, "states"), (1, "cu_seqlens states")])
+def test_final_state_is_a_tensor_of_its_own(B, places, dtype):
     """It keeps nothing else in memory, and decoding goes on in it, in place, before the backward of y."""
-    case = Case(**places)
-    x, weight, bias = (tensor.requires_grad_() for tensor in case.inputs(dtype).values())
-    y, state = conv(x, weight, bias, **case.options(), output_final_state=True)
+    tensors = Looping(B, places=places, state=False, dtype=dtype).inputs()
+    leaves = {name: t.requires_grad_() if t.is_floating_point() else t for name, t in tensors.items()}
+    y, state = mhc_ops.causal_conv1d(**leaves, activation="silu", output_final_state=True, backend="reference")
     assert state.untyped_storage().nbytes() == state.numel() * state.element_size()
-    assert state.stride(1) == 1
-    expected = torch.autograd.grad(y.sum() + state.sum(), (x, weight, bias), retain_graph=True)
-    token = x[0, : len(state)].detach()
-    mhc_ops.causal_conv1d_update(token, state, weight, bias, activation="silu", backend="reference")
-    assert torch.equal(state[..., -1], token)
-    assert all(map(torch.equal, torch.autograd.grad(y.sum() + state.sum(), (x, weight, bias)), expected))
+    wanted = [leaves[name] for name in ("x", "weight", "bias")]
+    expected = torch.autograd.grad(y.sum() + state.sum(), wanted, retain_graph=True)
+    token = leaves["x"][0, : len(state)].detach()
+    y_of_token = mhc_ops.causal_conv1d_update(token, state, *wanted[1:], activation="silu", backend="reference")
+    assert torch.equal(state[..., -1], token) and not y_of_token.requires_grad
+    assert all(map(torch.equal, torch.autograd.grad(y.sum() + state.sum(), wanted), expected))
 
 
-def test_autocast_changes_nothing():
-    case = Case(residual=True, state=True)
-    tensors = case.inputs(torch.float32)
-    plain = conv(**tensors, **case.options())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(conv(**tensors, **case.options()), plain)
+def test_update_of_little():
+    for B, T, D in ((0, None, 5), (2, 0, 5), (2, None, 1), (2, 3, 0)):
+        x = torch.randn(B, D) if T is None else torch.randn(B, T, D)
+        state = torch.randn(B, D, 4)
+        before = state.clone()
+        y = mhc_ops.causal_conv1d_update(x, state, torch.randn(D, 4).requires_grad_(), backend="reference")
+        assert y.shape == x.shape and not y.requires_grad and not state.requires_grad
+        new = x[..., None] if T is None else x.mT
+        assert torch.equal(state, torch.cat([before, new], -1)[..., new.shape[-1] :])

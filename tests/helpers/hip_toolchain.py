@@ -4,7 +4,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -81,14 +81,14 @@ def amd_kernels(assembly: str) -> list[Kernel]:
         spilled = number["vgpr_spill_count"] + number["sgpr_spill_count"] + number["private_segment_fixed_size"]
         kernels.append(
             Kernel(
-                re.search(r"\n    \.name:\s+(\S+)", entry)[1],
+                readable(re.search(r"\n    \.name:\s+(\S+)", entry)[1]),
                 number["vgpr_count"],  # with what is used as accumulators
                 spilled,
                 number["group_segment_fixed_size"],
                 number["max_flat_workgroup_size"],
             )
         )
-    return readable(kernels)
+    return kernels
 
 
 def compile_nvidia(folder: Path, *flags: str) -> list[Kernel]:
@@ -100,26 +100,16 @@ def compile_nvidia(folder: Path, *flags: str) -> list[Kernel]:
     kernels = []
     for name, spilled, registers, rest in re.findall(pattern, said, re.S):
         shared = re.search(r"(\d+) bytes smem", rest)
-        kernels.append(Kernel(name, int(registers), int(spilled), int(shared[1]) if shared else 0, 0))
-    return readable(kernels)
+        kernels.append(Kernel(readable(name), int(registers), int(spilled), int(shared[1]) if shared else 0, 0))
+    return kernels
 
 
-def readable(kernels: list[Kernel]) -> list[Kernel]:
-    """conv_bwd<bf16, 4, silu, seq_idx, 4>"""
-    tool = shutil.which("c++filt") or shutil.which("llvm-cxxfilt-22")
-    if tool is None:
-        return kernels
-    mangled = "\n".join(kernel.name for kernel in kernels)
-    names = subprocess.run([tool], input=mangled, check=True, capture_output=True, text=True).stdout.split("\n")
-    return [replace(kernel, name=short(name)) for name, kernel in zip(names, kernels)]
-
-
-def short(name: str) -> str:
+def readable(mangled: str) -> str:
     """void conv_bwd_kernel<Bf16, 4, true, false, 4>(...) as conv_bwd<bf16, W=4, silu, 4 channels>"""
-    found = re.search(r"(conv_\w+)_kernel<(?:(\w+), )?(\d+)(?:, (\w+), (\w+), (\d+))?>", name)
-    kernel, kind, width, silu, seq, channels = found.groups()
-    words = [{"Bf16": "bf16", "Half": "fp16", "float": "fp32"}[kind]] if kind else []
-    words += [f"W={width}"] + ["silu"] * (silu == "true") + ["seq_idx"] * (seq == "true")
+    pattern = r"(conv_[a-z_]+)_kernelI(?:(4Bf16|4Half|f))?Li(\d)E(?:Lb(\d)ELb(\d)ELi(\d)E)?"
+    kernel, kind, width, silu, seq, channels = re.search(pattern, mangled).groups()
+    words = [{"4Bf16": "bf16", "4Half": "fp16", "f": "fp32"}[kind]] if kind else []
+    words += [f"W={width}"] + ["silu"] * (silu == "1") + ["seq_idx"] * (seq == "1")
     return f"{kernel}<{', '.join(words + [f'{channels} channels'] * bool(channels))}>"
 
 

@@ -17,14 +17,6 @@ def bounds_of(cu_seqlens, rows):
     return list(pairwise(bounds))
 
 
-def filtered(taps, weight, bias, activation):
-    """The result, and the size of the terms of its sum: what it is off by where they cancel."""
-    terms = [weight[:, k].double() * tap.double() for k, tap in enumerate(taps)]
-    terms += [bias.double()] if bias is not None else []
-    z = sum(terms)
-    return z / (1 + torch.exp(-z)) if activation else z, sum(term.square() for term in terms).sqrt()
-
-
 def slot_at(table, row, columns, conv_state, pad_slot_id):
     """The slot in a column of a row, or None."""
     column = 0 if columns is None else columns if isinstance(columns, int) else int(columns[row])
@@ -36,43 +28,35 @@ def slot_at(table, row, columns, conv_state, pad_slot_id):
 
 
 def prefill(
-    x, conv_state, weight, bias=None, *, activation=None, cu_seqlens, conv_state_indices, has_initial_state=None,
-    pad_slot_id=-1, read_columns=None, write_columns=None, first_columns=None, tokens_before=None, block_size=None,
+    x, conv_state, weight, *, cu_seqlens, conv_state_indices, has_initial_state=None, pad_slot_id=-1, read_columns=None,
+    write_columns=None, first_columns=None, tokens_before=None, block_size=None, **_,
 ):  # fmt: skip
-    """y in fp64 and the sizes of its terms, and conv_state after it."""
-    S, old, after = weight.shape[1] - 1, conv_state.clone(), conv_state.clone()
-    y, sizes = (x.new_zeros(x.shape, dtype=torch.float64) for _ in range(2))
+    """By the row of each token, the W inputs under its taps; and conv_state after it."""
+    S, old, after, taps = weight.shape[1] - 1, conv_state.clone(), conv_state.clone(), {}
     for i, (begin, end) in enumerate(bounds_of(cu_seqlens, len(x))):
         slot = slot_at(conv_state_indices, i, read_columns, conv_state, pad_slot_id)
         if slot is None or begin == end:
             continue
         goes_on = has_initial_state is not None and bool(has_initial_state[i])
         inputs = [old[slot, :, s] if goes_on else torch.zeros_like(x[0]) for s in range(S)] + list(x[begin:end])
-        for t in range(end - begin):
-            y[begin + t], sizes[begin + t] = filtered(inputs[t : t + S + 1], weight, bias, activation)
-        kept = []
+        taps |= {begin + t: torch.stack(inputs[t : t + S + 1], -1) for t in range(end - begin)}
         before = max(0, int(tokens_before[i])) if block_size else 0
         multiples = [e for e in range(1, end - begin + 1) if block_size and (before + e) % block_size == 0]
-        for k, e in enumerate(multiples):
-            kept.append((slot_at(conv_state_indices, i, int(first_columns[i]) + k, conv_state, pad_slot_id), e))
-        kept.append((slot_at(conv_state_indices, i, write_columns, conv_state, pad_slot_id), end - begin))
-        for written, e in kept:  # the final state last
+        kept = [(int(first_columns[i]) + k, e) for k, e in enumerate(multiples)]
+        for columns, e in [*kept, (write_columns, end - begin)]:  # the final state last
+            written = slot_at(conv_state_indices, i, columns, conv_state, pad_slot_id)
             if written is not None:
                 after[written, :, :S] = torch.stack(inputs[e : e + S], -1)
-    return (y, sizes), after
+    return taps, after
 
 
 def step(
-    x, conv_state, weight, bias=None, *, activation=None, conv_state_indices=None, pad_slot_id=-1,
-    num_accepted_tokens=None, cu_seqlens=None, max_seqlen=None, read_columns=None, write_columns=None, windows=None,
-    window_indices=None, parents=None,
+    x, conv_state, weight, *, conv_state_indices=None, pad_slot_id=-1, num_accepted_tokens=None, cu_seqlens=None,
+    max_seqlen=None, read_columns=None, write_columns=None, windows=None, window_indices=None, parents=None, **_,
 ):  # fmt: skip
-    """y in fp64 and the sizes of its terms, conv_state and windows after it, and which rows of x are no padding."""
+    """By the row of each token, the W inputs under its taps; conv_state and windows after it."""
     S, length, old, after = weight.shape[1] - 1, conv_state.shape[2], conv_state.clone(), conv_state.clone()
-    rows = x.reshape(-1, x.shape[-1])
-    y, sizes = (torch.zeros(rows.shape, dtype=torch.float64) for _ in range(2))
-    real = torch.zeros(len(rows), dtype=torch.bool)
-    windows = None if windows is None else windows.clone()
+    rows, taps, windows = x.reshape(-1, x.shape[-1]), {}, None if windows is None else windows.clone()
     if cu_seqlens is None:
         T = len(rows) // len(x)
         sequences = [(b * T, b * T + T) for b in range(len(x))]
@@ -86,16 +70,11 @@ def step(
         if slot is None or begin == end or not 0 <= o <= length - S:
             continue
         window, new = [old[slot, :, o + s] for s in range(S)], list(rows[begin:end])
-        real[begin:end] = True
+        line = b if window_indices is None else int(window_indices[b])
         for t in range(len(new)):
-            path = list(range(t + 1))
-            if parents is not None:
-                path = [t]
-                while 0 <= int(parents[b, path[0]]) < path[0]:
-                    path.insert(0, int(parents[b, path[0]]))
+            path = list(range(t + 1)) if parents is None else path_to(t, parents[b].tolist())
             inputs = (window + [new[p] for p in path])[-S - 1 :]
-            y[begin + t], sizes[begin + t] = filtered(inputs, weight, bias, activation)
-            line = b if window_indices is None else int(window_indices[b])
+            taps[begin + t] = torch.stack(inputs, -1)
             if windows is not None and 0 <= line < len(windows):
                 windows[line, t] = torch.stack(inputs[1:], -1)
         if written is None or parents is not None:
@@ -104,7 +83,14 @@ def step(
             after[written] = torch.stack([*old[slot].unbind(-1), *new][-length:], -1)
         else:
             after[written, :, : S - 1 + len(new)] = torch.stack([*window[1:], *new], -1)
-    return (y.view(x.shape), sizes.view(x.shape)), after, windows, real
+    return taps, after, windows
+
+
+def path_to(leaf, parents):
+    path = [leaf]
+    while 0 <= parents[path[0]] < path[0]:
+        path.insert(0, parents[path[0]])
+    return path
 
 
 class Draw:
@@ -211,8 +197,10 @@ class Draw:
         if tree:
             call["parents"] = self.integers([[self.random.randint(-1, max(0, t)) for t in range(T)] for _ in range(B)])
         if self.random.random() < 0.4 or tree:
-            call["windows"] = self.among_nan(B + 2, T + self.random.choice([0, 2]), self.D, self.W - 1)
-            lines = torch.randperm(B + 2, generator=self.generator)[:B].tolist()
-            lines[-1] = self.random.choice([lines[-1], -1, B + 2])
-            call["window_indices"] = self.integers(lines)
+            indexed = self.random.random() < 0.5
+            call["windows"] = self.among_nan(B + 2 * indexed, T + self.random.choice([0, 2]), self.D, self.W - 1)
+            if indexed:
+                lines = torch.randperm(B + 2, generator=self.generator)[:B].tolist()
+                lines[-1] = self.random.choice([lines[-1], -1, B + 2])
+                call["window_indices"] = self.integers(lines)
         return call

@@ -132,16 +132,15 @@ def planted(cache, stub):
 
 def test_what_others_write_is_refused(cache, planted, tmp_path):
     command, library = planted
-    for mode in (0o777, 0o775, 0o1777, 0o757):
-        cache.chmod(mode)
-        with refused(f"{cache} can be written by other users, .*; chmod go-w {cache} where it is yours, or set MHC"):
-            build.compiled(command)
+    folder_s, library_s = f"chmod go-w {cache} where it is yours, or set MHC", f"delete {library}, or"
+    modes = {cache: (0o777, 0o775, 0o1777, 0o757), library: (0o666, 0o664, 0o646)}
+    for path, remedy in ((cache, folder_s), (library, library_s)):
+        for mode in modes[path]:
+            path.chmod(mode)
+            with refused(f"{path} can be written by other users, .*; {remedy}"):
+                build.compiled(command)
+        path.chmod(0o755)
     assert not (tmp_path / "calls").exists() and len(list(cache.iterdir())) == 1
-    cache.chmod(0o755)
-    for mode in (0o666, 0o664, 0o646):
-        library.chmod(mode)
-        with refused(f"{library} can be written by other users, .*; delete {library}, or"):
-            build.compiled(command)
 
 
 @pytest.mark.parametrize("what", ["folder", "library"])

@@ -6,8 +6,10 @@ from itertools import product
 
 import pytest
 import torch
+from conv_oracle import assert_accurate
 
 import mhc_ops
+from mhc_ops.conv import ops
 from mhc_ops.core import call
 from mhc_ops.testing import accuracy
 from mhc_ops.testing.conv_cases import CHECK, FINAL, PLACES, ConvCase
@@ -41,14 +43,9 @@ SOME_PARTS = [
 ]
 
 
-def assert_accurate(case, device):
-    rows = accuracy.measure(case, "triton", device)
-    assert all(row.passed for row in rows), rows
-
-
 @pytest.mark.parametrize("case", CHECK, ids=str)
 def test_accuracy(case, kernel_device, poisoned):
-    assert_accurate(case, kernel_device)
+    assert_accurate(case, "triton", kernel_device)
 
 
 @pytest.mark.interpreted
@@ -57,102 +54,19 @@ def test_accuracy(case, kernel_device, poisoned):
 def test_accuracy_at_any_seed(case, seed):
     """Of fewer tokens: the interpreter takes its time."""
     fewer = {} if case.update else {"B": 1, "L": min(20, case.L)}
-    assert_accurate(replace(case, **fewer, seed=case.seed + seed), "cpu")
+    assert_accurate(replace(case, **fewer, seed=case.seed + seed), "triton")
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", SOME_PARTS, ids=str)
 def test_any_of_the_outputs_may_be_unused(case, poisoned):
-    assert_accurate(case, "cpu")
+    assert_accurate(case, "triton")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", (*LARGE, *PARTS), ids=str)
 def test_accuracy_of_large_sizes(case, poisoned):
-    assert_accurate(case, "cuda")
-
-
-@pytest.mark.parametrize("dilation", [1, 3])
-def test_pieces_have_the_bits_of_the_whole(dilation, kernel_device):
-    tensors = ConvCase(2, 37, 20, dilation=dilation, places="states").inputs(kernel_device)
-    x, state = tensors.pop("x"), tensors.pop("initial_state")
-    run = partial(conv, **tensors, activation="silu", dilation=dilation, output_final_state=True)
-    whole, last = run(x, initial_state=state)
-    pieces = []
-    for piece in x.split([1, 17, 2, 16, 1], 1):
-        y, state = run(piece, initial_state=state)
-        pieces.append(y)
-    assert torch.equal(torch.cat(pieces, 1), whole)
-    assert torch.equal(state, last)
-
-
-def test_packed_has_the_bits_of_its_sequences(kernel_device):
-    tensors = ConvCase(1, 37, 20, places="cu_seqlens states").inputs(kernel_device)
-    bounds, x, states = (tensors.pop(name) for name in ("cu_seqlens", "x", "initial_state"))
-    run = partial(conv, **tensors, activation="silu", output_final_state=True)
-    y, last = run(x, cu_seqlens=bounds, initial_state=states)
-    for i, (begin, end) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist())):
-        alone, state = run(x[:, begin:end], initial_state=states[i : i + 1])
-        assert torch.equal(y[:, begin:end], alone)
-        assert torch.equal(last[i], state[0])
-    assert not y[:, bounds[-1] :].any()
-
-
-def test_token_by_token_has_the_bits_of_the_whole(kernel_device):
-    tensors = ConvCase(2, 9, 20).inputs(kernel_device)
-    x = tensors.pop("x")
-    whole = conv(x, **tensors, activation="silu")
-    state = x.new_zeros(2, 20, 3)
-    step = partial(mhc_ops.causal_conv1d_update, **tensors, activation="silu", backend="triton")
-    assert torch.equal(torch.stack([step(x[:, t], state) for t in range(9)], 1), whole)
-
-
-def test_a_sequence_is_the_same_in_any_batch(kernel_device):
-    """On a GPU, also in a batch that takes other configs."""
-    for size in (1, 7) if kernel_device == "cpu" else (1, 7, 300):
-        tensors = ConvCase(size, 20, 64).inputs(kernel_device)
-        alone = conv(tensors["x"][:1].clone(), tensors["weight"], tensors["bias"])
-        assert torch.equal(conv(**tensors)[:1], alone)
-
-
-def leaves_of(tensors):
-    return {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
-
-
-LARGEST = torch.finfo(fp32).max
-EXTREMES = [-LARGEST, -1e30, -1e8, -1000.0, -100.0, -88.0, -0.0, 0.0, 20.0, 100.0, 1e4, 1e8, 1e30, LARGEST]
-
-
-def slopes(z):
-    """dsilu/dz in fp64"""
-    leaf = z.double().requires_grad_()
-    y = torch.nn.functional.silu(leaf)
-    return torch.autograd.grad(y, leaf, torch.ones_like(y))[0]
-
-
-def test_silu_of_any_number(kernel_device):
-    """y, dx and dinitial_state where z is as large as its type allows: 1 or 0 from both sides, never 0·inf."""
-    close = partial(torch.testing.assert_close, atol=1e-36)
-    for dtype in (bf16, fp32):
-        z, eps = torch.tensor(EXTREMES, device=kernel_device).to(dtype), torch.finfo(dtype).eps
-        z = torch.where(z.isinf(), z.sign() * torch.finfo(dtype).max, z)
-        weight = torch.tensor([1.0, 0.0], device=kernel_device).expand(len(z), 2)
-        state, x = z[None, :, None].clone().requires_grad_(), z.new_zeros(1, 2, len(z))
-        x[0, 0] = z
-        x.requires_grad_()
-        y = conv(x, weight, activation="silu", initial_state=state)
-        gradients = torch.autograd.grad(y, (x, state), torch.ones_like(y))
-        for t in range(2):  # of the state, then of x
-            close(y[0, t].double(), torch.nn.functional.silu(z.double()), rtol=2 * eps)
-        for gradient in (gradients[0][0, 0], gradients[1][0, :, 0]):
-            close(gradient.double(), slopes(z), rtol=4 * eps)
-    # and in short_conv, on the last z, of fp32
-    x, gamma = (torch.ones(1, 1, 1, len(z), device=kernel_device).requires_grad_() for _ in range(2))
-    weight = z[:, None].clone().requires_grad_()
-    y = mhc_ops.short_conv(x, gamma[0, 0], weight, residual=False, norm_eps=0.0, backend="triton")
-    close(y.flatten().double(), torch.nn.functional.silu(z.double()), rtol=1e-6)
-    (dweight,) = torch.autograd.grad(y, weight, torch.ones_like(y))
-    close(dweight.flatten().double(), slopes(z), rtol=1e-6)
+    assert_accurate(case, "triton", "cuda")
 
 
 def test_packing(kernel_device):
@@ -170,60 +84,23 @@ def test_packing(kernel_device):
         assert torch.equal(found_ids.cpu(), ids) and torch.equal(found_bounds.cpu(), bounds), (dtype, count, L)
 
 
-def layouts(x):
-    D = x.shape[-1]
-    yield "channels last", x
-    yield "of a wider tensor", torch.cat([x, x + 1], -1)[..., :D]
-    yield "tokens last", x.transpose(1, 2).contiguous().transpose(1, 2)
-    yield "every second token", torch.stack([x, x], 2)[:, :, 0]
-    yield "batch inside", x.transpose(0, 1).contiguous().transpose(0, 1)
+OPS = [
+    *(ConvCase(1, 6, 8, places=places, dtype=fp32) for places in ("", *PLACES)),
+    ConvCase(1, 6, 8, n=2, dtype=fp32),
+    ConvCase(2, 1, 8, update=True, dtype=fp32),
+]
 
 
-def test_layouts_of_x(kernel_device):
-    tensors = ConvCase(2, 20, 24).inputs(kernel_device)
-    x = tensors.pop("x")
-    expected = conv(x, **tensors)
-    for name, view in layouts(x):
-        leaf = view.detach().requires_grad_()
-        y = conv(leaf, **tensors)
-        assert torch.equal(y, expected), name
-        dy = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(0)).to(y).expand_as(y)
-        (dx,) = torch.autograd.grad(y, leaf, dy)  # an expanded cotangent
-        exact = mhc_ops.causal_conv1d(leaf.double(), **tensors, backend="reference")
-        assert accuracy.close(dx, torch.autograd.grad(exact, leaf, dy.double())[0].double()), name
-
-
-@pytest.mark.parametrize("places", ["", *PLACES])
-def test_opcheck(places, kernel_device):
-    from mhc_ops.conv import contracts
-
-    case = ConvCase(1, 6, 8, places=places, dtype=fp32)
-    tensors = case.inputs(kernel_device)
-    if "initial_state" in tensors:
-        tensors["initial_state"] = tensors["initial_state"].mT.contiguous().mT  # channels side by side
-    inputs = dict.fromkeys(contracts.causal_conv1d_fwd.inputs) | leaves_of(tensors)
-    inputs |= {"silu": True, "dilation": 1, "output_final_state": places in FINAL}
-    torch.library.opcheck(contracts.causal_conv1d_fwd.traced, (), {**inputs, "backend": "triton"})
-
-
-def test_opcheck_of_the_others(kernel_device):
-    from mhc_ops.conv import contracts
-
-    streams = leaves_of(ConvCase(1, 6, 8, n=2, dtype=fp32).inputs(kernel_device))
-    options = {"norm_eps": 1e-5, "dilation": 1, "residual": True, "backend": "triton"}
-    torch.library.opcheck(contracts.short_conv_fwd.traced, (), {**streams, **options})
-    tensors = ConvCase(2, 1, 8, update=True, dtype=fp32).inputs(kernel_device)
-    options = {"cache_seqlens": None, "conv_state_indices": None, "silu": True, "dilation": 1, "pad_slot_id": -1}
-    torch.library.opcheck(contracts.causal_conv1d_update_.traced, (), {**tensors, **options, "backend": "triton"})
-
-
-def test_compiled(kernel_device, cxx):
-    """torch.compile, whole graph, other lengths without another compilation of the graph's function."""
-    tensors = ConvCase(1, 20, 24).inputs(kernel_device)
-    x = tensors.pop("x")
-    compiled = torch.compile(partial(conv, **tensors, activation="silu"), fullgraph=True, backend="aot_eager")
-    for L in (20, 13, 7):
-        assert torch.equal(compiled(x[:, :L]), conv(x[:, :L], **tensors, activation="silu"))
+@pytest.mark.parametrize("case", OPS, ids=str)
+def test_opcheck(case, kernel_device, monkeypatch):
+    requests, tensors = [], case.inputs(kernel_device)
+    monkeypatch.setattr(ops, "run", lambda prepare, x, **given: [requests.append(prepare(x=x, **given)), x][1])
+    for tensor in tensors.values() if case.subject.differentiable else ():
+        tensor.requires_grad_(tensor.is_floating_point())
+    case.subject.call(**tensors, backend="triton")
+    (request,) = requests
+    arguments = (*request.op.flattened(request.op.laid_out(request.inputs)), "triton")
+    torch.library.opcheck(request.op.traced, arguments)
 
 
 @pytest.mark.gpu
@@ -239,7 +116,7 @@ def test_more_than_2_to_the_31_elements():
     assert whole["x"].numel() > 2**31
 
     def run(tensors):
-        leaves = leaves_of(tensors)
+        leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
         y = conv(**leaves, activation="silu")
         (dx,) = torch.autograd.grad(y, [leaves["x"]], torch.ones_like(y))
         return y[:, -100:].clone(), dx[:, -100:].clone()

@@ -2,6 +2,7 @@
 tokens, sequences, slots or drafts, nor for other strides."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 import mhc_ops
 from mhc_ops.compat import sglang, vllm
 from mhc_ops.core.backend import _INTERPRETED
+from mhc_ops.core.check import name_of
+from mhc_ops.testing.cases import SEED
 
 pytest.importorskip("triton")
 import cross_compile
@@ -25,42 +28,57 @@ def ints(*shape):
     return on_meta(*shape, dtype=torch.int32)
 
 
-def serve(weight):
-    """One random call of a server: a chunk within wider rows, single tokens, or drafts."""
-    B, slots, T = random.randint(1, 64), random.randint(64, 500), random.randint(1, 4)
+def serve(weight, bias):
+    """One random call of a server, and how many kernels it takes: a chunk within wider rows, with and without blocks of
+    states, single tokens, or drafts."""
+    B, slots, T = random.randint(1, 512), random.randint(513, 4000), random.randint(1, 6)
     length = W - 1 + random.randint(T - 1, SPARE)
     state = random.choice([on_meta(slots, length, D).transpose(1, 2), on_meta(slots, D, length)])
-    wide = on_meta(random.randint(1, 3000), D + 16 * random.randint(0, 9))[:, :D]
+    wide = on_meta(random.randint(1, 40_000), D + 16 * random.randint(0, 200))[:, :D]
     lengths = {"query_start_loc": ints(B + 1), "max_query_len": T}
-    accepted = {"num_accepted_tokens": ints(B)}
-    drafts = on_meta(B, T, D).transpose(1, 2)
-    windows = {"intermediate_conv_window": on_meta(B, 4, D, W - 1), "intermediate_state_indices": ints(B)}
+    accepted, table = {"num_accepted_tokens": ints(B)}, ints(B, 5 + B % 7)
+    columns = {"block_idx_last_scheduled_token": ints(B), "initial_state_idx": ints(B)}
+    blocks = {"block_idx_first_scheduled_token": ints(B), "num_computed_tokens": ints(B)}
+    blocks["block_size_to_align"] = random.randint(1, 2000)
+    one, drafts = on_meta(B, D), on_meta(B, T, D).transpose(1, 2)
+    windows = {"intermediate_conv_window": on_meta(B, 6, D, W - 1), "intermediate_state_indices": ints(B)}
     tree = {"retrieve_next_token": ints(B, T), "retrieve_next_sibling": ints(B, T), "retrieve_parent_token": ints(B, T)}
-    random.choice(
+    prefill = partial(vllm.causal_conv1d_fn, wide.T, weight, bias, state, ints(B + 1))
+    of_vllm = partial(vllm.causal_conv1d_update, conv_state=state, weight=weight, bias=bias, activation=True)
+    of_sglang = partial(sglang.causal_conv1d_update, conv_state=state, weight=weight, bias=bias, activation=True)
+    goes_on, slot, slots_of = on_meta(B).bool(), {"conv_state_indices": ints(B)}, {"conv_state_indices": table}
+    kernels, call = random.choice(
         [
-            lambda: vllm.causal_conv1d_fn(wide.T, weight, None, state, ints(B + 1), ints(B), on_meta(B).bool()),
-            lambda: vllm.causal_conv1d_update(on_meta(B, D), state, weight, None, True, ints(B)),
-            lambda: vllm.causal_conv1d_update(drafts, state, weight, None, True, ints(B), **accepted),
-            lambda: vllm.causal_conv1d_update(wide, state, weight, None, True, ints(B), **accepted, **lengths),
-            lambda: sglang.causal_conv1d_update(on_meta(B, D), state, weight, None, True, None, ints(B)),
-            lambda: sglang.causal_conv1d_update(drafts, state, weight, None, True, None, ints(B), **windows),
-            lambda: sglang.causal_conv1d_update(drafts, state, weight, None, True, None, ints(B), **windows, **tree),
+            (1, lambda: prefill(ints(B), goes_on)),
+            (2, lambda: prefill(table, goes_on, **columns, **blocks)),
+            (1, lambda: of_vllm(one, **slot)),
+            (1, lambda: of_vllm(drafts, **slot, **accepted)),
+            (1, lambda: of_vllm(wide, **slot, **accepted, **lengths)),
+            (1, lambda: of_vllm(wide, **slots_of, **accepted, **lengths, **columns)),
+            (1, lambda: of_sglang(one, **slot)),
+            (1, lambda: of_sglang(drafts, **slot, **windows)),
+            (1, lambda: of_sglang(drafts, **slot, **windows, **tree)),
         ]
-    )()
+    )
+    call()
+    return kernels
 
 
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32], ids=name_of)
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_200_random_calls(target, monkeypatch, capsys):
-    weight = on_meta(D, W)
+def test_200_random_calls(target, parameters, monkeypatch, capsys):
+    """The bias is in fp32, or there is none."""
+    weight, with_bias = on_meta(D, W, dtype=parameters), parameters == torch.float32
+    bias = on_meta(D, dtype=parameters) if with_bias else None
     with cross_compile.counting_for(target, monkeypatch) as asked, mhc_ops.use_backend("triton"), torch.no_grad():
-        count = mhc_ops.conv_warmup(D, W, tokens=3000, device="meta")
+        types = {"bias": with_bias, "parameter_dtype": parameters}
+        count = mhc_ops.conv_warmup(D, W, tokens=40_000, **types, device="meta")
         assert count == len(asked) == asked.total()
         assert f"conv_warmup: {count} kernels in " in capsys.readouterr().err
         ahead = set(asked)
-        random.seed(0)
-        for _ in range(200):
-            serve(weight)
-        assert asked.total() == count + 200
+        random.seed(SEED)
+        launched = sum(serve(weight, bias) for _ in range(200))
+        assert asked.total() == count + launched
         assert set(asked) <= ahead
 
 

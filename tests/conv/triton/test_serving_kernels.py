@@ -1,6 +1,6 @@
 """The kernels that servers call: seen by torch, kept and replayed, captured in a graph, compiled once."""
 
-from itertools import count
+from itertools import count, islice
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import mhc_ops
 from mhc_ops.conv import ops
 from mhc_ops.core import call
 from mhc_ops.testing.cases import SEED
+from mhc_ops.testing.conv_cases import ConvCase
 
 pytest.importorskip("triton")
 
@@ -26,50 +27,44 @@ FORMS = [
     (mhc_ops.causal_conv1d_update, "step", ("num_accepted_tokens", "cu_seqlens", "write_columns"), "x"),
     (mhc_ops.causal_conv1d_update, "step", ("parents",), "out"),
 ]
+by_form = pytest.mark.parametrize(("function", "kind", "names", "out"), FORMS)
 
 
-def with_out(given, out):
-    """The call, with a tensor for y that is new or x itself."""
-    return given | {"": {}, "x": {"out": given["x"]}, "out": {"out": torch.empty_like(given["x"])}}[out]
+def calls(function, kind, names, out, device):
+    """The call, and others like it with memory of their own; y is new, another tensor or x itself."""
+    given = drawn(kind, *names, device=device)
+    while True:
+        own = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+        own |= {"": {}, "x": {"out": own["x"]}, "out": {"out": torch.empty_like(own["x"])}}[out]
+        yield own | {"backend": "triton"}
 
 
-def copied(given):
-    copies = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    return copies | ({"out": copies["x"]} if given.get("out") is given["x"] else {})
-
-
-@pytest.mark.parametrize(("function", "kind", "names", "out"), FORMS)
+@by_form
 def test_opcheck(function, kind, names, out, kernel_device, monkeypatch):
     requests = []
     monkeypatch.setattr(ops, "run", lambda prepare, **arguments: requests.append(prepare(**arguments)))
-    function(**with_out(drawn(kind, *names, device=kernel_device), out), backend="triton")
+    function(**next(calls(function, kind, names, out, kernel_device)))
     (request,) = requests
     arguments = (*request.op.flattened(request.op.laid_out(request.inputs)), "triton")
     torch.library.opcheck(request.op.traced, arguments)
 
 
-@pytest.mark.parametrize(("function", "kind", "names", "out"), FORMS)
+@by_form
 def test_compiled_and_kept(function, kind, names, out, kernel_device, cxx):
-    """torch.compile, whole graph: what is written in place too. An eager call like an earlier one is found again."""
-    given = with_out(drawn(kind, *names, device=kernel_device), out)
-    eager, again, compiled = (copied(given) for _ in range(3))
+    """torch.compile, whole graph: what is written in place too. An eager call like an earlier one is found again, and
+    on a GPU its launches are replayed."""
+    first, second, third = islice(calls(function, kind, names, out, kernel_device), 3)
     call.forget()
-    results = [function(**arguments, backend="triton") for arguments in (eager, again)]
-    assert len(call.kept_calls()) == 1
-    results.append(torch.compile(function, fullgraph=True, backend="aot_eager")(**compiled, backend="triton"))
-    for y, arguments in zip(results, (eager, again, compiled)):
-        torch.testing.assert_close(y, results[0], rtol=0, atol=0, equal_nan=True)
-        for name in ("conv_state", "windows", "x"):
-            if name in given:
-                torch.testing.assert_close(arguments[name], eager[name], rtol=0, atol=0, equal_nan=True)
-
-
-def small_step(device):
-    """A step with drafts: neither out nor windows is given."""
-    generator = torch.Generator().manual_seed(SEED)
-    x, cache, weight = (torch.randn(shape, generator=generator).to(device) for shape in ((2, 3, 8), (4, 8, 5), (8, 4)))
-    slots, accepted = torch.tensor([2, 1], device=device), torch.tensor([1, 2], device=device)
-    return {"x": x, "conv_state": cache, "weight": weight, "conv_state_indices": slots, "num_accepted_tokens": accepted}
+    expected, again = function(**first), function(**second)
+    (kept,) = call.kept_calls()
+    if kernel_device == "cuda":
+        (plan,) = kept.call.replayed.plans.values()
+        assert plan is not None
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(**third)
+    for y, arguments in ((again, second), (compiled, third)):
+        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+        for name in {"conv_state", "windows", "x"} & arguments.keys():
+            torch.testing.assert_close(arguments[name], first[name], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("way", ["compiled", "in a mode", "exported"])
@@ -80,13 +75,14 @@ def test_what_is_written_may_be_missing(way, kernel_device):
         def forward(self, given):
             return mhc_ops.causal_conv1d_update(**given, backend="triton")
 
-    eager, given = small_step(kernel_device), small_step(kernel_device)
+    step = ConvCase(2, 3, 8, places="drafts", update=True)  # neither out nor windows is given
+    eager, given, example = (step.inputs(kernel_device) for _ in range(3))
     y = Step()(eager)
     with torch.no_grad():
         if way == "compiled":
             found = torch.compile(Step(), fullgraph=True, backend="aot_eager")(given)
         elif way == "exported":
-            found = torch.export.export(Step(), (small_step(kernel_device),)).module()(given)
+            found = torch.export.export(Step(), (example,)).module()(given)
         else:
             with torch.device(kernel_device):
                 found = Step()(given)
@@ -142,17 +138,3 @@ def test_a_graph_takes_other_sequences():
         graph.replay()
         assert all(torch.equal(one, two) for one, two in zip(captured, steps(other, x)))
         assert torch.equal(cache, other)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("function", "kind", "names", "out"), FORMS)
-def test_replayed(function, kind, names, out):
-    given = with_out(drawn(kind, *names, device="cuda"), out)
-    first, second = copied(given), copied(given)
-    call.forget()
-    results = [function(**arguments, backend="triton") for arguments in (first, second)]
-    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(first["conv_state"], second["conv_state"], rtol=0, atol=0, equal_nan=True)
-    (kept,) = call.kept_calls()
-    (plan,) = kept.call.replayed.plans.values()
-    assert plan is not None

@@ -1,7 +1,6 @@
 // Test program of the channel-last conv kernels: channellast_test [0 all | 1 accuracy | 2 performance].
 // Exits with 0 when everything passed, 1 when something failed, 2 when a call went wrong.
 #include <algorithm>
-#include <cstring>
 
 #include "test_run.h"
 
@@ -38,27 +37,24 @@ std::vector<Case> presets() {
 
 std::vector<Case> more_cases() {
     std::vector<Case> cases;
-    auto add = [&](const char* name, int64_t B, int64_t D, int64_t L, int64_t W, bool bias, bool silu, ConvType type,
-                   Mode mode = kPlain,
-                   int64_t gap = 0) { cases.push_back({name, B, D, L, W, bias, silu, type, mode, gap}); };
     for (ConvType type : kTypes) {
         for (int64_t W : kWidths) {
             for (Mode mode : {kPlain, kPacked, kPadded, kStates, kPackedWithState}) {
-                add("vectors", 1, 320, 140, W, true, true, type, mode);
-                add("one by one", 2, 65, 140, W, true, false, type, mode);
-                add("no bias", 1, 64, 70, W, false, mode == kPadded, type, mode);
+                cases.push_back({"vectors", 1, 320, 140, W, true, true, type, mode});
+                cases.push_back({"one by one", 2, 65, 140, W, true, false, type, mode});
+                cases.push_back({"no bias", 1, 64, 70, W, false, mode == kPadded, type, mode});
             }
             for (int64_t L : {1, 2, 3, 4, 5}) {
-                add("short", 2, 24, L, W, true, true, type, kStates);
-                add("short", 1, 7, L, W, true, false, type, kStates);
-                add("short", 1, 8, L, W, true, true, type);
+                cases.push_back({"short", 2, 24, L, W, true, true, type, kStates});
+                cases.push_back({"short", 1, 7, L, W, true, false, type, kStates});
+                cases.push_back({"short", 1, 8, L, W, true, true, type});
             }
         }
-        for (int64_t D : {1, 7, 65, 4097}) add("odd D", 1, D, D < 4000 ? 40 : 6, 4, true, true, type);
-        add("long rows, vectors", 2, 64, 70, 4, true, true, type, kPlain, 64);
-        add("long rows, one by one", 2, 64, 70, 4, true, true, type, kStates, 1);
-        add("many ranges", 2, 72, 777, 4, true, true, type);
-        add("many ranges", 1, 9, 1029, 4, true, true, type, kPadded);
+        for (int64_t D : {1, 7, 65, 4097}) cases.push_back({"odd D", 1, D, D < 4000 ? 40 : 6, 4, true, true, type});
+        cases.push_back({"long rows, vectors", 2, 64, 70, 4, true, true, type, kPlain, 64});
+        cases.push_back({"long rows, one by one", 2, 64, 70, 4, true, true, type, kStates, 1});
+        cases.push_back({"many ranges", 2, 72, 777, 4, true, true, type});
+        cases.push_back({"many ranges", 1, 9, 1029, 4, true, true, type, kPadded});
     }
     return cases;
 }
@@ -66,7 +62,7 @@ std::vector<Case> more_cases() {
 // |got − want| ≤ one rounding of the output's type + 1e-5 of the tensor's root mean square, for sums in fp32.
 struct Difference {
     double most = 0.0;
-    int64_t errors = 0, count = 0;
+    int64_t errors = 0;
 };
 Difference compare(const Values& got, const Values& want, ConvType type) {
     const double rounding = type == kConvBf16 ? 0x1p-8 : type == kConvHalf ? 0x1p-11 : 0x1p-24;
@@ -75,7 +71,6 @@ Difference compare(const Values& got, const Values& want, ConvType type) {
     const double floor =
         1e-5 * std::sqrt(squares / std::max<size_t>(want.size(), 1)) + (type == kConvHalf ? 0x1p-25 : 0);
     Difference difference;
-    difference.count = int64_t(want.size());
     for (size_t i = 0; i < want.size(); i++) {
         const double off = std::fabs(got[i] - want[i]);
         if (!(off <= difference.most)) difference.most = off;  // NaN too
@@ -85,40 +80,31 @@ Difference compare(const Values& got, const Values& want, ConvType type) {
 }
 
 bool same_bits(const Outputs& a, const Outputs& b) {
-    auto same = [](const Values& p, const Values& q) {
-        return p.size() == q.size() && (p.empty() || std::memcmp(p.data(), q.data(), p.size() * sizeof(double)) == 0);
-    };
-    return same(a.y, b.y) && same(a.dx, b.dx) && same(a.dweight, b.dweight) && same(a.dbias, b.dbias) &&
-           same(a.final_state, b.final_state) && same(a.dinitial_state, b.dinitial_state);
+    for (int i = 0; i < kResults; i++)
+        if (!a[i].empty() && std::memcmp(a[i].data(), b[i].data(), a[i].size() * sizeof(double)) != 0) return false;
+    return true;
 }
 
 bool passes(const Case& c, bool quiet) {
     return with_type(c.type, [&](auto type) {
         typedef decltype(type) T;
-        const Inputs in = make_inputs(c, [](double value) { return double(to_float(from_float<T>(float(value)))); });
+        const Inputs in = make_inputs(c, [](double value) { return double(to_float(stored<T>(value))); });
         const Outputs want = truth(c, in), got = Device<T>(c, in).run();
-        struct {
-            const char* name;
-            Difference difference;
-        } rows[] = {
-            {"dx", compare(got.dx, want.dx, c.type)},
-            {"dweight", compare(got.dweight, want.dweight, kConvFloat)},
-            {"dbias", compare(got.dbias, want.dbias, kConvFloat)},
-            {"y", compare(got.y, want.y, c.type)},
-            {"final_state", compare(got.final_state, want.final_state, c.type)},
-            {"dinitial_state", compare(got.dinitial_state, want.dinitial_state, c.type)},
-        };
+        Difference differences[kResults];
         const bool same = !kTwice || same_bits(got, Device<T>(c, in).run());
         bool passed = same;
-        for (const auto& row : rows) passed = passed && row.difference.errors == 0;
+        for (int i = 0; i < kResults; i++) {
+            differences[i] = compare(got[i], want[i], i == kDweight || i == kDbias ? kConvFloat : c.type);
+            passed = passed && differences[i].errors == 0;
+        }
         if (quiet && passed) return true;
         std::printf("%s: batch=%lld, dim=%lld, seqlen=%lld, width=%lld, bias=%s, silu=%s, %s%s\n", c.name.c_str(),
                     (long long)c.B, (long long)c.D, (long long)c.L, (long long)c.W, c.bias ? "yes" : "no",
                     c.silu ? "yes" : "no", kTypeNames[c.type], kModeNames[c.mode]);
-        for (const auto& row : rows)
-            if (row.difference.count)
-                std::printf("  %s: max_diff=%.3e, errors=%lld/%lld\n", row.name, row.difference.most,
-                            (long long)row.difference.errors, (long long)row.difference.count);
+        for (int i = 0; i < kResults; i++)
+            if (!want[i].empty())
+                std::printf("  %s: max_diff=%.3e, errors=%lld/%lld\n", kResultNames[i], differences[i].most,
+                            (long long)differences[i].errors, (long long)want[i].size());
         if (!same) std::printf("  a second run gave other bits\n");
         std::printf("  Status: %s\n", passed ? "PASSED" : "FAILED");
         return passed;
@@ -139,15 +125,17 @@ void survive_an_older_error() {
     CHECK(hipDeviceSynchronize());
 }
 
+bool all_pass(const char* name, const std::vector<Case>& cases, bool quiet) {
+    size_t passed = 0;
+    for (const Case& c : cases) passed += passes(c, quiet);
+    std::printf("%s: %zu / %zu PASSED\n", name, passed, cases.size());
+    return passed == cases.size();
+}
+
 bool accuracy() {
     survive_an_older_error();
-    int passed = 0, more_passed = 0;
-    for (const Case& c : presets()) passed += passes(c, false);
-    std::printf("Accuracy Summary: %d / %zu PASSED\n", passed, presets().size());
-    const std::vector<Case> more = more_cases();
-    for (const Case& c : more) more_passed += passes(c, true);
-    std::printf("More cases: %d / %zu PASSED\n", more_passed, more.size());
-    return size_t(passed) == presets().size() && size_t(more_passed) == more.size();
+    const bool passed = all_pass("Accuracy Summary", presets(), false);
+    return all_pass("More cases", more_cases(), true) && passed;
 }
 
 struct Times {
@@ -201,10 +189,9 @@ void performance_of(Device<T>& device, bool backward) {
 void repeat(Values& values, int64_t count) {
     const int64_t period = 1 << 16;
     std::mt19937 random(1);
-    values.resize(std::max(count, period));
-    for (int64_t i = 0; i < period; i++) values[i] = double(random()) / random.max() - 0.5;
-    for (int64_t i = period; i < count; i++) values[i] = values[i - period];
     values.resize(count);
+    for (int64_t i = 0; i < count; i++)
+        values[i] = i < period ? double(random()) / random.max() - 0.5 : values[i - period];
 }
 
 void performance() {
@@ -222,8 +209,7 @@ void performance() {
             Case one_row = c;
             one_row.B = one_row.L = 1;
             Inputs in = make_inputs(one_row, [](double value) { return value; });
-            repeat(in.x, c.B * c.L * c.D);
-            repeat(in.dy, c.B * c.L * c.D);
+            for (Values* values : {&in.x, &in.dy}) repeat(*values, c.B * c.L * c.D);
             Device<decltype(type)> device(c, in);
             for (bool silu : {c.silu, true}) {
                 device.c.silu = silu;

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 #include "test_case.h"
 #include "types.h"
@@ -19,12 +20,30 @@ inline void require(const char* error, const char* what) {
     } while (false)
 
 template <class T>
+T stored(double value) {
+    return from_float<T>(float(value));
+}
+template <>
+inline int32_t stored<int32_t>(double value) {
+    return int32_t(value);
+}
+
+// Memory of the device. What is not written is NaN in every type: an element never written must show.
+template <class T>
 class Buffer {
   public:
     explicit Buffer(int64_t count) : count_(count) {
         if (count == 0) return;
         CHECK(hipMalloc(&data_, count * sizeof(T)));
-        CHECK(hipMemset(data_, 0xff, count * sizeof(T)));  // NaN in every type: an element never written must show
+        CHECK(hipMemset(data_, 0xff, count * sizeof(T)));
+    }
+    // Rows of `width` values, `stride` apart.
+    explicit Buffer(const Values& values, int64_t width = 1, int64_t stride = 1)
+        : Buffer(int64_t(values.size()) / width * stride) {
+        std::vector<T> rows(count_);
+        if (count_) std::memset(static_cast<void*>(rows.data()), 0xff, count_ * sizeof(T));
+        for (size_t i = 0; i < values.size(); i++) rows[i / width * stride + i % width] = stored<T>(values[i]);
+        if (count_) CHECK(hipMemcpy(data_, rows.data(), count_ * sizeof(T), hipMemcpyHostToDevice));
     }
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
@@ -32,13 +51,12 @@ class Buffer {
         if (data_) CHECK(hipFree(data_));
     }
     T* get() const { return data_; }  // null where there is nothing
-    void put(const std::vector<T>& values) {
-        if (count_) CHECK(hipMemcpy(data_, values.data(), count_ * sizeof(T), hipMemcpyHostToDevice));
-    }
-    std::vector<T> take() const {
+    Values take() const {
         std::vector<T> values(count_);
         if (count_) CHECK(hipMemcpy(values.data(), data_, count_ * sizeof(T), hipMemcpyDeviceToHost));
-        return values;
+        Values wide;
+        for (T value : values) wide.push_back(to_float(value));
+        return wide;
     }
 
   private:
@@ -47,69 +65,46 @@ class Buffer {
 };
 
 template <class T>
-std::vector<T> narrow(const Values& values) {
-    std::vector<T> narrowed;
-    narrowed.reserve(values.size());
-    for (double value : values) narrowed.push_back(from_float<T>(float(value)));
-    return narrowed;
-}
-template <class T>
-Values widen(const std::vector<T>& values) {
-    Values wide;
-    wide.reserve(values.size());
-    for (T value : values) wide.push_back(to_float(value));
-    return wide;
-}
-
-template <class T>
 struct Device {
     Case c;
-    const int64_t rows = c.B * c.L, stride = c.D + c.gap, state = c.B * (c.W - 1) * c.D;
-    const int64_t first = has_initial_state(c.mode) ? state : 0, last = c.mode == kStates ? state : 0;
-    Buffer<T> x{rows * stride}, dy{rows * c.D}, initial_state{first}, dfinal_state{last};
-    Buffer<float> weight{c.D * c.W}, bias{c.bias ? c.D : 0}, workspace{conv_workspace(c.B, c.L, c.D, c.W)};
-    Buffer<int32_t> seq_idx{has_seq_idx(c.mode) ? rows : 0};
-    Buffer<T> y{rows * c.D}, final_state{last}, dx{rows * c.D}, dinitial_state{first};
+    const int64_t elements, first, last;
+    Buffer<T> x, dy, initial_state, dfinal_state;
+    Buffer<float> weight, bias, workspace{conv_workspace(c.B, c.L, c.D, c.W)};
+    Buffer<int32_t> seq_idx;
+    Buffer<T> y{elements}, final_state{last}, dx{elements}, dinitial_state{first};
     Buffer<float> dweight{c.D * c.W}, dbias{c.bias ? c.D : 0};
 
-    Device(const Case& c_, const Inputs& in) : c(c_) {
-        std::vector<T> values = narrow<T>(in.x), wide(rows * stride, from_float<T>(NAN));
-        for (int64_t row = 0; row < rows; row++)
-            std::copy(&values[row * c.D], &values[row * c.D] + c.D, &wide[row * stride]);
-        x.put(wide);
-        dy.put(narrow<T>(in.dy));
-        initial_state.put(narrow<T>(in.initial_state));
-        dfinal_state.put(narrow<T>(in.dfinal_state));
-        weight.put(narrow<float>(in.weight));
-        bias.put(narrow<float>(in.bias));
-        seq_idx.put(in.seq_idx);
+    Device(const Case& c, const Inputs& in)
+        : c(c), elements(c.B * c.L * c.D), first(in.initial_state.size()), last(in.dfinal_state.size()),
+          x(in.x, c.D, c.D + c.gap), dy(in.dy), initial_state(in.initial_state), dfinal_state(in.dfinal_state),
+          weight(in.weight), bias(in.bias), seq_idx(in.seq_idx) {}
+    template <class Call>
+    Call call() const {
+        Call call = {};
+        call.x = x.get(), call.weight = weight.get(), call.bias = bias.get(), call.seq_idx = seq_idx.get();
+        call.initial_state = initial_state.get();
+        call.B = c.B, call.L = c.L, call.D = c.D, call.W = c.W;
+        call.x_token_stride = c.D + c.gap, call.x_batch_stride = c.L * call.x_token_stride;
+        call.type = c.type, call.silu = c.silu;
+        return call;
     }
     void forward() {
-        ConvForward call = {};
-        call.x = x.get(), call.weight = weight.get(), call.bias = bias.get(), call.seq_idx = seq_idx.get();
-        call.initial_state = initial_state.get(), call.y = y.get(), call.final_state = final_state.get();
-        call.B = c.B, call.L = c.L, call.D = c.D, call.W = c.W;
-        call.x_batch_stride = c.L * stride, call.x_token_stride = stride;
-        call.type = c.type, call.silu = c.silu;
+        ConvForward call = this->call<ConvForward>();
+        call.y = y.get(), call.final_state = final_state.get();
         require(conv_forward(&call, nullptr), "conv_forward");
     }
     void backward() {
-        ConvBackward call = {};
-        call.x = x.get(), call.weight = weight.get(), call.bias = bias.get(), call.seq_idx = seq_idx.get();
-        call.initial_state = initial_state.get(), call.dy = dy.get(), call.dfinal_state = dfinal_state.get();
+        ConvBackward call = this->call<ConvBackward>();
+        call.dy = dy.get(), call.dfinal_state = dfinal_state.get(), call.workspace = workspace.get();
         call.dx = dx.get(), call.dweight = dweight.get(), call.dbias = dbias.get();
-        call.dinitial_state = dinitial_state.get(), call.workspace = workspace.get();
-        call.B = c.B, call.L = c.L, call.D = c.D, call.W = c.W;
-        call.x_batch_stride = c.L * stride, call.x_token_stride = stride;
-        call.type = c.type, call.silu = c.silu;
+        call.dinitial_state = dinitial_state.get();
         require(conv_backward(&call, nullptr), "conv_backward");
     }
     Outputs run() {
         forward();
         backward();
         CHECK(hipDeviceSynchronize());
-        return {widen(y.take()),       widen(final_state.take()), widen(dx.take()),
-                widen(dweight.take()), widen(dbias.take()),       widen(dinitial_state.take())};
+        return {dx.take(), dweight.take(), dbias.take(), y.take(), final_state.take(), dinitial_state.take()};
     }
 };
 
