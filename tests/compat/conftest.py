@@ -1,6 +1,8 @@
+import functools
 import sys
 
 import pytest
+from tiny_models import KINDS, Built
 
 import mhc_ops
 
@@ -26,3 +28,42 @@ def written(tmp_path, monkeypatch):
     packages = {path.name for path in tmp_path.iterdir()}
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """called(module, *names) returns a list to which each call of these functions adds the name."""
+
+    def watch(module, *names):
+        made = []
+
+        def call(name, function, *given, **named):
+            made.append(name)
+            return function(*given, **named)
+
+        for name in names:
+            monkeypatch.setattr(module, name, functools.partial(call, name, getattr(module, name)))
+        return made
+
+    return watch
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """built(kind): a model with hyper-connections, made once"""
+    return functools.cache(lambda kind: Built(kind, tmp_path_factory.mktemp(kind)))
+
+
+@pytest.fixture(params=KINDS)
+def tiny(request, built):
+    return built(request.param)
+
+
+@pytest.fixture
+def mapping():
+    """What is registered with transformers, which every test leaves empty."""
+    from transformers.monkey_patching import get_patch_mapping
+
+    assert get_patch_mapping() == {}
+    yield get_patch_mapping
+    assert get_patch_mapping() == {}

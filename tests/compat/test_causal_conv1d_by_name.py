@@ -40,17 +40,6 @@ def test_the_package_is_complete(installed):
         module = importlib.import_module(f"{NAME}.{part}")
         assert getattr(installed, part) is module
         assert importlib.util.find_spec(f"{NAME}.{part}").parent == module.__package__ == NAME
-    from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-    from causal_conv1d.causal_conv1d_interface import causal_conv1d_ref, causal_conv1d_update_ref
-    from causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
-
-    assert (causal_conv1d_fn, causal_conv1d_update) == (compat.causal_conv1d_fn, compat.causal_conv1d_update)
-    assert causal_conv1d_varlen_states is compat.causal_conv1d_varlen_states
-    x, weight, states = torch.randn(2, 5, 9), torch.randn(5, 4), torch.randn(2, 5, 3)
-    given = {"initial_states": states, "return_final_states": True, "activation": "silu"}
-    assert all(map(torch.equal, causal_conv1d_ref(x, weight, **given), causal_conv1d_fn(x, weight, **given)))
-    updates = causal_conv1d_update_ref, causal_conv1d_update
-    assert torch.equal(*(update(x, states.clone(), weight) for update in updates))
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(f"{NAME}.another")
 
@@ -59,8 +48,7 @@ def test_a_model_that_was_imported_before_is_named(monkeypatch):
     model = types.ModuleType("transformers.models.lfm2.modeling_lfm2")
     model.causal_conv1d_fn = print
     monkeypatch.setitem(sys.modules, model.__name__, model)
-    words = f"imported before, and not looking for causal_conv1d again: {model.__name__}$"
-    with pytest.warns(UserWarning, match=words):
+    with pytest.warns(UserWarning, match=f"imported before, and not looking for {NAME} again: {model.__name__}$"):
         compat.install()
     compat.uninstall()
 
@@ -80,25 +68,30 @@ def test_an_autograd_function_of_the_compiled_part(packed, installed):
     final = None if packed else torch.empty(2, 3, 5).mT
     out = installed.cpp_functions.causal_conv1d_fwd_function(x, weight, bias, ids, states, final, True)
     assert all(map(torch.equal, (out,) if packed else (out, final), outputs))
-    wide = torch.zeros(2, 10, 9)
-    dfinal = None if packed else cotangents[1]
+    wide, dfinal = torch.zeros(2, 10, 9), None if packed else cotangents[1]
+    backward = installed.cpp_functions.causal_conv1d_bwd_function
     with torch.no_grad():
-        gradients = installed.cpp_functions.causal_conv1d_bwd_function(
-            x, weight, bias, cotangents[0], ids, states, dfinal, wide[:, 5:], True, True
-        )
+        gradients = backward(x, weight, bias, cotangents[0], ids, states, dfinal, wide[:, 5:], True, True)
     assert gradients[0].data_ptr() == wide[:, 5:].data_ptr()
     assert all(map(torch.equal, gradients, expected))
-    without = installed.cpp_functions.causal_conv1d_bwd_function(
-        x, weight, None, cotangents[0], ids, None, None, None, False, False
-    )
-    assert without[2:] == (None, None)
+    none = None, None, None, False, False
+    assert backward(x, weight, None, cotangents[0], ids, *none)[2:] == (None, None)
 
 
-def test_a_step_of_the_compiled_part(installed):
-    x, weight, states = torch.randn(2, 5, 1), torch.randn(5, 4), torch.randn(2, 5, 3).expand(2, 2, 5, 3).clone()
-    found = installed.cpp_functions.causal_conv1d_update_function(x, states[0], weight, None, True, None, None)
-    assert torch.equal(found, compat.causal_conv1d_update(x, states[1], weight, activation="silu"))
-    assert torch.equal(*states)
+def test_other_forms_of_both_functions(installed):
+    """In plain torch, and compiled."""
+    x, weight, states = torch.randn(2, 5, 9), torch.randn(5, 4), torch.randn(2, 5, 3)
+    plain, silu = installed.causal_conv1d_interface, {"activation": "silu"}
+    given = {"initial_states": states, "return_final_states": True, **silu}
+    expected = compat.causal_conv1d_fn(x, weight, **given)
+    assert all(map(torch.equal, plain.causal_conv1d_ref(x, weight, **given), expected))
+    after = [states.clone() for _ in range(3)]
+    steps = [
+        compat.causal_conv1d_update(x, after[0], weight, **silu),
+        plain.causal_conv1d_update_ref(x, after[1], weight, **silu),
+        installed.cpp_functions.causal_conv1d_update_function(x, after[2], weight, None, True, None, None),
+    ]
+    assert all(torch.equal(step, steps[0]) and torch.equal(state, after[0]) for step, state in zip(steps, after))
 
 
 PROGRAM = """
@@ -118,29 +111,24 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.fixture
-def program(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "program.py").write_text(PROGRAM)
-    (folder / "beside.py").write_text("WORD = 'beside'\n")
-    return folder / "program.py"
+def folder(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "program.py").write_text(PROGRAM)
+    (tmp_path / "folder" / "beside.py").write_text("WORD = 'beside'\n")
+    return tmp_path / "folder"
 
 
-def test_a_script_runs_with_it(program, tmp_path):
+def test_a_script_runs_with_it(folder):
     """In a process of its own: the arguments are the script's, modules beside it are found, its exit code is kept."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mhc_ops.compat.causal_conv1d", "folder/program.py", "3", "-m", "--help"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "mhc_ops.compat.causal_conv1d", "folder/program.py", "3", "-m", "--help"]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout == "mhc_ops.compat.causal_conv1d.causal_conv1d_interface 3 -m --help beside\n"
 
 
-def test_a_module_runs_with_it(program, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", [str(program.parent), *sys.path])
+def test_a_module_runs_with_it(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setattr(sys, "argv", ["the command", "-m", "program", "0"])
     with pytest.raises(SystemExit, match="0"):
         main(["-m", "program", "0"])

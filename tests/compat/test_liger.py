@@ -1,7 +1,5 @@
 """mhc_ops.compat.liger against the equations of Liger-Kernel, forward and backward."""
 
-import inspect
-
 import pytest
 import torch
 from compat_oracle import BF16, FP32, assert_near, gradients, in_fp64, inverse_rms, logits, read, sinkhorn, write
@@ -36,16 +34,14 @@ def expected_layer(x, layer, *parameters, **options):
 def test_coeffs_and_forward(options):
     x, *parameters = given = draw()
     found = liger.liger_mhc_coeffs(*given, allow_fp32=True, **options)
-    expected = expected_coeffs(*(truth := in_fp64(given)), **options)
-    assert_near(found, expected, FP32)
-    assert_near(gradients(found, given), gradients(expected, truth), FP32)
+    maps = expected_coeffs(*(truth := in_fp64(given)), **options)
+    assert_near([*found, *gradients(found, given)], [*maps, *gradients(maps, truth)], FP32)
     expected = expected_layer(truth[0], torch.tanh, *truth[1:], **options)
-    found = liger.liger_mhc_forward(x, torch.tanh, *parameters, allow_fp32=True, **options)
-    x_out, coeffs = liger.liger_mhc_forward(x, torch.tanh, *parameters, allow_fp32=True, return_coeffs=True, **options)
-    for result in (found, x_out):
-        assert_near([result], [expected], FP32)
-        assert_near(gradients([result], given), gradients([expected], truth), FP32)
-    assert_near(coeffs, expected_coeffs(*truth, **options), FP32)
+    call, options = (x, torch.tanh, *parameters), {"allow_fp32": True, **options}
+    x_out, coeffs = liger.liger_mhc_forward(*call, return_coeffs=True, **options)
+    for result in (liger.liger_mhc_forward(*call, **options), x_out):
+        assert_near([result, *gradients([result], given)], [expected, *gradients([expected], truth)], FP32)
+    assert_near(coeffs, maps, FP32)
 
 
 def test_the_steps_are_the_layer():
@@ -65,12 +61,11 @@ def test_module():
     """bf16 streams, phi in fp16, a layer in fp32: types as there, values within one rounding."""
     torch.manual_seed(2)
     mhc = liger.LigerMHC(nn.Linear(C, C, bias=False), hc=N, c=C)
-    shapes = {name: (tuple(p.shape), p.dtype) for name, p in mhc.named_parameters()}
-    alphas = {f"alpha_{part}": ((), torch.float32) for part in ("pre", "post", "res")}
-    own = {"phi": ((K, M), torch.float16), "b": ((M,), torch.float32), **alphas}
-    assert shapes == {**own, "layer.weight": ((C, C), torch.float32)}
-    x = torch.randn(3, N, C).bfloat16().requires_grad_()
     parameters = [mhc.phi, mhc.b, mhc.alpha_pre, mhc.alpha_post, mhc.alpha_res]
+    assert [*map(id, mhc.parameters())] == [*map(id, [*parameters, mhc.layer.weight])]
+    assert [tuple(p.shape) for p in parameters] == [(K, M), (M,), (), (), ()]
+    assert [p.dtype for p in mhc.parameters()] == [torch.float16] + 5 * [torch.float32]
+    x = torch.randn(3, N, C).bfloat16().requires_grad_()
     truth = in_fp64([x, *parameters, mhc.layer.weight])
     found = mhc(x)
     expected = expected_layer(truth[0], lambda h_in: h_in @ truth[-1].T, *truth[1:-1])
@@ -88,15 +83,3 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"LigerMHC: x must be \[\.\.\., 4, 24\], got \[2, 3, 24\]"):
         mhc(torch.randn(2, 3, C).bfloat16())
     assert liger.LigerMHC(nn.Identity(), hc=N, c=C, allow_fp32=True)(torch.randn(2, N, C)).dtype == torch.float32
-
-
-def test_defaults():
-    of_maps = {"tmax": 20, "rms_eps": 1e-6, "pre_eps": 0.0, "sinkhorn_eps": 1e-6, "post_mult": 2.0, "allow_fp32": False}
-    more = {
-        liger.liger_mhc_coeffs: {},
-        liger.liger_mhc_forward: {"return_coeffs": False},
-        liger.LigerMHC: {"phi_dtype": torch.float16},
-    }
-    for function, further in more.items():
-        parameters = inspect.signature(function).parameters.values()
-        assert {p.name: p.default for p in parameters if p.default is not p.empty} == {**of_maps, **further}

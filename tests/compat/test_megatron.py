@@ -5,17 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compat_oracle import BF16, FP32, assert_near, gradients, in_fp64, inverse_rms, logits, read, sinkhorn, write
+from compat_oracle import BF16, FP32, assert_near, gradients, in_fp64, inverse_rms, logits, read, says, sinkhorn, write
 
 from mhc_ops.compat import megatron
 
+FILE = "megatron/core/fusions/fused_mhc_kernels.py"
 EPS = 1e-6
 S, B, N, C = 5, 2, 4, 24
 M, K = N * N + 2 * N, N * C
 
 
-def outside_the_root(v, eps=EPS):
-    return 1 / (v.norm(dim=-1, keepdim=True) / v.shape[-1] ** 0.5 + eps)
+def outside_the_root(v):
+    return 1 / (v.norm(dim=-1, keepdim=True) / v.shape[-1] ** 0.5 + EPS)
 
 
 def draw(scale=1.0):
@@ -34,49 +35,44 @@ def expected_maps(x, weight, alpha_pre, alpha_post, alpha_res, bias):
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 1e3])
 def test_projection(scale):
-    """Apart by eps/rms of the norm's factor, as said, beside the rounding of fp32."""
+    """Apart by eps/rms of the norm's factor, as said, beside the rounding of fp32. A token of zeros has the maps of the
+    bias."""
     given = draw(scale)
     truth = in_fp64(given)
     *found, rms = megatron.fused_proj_rms_compute_h(*given, N)
     expected = expected_maps(*truth)
     tolerance = FP32 + EPS / scale
-    assert_near(found, expected, tolerance)
-    assert_near(gradients(found, given), gradients(expected, truth), tolerance)
+    assert_near([*found, *gradients(found, given)], [*expected, *gradients(expected, truth)], tolerance)
     assert_near([rms], [truth[0].norm(dim=-1, keepdim=True) / K**0.5], FP32)
-
-
-def test_a_token_of_zeros_gives_the_maps_of_the_bias():
-    _, weight, *alphas, bias = draw()
-    h_pre, h_post, h_res, rms = megatron.fused_proj_rms_compute_h(torch.zeros(1, K), weight, *alphas, bias, N)
-    assert_near([h_res[0], rms[0] + 1], [bias[2 * N :], torch.ones(1)], FP32)
-    assert h_pre.isfinite().all() and h_post.isfinite().all()
+    *maps, h_res, rms = megatron.fused_proj_rms_compute_h(torch.zeros(1, K), *given[1:], N)
+    assert_near([h_res[0], rms[0] + 1], [given[-1][2 * N :], torch.ones(1)], FP32)
+    assert all(h.isfinite().all() for h in maps)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_aggregate_and_post(with_bias):
     torch.manual_seed(2)
-    residual, x, bias = torch.randn(S, B, N, C), torch.randn(S, B, C), torch.randn(C)
-    h_pre, h_post, h_res = torch.rand(S, B, N), torch.rand(S, B, N), torch.rand(S, B, N, N)
-    given = [t.requires_grad_() for t in (residual, x, h_pre, h_post, h_res, *([bias] if with_bias else []))]
-    truth = in_fp64(given)
+    given = [torch.randn(S, B, N, C), torch.randn(S, B, C), torch.rand(S, B, N), torch.rand(S, B, N)]
+    given += [torch.rand(S, B, N, N), *([torch.randn(C)] if with_bias else [])]
+    residual, x, h_pre, h_post, h_res, *bias = [tensor.requires_grad_() for tensor in given]
     found = [megatron.fused_h_aggregate(residual, h_pre)]
-    found += [megatron.fused_h_post_bda(h_res, residual, h_post, x, bias if with_bias else None)]
-    residual, x, h_pre, h_post, h_res, *bias = truth
+    found += [megatron.fused_h_post_bda(h_res, residual, h_post, x, *(bias or [None]))]
+    residual, x, h_pre, h_post, h_res, *bias = truth = in_fp64(given)
     expected = read(residual, h_pre), write(residual, x + sum(bias), h_post, h_res)
-    assert_near(found, expected, FP32)
-    assert_near(gradients(found, given), gradients(expected, truth), FP32)
+    assert_near([*found, *gradients(found, given)], [*expected, *gradients(expected, truth)], FP32)
 
 
 def test_types_are_those_of_the_streams():
     """Megatron hands maps over in bf16."""
     torch.manual_seed(3)
     shapes = (S, B, N, C), (S, B, C), (C,), (S, B, N), (S, B, N, N)
-    residual, x, bias, h_post, logit = (torch.randn(shape).bfloat16() for shape in shapes)
+    given = residual, x, bias, h_post, logit = [torch.randn(shape).bfloat16() for shape in shapes]
     h_res = megatron.fused_sinkhorn(logit, 20)
     found = megatron.fused_h_post_bda(h_res, residual, h_post, x, bias)
     assert h_res.dtype == found.dtype == torch.bfloat16
-    expected = write(residual.double(), x.double() + bias.double(), h_post.double(), h_res.double())
-    assert_near([h_res, found], [sinkhorn(logit.double(), 20, EPS), expected], BF16)
+    residual, x, bias, h_post, logit = in_fp64(given)
+    expected = write(residual, x + bias, h_post, h_res.double())
+    assert_near([h_res, found], [sinkhorn(logit, 20, EPS), expected], BF16)
 
 
 def test_aggregate_into_a_buffer():
@@ -105,23 +101,19 @@ def config(**changes):
 def test_module():
     torch.manual_seed(4)
     module = megatron.HyperConnectionModule(config(), layer_number=1)
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    alphas = {f"alpha_{part}": (1,) for part in ("pre", "post", "res")}
-    assert shapes == {"mapping_proj.weight": (M, K), "bias": (M,), **alphas}
-    x, bias = torch.randn(S, B, K, requires_grad=True), torch.randn(C)
     parameters = [module.mapping_proj.weight, module.alpha_pre, module.alpha_post, module.alpha_res, module.bias]
-
-    def run(x, module):
-        h_in, h_res, h_post, residual = module(x)
-        return module.fused_h_res_h_post_bda(h_res, residual, h_post, (torch.tanh(h_in), bias), 0.1, False, True)
-
-    found, truth = run(x, module), in_fp64([x, *parameters])
+    assert {*map(id, module.parameters())} == {*map(id, parameters)}
+    assert [tuple(parameter.shape) for parameter in parameters] == [(M, K), (1,), (1,), (1,), (M,)]
+    x, bias = torch.randn(S, B, K, requires_grad=True), torch.randn(C)
+    h_in, h_res, h_post, residual = module(x)
+    found = module.fused_h_res_h_post_bda(h_res, residual, h_post, (torch.tanh(h_in), bias), 0.1, False, True)
+    truth = in_fp64([x, *parameters])
     h_pre, h_post, h_res = expected_maps(*truth)
     streams, h_res = truth[0].unflatten(-1, (N, C)), sinkhorn(h_res.unflatten(-1, (N, N)), 20, EPS)
     h_out = torch.tanh(read(streams, h_pre)) + bias.double()
     expected = write(streams, h_out, h_post, h_res).flatten(-2)
-    assert_near([found], [expected], FP32)
-    assert_near(gradients([found], [x, *parameters]), gradients([expected], truth), FP32)
+    results, exact = gradients([found], [x, *parameters]), gradients([expected], truth)
+    assert_near([found, *results], [expected, *exact], FP32)
 
 
 def test_dropout_is_of_what_is_written():
@@ -162,9 +154,8 @@ def test_attributes_of_parameters():
 @pytest.fixture
 def megatron_core(written):
     """A Megatron with the file that is stood in for, which must not run. Yields the folder of that file."""
-    packages = {f"megatron/core/{package}__init__.py": "" for package in ("", "fusions/")}
-    own = {"megatron/core/fusions/fused_mhc_kernels.py": "raise AssertionError('its own kernels were loaded')\n"}
-    yield written(packages | own) / "megatron" / "core" / "fusions"
+    files = {"megatron/core/__init__.py": "", "megatron/core/fusions/__init__.py": ""}
+    yield written(files | {FILE: "raise AssertionError('its own kernels were loaded')\n"}) / "megatron/core/fusions"
     megatron.uninstall()
 
 
@@ -172,8 +163,7 @@ def test_install(megatron_core):
     megatron.install()
     from megatron.core.fusions import fused_mhc_kernels
 
-    for name in ("fused_h_aggregate_into", "fused_proj_rms_compute_h"):
-        assert getattr(fused_mhc_kernels, name) is getattr(megatron, name)
+    assert fused_mhc_kernels.fused_sinkhorn is megatron.fused_sinkhorn
     assert fused_mhc_kernels.log_fused_mhc_backend_once() is None
     assert fused_mhc_kernels.is_triton_available() and not fused_mhc_kernels.is_cutile_available()
     megatron.uninstall()
@@ -185,13 +175,12 @@ def test_install_without_the_file(branch, request):
     """Without Megatron, or with its main branch, where nothing would import the functions."""
     if branch:
         (request.getfixturevalue("megatron_core") / "fused_mhc_kernels.py").unlink()
-    words = "^install: there is no megatron/core/fusions/fused_mhc_kernels.py here; Megatron-Core's dev branch has it$"
-    with pytest.raises(ImportError, match=words):
+    with says(ImportError, f"install: there is no {FILE} here; Megatron-Core's dev branch has it"):
         megatron.install()
     assert "megatron.core.fusions.fused_mhc_kernels" not in sys.modules
 
 
 def test_install_where_megatron_lacks_a_package_of_its_own(megatron_core):
     (megatron_core.parent / "__init__.py").write_text("import a_package_that_is_not_there\n")
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+    with says(ModuleNotFoundError, "No module named 'a_package_that_is_not_there'"):
         megatron.install()

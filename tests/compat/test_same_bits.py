@@ -22,34 +22,27 @@ OPTIONS = (1e-6, 1e-6, 1e-6, 2.0, 20)  # HyperConnection's defaults, in vLLM's o
 LENGTHS = (6, 2, 4)
 
 
-class Recurrence(nn.Module):
-    """s = gate·s + (1 − gate)·v of each channel, in fp32, one token after the other"""
-
-    def __init__(self):
-        super().__init__()
-        self.decay = nn.Parameter(torch.randn(D))
-
-    def forward(self, v, state):
-        """y [T, D], and the states after each token"""
-        states = []
-        for token in v.float():
-            gate = torch.sigmoid(self.decay + token)
-            state = gate * state + (1 - gate) * token
-            states.append(state)
-        return torch.stack(states).to(v.dtype), states
-
-
 class Block(nn.Module):
+    """A convolution, then s = gate·s + (1 − gate)·v of each channel, in fp32, one token after the other"""
+
     def __init__(self):
         super().__init__()
         self.weight, self.bias = (nn.Parameter(torch.randn(*shape).bfloat16()) for shape in ((D, W), (D,)))
-        self.recurrence = Recurrence()
+        self.decay = nn.Parameter(torch.randn(D))
 
     def forward(self, h_in, cu_seqlens):
         """Training, on packed sequences [1, tokens, D]"""
         v = mhc_ops.causal_conv1d(h_in, self.weight, self.bias, activation="silu", cu_seqlens=cu_seqlens)
         parts = v[0].split(cu_seqlens.diff().tolist())
-        return torch.cat([self.recurrence(part, v.new_zeros(D).float())[0] for part in parts])[None]
+        return torch.cat([self.recur(part, torch.zeros(D, device=v.device))[0] for part in parts])[None]
+
+    def recur(self, v, state):
+        """y [T, D], and the states after each token"""
+        states = []
+        for token in v.float():
+            gate = torch.sigmoid(self.decay + token)
+            states.append(state := gate * state + (1 - gate) * token)
+        return torch.stack(states).to(v.dtype), states
 
 
 class Model(nn.Module):
@@ -87,22 +80,17 @@ class Server:
         """batch: {sequence: its words}. The logits of each."""
         numbers, lengths = list(batch), [len(words) for words in batch.values()]
         words = torch.tensor([word for words in batch.values() for word in words], device=self.device)
-        x = mhc_ops.mhc_expand(self.model.words[words], N)
-        carry = h_out = None
+        x, carry, h_out = mhc_ops.mhc_expand(self.model.words[words], N), None, None
         for number, connection in enumerate(self.model.stack):
             own = connection.phi, connection.alpha, connection.bias, *OPTIONS
             h_in, carry = self.next(own, connection.layer_norm_weight, x, carry, h_out)
             v = self.convolve(kind, number, connection.layer, h_in, numbers, lengths)
-            h_out = torch.cat(
-                [self.recur(number, i, connection.layer.recurrence, part) for i, part in zip(numbers, v.split(lengths))]
-            )
+            parts = zip(numbers, v.split(lengths))
+            h_out = torch.cat([self.recur(number, i, connection.layer, part) for i, part in parts])
         x, post, comb, read = carry
-        x = vllm.mhc_post(h_out, x, post, comb)
-        head = self.model.head
-        if self.model.shifted:
-            out = mhc_ops.mhc_read(x, read)
-        else:
-            out = vllm.hc_head(x, head.phi, head.alpha, head.bias, 1e-6, 1e-6)
+        x, head = vllm.mhc_post(h_out, x, post, comb), self.model.head
+        shifted = self.model.shifted
+        out = mhc_ops.mhc_read(x, read) if shifted else vllm.hc_head(x, head.phi, head.alpha, head.bias, 1e-6, 1e-6)
         return dict(zip(numbers, (out * self.model.last).split(lengths)))
 
     def next(self, own, weight, x, carry, h_out):
@@ -132,60 +120,34 @@ class Server:
         accepted = self.ints([self.accepted[i] for i in numbers])
         return vllm.causal_conv1d_update(h_in, state, *own, "silu", slots, accepted, **drafts)
 
-    def recur(self, number, i, recurrence, part):
-        states = self.recurrent.get((number, i), [part.new_zeros(D).float()])
-        y, self.recurrent[number, i] = recurrence(part, states[self.accepted[i] - 1])
+    def recur(self, number, i, layer, part):
+        states = self.recurrent.get((number, i), [torch.zeros(D, device=part.device)])
+        y, self.recurrent[number, i] = layer.recur(part, states[self.accepted[i] - 1])
         return y
 
-    def after(self, i, accepted):
-        self.accepted[i] = accepted
+
+MOST = {"prefill": 4, "decode": 1, "drafts": DRAFTS}  # words of a sequence in one step
 
 
-def served_in_chunks(server, sequences, draw):
+def served(server, kind, sequences, draw):
+    """The logits of each word. A step has some of the sequences. Without prompts the first one is a prefill of a word
+    of each. Drafts are right words and then wrong ones, whose logits are thrown away."""
     at = dict.fromkeys(sequences, 0)
-    while any(at[i] < len(words) for i, words in sequences.items()):
-        chosen = [i for i, words in sequences.items() if at[i] < len(words) and draw.random() < 0.7]
-        batch = {i: sequences[i][at[i] : at[i] + draw.randint(1, 4)] for i in chosen}
-        if batch:
-            yield from server.step("prefill", batch).items()
-        for i, words in batch.items():
-            at[i] += len(words)
-            server.after(i, len(words))
-
-
-def served_token_by_token(server, sequences, draw):
-    first = server.step("prefill", {i: words[:1] for i, words in sequences.items()})
-    yield from first.items()
-    at = dict.fromkeys(sequences, 1)
     while left := [i for i, words in sequences.items() if at[i] < len(words)]:
-        batch = draw.sample(left, draw.randint(1, len(left)))
-        yield from server.step("decode", {i: sequences[i][at[i] : at[i] + 1] for i in batch}).items()
-        for i in batch:
-            at[i] += 1
-
-
-def served_with_drafts(server, sequences, draw):
-    """Each step has the next word and drafts, of which the first are right; the rest is thrown away."""
-    yield from server.step("prefill", {i: words[:1] for i, words in sequences.items()}).items()
-    at = dict.fromkeys(sequences, 1)
-    while left := [i for i, words in sequences.items() if at[i] < len(words)]:
-        batch, right = {}, {}
-        for i in draw.sample(left, draw.randint(1, len(left))):
-            right[i] = draw.randint(1, min(DRAFTS, len(sequences[i]) - at[i]))
-            wrong = [draw.randrange(WORDS) for _ in range(draw.randint(0, DRAFTS - right[i]))]
-            batch[i] = sequences[i][at[i] : at[i] + right[i]] + wrong
-        for i, logits in server.step("drafts", batch).items():
+        first, batch, right = kind != "prefill" and not any(at.values()), {}, {}
+        for i in left if first else draw.sample(left, draw.randint(1, len(left))):
+            right[i] = 1 if first else draw.randint(1, min(MOST[kind], len(sequences[i]) - at[i]))
+            wrong = draw.randint(0, DRAFTS - right[i]) if kind == "drafts" and not first else 0
+            batch[i] = sequences[i][at[i] : at[i] + right[i]] + [draw.randrange(WORDS) for _ in range(wrong)]
+        for i, logits in server.step("prefill" if first else kind, batch).items():
             yield i, logits[: right[i]]
             at[i] += right[i]
-            server.after(i, right[i])
+            server.accepted[i] = right[i]
 
 
-WAYS = (served_in_chunks, served_token_by_token, served_with_drafts)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("kind", MOST)
 @pytest.mark.parametrize("shifted", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_logits(shifted, way, kernel_device):
+def test_logits(shifted, kind, kernel_device):
     draw = random.Random(0)
     sequences = {i: [draw.randrange(WORDS) for _ in range(length)] for i, length in enumerate(LENGTHS)}
     with mhc_ops.use_backend("triton"):
@@ -195,8 +157,8 @@ def test_logits(shifted, way, kernel_device):
         trained = model(packed, bounds)
         assert trained.requires_grad
         with torch.no_grad():
-            served = {i: [] for i in sequences}
-            for i, logits in way(Server(model, kernel_device), sequences, draw):
-                served[i].append(logits)
+            found = {i: [] for i in sequences}
+            for i, logits in served(Server(model, kernel_device), kind, sequences, draw):
+                found[i].append(logits)
     for i, expected in enumerate(trained.detach().split(LENGTHS)):
-        assert torch.equal(torch.cat(served[i]), expected)
+        assert torch.equal(torch.cat(found[i]), expected)

@@ -1,7 +1,6 @@
 """mhc_ops.compat.tile_kernels against the equations of TileKernels 1.0, and under its name."""
 
 import importlib
-import inspect
 import sys
 
 import pytest
@@ -40,22 +39,17 @@ def pre_in_pieces(residual, fn, scale, base, norm_weight):
     return tk.mhc_pre_apply_mix(residual, pre_mix), post_mix, tk.sinkhorn_normalize(comb_mix)
 
 
-@pytest.mark.parametrize("function", [pre, pre_in_pieces])
-def test_pre(function):
-    given = draw(torch.float32)
-    found, expected = function(*given), expected_pre(*(truth := in_fp64(given)))
-    assert_near(found, expected, FP32)
-    assert_near(gradients(found, given), gradients(expected, truth), FP32)
+DEEPSEEK_V4 = {"post_mult_value": 2.0, "sinkhorn_repeat": 20}
+WAYS = [(pre, torch.float32, {}), (pre, torch.bfloat16, DEEPSEEK_V4), (pre_in_pieces, torch.float32, {})]
 
 
-def test_pre_in_bf16():
-    """bf16 streams, fp32 parameters and DeepSeek V4's numbers."""
-    given = draw()
-    options = {"post_mult_value": 2.0, "sinkhorn_repeat": 20}
-    outputs, truths = pre(*given, **options), expected_pre(*(truth := in_fp64(given)), 2.0, 20)
+@pytest.mark.parametrize(("function", "dtype", "options"), WAYS)
+def test_pre(function, dtype, options):
+    given = draw(dtype)
+    outputs, truths = function(*given, **options), expected_pre(*(truth := in_fp64(given)), *options.values())
     for found, expected in ((outputs, truths), (gradients(outputs, given), gradients(truths, truth))):
-        assert [tensor.dtype for tensor in found] == [torch.bfloat16] + [torch.float32] * (len(found) - 1)
-        assert_near(found[:1], expected[:1], BF16)
+        assert [tensor.dtype for tensor in found] == [dtype] + [torch.float32] * (len(found) - 1)
+        assert_near(found[:1], expected[:1], BF16 if dtype == torch.bfloat16 else FP32)
         assert_near(found[1:], expected[1:], FP32)
 
 
@@ -63,24 +57,23 @@ def test_norm_weight_counts_without_gradients_too():
     given = draw()
     with torch.no_grad():
         found = pre(*given)
-    assert all(torch.equal(a, b) for a, b in zip(found, pre(*given)))
+    assert all(map(torch.equal, found, pre(*given)))
     residual, fn, scale, base, _ = given
     with pytest.raises(ValueError, match=r"mhc_pre: residual must be \[\.\.\., 2, D\], got \[2, 5, 4, 24\]"):
         tk.mhc_pre(residual, fn, scale, base, mhc_mult=2)
     fused = tk.mhc_pre_big_fuse(residual, fn, scale, base, 1e-6, 1e-6, 1e-6, 1.0, 10)
     layer_input, (post_mix, comb_mix) = tk.mhc_pre(residual, fn, scale, base)
     assert not any(result.requires_grad for result in fused)
-    assert all(torch.equal(a, b) for a, b in zip(fused, (post_mix, comb_mix, layer_input)))
+    assert all(map(torch.equal, fused, (post_mix, comb_mix, layer_input)))
 
 
 def test_post():
     torch.manual_seed(2)
-    x, residual, post = torch.randn(B, S, D), torch.randn(B, S, N, D), torch.rand(B, S, N, 1)
-    given = [t.requires_grad_() for t in (x, residual, post, torch.rand(B, S, N, N))]
+    given = torch.randn(B, S, D), torch.randn(B, S, N, D), torch.rand(B, S, N, 1), torch.rand(B, S, N, N)
+    given = [tensor.requires_grad_() for tensor in given]
     x, residual, post, comb = truth = in_fp64(given)
     found, expected = tk.mhc_post(*given), write(residual, x, post.squeeze(-1), comb)
-    assert_near([found], [expected], FP32)
-    assert_near(gradients([found], given), gradients([expected], truth), FP32)
+    assert_near([found, *gradients([found], given)], [expected, *gradients([expected], truth)], FP32)
     d_o = torch.randn_like(found)
     assert_near(tk.mhc_post_bwd(*given, d_o), torch.autograd.grad(expected, truth, d_o.double()), FP32)
 
@@ -96,19 +89,13 @@ def test_head(rows):
     x, phi, alpha, bias, gamma = (tensor.double() for tensor in (residual, fn, scale, base, norm_weight))
     v = x.flatten(-2)
     weights = (v @ (phi[:N] * gamma).T * inverse_rms(v, 1e-6) * alpha + bias).sigmoid() + 1e-6
-    expected = read(x, weights)
-    given = [residual, fn, norm_weight]
+    expected, given = read(x, weights), [residual, fn, norm_weight]
     for result in (found, in_pieces):
-        assert_near([result], [expected], FP32)
-        wanted = gradients([expected], given)
-        assert_near(gradients([result], given), wanted, FP32)
-    assert expected.grad_fn is not None
+        assert_near([result, *gradients([result], given)], [expected, *gradients([expected], given)], FP32)
 
 
 def test_out_is_written_and_keeps_no_graph():
-    residual, *_ = draw()
-    mix = torch.rand(B, S, N, 1, requires_grad=True)
-    buffer = torch.empty(B, S, D, dtype=torch.bfloat16)
+    residual, mix, buffer = draw()[0], torch.rand(B, S, N, 1, requires_grad=True), torch.empty(B, S, D).bfloat16()
     found = tk.mhc_pre_apply_mix(residual, mix, out=buffer)
     assert found.data_ptr() == buffer.data_ptr() and found.requires_grad and not buffer.requires_grad
     assert torch.equal(buffer, tk.mhc_pre_apply_mix(residual, mix))
@@ -130,10 +117,8 @@ def test_main_grad(function):
 
 def test_main_grad_under_megatrons_ddp():
     """Its hook, with overlapping reductions, needs a .grad, and leaves it out where it is told that it was added."""
-    given = draw()
-    parameters = given[1:]
-    expected = gradients(pre(*given), given)[1:]
-    ready = []
+    given, ready = draw(), []
+    parameters, expected = given[1:], gradients(pre(*given), given)[1:]
 
     def hook(parameter):
         assert parameter.grad is not None
@@ -154,20 +139,15 @@ def test_main_grad_under_megatrons_ddp():
 @pytest.mark.parametrize("outputs", [2, 3])
 def test_multilayer_recompute(outputs):
     torch.manual_seed(3)
-    pre_mix = [torch.rand(B, S, N, 1) for _ in range(3)]
-    post_mix = [torch.rand(B, S, N, 1) for _ in range(outputs)]
-    comb_mix = [torch.rand(B, S, N, N) for _ in range(outputs)]
-    out = [torch.randn(B, S, D).bfloat16() for _ in range(outputs)]
-    x = streams = torch.randn(B, S, N, D).bfloat16()
-    expected_inputs, expected_streams = [], []
-    for layer, weights in enumerate(pre_mix):
-        expected_inputs.append(tk.mhc_pre_apply_mix(streams, weights))
-        if layer < outputs:
-            streams = tk.mhc_post(out[layer], streams, post_mix[layer], comb_mix[layer])
-            expected_streams.append(streams)
+    pre_mix, x = torch.rand(3, B, S, N, 1).unbind(), torch.randn(B, S, N, D).bfloat16()
+    post_mix, comb_mix = torch.rand(outputs, B, S, N, 1).unbind(), torch.rand(outputs, B, S, N, N).unbind()
+    out, streams = torch.randn(outputs, B, S, D).bfloat16().unbind(), [x]
+    for given in zip(out, post_mix, comb_mix):
+        streams.append(tk.mhc_post(given[0], streams[-1], *given[1:]))
+    expected = [*map(tk.mhc_pre_apply_mix, streams, pre_mix), *streams[1:]]
     inputs, between = [torch.empty(B, S, D).bfloat16() for _ in pre_mix], [torch.empty_like(x) for _ in out]
     tk.mhc_multilayer_recompute(x, pre_mix, out, post_mix, comb_mix, inputs, between)
-    assert all(torch.equal(a, b) for a, b in zip([*inputs, *between], [*expected_inputs, *expected_streams]))
+    assert all(torch.equal(*pair) for pair in zip([*inputs, *between], expected, strict=True))
     with pytest.raises(AssertionError, match="L or L − 1 outputs"):
         tk.mhc_multilayer_recompute(x, pre_mix, out[:1], post_mix, comb_mix, inputs, between)
 
@@ -180,55 +160,13 @@ def test_expand():
     assert torch.equal(gradient, torch.full_like(x, 4))
 
 
-OF_HEAD = {"norm_weight": None, "norm_eps": 1e-6, "mhc_mult": 4, "pre_eps": 1e-6, "n_splits": 16}
-DEFAULTS = {
-    "mhc_pre": {**OF_HEAD, "post_mult_value": 1.0, "sinkhorn_eps": 1e-6, "sinkhorn_repeat": 10},
-    "mhc_head": OF_HEAD,
-    "expand_from_embedding": {"mhc_mult": 4},
-    "mhc_pre_norm_fn": {"fuse_grad_acc": True, "n_splits": 16},
-    "sinkhorn_normalize": {"repeat": 10, "eps": 1e-6},
-    "mhc_pre_big_fuse": {"n_splits": 16},
-    "mhc_post_bwd": {"fuse_grad_acc": True},
-    **{name: {"out": None} for name in ("expand_to_mhc", "mhc_pre_apply_mix", "mhc_post", "mhc_post_fwd")},
-    **{name: {} for name in ("mhc_pre_split_mixes", "mhc_head_compute_mix", "mhc_multilayer_recompute")},
-}
-
-
-def test_defaults():
-    for name, expected in DEFAULTS.items():
-        parameters = inspect.signature(getattr(tk, name)).parameters.values()
-        assert {p.name: p.default for p in parameters if p.default is not p.empty} == expected, name
-
-
-@pytest.fixture
-def installed():
-    assert not any(name.startswith("tile_kernels") for name in sys.modules)
-    tk.install()
-    yield
-    tk.uninstall()
-
-
-def test_install(installed):
-    import tile_kernels
-    from tile_kernels.modeling.mhc import expand_from_embedding, mhc_head, mhc_pre
-    from tile_kernels.modeling.mhc.functional import mhc_pre as functional_pre
-    from tile_kernels.modeling.mhc.ops import mhc_post
-    from tile_kernels.modeling.mhc.ops.post import mhc_post_bwd
-
-    assert (mhc_pre, mhc_head, functional_pre) == (tk.mhc_pre, tk.mhc_head, tk.mhc_pre)
-    assert (expand_from_embedding, mhc_post, mhc_post_bwd) == (tk.expand_from_embedding, tk.mhc_post, tk.mhc_post_bwd)
-    assert tile_kernels.modeling.mhc.ops.sinkhorn_normalize is tk.sinkhorn_normalize
-
-
-def test_the_kernels_that_automodel_takes(installed):
-    from tile_kernels.mhc.sinkhorn_kernel import _mhc_sinkhorn_bwd, _mhc_sinkhorn_fwd
-
+def test_the_kernels_that_automodel_takes():
     x, d_out = torch.randn(7, N, N), torch.randn(7, N, N)
     truth = x.double().requires_grad_()
     expected = sinkhorn(truth, 20, 1e-6)
     out, d_x = torch.empty_like(x), torch.empty_like(x)
-    _mhc_sinkhorn_fwd(N, 1, 20, 1e-6)(x, out)
-    _mhc_sinkhorn_bwd(N, 32, 20, 1e-6)(d_out, x, d_x)
+    tk._mhc_sinkhorn_fwd(N, 1, 20, 1e-6)(x, out)
+    tk._mhc_sinkhorn_bwd(N, 32, 20, 1e-6)(d_out, x, d_x)
     assert_near([out, d_x], [expected, *torch.autograd.grad(expected, truth, d_out.double())], FP32)
 
 
@@ -263,31 +201,24 @@ def test_install_beside_version_2(version_2):
     assert not hasattr(tile_kernels.modeling, "mhc")
 
 
+@pytest.mark.parametrize("own", ["mhc_sinkhorn_fwd", "mhc_sinkhorn_fwd = _mhc_sinkhorn_fwd"], ids=["2", "1"])
 @pytest.mark.parametrize("loaded", [False, True])
-def test_automodels_kernels_beside_version_2(version_2, loaded):
-    """The two names that it lacks are added to its module, until uninstall()."""
-    finders = list(sys.meta_path)
+def test_automodels_kernels_beside_another_version(version_2, loaded, own):
+    """The names that it lacks are added to its module, until uninstall(). Version 1 has one of them."""
+    finders, file = list(sys.meta_path), version_2 / "mhc" / "sinkhorn_kernel.py"
+    file.write_text(f"{own} = 'its own'\n")
     if loaded:
         importlib.import_module("tile_kernels.mhc")
     tk.install()
     tk.install()
     from tile_kernels.mhc import sinkhorn_kernel
-    from tile_kernels.mhc.sinkhorn_kernel import _mhc_sinkhorn_bwd, _mhc_sinkhorn_fwd
 
-    assert (_mhc_sinkhorn_fwd, _mhc_sinkhorn_bwd) == (tk._mhc_sinkhorn_fwd, tk._mhc_sinkhorn_bwd)
-    assert sinkhorn_kernel.mhc_sinkhorn_fwd == "its own"
-    assert sinkhorn_kernel.__file__ == str(version_2 / "mhc" / "sinkhorn_kernel.py")
+    has_fwd = "_mhc" in own
+    assert sinkhorn_kernel._mhc_sinkhorn_bwd is tk._mhc_sinkhorn_bwd
+    assert sinkhorn_kernel._mhc_sinkhorn_fwd == ("its own" if has_fwd else tk._mhc_sinkhorn_fwd)
+    assert sinkhorn_kernel.mhc_sinkhorn_fwd == "its own" and sinkhorn_kernel.__file__ == str(file)
     tk.uninstall()
-    assert not hasattr(sinkhorn_kernel, "_mhc_sinkhorn_fwd") and not hasattr(sinkhorn_kernel, "_mhc_sinkhorn_bwd")
+    assert hasattr(sinkhorn_kernel, "_mhc_sinkhorn_fwd") == has_fwd
+    assert not hasattr(sinkhorn_kernel, "_mhc_sinkhorn_bwd")
     assert sys.modules["tile_kernels.mhc.sinkhorn_kernel"] is sinkhorn_kernel
     assert sys.meta_path == finders
-
-
-def test_automodels_kernels_of_version_1_stay_its_own(version_2):
-    (version_2 / "mhc" / "sinkhorn_kernel.py").write_text("mhc_sinkhorn_fwd = _mhc_sinkhorn_fwd = 'its own'\n")
-    tk.install()
-    from tile_kernels.mhc import sinkhorn_kernel
-
-    assert sinkhorn_kernel._mhc_sinkhorn_bwd is tk._mhc_sinkhorn_bwd
-    tk.uninstall()
-    assert sinkhorn_kernel._mhc_sinkhorn_fwd == "its own"

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compat_oracle import says
 from torch import nn
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack, mhc_expand
 
-callbacks = pytest.importorskip(
-    "transformers.trainer_callback", reason="transformers is not installed: pip install 'mhc-ops[adopt]'"
-)
+callbacks = pytest.importorskip("transformers.trainer_callback", reason="needs transformers: 'mhc-ops[adopt]'")
 from mhc_ops.compat.transformers_trainer import MetricsCallback  # noqa: E402
 
 N, D, STEPS, SUBSTEPS, LOGGING = 2, 4, 6, 2, 2
@@ -32,16 +31,21 @@ def batch(number):
     return torch.randn(3, D, generator=torch.Generator().manual_seed(number))
 
 
+def substeps(model, step):
+    for number in range(SUBSTEPS * step, SUBSTEPS * (step + 1)):
+        (model(batch(number))["loss"] / SUBSTEPS).backward()
+
+
 class Loop:
     """What Trainer calls in a run with gradient accumulation, in its order; losses are logged where it logs."""
 
-    def __init__(self, model):
+    def __init__(self, **options):
         strategies = {"logging_strategy": "steps", "eval_strategy": "no", "save_strategy": "no"}
-        self.model, self.args = model, SimpleNamespace(logging_first_step=False, **strategies)
+        self.model, self.args = Model(), SimpleNamespace(logging_first_step=False, **strategies)
         self.state, self.control = callbacks.TrainerState(logging_steps=LOGGING), callbacks.TrainerControl()
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.handler = callbacks.CallbackHandler([callbacks.DefaultFlowCallback()], model, None, self.optimizer, None)
-        self.add_callback = self.handler.add_callback
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        flow, self.callback = callbacks.DefaultFlowCallback(), MetricsCallback(self, **options)
+        self.handler = callbacks.CallbackHandler([flow, self.callback], self.model, None, self.optimizer, None)
 
     def log(self, logs):
         self.state.log_history.append({**logs, "step": self.state.global_step})
@@ -53,8 +57,7 @@ class Loop:
     def train(self):
         for step in range(STEPS):
             self.event("on_step_begin")
-            for substep in range(SUBSTEPS):
-                (self.model(batch(SUBSTEPS * step + substep))["loss"] / SUBSTEPS).backward()
+            substeps(self.model, step)
             self.event("on_pre_optimizer_step")
             self.optimizer.step()
             self.event("on_optimizer_step")
@@ -74,15 +77,13 @@ def logged(trainer):
 @pytest.mark.parametrize(("every", "watched"), [(None, [2, 4, 6]), (3, [3, 6]), (1, [1, 2, 3, 4, 5, 6])])
 def test_what_is_logged(every, watched):
     """The numbers of `metrics` in that step; losses are logged as without the callback."""
-    trainer = Loop(Model())
-    trainer.add_callback(MetricsCallback(trainer, every=every))
+    trainer = Loop(every=every)
     trainer.train()
     assert logged(trainer) == [watched, [2, 4, 6]]
-    alone, found = Loop(Model()), {}
+    alone, found = Loop(), {}
     for step in range(STEPS):
         with mhc_ops.metrics(alone.model) as health:
-            for substep in range(SUBSTEPS):
-                (alone.model(batch(SUBSTEPS * step + substep))["loss"] / SUBSTEPS).backward()
+            substeps(alone.model, step)
         found[step + 1] = {f"mhc/{name}": value for name, value in health.result().items()}
         alone.optimizer.step()
         alone.model.zero_grad()
@@ -91,70 +92,56 @@ def test_what_is_logged(every, watched):
     assert "mhc/stack.1/dphi_norm" in entries[6]
 
 
-def test_what_is_kept_and_what_stays():
-    """A step that fails leaves no hooks for the next run."""
-    model = Model()
-    trainer = Loop(model)
-    trainer.add_callback(MetricsCallback(trainer, every=1, keep=lambda name: name == "gain_forward"))
+def test_what_is_kept():
+    """Also after a step that failed."""
+    trainer = Loop(every=1, keep=lambda name: name == "gain_forward")
     trainer.event("on_step_begin")
-    assert model._forward_hooks
     trainer.train()
-    assert {frozenset(entry) for entry in trainer.state.log_history if "loss" not in entry} == {
-        frozenset(("mhc/gain_forward", "step"))
-    }
-    trainer.event("on_step_begin")
-    trainer.event("on_train_end")
-    assert not any(part._forward_hooks for part in model.modules())
-    with pytest.raises(TypeError, match="MetricsCallback: trainer must be a Trainer of transformers, got Model"):
-        MetricsCallback(model)
-    with pytest.raises(ValueError, match="MetricsCallback: every must be at least 1, got 0"):
-        MetricsCallback(trainer, every=0)
+    kept = [entry.keys() for entry in trainer.state.log_history if "loss" not in entry]
+    assert kept == STEPS * [{"mhc/gain_forward", "step"}]
 
 
 def hooks(model):
     return [hook for part in model.modules() for hook in part._forward_hooks]
 
 
-@pytest.mark.parametrize("event", ["on_train_begin", "on_prediction_step", "stop", "deleted"])
+@pytest.mark.parametrize("event", ["on_train_begin", "on_train_end", "on_prediction_step", "stop", "deleted"])
 def test_a_training_that_fails(event, monkeypatch):
     """What watched its last step ends at the next event, at `stop` or with the callback, and reads no gradients."""
-    model = Model()
-    trainer = Loop(model)
-    callback = MetricsCallback(trainer, every=1)
-    trainer.add_callback(callback)
-    trainer.event("on_step_begin")
-    for within in ("on_substep_end", "on_log"):
-        getattr(callback, within)(trainer.args, trainer.state, trainer.control)
-    assert hooks(model)
+    trainer = Loop(every=1)
+    for within in ("on_step_begin", "on_substep_end", "on_log"):
+        trainer.handler.call_event(within, trainer.args, trainer.state, trainer.control)
+    assert hooks(trainer.model)
     monkeypatch.setattr(mhc_ops.Metrics, "_see_gradients", lambda health: pytest.fail("it waits for other processes"))
     if event == "deleted":
-        trainer.handler.remove_callback(callback)
-        del callback
+        trainer.handler.remove_callback(trainer.callback)
+        del trainer.callback
         gc.collect()
     elif event == "stop":
-        callback.stop()
+        trainer.callback.stop()
     else:
-        getattr(callback, event)(trainer.args, trainer.state, trainer.control)
-    assert not hooks(model)
+        trainer.handler.call_event(event, trainer.args, trainer.state, trainer.control)
+    assert not hooks(trainer.model)
 
 
 def test_a_step_without_connections():
     """It is no reason to end a training: one warning says what to do, and the losses are logged."""
-    trainer = Loop(Model())
+    trainer = Loop()
     trainer.model.forward = lambda x: {"loss": sum(p.sum() for p in trainer.model.parameters())}
-    trainer.add_callback(MetricsCallback(trainer))
-    with pytest.warns(
-        UserWarning, match="MetricsCallback: nothing is logged of step 2: metrics: no connection"
-    ) as given:
+    words = "MetricsCallback: nothing is logged of step 2: metrics: no connection"
+    with pytest.warns(UserWarning, match=words) as given:
         trainer.train()
     assert len(given) == 1 and logged(trainer) == [[], [2, 4, 6]]
 
 
-def test_logging_that_counts_no_steps():
-    trainer = Loop(Model())
+def test_what_is_refused():
+    trainer = Loop()
+    with says(TypeError, "MetricsCallback: trainer must be a Trainer of transformers, got Model"):
+        MetricsCallback(trainer.model)
+    with says(ValueError, "MetricsCallback: every must be at least 1, got 0"):
+        MetricsCallback(trainer, every=0)
     trainer.state.logging_steps = 0
-    trainer.add_callback(MetricsCallback(trainer))
-    with pytest.raises(ValueError, match="MetricsCallback: every must be given where logging_steps is 0"):
+    with says(ValueError, "MetricsCallback: every must be given where logging_steps is 0"):
         trainer.event("on_step_begin")
 
 

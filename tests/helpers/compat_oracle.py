@@ -1,7 +1,9 @@
 """The equations of mHC as other libraries write them, in plain torch, for the tests of their stand-ins."""
 
 import inspect
+import re
 
+import pytest
 import torch
 
 FP32 = 1e-5
@@ -9,9 +11,13 @@ BF16 = 2**-8  # one rounding
 
 
 def signature(function):
-    """The names of its arguments in their order, with their defaults."""
+    """Its arguments as they are written, without their types."""
     parameters = inspect.signature(function).parameters.values()
-    return " ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters)
+    return str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))[1:-1]
+
+
+def says(error, message):
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
 
 
 def in_fp64(tensors):
@@ -62,9 +68,13 @@ def gradients(outputs, inputs):
     return torch.autograd.grad(total(outputs), inputs, retain_graph=True)
 
 
+def distance(found, expected):
+    """‖found − expected‖ / ‖expected‖"""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
 def assert_near(found, expected, tolerance):
-    """‖found − expected‖ ≤ tolerance · ‖expected‖, of each, and the same shapes"""
+    """The distance of each is at most the tolerance, and the shapes are the same."""
     for nth, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert a.shape == b.shape, nth
-        error = (a.double() - b.double()).norm() / b.double().norm()
-        assert error <= tolerance, (nth, float(error))
+        assert distance(a, b) <= tolerance, (nth, distance(a, b))

@@ -12,19 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compat_oracle import assert_near, gradients, inverse_rms, read
+from compat_oracle import FP32, assert_near, gradients, inverse_rms, read
+from tiny_models import build
 from torch import nn
 
 import mhc_ops
 from mhc_ops import cli, hub
 from mhc_ops.hub import layers
 
-FP32 = 1e-5
 N, D = 4, 16
 M, K = N * N + 2 * N, N * D
 WITH_TORCH = {"torch", "triton", "typing_extensions", "numpy"}  # triton's interpreter imports numpy
 ARCHS = {"cpu": {}, "cuda": {"archs": ["8.0+PTX"]}, "rocm": {"archs": ["gfx942", "gfx950"]}}
 NO_KERNELS = pytest.mark.skipif(not importlib.util.find_spec("kernels"), reason="needs pip install 'mhc-ops[adopt]'")
+LAYERS = [cls for _, cls in inspect.getmembers(layers, inspect.isclass) if cls.__module__ == layers.__name__]
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,17 @@ def folder(tmp_path_factory):
     return folder
 
 
+def metadata(folder, backend):
+    return json.loads((folder / "build" / f"torch-{backend}" / "metadata.json").read_text())
+
+
 @pytest.mark.parametrize(("backend", "archs"), ARCHS.items())
 def test_metadata(folder, backend, archs):
-    found = json.loads((folder / "build" / f"torch-{backend}" / "metadata.json").read_text())
+    """The id is of the content."""
+    contents = hub.files(), hub.files(), hub.files() | {"layers.py": ""}
+    ids = [json.loads(hub.metadata(backend, content))["id"] for content in contents]
+    assert ids[0] == ids[1] != ids[2]
+    found = metadata(folder, backend)
     assert found.pop("id").startswith(f"_mhc_ops_{backend}_") and found.pop("digest")["algorithm"] == "sha256"
     fixed = {"name": "mhc-ops", "version": 0, "license": "MIT", "python-depends": [], "kernel-depends": []}
     assert found == {**fixed, "backend": {"type": backend, **archs}}
@@ -55,17 +64,10 @@ def test_kernels_accept_metadata_and_build_toml(folder):
     assert [str(backend).rpartition(".")[2].lower() for backend in Build.open(folder).general.backends] == [*ARCHS]
 
 
-def test_the_id_is_of_the_content():
-    before = hub.metadata("cpu", hub.files())
-    assert before == hub.metadata("cpu", hub.files()) != hub.metadata("cpu", {**hub.files(), "layers.py": ""})
-
-
 def test_what_the_builder_takes(folder):
     """torch-ext has the sources of every variant; the cards name what is there, and nothing is left to fill in."""
-    sources = {
-        path.relative_to(folder / "torch-ext" / "mhc_ops").as_posix() for path in folder.glob("torch-ext/**/*.*")
-    }
-    assert sources == {*hub.files()}
+    sources = folder / "torch-ext" / "mhc_ops"
+    assert {path.relative_to(sources).as_posix() for path in folder.glob("torch-ext/**/*.*")} == {*hub.files()}
     card = (folder / "CARD.md").read_text(encoding="utf-8")
     assert card == (folder / "build" / "CARD.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^- `(\w+)`$", card, re.MULTILINE)) == {*mhc_ops.__all__, *(cls.__name__ for cls in LAYERS)}
@@ -73,13 +75,10 @@ def test_what_the_builder_takes(folder):
 
 
 def test_imports_are_relative_or_of_torch(folder):
-    found = set()
-    for path in (folder / "build" / "torch-cpu").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                found.add(node.module)
+    paths = (folder / "build" / "torch-cpu").rglob("*.py")
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
     assert {name.partition(".")[0] for name in found} - sys.stdlib_module_names <= WITH_TORCH
 
 
@@ -147,23 +146,17 @@ def test_beside_an_installed_mhc_ops(folder, device):
 def test_the_other_layers():
     """DeepSeek's own connection is in the model of transformers below."""
     torch.manual_seed(2)
-    x, v = (x := torch.randn(2, 3, N, D)), x.flatten(-2)
-    fn, base, scale, norm = torch.randn(2 * N, K) / K**0.5, torch.randn(2 * N), torch.tensor([1.1, 0.7]), 1e-5
-    z = v @ fn.T * inverse_rms(v, norm)
-    pre = (z[..., :N] * 1.1 + base[:N]).sigmoid() + 1e-6
-    post = 1.5 * (z[..., N:] * 0.7 + base[N:]).sigmoid() + 1e-6
-    own = {"hc_eps": 1e-6, "hc_post_magnitude": 1.5, "input_norm": SimpleNamespace(eps=norm)}
-    hy = SimpleNamespace(fn=fn, base=base, scale=scale, **own)
-    assert_near(layers.HYV4HyperConnection.forward(hy, x), [post, read(x, pre)], FP32)
-    own = {"eps": 1e-6, "input_norm": SimpleNamespace(eps=norm)}
+    x, fn = torch.randn(2, 3, N, D), torch.randn(2 * N, K) / K**0.5
+    base, scale = torch.randn(2 * N), torch.tensor([1.1, 0.7])
+    v, own = x.flatten(-2), {"eps": 1e-6, "hc_eps": 1e-6, "input_norm": SimpleNamespace(eps=1e-5)}
+    pre, post = (v @ fn.T * inverse_rms(v, 1e-5) * scale.repeat_interleave(N) + base).sigmoid().split(N, -1)
+    h_in, hy = read(x, pre + 1e-6), SimpleNamespace(fn=fn, base=base, scale=scale, hc_post_magnitude=1.5, **own)
+    assert_near(layers.HYV4HyperConnection.forward(hy, x), [1.5 * post + 1e-6, h_in], FP32)
     head = SimpleNamespace(hc_fn=fn[:N], hc_base=base[:N], hc_scale=scale[:1], **own)
     for layer in (layers.DeepseekV4HyperHead, layers.HYV4HyperHead):
-        assert_near([layer.forward(head, x)], [read(x, pre)], FP32)
+        assert_near([layer.forward(head, x)], [h_in], FP32)
     assert_near([layers.Glm5NextTextHyperHead.forward(nn.Module(), x)], [x.mean(-2)], FP32)
     assert layers.Glm5NextTextHyperConnection.forward is layers.DeepseekV4HyperConnection.forward
-
-
-LAYERS = [cls for _, cls in inspect.getmembers(layers, inspect.isclass) if cls.__module__ == layers.__name__]
 
 
 def test_a_layer_is_what_the_hub_allows():
@@ -182,7 +175,7 @@ def test_kernels_load_it(folder, monkeypatch):
     monkeypatch.setenv("LOCAL_KERNELS", f"org/mhc-ops={folder}")
     found = kernels.get_local_kernel(folder, backend="cpu")
     assert found is kernels.get_kernel("org/mhc-ops", version=0, backend="cpu")
-    identity = json.loads((folder / "build" / "torch-cpu" / "metadata.json").read_text())["id"]
+    identity = metadata(folder, "cpu")["id"]
     assert found.__name__ == identity and found.mhc_pre.__module__ == f"{identity}.mhc.ops"
     x = torch.randn(3, N, D)
     assert torch.equal(found.HyperHead(N, D)(x), mhc_ops.HyperHead(N, D)(x))
@@ -218,26 +211,18 @@ def test_kernelize_a_model_of_transformers(folder, monkeypatch):
     """As docs/adopt_hub.md has it, with both classes; the maps and their gradients are those of its own class."""
     import kernels
 
-    v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "q_lora_rank": 16}
-    sizes |= {"moe_intermediate_size": 16, "n_routed_experts": 3, "num_experts_per_tok": 3, "pad_token_id": 0}
-    torch.manual_seed(4)
-    model = v4.DeepseekV4Model(v4.DeepseekV4Config(**sizes, index_n_heads=2, index_head_dim=16)).eval()
-    ids, names = torch.randint(3, 64, (1, 6)), ("DeepseekV4HyperConnection", "DeepseekV4HyperHead")
-    own = next(module for module in model.modules() if type(module).__name__ == names[0])
-    own.load_state_dict({name: torch.randn_like(value) / 4 for name, value in own.state_dict().items()})
-    x = torch.randn(2, 3, own.fn.shape[-1] // 32, 32, requires_grad=True)
-    given, maps, expected = [x, *own.parameters()], own(x), model(ids).last_hidden_state
-    for name in names:
+    model, names = build("deepseek_v4"), ("DeepseekV4HyperConnection", "DeepseekV4HyperHead")
+    ids, x = torch.randint(3, 64, (1, 6)), torch.randn(2, 3, 3, 32, requires_grad=True)
+    ours = [module for module in model.modules() if type(module).__name__ in names]
+    given, maps, expected = [x, *ours[0].parameters()], ours[0](x), model(ids).logits
+    for layer in {type(module) for module in ours}:
         for attribute in ("kernel_layer_name", "kernel_condition"):  # removed again after this test
-            monkeypatch.setattr(getattr(v4, name), attribute, None, raising=False)
-        kernels.replace_kernel_forward_from_hub(getattr(v4, name), name)
+            monkeypatch.setattr(layer, attribute, None, raising=False)
+        kernels.replace_kernel_forward_from_hub(layer, layer.__name__)
     kernelized(model.train(), folder, *names)
-    ours = [m for m in model.modules() if type(m).__name__ in names]
-    assert len(ours) == 5 and all("_mhc_ops_cpu_" in m.forward.__func__.__module__ for m in ours)
-    assert_near([model.eval()(ids).last_hidden_state], [expected], FP32)
-    assert_near(own(x), maps, FP32)
-    assert_near(gradients(own(x), given), gradients(maps, given), FP32)
+    assert len(ours) == 7 and all("_mhc_ops_cpu_" in module.forward.__func__.__module__ for module in ours)
+    assert_near([model.eval()(ids).logits, *ours[0](x)], [expected, *maps], FP32)
+    assert_near(gradients(ours[0](x), given), gradients(maps, given), FP32)
 
 
 @NO_KERNELS
@@ -245,19 +230,17 @@ def test_kernelize_the_convolutions_of_transformers(folder):
     """Which are modules made of functions; here new ones of these classes, as a model shares the others."""
     lfm2 = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
     torch.manual_seed(5)
-    x, weight, bias = torch.randn(2, D, 7), torch.randn(D, 3), torch.randn(D)
-    packed = torch.tensor([[0, 0, 0, 1, 1, 1, 1]], dtype=torch.int32).expand(2, -1).contiguous()
-    plain = type(lfm2.causal_conv1d_fn)()
-    ours = kernelized(type(lfm2.causal_conv1d_fn)(), folder, "causal_conv1d_fn")
-    expected = plain(x, weight, bias, activation="silu")
-    assert_near([ours(x, weight, bias, activation="silu", output_attentions=False)], [expected], FP32)
-    alone = [plain(part, weight, bias) for part in x.split([3, 4], -1)]
-    assert_near([ours(x, weight, bias, seq_idx=packed)], [torch.cat(alone, -1)], FP32)
-    update = kernelized(type(lfm2.causal_conv1d_update)(), folder, "causal_conv1d_update", mode="INFERENCE")
+    x, filters, silu = torch.randn(2, D, 7), (torch.randn(D, 3), torch.randn(D)), {"activation": "silu"}
+    packed = torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2, dtype=torch.int32)
+    plain, step = type(lfm2.causal_conv1d_fn)(), type(lfm2.causal_conv1d_update)()
+    ours = kernelized(type(plain)(), folder, "causal_conv1d_fn")
+    assert_near([ours(x, *filters, **silu, output_attentions=False)], [plain(x, *filters, **silu)], FP32)
+    alone = torch.cat([plain(part, *filters) for part in x.split([3, 4], -1)], -1)
+    assert_near([ours(x, *filters, seq_idx=packed)], [alone], FP32)
+    update = kernelized(type(step)(), folder, "causal_conv1d_update", mode="INFERENCE")
     state, token = torch.randn(2, D, 3), torch.randn(2, D, 1)
-    found = update(token, written := state.clone(), weight, bias, activation="silu")
-    expected = type(lfm2.causal_conv1d_update)()(token, state, weight, bias, activation="silu")
-    assert_near([found, written], [expected, state], FP32)
+    found = update(token, written := state.clone(), *filters, **silu)
+    assert_near([found, written], [step(token, state, *filters, **silu), state], FP32)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99], ids=["none", "half", "nearly all"])
