@@ -55,7 +55,6 @@ def assert_told(calls, expected):
 # What rank 0 and rank 1 call, and what is said of each
 DIFFERENT = [
     (partial(conv, dtype=FP16), partial(conv, dtype=BF16), "type float16", "type bfloat16"),
-    (partial(conv, dtype=FP32), partial(conv, dtype=BF16), "type float32", "type bfloat16"),
     (partial(conv, B=2, D=6), partial(conv, B=3, D=4), "B 2, D 6", "B 3, D 4"),
     (partial(conv, W=4), partial(conv, W=3), "W 4", "W 3"),
     (partial(conv, W=1), partial(conv, W=2), "W 1", "W 2"),

@@ -1,5 +1,6 @@
 """The convolution over a sequence in pieces: the bits of one process, and its gradients."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,8 @@ import mhc_ops
 from mhc_ops import distributed
 from mhc_ops.core import call
 from mhc_ops.core.op import Op
-from mhc_ops.distributed.row_exchange import pieces_of
 from mhc_ops.testing import accuracy
-from mhc_ops.testing.conv_cases import PLACES, ConvCase
+from mhc_ops.testing.conv_cases import FINAL, PLACES, ConvCase
 
 
 @dataclass(frozen=True)
@@ -49,75 +49,61 @@ def shard(tensor, layout):
     return distributed.shard_sequence(tensor, group=dist.group.WORLD, layout=layout)
 
 
-def gathered(tensor, layout):
-    """The whole sequence, from the tokens of each rank."""
-    world = dist.get_world_size()
-    parts = [torch.empty_like(tensor) for _ in range(world)]
-    dist.all_gather(parts, tensor.contiguous())
-    pieces = {}
-    for rank, part in enumerate(parts):
-        mine = pieces_of(rank, world, layout)
-        pieces |= zip(mine, part.chunk(len(mine), 1))
-    return torch.cat([pieces[i] for i in sorted(pieces)], 1)
-
-
 def summed(tensor):
-    total = tensor.double()
+    total = tensor.double().contiguous()  # ranks give it other strides
     dist.all_reduce(total)
     return total.to(tensor.dtype)
 
 
-def in_pieces(case, backend, layout, ran):
-    """The results of the case by name: those of this rank's tokens, or this rank's share."""
-    subject = case.subject
-    given = {name: shard(t, layout) if name in ROWS else t.detach().clone() for name, t in ran.tensors.items()}
-    leaves = {name: t.detach().clone() for name, t in given.items()}
-    wanted = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf.is_floating_point()}
-    common = {"backend": backend, "group": dist.group.WORLD, "layout": layout, "dilation": case.dilation}
+def leaves_of(tensors, layout):
+    """What this rank has of them."""
+    own = {name: shard(tensor, layout) if name in ROWS else tensor for name, tensor in tensors.items()}
+    return {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in own.items()}
+
+
+def in_pieces(case, leaves, **options):
+    """The outputs by name: y of this rank's tokens, and the final state of the whole sequence."""
+    options |= {"group": dist.group.WORLD, "dilation": case.dilation}
+    names = case.subject.outputs
     if case.n:
-        outputs = distributed.short_conv(**leaves, **common, residual=case.residual, norm_eps=case.norm_eps)
+        outputs = distributed.short_conv(**leaves, **options, residual=case.residual, norm_eps=case.norm_eps)
     else:
-        own = {"activation": "silu" if case.silu else None, "output_final_state": "final_state" in subject.outputs}
-        outputs = distributed.causal_conv1d(**leaves, **common, **own)
-    outputs = dict(zip(subject.outputs, outputs if isinstance(outputs, tuple) else (outputs,)))
-    cotangents = dict(zip(subject.outputs, ran.cotangents))
-    given = {"y": shard(cotangents["y"], layout)}
-    if "final_state" in outputs:  # every rank has a share of its cotangent
-        given["final_state"] = cotangents["final_state"] * (dist.get_rank() == 1)
-    found = torch.autograd.grad([outputs[name] for name in given], list(wanted.values()), list(given.values()))
-    return {name: o.detach() for name, o in outputs.items()} | {f"d{n}": g for n, g in zip(wanted, found)}
+        options |= {"activation": "silu" if case.silu else None, "output_final_state": "final_state" in names}
+        outputs = distributed.causal_conv1d(**leaves, **options)
+    return dict(zip(names, outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
 def wrong(case, backend, layout):
-    """What is wrong with this case, as words."""
-    ran = accuracy.run_case(case, backend)
-    whole = in_pieces(case, backend, layout, ran)
-    for name, result in whole.items():
-        if name == "y" or name.removeprefix("d") in ROWS:
-            whole[name] = gathered(result, layout)
-        elif name != "final_state":
-            whole[name] = summed(result)
-    if dist.get_rank() > 0:
-        return []
-    outputs = [name for name in ("y", "final_state") if name in whole]
-    told = [f"{name} has other bits" for name in outputs if not torch.equal(whole[name], ran.results[name])]
-    told += bits_of_dx(case, layout, whole["dx"], ran.results["dx"])
-    exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents)
-    for name, result in whole.items():
-        if not close_in_parts(result, exact[name]):
-            told.append(f"{name} is off by {(result.double() - exact[name].value).abs().max():.3g}")
+    """What is wrong with the results on this rank, as words."""
+    ran, cut = accuracy.run_case(case, backend), partial(shard, layout=layout)
+    leaves = leaves_of(ran.tensors, layout)
+    outputs = in_pieces(case, leaves, backend=backend, layout=layout)
+    of_y, *of_state = ran.cotangents  # every rank has a share of the final state's
+    cotangents = [cut(of_y), *(cotangent * (dist.get_rank() == 1) for cotangent in of_state)]
+    floating = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = accuracy.gradients_of(outputs, floating, cotangents)
+    exact, told = accuracy.truth(case.subject, ran.tensors, ran.cotangents), []
+    for name, result in {**outputs, **gradients}.items():
+        own = cut if name.removeprefix("d") in (*ROWS, "y") else torch.clone
+        if name in gradients and own is torch.clone:
+            result = summed(result)
+        truth = accuracy.Exact(own(exact[name].value), [lambda of=of, own=own: own(of()) for of in exact[name].terms])
+        if not close_in_parts(result, truth):
+            told.append(f"{name} is off by {(result.double() - truth.value).abs().max():.3g}")
+        if name in outputs and not torch.equal(result, own(ran.results[name])):
+            told.append(f"{name} has other bits")
+    if case.places not in FINAL:  # their gradient is added to dx
+        rows = cut(of_one_rank(case, layout)[None])[0]
+        if not torch.equal(gradients["dx"][:, rows], cut(ran.results["dx"])[:, rows]):
+            told.append("dx has other bits")
     return [f"{layout} {dist.get_world_size()} {backend} {case}: {words}" for words in told]
 
 
-def bits_of_dx(case, layout, dx, expected):
-    """dx has the bits of one process but where the parts of two ranks meet, in the last S rows of a piece."""
-    count = dist.get_world_size() * len(pieces_of(0, 1, layout))
-    length, S = case.L // count, (case.W - 1) * case.dilation
-    if case.places in ("states", "cu_seqlens states"):
-        return []  # the gradient of the final state is added
-    inner = [slice(i * length, (i + 1) * length - (S if i < count - 1 else 0)) for i in range(count)]
-    inner = [rows for rows in inner if rows.start < rows.stop]
-    return [f"dx has other bits in {rows}" for rows in inner if not torch.equal(dx[:, rows], expected[:, rows])]
+def of_one_rank(case, layout):
+    """Whether one rank alone contributes to dx of a token. Parts of two meet in the last S rows of a piece."""
+    rows, S = torch.arange(case.L), (case.W - 1) * case.dilation
+    length = case.L // (dist.get_world_size() * (1 + (layout == "zigzag")))
+    return (rows % length < length - S) | (rows >= case.L - length)
 
 
 def all_wrong(cases, backend, layouts=LAYOUTS):
@@ -133,11 +119,7 @@ def packed_cases(world):
     impossible = (-3, 4, 2, L - 5, 9, L + 7)
     states = {"dilation": 2, "places": "cu_seqlens states", "residual": True}
     return [
-        *(
-            Packed(1, L, 5, 3, dtype, **states, bounds=bounds)
-            for bounds in (close, impossible)
-            for dtype in (FP32, BF16)
-        ),
+        *(Packed(1, L, 5, 3, dtype, **states, bounds=own) for own in (close, impossible) for dtype in (FP32, BF16)),
         *(ConvCase(1, L, 5, 3, FP32, dilation=2, places=places, residual=True) for places in PLACES),
         *(ConvCase(1, rows * P, 5, 4, FP32, dilation=2, places=p) for rows in (1, 3, 5) for p in ("", *PLACES)),
         *(ConvCase(2, rows * P, 5, 3, FP32, dilation=2, n=2) for rows in (1, 3, 9)),
@@ -161,7 +143,7 @@ DENSE = [  # for two ranks
 
 def held(world, cases, backend, layouts=LAYOUTS):
     found = run(world, all_wrong, cases, backend, layouts)
-    assert not found[0], "\n".join(found[0])
+    assert found == [[]] * world
 
 
 @pytest.mark.parametrize("backend", ["reference", "hip"])
@@ -190,31 +172,28 @@ def test_triton(layout):
     held(2, INTERPRETED[layout], "triton", (layout,))
 
 
-def sent_by(call):
-    """Bytes, without the message in which the ranks agree; and the result."""
-    with Sending() as sending:
-        result = call()
-    assert set(sending.bytes) <= {"all-to-all"}
-    return sending.bytes.total(), result
+SENDING = [  # on three ranks
+    ConvCase(2, 36, 5, dilation=2),
+    ConvCase(1, 36, 3, 3, places="seq_idx"),
+    ConvCase(2, 6, 4, 3, dilation=2),
+    ConvCase(1, 24, 3, 3, FP32, n=2),
+]
 
 
 def sent_bytes():
-    """Forward and backward, and what tail_bytes says; of several shapes."""
-    rank, group, found = dist.get_rank(), dist.group.WORLD, []
-    here = {"rank": rank, "world": 3}
-    for layout in LAYOUTS:
-        for shape, W, dilation, ids in (((2, 12, 5), 4, 2, False), ((1, 12, 3), 3, 1, True), ((2, 2, 4), 3, 2, False)):
-            x, weight = torch.randn(shape, dtype=BF16, requires_grad=True), torch.randn(shape[2], W)
-            seq_idx = torch.zeros(shape[:2], dtype=torch.int32) if ids else None
-            common = {"dilation": dilation, "layout": layout}
-            given = {"seq_idx": seq_idx, "group": group, "backend": "reference", **common}
-            forward, y = sent_by(partial(distributed.causal_conv1d, x, weight, **given))
-            backward, _ = sent_by(partial(y.sum().backward, retain_graph=True))
-            found.append((forward, backward))
-            assert found[-1] == distributed.tail_bytes(shape, 2, W, seq_idx=ids, **common, **here), (layout, shape)
-    x, weight = torch.randn(1, 8, 2, 3, requires_grad=True), torch.randn(6, 3)
-    forward, _ = sent_by(partial(distributed.short_conv, x, torch.ones(2, 3), weight, group=group))
-    assert forward == distributed.tail_bytes(x.shape, 4, 3, **here)[0]
+    """Forward and backward, and what tail_bytes says; without the message in which the ranks agree."""
+    rank, found = dist.get_rank(), []
+    for layout, case in itertools.product(LAYOUTS, SENDING):
+        leaves = leaves_of(case.inputs(), layout)
+        with Sending() as forward:
+            outputs = in_pieces(case, leaves, backend="reference", layout=layout)
+        with Sending() as backward:
+            outputs["y"].sum().backward()
+        assert {*forward.bytes, *backward.bytes} <= {"all-to-all"}
+        found.append((forward.bytes.total(), backward.bytes.total()))
+        sizes = leaves["x"].shape, leaves["x"].itemsize, case.W
+        options = {"dilation": case.dilation, "seq_idx": "seq_idx" in leaves, "layout": layout}
+        assert found[-1] == distributed.tail_bytes(*sizes, **options, rank=rank, world=3), (str(case), layout, found)
     # S rows of [B, D] to the next rank, and as many back from it
     rows = 6 * 2 * 5 * 2
     assert found[0] == (rows * (rank < 2), rows * (rank > 0)), found[0]
@@ -256,47 +235,33 @@ def rows_are_computed_while_others_travel():
 
 
 def wrong_use_is_told():
-    rank, group, weight = dist.get_rank(), dist.group.WORLD, torch.randn(3, 4)
+    """test_agree.py has calls that differ between ranks."""
+    group, weight = dist.group.WORLD, torch.randn(3, 4)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("context", "other"))
-    whole = DTensor.from_local(torch.randn(1, 8, 3), mesh["context"], [Shard(1)])
+    x, short = torch.randn(1, 8, 3, requires_grad=True), torch.randn(1, 6, 3)
+    whole, state = DTensor.from_local(x, mesh["context"], [Shard(1)]), torch.randn(1, 3, 2)
 
-    def conv(x, **options):
-        x = torch.randn(1, x, 3) if isinstance(x, int) else x
+    def conv(x=x, **options):
         return distributed.causal_conv1d(x, weight, **{"group": group, **options})
 
-    def short_conv():
-        distributed.short_conv(torch.randn(1, 3 + rank, 1, 3), torch.ones(1, 3), weight, group=group)
-
-    def twice():
-        x = torch.randn(1, 8, 3, requires_grad=True)
-        torch.autograd.grad(conv(x, activation="silu").sum(), x, create_graph=True)
-
-    assert conv(8, group=mesh["context"]).shape == (1, 8, 3)
-    same = "all ranks of the group must make the same call, got"
-    state, cut = torch.randn(1, 3, 2), partial(distributed.shard_sequence, torch.randn(1, 6, 3), group=group)
+    assert conv(group=mesh["context"]).shape == x.shape
+    zigzag = partial(conv, layout="zigzag")
     wrong = [
-        (partial(conv, 5 if rank else 6), f"{same} L 6 on rank 0 and L 5 on rank 1: pad the sequence"),
-        (short_conv, f"{same} L 3 on rank 0 and L 4 on rank 1: pad the sequence"),
-        (partial(conv, 0), "every rank must have tokens"),
-        (partial(conv, 7, layout="zigzag"), "a rank must have an even number of tokens with layout='zigzag', got 7"),
-        (partial(conv, 8, layout="ring"), "layout must be 'contiguous' or 'zigzag', got 'ring'"),
-        (partial(conv, 8, group=mesh), "group must be one dimension of the mesh"),
-        (
-            partial(conv, 8, group=None),
-            "group must be a ProcessGroup that this rank is in or a DeviceMesh, got NoneType",
-        ),
+        (partial(conv, x[:, :0]), "every rank must have tokens"),
+        (partial(zigzag, x[:, :7]), "a rank must have an even number of tokens with layout='zigzag', got 7"),
+        (partial(conv, layout="ring"), "layout must be 'contiguous' or 'zigzag', got 'ring'"),
+        (partial(conv, group=mesh), "group must be one dimension of the mesh"),
+        (partial(conv, group=None), "group must be a ProcessGroup that this rank is in or a DeviceMesh, got NoneType"),
         (partial(conv, whole), "x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor"),
-        (partial(conv, 8, initial_state=state), "initial_state must be [1, 3, 3], got [1, 3, 2]"),
-        (partial(cut, layout="zigzag"), "4 pieces do not divide a sequence of 6 tokens: pad it"),
+        (partial(conv, initial_state=state), "initial_state must be [1, 3, 3], got [1, 3, 2]"),
+        (partial(shard, short, "zigzag"), "4 pieces do not divide a sequence of 6 tokens: pad it"),
     ]
-    functions = "causal_conv1d|short_conv|shard_sequence"
     for use, words in wrong:
-        with pytest.raises((TypeError, ValueError), match=f"^({functions}): {re.escape(words)}"):
+        with pytest.raises((TypeError, ValueError), match=f"^(causal_conv1d|shard_sequence): {re.escape(words)}"):
             use()
-    with pytest.raises(
-        NotImplementedError, match=r"^a convolution over a sequence in pieces has no second derivative$"
-    ):
-        twice()
+    y, words = conv(activation="silu"), "^a convolution over a sequence in pieces has no second derivative$"
+    with pytest.raises(NotImplementedError, match=words):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 def a_group_of_one_is_the_plain_function_and_told():

@@ -1,14 +1,18 @@
 """FSDP2 around hyper-connections: 2 and 4 processes against one."""
 
+from functools import partial
+
 import older_torch
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mhc_kernels import bf16, fp32
-from processes import run
+from networks import exact_step, language_model, of_logits, one_of_each, words
+from one_process import assert_close
+from processes import run, run_each
 from sending import Sending
-from stack_results import assert_close, assert_equal, exact, random_cotangents
+from stack_results import assert_equal
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,69 +20,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-import mhc_ops
-import mhc_ops.mhc.carry
-import mhc_ops.mhc.modules
-from mhc_ops import HyperConnection, HyperHead, HyperStack, ShortConv
 from mhc_ops.distributed import fully_shard
 
-N, D, WORDS, BATCH, LENGTH = 3, 8, 11, 4, 5
 MOST = 0.5  # the norm that gradients are clipped to
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x)))
-
-
-class Model(nn.Module):
-    """Connections in a stack and one outside of it, a head, a convolution, an embedding and an output layer."""
-
-    def __init__(self, streams):
-        super().__init__()
-        self.streams = streams
-        self.embedding = nn.Embedding(WORDS, D)
-        self.conv = ShortConv(N, D)
-        self.stack = HyperStack(
-            HyperConnection(MLP(), N, D, gamma=True, layer_norm=True),
-            HyperConnection(torch.tanh, N, D),
-            HyperConnection(MLP(), N, D, checkpoint=True),
-        )
-        self.alone = HyperConnection(MLP(), N, D, checkpoint=True)
-        self.head = HyperHead(N, D, gamma=True)
-        self.out = nn.Linear(D, WORDS)
-
-    def forward(self, words):
-        x = mhc_ops.mhc_expand(self.embedding(words).to(self.streams), N)
-        h = self.head(self.alone(self.stack(self.conv(x))))
-        return self.out(h.to(self.out.weight.dtype))
-
-
 def model(streams=fp32):
-    """The same in every process, away from the fresh state, so that every gradient is alive."""
-    torch.manual_seed(0)
-    made = Model(streams)
-    for module in made.modules():
-        if hasattr(module, "phi"):
-            nn.init.normal_(module.phi, std=module.phi.shape[1] ** -0.5)
-            nn.init.ones_(module.alpha)
-    return made
-
-
-def words():
-    return torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    return language_model(streams, **one_of_each())
 
 
 def line():
     return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def gradients_of(network):
-    return [whole(parameter.grad) for parameter in network.parameters()]
 
 
 def own(tensor):
@@ -89,13 +41,16 @@ def own(tensor):
 def backward(network):
     """The output of this rank's tokens; gradients of the sum over all ranks: torch takes the mean."""
     out = network(own(words()))
-    (cotangent,) = random_cotangents([torch.empty(BATCH, LENGTH, WORDS)])
-    out.backward(own(cotangent).to(out.dtype) * dist.get_world_size())
+    out.backward(own(of_logits()).to(out.dtype) * dist.get_world_size())
     return out.detach()
 
 
 def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gradients_of(network):
+    return {name: whole(parameter.grad) for name, parameter in network.named_parameters()}
 
 
 def adamw(network):
@@ -117,23 +72,27 @@ def load(network, optimizer, folder):
     kept = state(network, optimizer)
     dcp.load(kept, checkpoint_id=folder)
     set_state_dict(network, optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"])
+    return leaves(state(network, optimizer))
 
 
 def train(folder, save):
-    """Output, gradients, their norm, the gradients when clipped; and the state that was saved or loaded."""
+    """Output and gradients; and the state that was saved or loaded."""
     network = fully_shard(model(), mesh=line())
     optimizer = adamw(network)
     out = backward(network)
     gradients = gradients_of(network)
     norm = whole(nn.utils.clip_grad_norm_(network.parameters(), MOST))
-    clipped = gradients_of(network)
+    expected = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()
+    assert expected > 2 * MOST
+    assert_close({"norm": norm}, {"norm": expected})
+    clipped = {name: gradient.double() * MOST / (expected + 1e-6) for name, gradient in gradients.items()}
+    assert_close(gradients_of(network), clipped)
     for _ in range(1 if save else 2):  # away from what was saved
         optimizer.step()
-    if save:
-        dcp.save(state(network, optimizer), checkpoint_id=folder)
-    else:
-        load(network, optimizer, folder)
-    return out, gradients, norm, clipped, leaves(state(network, optimizer))
+    if not save:
+        return out, gradients, load(network, optimizer, folder)
+    dcp.save(state(network, optimizer), checkpoint_id=folder)
+    return out, gradients, leaves(state(network, optimizer))
 
 
 def on_four(folder):
@@ -144,98 +103,77 @@ def on_four(folder):
     return trained, gradients_of(network)
 
 
-def on_two(folder):
-    """FSDP2 of an older torch does not cast the inputs of a layer that is computed again."""
-    return train(folder, save=False), None if older_torch.OLDER else small_things()
-
-
 def on_one(folder):
-    """Load into a model that is not sharded, and into one of a mesh of one; then wrong uses."""
+    """Load into a model that is not sharded, and into one of a mesh of one."""
     found = []
     for network in (model(), fully_shard(model(), mesh=line())):
         optimizer = adamw(network)
         backward(network)
         optimizer.step()
-        load(network, optimizer, folder)
-        found.append(leaves(state(network, optimizer)))
-    wrong_uses()
+        found.append(load(network, optimizer, folder))
     return found
 
 
-FUNCTIONS = [
-    (mhc_ops.mhc.carry, "mhc_enter"),
-    (mhc_ops.mhc.carry, "mhc_next"),
-    (mhc_ops.mhc.modules, "mhc_layer"),
-    (mhc_ops.mhc.modules, "mhc_head"),
-]
-LAYERS = ("stack.0.layer", "stack.2.layer", "alone.layer")
+def test_four_processes_and_two_are_one(tmp_path):
+    """Output, gradients and clipping; two and one process load what four have saved."""
+    out, gradients = exact_step(model(torch.float64))
+    four, replicated = zip(*run(4, on_four, str(tmp_path)))
+    two = run(2, train, str(tmp_path), False)
+    for ranks in (four, two):
+        assert_close({"out": torch.cat([out for out, *_ in ranks])}, {"out": out})
+        for _, found, _ in ranks:
+            assert_close(found, gradients)
+    for found in replicated:
+        assert_close(found, gradients)
+    *_, saved = four[0]
+    assert len(saved) == 4 * len(gradients)  # with two moments and a count of steps
+    (of_one,) = run(1, on_one, str(tmp_path))
+    for loaded in (*(rank[-1] for rank in two), *of_one):
+        assert_equal(loaded, saved)
 
 
-def names_of_maps():
-    modules = {name: module for name, module in model().named_modules() if hasattr(module, "phi")}
-    return {f"{name}.{own}" for name, module in modules.items() for own, _ in module.named_parameters(recurse=False)}
-
-
-def noted(function, seen):
-    """The function, which then notes the types of what it is given."""
-
-    def call(*arguments, **options):
-        given = [getattr(argument, "x", argument) for argument in (*arguments, *options.values())]
-        seen.append((function.__name__, [tensor.dtype for tensor in given if isinstance(tensor, torch.Tensor)]))
-        return function(*arguments, **options)
-
-    return call
-
-
-def cast(streams):
-    """What torch's cast of all but the maps comes to, in one process."""
-    network, maps = model(streams), names_of_maps()
+def cast(network):
+    """What the policy comes to, in one process, and the names of the maps."""
+    modules = {name: module for name, module in network.named_modules() if hasattr(module, "phi")}
+    maps = {f"{name}.{own}" for name, module in modules.items() for own, _ in module.named_parameters(recurse=False)}
     for name, parameter in network.named_parameters():
         if name not in maps:
             parameter.data = parameter.data.bfloat16()
-    for name in LAYERS:
+    for name in ("stack.0.layer", "stack.2.layer", "alone.layer"):
         network.get_submodule(name).register_forward_pre_hook(lambda module, inputs: (inputs[0].bfloat16(),))
-    return network
+    return network, maps
 
 
-def mixed(streams):
-    """In bf16 but for the maps: the types seen, whether the output is that of the cast by hand, gradients by name."""
+def maps_are_not_cast(streams):
+    """x keeps its type and the maps theirs, where layers and all else are bf16. Gradients of maps are reduced in fp32,
+    those of layers in bf16, as the policy says."""
     network = fully_shard(model(streams), mesh=line(), mp_policy=MixedPrecisionPolicy(param_dtype=bf16))
-    seen = []
-    for name in LAYERS:
-        network.get_submodule(name).register_forward_pre_hook(
-            lambda layer, inputs: seen.append(("layer", [inputs[0].dtype, layer.up.weight.dtype]))
-        )
-    network.conv.register_forward_pre_hook(
-        lambda conv, inputs: seen.append(("conv", [inputs[0].dtype, conv.weight.dtype]))
-    )
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for place, name in FUNCTIONS:
-            monkeypatch.setattr(place, name, noted(getattr(place, name), seen))
-        out = backward(network)
-    expected = cast(streams)(own(words()))
-    gradients = {name: whole(parameter.grad) for name, parameter in network.named_parameters()}
-    return seen, torch.equal(out, expected), gradients
+    by_hand, maps = cast(model(streams))
+    assert torch.equal(backward(network), by_hand(own(words())))
+    gradients = gradients_of(network)
+    rounded = {name for name, gradient in gradients.items() if torch.equal(gradient, gradient.to(bf16).to(fp32))}
+    assert rounded == set(gradients) - maps, rounded
 
 
-def collectives(sending):
-    return [sent.how for sent in sending.sent]
-
-
-def small_things():
-    """Types and gradients in bf16, by the type of the streams; collectives forward and backward; placements."""
+def maps_of_a_stack_are_one_group():
+    """Beside three layers, the maps of one connection and of the head, and the rest. The backward need not gather the
+    maps of the head, which torch may still hold."""
     network = fully_shard(model(), mesh=line())
     with Sending() as forward:
         out = network(own(words()))
-    with Sending() as back:
+    with Sending() as backward:
         out.sum().backward()
+    assert [sent.how for sent in forward.sent] == ["all-gather"] * 7, forward.sent
+    back = [sent.how for sent in backward.sent]
+    assert back.count("reduce-scatter") == 7 and len(back) <= 7 + 6, back
+    # Maps are sharded without padding: phi and gamma have 15 and 3 rows.
     placements = {name: parameter.placements for name, parameter in network.stack[0].named_parameters()}
-    return {bf16: mixed(bf16), fp32: mixed(fp32)}, collectives(forward), collectives(back), placements
+    assert placements["phi"] == placements["gamma"] == (Shard(1),), placements
+    assert placements["bias"] == placements["layer.up.weight"] == (Shard(0),), placements
 
 
-def wrong_uses():
-    whole, part, uneven = model(), model(), model()
-    fully_shard(whole, mesh=line())
+def wrong_uses_are_told():
+    whole, part, uneven = fully_shard(model(), mesh=line()), model(), model()
     torch_fully_shard(part.alone, mesh=line())
     uneven.stack[1].cast_maps = True
     uneven.stack[1].bfloat16()
@@ -253,55 +191,6 @@ def wrong_uses():
     assert not any(isinstance(parameter, DTensor) for parameter in uneven.parameters())
 
 
-def test_four_processes_and_two_are_one(tmp_path):
-    """Output, gradients and clipping; two and one process load what four have saved."""
-    network = model(torch.float64).double()
-    one = exact(network(words()), list(network.parameters()))  # with the sizes of the terms of gradients
-    four, replicated = zip(*run(4, on_four, str(tmp_path)))
-    two, seen = zip(*run(2, on_two, str(tmp_path)))
-    for ranks in (four, two):
-        for rank in ranks:
-            assert_close([torch.cat([out for out, *_ in ranks]), *rank[1]], one)
-        assert_clipped(ranks)
-    for gradients in replicated:
-        assert_close(gradients, one[1:])
-    *_, saved = four[0]
-    assert len(saved) == 4 * len(list(network.parameters()))  # with two moments and a count of steps
-    ((plain, meshed),) = run(1, on_one, str(tmp_path))
-    for loaded in (*(rank[-1] for rank in two), plain, meshed):
-        assert_equal(loaded, saved)
-    for rank in filter(None, seen):
-        assert_small_things(*rank)
-
-
-def assert_clipped(ranks):
-    network = model()
-    network(words()).backward(*random_cotangents([torch.empty(BATCH, LENGTH, WORDS)]))
-    expected = nn.utils.clip_grad_norm_(list(network.parameters()), MOST)
-    assert expected > 2 * MOST
-    for _, gradients, norm, clipped, _ in ranks:
-        assert_close([norm], [expected])
-        assert_close(clipped, [gradient.double() * MOST / (norm.double() + 1e-6) for gradient in gradients])
-
-
-def assert_small_things(by_streams, forward, backward, placements):
-    for streams, (seen, as_by_hand, gradients) in by_streams.items():
-        # x keeps its type and the maps theirs, where layers and all else are bf16: the bits of a cast by hand.
-        types = {"layer": (bf16, bf16), "conv": (streams, bf16)}
-        for name, (x, *parameters) in seen:
-            h_out = [parameters.pop(0)] if name == "mhc_next" else []
-            assert (x, *set(parameters)) == types.get(name, (streams, fp32))
-            assert h_out in ([], [bf16], [streams])
-        assert {name for name, _ in seen} == {*types, *(name for _, name in FUNCTIONS)}
-        assert as_by_hand
-        # Gradients of maps are reduced in fp32, those of layers in bf16, as the policy says.
-        rounded = {name for name, one in gradients.items() if torch.equal(one, one.to(bf16).to(fp32))}
-        assert rounded == set(gradients) - names_of_maps()
-    # One group for the maps of the stack, beside three layers, the maps of one connection and of the head, and the
-    # rest. The backward need not gather the maps of the head, which torch may still hold.
-    assert forward == ["all-gather"] * 7
-    assert backward.count("reduce-scatter") == 7
-    assert len(backward) <= 7 + 6
-    # Maps are sharded without padding: phi and gamma have 15 and 3 rows.
-    assert placements["phi"] == placements["gamma"] == (Shard(1),)
-    assert placements["bias"] == placements["layer.up.weight"] == (Shard(0),)
+def test_types_groups_and_wrong_uses():
+    types = [] if older_torch.OLDER else [partial(maps_are_not_cast, streams) for streams in (bf16, fp32)]
+    run_each(2, maps_of_a_stack_are_one_group, wrong_uses_are_told, *types)  # older_torch.py says what fails

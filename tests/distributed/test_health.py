@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 import torch.distributed as dist
+from networks import MLP, D, N, unlike_connections
 from processes import run
 from torch import nn
 from torch.distributed import pipelining
@@ -12,22 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import mhc_ops
-from mhc_ops import HyperConnection, HyperHead, HyperStack
+from mhc_ops import HyperHead, HyperStack
 from mhc_ops.distributed import HyperParallel, PipelineStage, fully_shard, pipeline_stages
 
-N, D, WORLD, TOKENS, PIECES = 3, 8, 2, 4, 2
+WORLD, TOKENS, PIECES = 2, 4, 2
 
 
-def model(shifted=False, layer=lambda: nn.Linear(D, D)):
-    """The same in every process, away from the fresh state; the third connection mixes no streams."""
-    torch.manual_seed(0)
-    options = [{"gamma": True}, {"transposed": True}, {"residual": "identity"}, {"layer_norm": True}]
-    made = [HyperConnection(layer(), N, D, **own) for own in options]
-    for connection in made:
-        nn.init.normal_(connection.phi, std=0.3)
-        nn.init.ones_(connection.alpha)
+def model(shifted=False, layer=MLP):
     ends = [] if shifted else [HyperHead(N, D)]
-    return nn.Sequential(HyperStack(*made, shifted=shifted), *ends)
+    return nn.Sequential(HyperStack(*unlike_connections(layer=layer), shifted=shifted), *ends)
 
 
 def x():

@@ -1,61 +1,34 @@
 """HyperParallel beside tensor-parallel layers: the losses and gradients of one process."""
 
+from collections import OrderedDict
+from functools import partial
+
 import older_torch
 import pytest
 import torch
+from networks import MLP, D, N, one_of_each
 from one_process import assert_close, assert_means_close, exact_gradients
-from processes import run
+from processes import run, run_each
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from mhc_ops import HyperConnection, HyperHead, HyperStack, ShortConv
+from mhc_ops import HyperConnection, HyperHead, HyperStack
 from mhc_ops.distributed import HyperParallel
 
-n, D = 2, 8
 TOKENS = Shard(1)
-MLP = {"up": ColwiseParallel(input_layouts=TOKENS), "down": RowwiseParallel(output_layouts=TOKENS)}
+STYLES = {"up": ColwiseParallel(input_layouts=TOKENS), "down": RowwiseParallel(output_layouts=TOKENS)}
+PLAN = dict.fromkeys(("conv", "stack", "alone", "head"), HyperParallel())
+PLAN |= {f"{path}.layer.{name}": style for path in ("stack.*", "alone") for name, style in STYLES.items()}
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 8), nn.Linear(8, D)
-
-    def forward(self, h_in):
-        return self.down(self.up(h_in).tanh())
-
-
-class Model(nn.Module):
-    """One of each module: the convolution, a stack of two connections, a connection of its own, the head."""
-
-    def __init__(self, backend, recompute=0):
-        super().__init__()
-        own = {"backend": backend, "sinkhorn_iters": 2}
-        connections = [
-            HyperConnection(Layer(), n, D, gamma=True, **own),
-            HyperConnection(Layer(), n, D, layer_norm=True, **own),
-        ]
-        self.conv = ShortConv(n, D, backend="reference")
-        self.stack = HyperStack(*connections, recompute=recompute)
-        self.alone = HyperConnection(Layer(), n, D, residual="identity", backend=backend)
-        self.head = HyperHead(n, D, backend=backend)
-        torch.manual_seed(1)
-        for parameter in self.parameters():  # else phi is 0 and nothing depends on x
-            nn.init.normal_(parameter, std=0.5)
-
-    def forward(self, x):
-        return self.head(self.alone(self.stack(self.conv(x))))
-
-
-def plan():
-    layers = {f"{path}.layer.{name}": style for path in ("stack.*", "alone") for name, style in MLP.items()}
-    return {**dict.fromkeys(("conv", "stack", "alone", "head"), HyperParallel()), **layers}
+def model_of(backend="reference", recompute=0):
+    return nn.Sequential(OrderedDict(one_of_each(backend, recompute)))
 
 
 def streams(length=8):
-    return torch.randn(2, length, n, D, generator=torch.Generator().manual_seed(0))
+    return torch.randn(2, length, N, D, generator=torch.Generator().manual_seed(0))
 
 
 def loss_of(out):
@@ -72,7 +45,7 @@ def step(model, x):
 
 def exact_step(x):
     """The same of one process in fp64, and how many numbers the loss is the mean of."""
-    model, x = Model("reference").double(), x.double().requires_grad_()
+    model, x = model_of().double(), x.double().requires_grad_()
     out = model(x)
     gradients = exact_gradients(lambda outputs: loss_of(*outputs), [out], {"x": x, **dict(model.named_parameters())})
     return loss_of(out).detach(), gradients, out.numel()
@@ -82,42 +55,38 @@ def whole(gradients):
     return {name: gradient.full_tensor() for name, gradient in gradients.items()}
 
 
-def assert_as_alone(model, x, whole_x):
-    loss, gradients = step(model, x)
+def train(world, backend, recompute, length):
+    mesh, given = init_device_mesh("cpu", (world,)), streams(length)
+    model = parallelize_module(model_of(backend, recompute), mesh, PLAN)
+    loss, gradients = step(model, distribute_tensor(given, mesh, [TOKENS]))
     for name, gradient in gradients.items():
         of_layer = ".layer." in name
         assert of_layer or list(gradient.placements) == [TOKENS if name == "x" else Replicate()], name
-    expected_loss, expected, count = exact_step(whole_x)
+    expected_loss, expected, count = exact_step(given)
     assert_means_close(loss.full_tensor(), expected_loss, count)
     assert_close(whole(gradients), expected)
 
 
-def train(world, backend, recompute, length):
-    mesh = init_device_mesh("cpu", (world,))
-    model = parallelize_module(Model(backend, recompute), mesh, plan())
-    x = distribute_tensor(streams(length), mesh, [TOKENS])
-    assert_as_alone(model, x, streams(length))
-
-
-def forms(mesh):
+def forms():
     """Pieces in, pieces out; a stack of two stages that is shifted; what a layer returns besides; a checkpoint."""
+    mesh = init_device_mesh("cpu", (2,))
     pieces, mine = HyperParallel(use_local_output=True), streams().chunk(2, 1)[mesh.get_local_rank()]
     wide = streams().double()
 
-    def model(*connections, **settings):
+    def model(*layers, checkpoint=False, **settings):
         torch.manual_seed(2)
-        made = HyperStack(*[HyperConnection(layer, n, D, **own) for layer, own in connections], **settings)
+        made = HyperStack(*(HyperConnection(layer, N, D, checkpoint=checkpoint) for layer in layers), **settings)
         return made if len(made) > 1 else made[0]
 
     for make in (
-        lambda: model((torch.tanh, {})),
-        lambda: model((lambda h_in: (h_in.sin(), "besides"), {"checkpoint": True})),
-        lambda: model((torch.tanh, {}), (lambda h_in: (h_in, 3), {})),
-        lambda: model((torch.tanh, {}), (torch.sin, {}), shifted=True, last=False),
+        partial(model, torch.tanh),
+        partial(model, lambda h_in: (h_in.sin(), "besides"), checkpoint=True),
+        partial(model, torch.tanh, lambda h_in: (h_in, 3)),
+        partial(model, torch.tanh, torch.sin, shifted=True, last=False),
     ):
         assert_pieces(parallelize_module(make(), mesh, pieces)(mine), make().double()(wide), mesh)
     weights = streams()[..., 0]
-    stages = [model((torch.tanh, {}), (torch.sin, {}), shifted=True, first=False) for _ in range(2)]
+    stages = [model(torch.tanh, torch.sin, shifted=True, first=False) for _ in range(2)]
     found = parallelize_module(stages[0], mesh, pieces)((mine, weights.chunk(2, 1)[mesh.get_local_rank()]))
     assert_pieces(found, stages[1].double()(wide, weights.double()), mesh)
 
@@ -134,22 +103,23 @@ def assert_pieces(found, expected, mesh):
         assert found == expected
 
 
-def wrong_use(mesh):
-    def connection(layer):
-        return parallelize_module(HyperConnection(layer, n, D), mesh, HyperParallel())
+def wrong_use():
+    mesh = init_device_mesh("cpu", (2,))
 
-    layer, plain = Layer(), connection(torch.tanh)
+    def connection(layer):
+        return parallelize_module(HyperConnection(layer, N, D), mesh, HyperParallel())
+
+    layer, plain = MLP(), connection(torch.tanh)
     parallelize_module(layer, mesh, {"up": ColwiseParallel(input_layouts=TOKENS), "down": RowwiseParallel()})
-    head, square = parallelize_module(HyperHead(n, D), mesh, HyperParallel()), init_device_mesh("cpu", (2, 1))
+    gathering = connection(layer)
+    head, square = parallelize_module(HyperHead(N, D), mesh, HyperParallel()), init_device_mesh("cpu", (2, 1))
     for words, use in {
         "takes a HyperConnection, .* or ShortConv, got Linear$": lambda: HyperParallel()._apply(nn.Linear(D, D), mesh),
-        "the mesh must have one dimension, got 2: slice it$": lambda: HyperParallel()._apply(HyperHead(n, D), square),
+        "the mesh must have one dimension, got 2: slice it$": lambda: HyperParallel()._apply(HyperHead(N, D), square),
         "every rank must have a token, got 0$": lambda: plain(streams(0)),
         "every rank must have a token, got 1 on 2 ranks$": lambda: plain(distribute_tensor(streams(1), mesh, [TOKENS])),
-        r"sequence_dim=1 is not a token dimension of x \[8, 2, 8\]$": lambda: plain(streams()[0]),
-        r"the layer returned \[2, 16, 8\] where .* piece is \[2, 8, 8\]; .*Shard\(1\)": lambda: connection(layer)(
-            streams()
-        ),
+        r"sequence_dim=1 is not a token dimension of x \[8, 3, 20\]$": lambda: plain(streams()[0]),
+        r"the layer returned \[2, 16, 20\] where .* piece is \[2, 8, 20\]; .*Shard\(1\)": lambda: gathering(streams()),
         "x must be given by its position$": lambda: head(x=streams()),
         "the plan must name the HyperStack, not its connections$": lambda: HyperStack(plain)(streams()),
     }.items():
@@ -159,22 +129,16 @@ def wrong_use(mesh):
         plain(None)
 
 
-def on_two_ranks():
-    train(2, "reference", 0, 8)
-    forms(init_device_mesh("cpu", (2,)))
-    wrong_use(init_device_mesh("cpu", (2,)))
-
-
 @older_torch.MATRIX_PRODUCT
 def test_two_ranks():
-    run(2, on_two_ranks)
+    run_each(2, partial(train, 2, "reference", 0, 8), forms, wrong_use)
 
 
 def beside_data_parallel():
     """Half of the batch on two ranks each, which have half of the sequence each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(Model("reference"), mesh["tensor"], plan())
-    for connection in (*model.stack, model.alone):
+    model = parallelize_module(model_of(), mesh["tensor"], PLAN)
+    for connection in (model.stack[0], model.stack[2], model.alone):
         fully_shard(connection.layer, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
     mine = streams().chunk(2)[mesh.get_local_rank("data")]
@@ -185,14 +149,9 @@ def beside_data_parallel():
     assert_close(whole(gradients), expected)
 
 
-def on_four_ranks():
-    train(4, "reference", 0, 7)
-    beside_data_parallel()
-
-
 @older_torch.MATRIX_PRODUCT
 def test_four_ranks_that_do_not_divide_the_sequence_and_two_by_two():
-    run(4, on_four_ranks)
+    run_each(4, partial(train, 4, "reference", 0, 7), beside_data_parallel)
 
 
 @pytest.mark.interpreted

@@ -7,9 +7,7 @@ import resource
 import shutil
 import signal
 import socket
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,18 +16,9 @@ from processes import PROCESSES, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.run import get_args_parser
 from torch.distributed.tensor import Shard, distribute_tensor
+from training_runs import LENGTH, example, options, parts
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import distributed_lm as parts  # noqa: E402
-import train_distributed as example  # noqa: E402
-
-TINY = ("--D", 32, "--depth", 1, "--length", 16, "--batch", 2, "--every", 2, "--report", 2, "--device", "cpu")
-
-
-def options(folder, *arguments):
-    return example.parse([*map(str, (*TINY, *arguments, "--out", folder))])
+TINY = ("--batch", 2, "--steps", 2, "--every", 2, "--report", 2)
 
 
 def names(folder):
@@ -43,55 +32,49 @@ def state(value):
     return {"model": {"weight": weight}, "step": value}
 
 
-def loaded(folder):
-    """Which step it goes on from, or why that is refused; what was said."""
-    told = []
-    parts.say = told.append
+def outcome(call):
+    """What it returns, or why it is refused; and what was said."""
+    said = []
+    parts.say = said.append
     try:
-        found = parts.Checkpoints(folder).load(lambda: state(0))
+        return call(), said
     except example.Refused as refused:
-        return str(refused), told
+        return str(refused), said
+
+
+def loaded(folder):
+    """The step that it goes on from."""
+    found = parts.Checkpoints(folder).load(lambda: state(0))
     assert (found["model"]["weight"].to_local() == found["step"]).all()
-    return found["step"], told
+    return found["step"]
 
 
-# Damage to a checkpoint, and what is said of it.
-
-
-def truncated(path):
+def truncate(path):
     os.truncate(path / "__1_0.distcp", 1000)
 
 
-def garbled(path):
+def garble(path):
     """One byte of the last tensor: torch itself would not notice."""
     data = bytearray((path / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 255
     (path / "__0_0.distcp").write_bytes(data)
 
 
-def written(name, content):
-    return lambda path: (path / name).write_bytes(content)
-
-
-def without(*names):
-    """names: none for all files"""
-    return lambda path: [file.unlink() for file in path.iterdir() if not names or file.name in names]
-
-
-def a_file(path):
+def make_a_file(path):
     shutil.rmtree(path)
     path.write_text("here was a folder")
 
 
+# Damage to a checkpoint, and what is said of it.
 DAMAGE = [
-    (truncated, "__1_0.distcp: 1000 bytes, crc32 "),
-    (garbled, "__0_0.distcp: "),
-    (written(".metadata", b"nothing"), ".metadata: 7 bytes, crc32 "),
-    (without(), "sums.json: No such file or directory"),
-    (without("__1_0.distcp"), "__1_0.distcp: No such file or directory instead of "),
-    (without(".metadata"), ".metadata: No such file or directory instead of "),
-    (written("sums.json", b"\xff["), "sums.json: is garbled"),
-    (a_file, "sums.json: Not a directory"),
+    (truncate, "__1_0.distcp: 1000 bytes, crc32 "),
+    (garble, "__0_0.distcp: "),
+    (lambda path: (path / ".metadata").write_bytes(b"nothing"), ".metadata: 7 bytes, crc32 "),
+    (lambda path: [file.unlink() for file in path.iterdir()], "sums.json: No such file or directory"),
+    (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp: No such file or directory instead of "),
+    (lambda path: (path / ".metadata").unlink(), ".metadata: No such file or directory instead of "),
+    (lambda path: (path / "sums.json").write_bytes(b"\xff["), "sums.json: is garbled"),
+    (make_a_file, "sums.json: Not a directory"),
 ]
 
 
@@ -100,20 +83,22 @@ def after_damage(folder):
     for step in (2, 4):
         parts.Checkpoints(folder / "begun").save(state(step), step)
     found = []
-    for nth, damages in enumerate([*([damage] for damage, _ in DAMAGE), [without(), truncated]]):
+    for nth, damages in enumerate([*([damage] for damage, _ in DAMAGE), [make_a_file, truncate]]):
         here = folder / str(nth)
         if dist.get_rank() == 0:
             shutil.copytree(folder / "begun", here)
             for step, damage in zip((4, 2), damages):
                 damage(here / f"step-{step:09d}")
         dist.barrier()
-        found.append((*loaded(here), names(here)))
+        found.append((*outcome(partial(loaded, here)), names(here)))
+    again = outcome(partial(loaded, here))
     # What was set aside is not in the way of the same step, nor of the next one that is damaged.
-    parts.Checkpoints(folder / "0").save(state(4), 4)
+    first = folder / "0"
+    parts.Checkpoints(first).save(state(4), 4)
     if dist.get_rank() == 0:
-        truncated(folder / "0" / "step-000000004")
+        truncate(first / "step-000000004")
     dist.barrier()
-    return [*found, (*loaded(folder / "0"), names(folder / "0"))], loaded(folder / str(nth))
+    return [*found, (*outcome(partial(loaded, first)), names(first))], again
 
 
 def test_a_damaged_checkpoint_is_named_and_kept_and_the_one_before_is_taken(tmp_path):
@@ -138,23 +123,22 @@ OTHERS = {
     ("--streams", 2): "model.head.bias is [4] there and [2] here",
     ("--length", 24): "model.start.positions.weight is [16, 32] there and [24, 32] here",
 }
-
-
-def refusal(call):
-    try:
-        call()
-    except example.Refused as refused:
-        return str(refused)
-    return "nothing"
+# Wrong for two processes
+MESHES = {
+    ("--dp", 3): "--dp 3 × --cp 1 × --pp 1 is 3 processes, but there are 2",
+    ("--cp", 2, "--length", 15): "--length 15 cannot be cut into 4 pieces of one size for --cp 2",
+    ("--batch", 1): "--batch 1 texts cannot be shared equally by --dp 2",
+}
 
 
 def as_others(folder):
-    """What other models are told of a checkpoint; then processes whose options differ."""
-    example.train(example.Run(options(folder, "--depth", 2, "--steps", 2)))
-    models = [refusal(example.Run(options(folder, "--depth", 2, *other)).load) for other in OTHERS]
-    rank = dist.get_rank()
-    own = ("--seed", rank), ("--length", 16 + rank)
-    return models, [refusal(partial(example.mesh_of, options(folder, *each))) for each in own], names(folder)
+    """What other models are told of a checkpoint; then wrong meshes, and processes whose options differ."""
+    deep = partial(options, folder, *TINY, "--depth", 2)
+    example.train(example.Run(deep()))
+    models = [outcome(example.Run(deep(*other)).load)[0] for other in OTHERS]
+    own = [("--seed", dist.get_rank()), ("--length", LENGTH + dist.get_rank())]
+    meshes = [outcome(partial(example.mesh_of, deep(*each)))[0] for each in (*MESHES, *own)]
+    return models, meshes, names(folder)
 
 
 def test_another_model_and_other_options_are_refused(tmp_path):
@@ -162,7 +146,7 @@ def test_another_model_and_other_options_are_refused(tmp_path):
     path = tmp_path / "checkpoints" / "step-000000002"
     models = [f"{path} is of another model, {difference}: {help}" for difference in OTHERS.values()]
     words = "must be the same on all processes, got {} on process 0 and {} on process 1"
-    expected = [f"--seed {words.format(0, 1)}", f"--length {words.format(16, 17)}"]
+    expected = [*MESHES.values(), f"--seed {words.format(0, 1)}", f"--length {words.format(16, 17)}"]
     assert run(2, as_others, tmp_path) == [(models, expected, ["checkpoints", "losses.csv"])] * 2
     assert names(tmp_path / "checkpoints") == ["step-000000002"]
 
@@ -183,41 +167,22 @@ def without_room(folder):
     checkpoints.save(state(2), 2)
     for rank in (1, 0):
         with no_room(rank):
-            told.append(refusal(partial(checkpoints.save, state(4), 4)))
+            told += outcome(partial(checkpoints.save, state(4), 4))
     curve = example.by_first(lambda: example.Curve(path, 0), path)
     with no_room(0):
-        told.append(refusal(partial(example.by_first, partial(curve.add, range(500), [0.125] * 500, 7), path)))
-    return told, loaded(folder), names(folder)
+        told += outcome(partial(example.by_first, partial(curve.add, range(500), [0.125] * 500, 7), path))
+    return told, outcome(partial(loaded, folder)), names(folder)
 
 
 def test_no_room_is_one_sentence_on_all_processes(tmp_path):
     path = tmp_path / "step-000000004"
-    told = [
-        f"{path} could not be written: File too large (process 1)",
-        f"{path} could not be written: File too large (process 0)",
-        f"{tmp_path / 'losses.csv'}: File too large",
-    ]
+    words = "could not be written: File too large"
+    told = [f"{path} {words} (process 1)", [], f"{path} {words} (process 0)", []]
+    told += [f"{tmp_path / 'losses.csv'}: File too large", []]
     assert run(2, without_room, tmp_path) == [(told, (2, []), ["losses.csv", "step-000000002"])] * 2
 
 
-def beside_another(folder, patience):
-    parts.PATIENCE, told = patience, []
-    parts.say = told.append
-    try:
-        with parts.held(folder):
-            free = [_is_free(folder / name) for name in ("lock", "writers")]
-            dist.barrier()
-            return "held", told, free
-    except example.Refused as refused:
-        return str(refused), told, []
-
-
-def beside_others(folder, patience):
-    """In a folder of each kind that is in use, which is then left; and in a free one."""
-    return [beside_another(folder / name, patience) for name in ("lock", "writers", "free")]
-
-
-def _is_free(path):
+def is_free(path):
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,22 +191,36 @@ def _is_free(path):
     return True
 
 
+def held(folder):
+    """Which of the locks are free while this run has the folder."""
+    with parts.held(folder):
+        free = [is_free(folder / name) for name in ("lock", "writers")]
+        dist.barrier()
+        return free
+
+
+def beside_others(folder):
+    """In folders that are in use, which are then left; and in a free one."""
+    parts.PATIENCE = 0.2
+    return [outcome(partial(held, folder / name)) for name in ("lock", "writers", "free")]
+
+
 def test_a_folder_in_use_is_refused_and_its_holder_named(tmp_path):
     holders = {"lock": "process 7 on node3", "writers": "processes of an earlier run"}
-    with contextlib.ExitStack() as held:
-        for name in holders:
+    with contextlib.ExitStack() as files:
+        for name, content in (("lock", holders["lock"]), ("writers", "")):
             (tmp_path / name).mkdir()
-            file = held.enter_context((tmp_path / name / name).open("a"))
-            file.write("process 7 on node3" if name == "lock" else "")
+            file = files.enter_context((tmp_path / name / name).open("a"))
+            file.write(content)
             file.flush()
             fcntl.flock(file, fcntl.LOCK_SH)
-        (*first, free), (*second, _) = run(2, beside_others, tmp_path, 0.2)
-    assert free == ("held", [], [False, False])
-    for (name, holder), (refused, told, _), (other, _, _) in zip(holders.items(), first, second):
+        (*first, free), (*second, _) = run(2, beside_others, tmp_path)
+    assert free == ([False, False], [])
+    for (name, holder), (refused, told), (other, _) in zip(holders.items(), first, second, strict=True):
         used = f"{tmp_path / name} is in use by {holder}"
         assert refused == other == f"{used}: end it, or choose another --out"
         assert told == [f"{used}: waiting for its end, 0.2 s at most"]
-        assert _is_free(tmp_path / name / "lock") and _is_free(tmp_path / name / "writers")
+        assert is_free(tmp_path / name / "lock") and is_free(tmp_path / name / "writers")
 
 
 def _agent(end):

@@ -1,43 +1,38 @@
 """The example on many processes: every mesh learns the same, and a lost worker changes no bit."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from one_process import assert_bf16_close, assert_close, assert_means_close, exact_gradients
-from processes import WITHOUT_GPUS, run
-from stored import checkpoint, different
+from processes import run
 from torch.nn.functional import cross_entropy
+from training_runs import LENGTH, assert_same_run, example, losses, options, torchrun
 
 from mhc_ops.testing import accuracy
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import train_distributed as example  # noqa: E402
-
-STEPS, LENGTH, BATCH = 5, 16, 4
+STEPS, BATCH = 5, 4
 TOKENS = LENGTH * BATCH  # of a step
-TINY = ("--D", 32, "--depth", 1, "--length", LENGTH, "--batch", BATCH, "--steps", STEPS, "--every", 2, "--report", 3)
+TINY = ("--batch", BATCH, "--steps", STEPS, "--every", 2, "--report", 3)
 TINY += ("--clip", 0.1)  # well below what the norm is
+DROPOUT = ("--dropout", 0.1)
+MESHES = {
+    2: [("--dp", 2), ("--cp", 2), ("--pp", 2)],
+    4: [
+        *(("--dp", 4), ("--cp", 4, "--layout", "contiguous")),
+        *(("--dp", 2, "--cp", 2), ("--dp", 2, "--pp", 2), ("--cp", 2, "--pp", 2)),
+    ],
+}
 
 
-def options(folder, *arguments):
-    return example.parse([*map(str, (*TINY, *arguments, "--out", folder))])
+def name(mesh):
+    return "".join(map(str, mesh))
 
 
-def losses(folder):
-    """fp32, as they were computed."""
-    lines = (folder / "losses.csv").read_text().splitlines()[1:]
-    assert [int(line.split(",")[0]) for line in lines] == list(range(STEPS))
-    return torch.tensor([float(line.split(",")[1]) for line in lines])
+def a_run(folder, *arguments):
+    return example.Run(options(folder, *TINY, *arguments))
 
 
 def _train(folder, *arguments):
-    example.train(example.Run(options(folder, *arguments)))
+    example.train(a_run(folder, *arguments))
 
 
 def _gradients(training):
@@ -50,145 +45,108 @@ def _gradients(training):
     return loss * training.options.pp / torch.distributed.get_world_size(), gradients
 
 
-def _exact(folder):
-    """The same of one process in fp64, with the sizes of the terms of each gradient. A norm comes after the head, so
-    that nothing of dh along h is left: terms of dh cancel there."""
-    chosen = options(folder / "exact")
-    training, (alphabet, _) = example.Run(chosen), example.read_text()
-    torch.manual_seed(chosen.seed)
-    model, between = example.model_of(len(alphabet), chosen, training.pieces).double(), []
+def _world(folder, meshes):
+    """All meshes of one number of processes, since starting them takes seconds."""
+    results = {}
+    for mesh in meshes:
+        training = a_run(folder / name(mesh), *mesh, "--every", STEPS)
+        results[mesh] = _gradients(training)
+        example.train(training)
+    return results
+
+
+def _one(folder):
+    """The run that all others are compared with. Returns the loss and the gradients of its first step in fp64, with the
+    sizes of the terms of each. A norm comes after the head, so that nothing of dh along h is left: terms of dh cancel
+    there."""
+    training, (alphabet, _) = a_run(folder / "one"), example.read_text()
+    torch.manual_seed(training.options.seed)
+    model, between = example.model_of(len(alphabet), training.options, training.pieces).double(), []
     model.head.register_forward_hook(lambda head, inputs, h: between.append(h))
-    texts = training.windows.take(chosen.batch)
+    texts = training.windows.take(BATCH)
     logits = model(texts[:, :-1])
 
     def loss_of(outputs):
         return cross_entropy(outputs[0].flatten(0, 1), texts[:, 1:].flatten())
 
     gradients = exact_gradients(loss_of, [logits], dict(model.named_parameters()), between)
+    _train(folder / "one")
     return loss_of([logits]).detach(), {name: (exact.value, exact.terms[-1]()) for name, exact in gradients.items()}
 
 
-def _refusal(folder, *arguments):
-    try:
-        _train(folder, *arguments)
-    except example.Refused as refused:
-        return str(refused)
-
-
-def _world(folder, meshes):
-    """All meshes of one number of processes, since starting them takes seconds."""
-    results = {}
-    for mesh in meshes:
-        training = example.Run(options(folder / name(mesh), *mesh, "--every", STEPS))
-        results[mesh] = _gradients(training)
-        example.train(training)
+def _two(folder):
+    """All meshes of two; the run that four began; the run that others are compared with."""
+    results = _world(folder, MESHES[2])
+    _train(folder / "ended")
+    _train(folder / "undisturbed", *DROPOUT)
+    _train(folder / "bf16", "--dtype", "bfloat16")
     return results
 
 
 def _four(folder):
     """All meshes of four; and a run in stages that ends between two checkpoints."""
-    results = _world(folder, MESHES[4])
-    training = example.Run(options(folder / "ended", "--pp", 2))
-    curve = example.Curve(folder / "ended" / "losses.csv", 0) if torch.distributed.get_rank() == 0 else None
-    for step in range(3):
-        loss = training.step(step)
-        torch.distributed.all_reduce(loss)
-        if curve:
-            curve.add(range(step, step + 1), [2 * loss.item() / torch.distributed.get_world_size()], speed=0)
-        if step + 1 == 2:
-            training.save(step + 1)
-    return results, None
+    results, training = _world(folder, MESHES[4]), a_run(folder / "ended", "--pp", 2)
 
+    def until_3(step, made=training.step):
+        if step == 3:
+            raise InterruptedError
+        return made(step)
 
-def _two(folder):
-    """All meshes of two; the run that four began; the run that others are compared with; refusals."""
-    results = _world(folder, MESHES[2])
-    _train(folder / "ended")
-    _train(folder / "undisturbed", *DROPOUT)
-    _train(folder / "bf16", "--dtype", "bfloat16")
-    return results, [_refusal(folder / "refused", *arguments) for arguments in REFUSED]
-
-
-MESHES = {
-    1: [()],
-    2: [("--dp", 2), ("--cp", 2), ("--pp", 2)],
-    4: [
-        *(("--dp", 4), ("--cp", 4, "--layout", "contiguous")),
-        *(("--dp", 2, "--cp", 2), ("--dp", 2, "--pp", 2), ("--cp", 2, "--pp", 2)),
-    ],
-}
-DROPOUT = ("--dropout", 0.1)
-REFUSED = {
-    ("--dp", 3): "--dp 3 × --cp 1 × --pp 1 is 3 processes, but there are 2",
-    ("--cp", 2, "--length", 15): "--length 15 cannot be cut into 4 pieces of one size for --cp 2",
-    ("--batch", 1): "--batch 1 texts cannot be shared equally by --dp 2",
-}
-
-
-def name(mesh):
-    return "".join(map(str, mesh)) or "one"
+    training.step = until_3
+    with pytest.raises(InterruptedError):
+        example.train(training)
+    return results
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """(folder, results by mesh, exact results, refusals)"""
-    folder, results, others = tmp_path_factory.mktemp("runs"), {}, {}
-    for world, function in ((1, _one), (4, _four), (2, _two)):
-        ranks, (others[world], *_) = zip(*run(world, function, folder))
+    """(folder, results by mesh, exact results)"""
+    folder, results = tmp_path_factory.mktemp("runs"), {}
+    ((loss, gradients),) = run(1, _one, folder)
+    for world, function in ((4, _four), (2, _two)):
+        ranks = run(world, function, folder)
         for mesh in MESHES[world]:
-            gradients = [rank[mesh][1] for rank in ranks]  # those of a stage are on its processes
-            results[mesh] = ranks[0][mesh][0], {key: grad for some in gradients for key, grad in some.items()}
-    loss, gradients = others[1]
-    exact = loss, {key: accuracy.Exact(value, [lambda size=size: size]) for key, (value, size) in gradients.items()}
-    return folder, results, exact, others[2]
+            gradients_of = [rank[mesh][1] for rank in ranks]  # those of a stage are on its processes
+            results[mesh] = ranks[0][mesh][0], {key: grad for some in gradients_of for key, grad in some.items()}
+    exact = {key: accuracy.Exact(value, [lambda size=size: size]) for key, (value, size) in gradients.items()}
+    return folder, results, (loss, exact)
 
 
-def _one(folder):
-    return _world(folder, MESHES[1]), _exact(folder)
+def curve(folder):
+    """The losses of all steps, fp32, as they were computed."""
+    found = torch.tensor([float(loss) for loss in losses(folder)])
+    assert len(found) == STEPS
+    return found
 
 
 def test_lost_workers_change_no_bit(ran, tmp_path):
     """One is killed in a step, then the first one in a checkpoint: all start again by themselves, twice from step 2."""
-    undisturbed = ran[0] / "undisturbed"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    restarts = ("--max-restarts", 2, "--monitor-interval", 0.1)
     drills = ("--fail-at", "step:3", "--fail-at", "checkpoint:4:0")
-    script = EXAMPLES / "train_distributed.py"
-    done = _python(*torchrun, *restarts, script, *TINY, *DROPOUT, *drills, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr[-4000:]
+    with torchrun(tmp_path, 2, *TINY, *DROPOUT, *drills) as launched:
+        code = launched.wait(timeout=800)
+    log = (tmp_path / "log").read_text()
+    assert code == 0, log[-4000:]
     # torchrun itself names a worker that it finds dead: the killed one, or another that has noticed by then.
     for told in ("process 1 kills itself in step 3", "process 0 kills itself in checkpoint 4"):
-        assert f"drill: {told}\n" in done.stderr
-    assert done.stderr.count("continues from the checkpoint of step 2") == 2
-    assert torch.equal(losses(tmp_path), losses(undisturbed))
-    expected, found = checkpoint(undisturbed, STEPS), checkpoint(tmp_path, STEPS)
-    assert different(expected, found) == [] and len(expected) > 50
-    # Incomplete and old checkpoints are gone.
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000000004", "step-000000005"]
-
-
-def _python(*arguments):
-    environment = {**os.environ, **WITHOUT_GPUS, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
+        assert f"drill: {told}\n" in log
+    assert log.count("continues from the checkpoint of step 2") == 2
+    assert_same_run(tmp_path, ran[0] / "undisturbed", STEPS)
 
 
 @pytest.mark.parametrize("mesh", [*MESHES[2], *MESHES[4]], ids=name)
 def test_losses_and_gradients_are_those_of_one_process(mesh, ran):
-    folder, results, (expected_loss, expected), _ = ran
+    folder, results, (expected_loss, expected) = ran
     loss, gradients = results[mesh]
     assert_means_close(loss, expected_loss, TOKENS)
     assert_close(gradients, expected)
-    assert_means_close(losses(folder / name(mesh)), losses(folder / name(())), TOKENS)
+    assert_means_close(curve(folder / name(mesh)), curve(folder / "one"), TOKENS)
 
 
 def test_a_run_goes_on_with_fewer_processes_in_another_mesh(ran):
-    """Also: layers in bf16 learn the same, and wrong meshes are refused."""
-    folder, _, _, refused = ran
-    expected = losses(folder / name(()))
-    assert_means_close(losses(folder / "ended"), expected, TOKENS)
-    assert_bf16_close(losses(folder / "bf16"), expected)
-    assert refused == list(REFUSED.values())
+    """Also: layers in bf16 learn the same."""
+    folder, *_ = ran
+    assert_means_close(curve(folder / "ended"), curve(folder / "one"), TOKENS)
+    assert_bf16_close(curve(folder / "bf16"), curve(folder / "one"))
 
 
 def test_every_window_is_taken_once_in_a_pass():

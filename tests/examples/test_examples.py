@@ -1,7 +1,9 @@
-"""The examples of one process run as the README says; the language model trains with plain residuals and with mHC."""
+"""The examples of one process run as the README says; the language model trains with plain residuals and with mHC.
+Its study and its sweep have equal networks, equal data, and measurements that mean what they say."""
 
 import csv
 import importlib.util
+import json
 import math
 import os
 import re
@@ -19,9 +21,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import tiny_lm  # noqa: E402
+import tiny_lm_study as study  # noqa: E402
 import train_tiny_lm  # noqa: E402
 
-SCRIPT = EXAMPLES / "train_tiny_lm.py"
+DRAWN = importlib.util.find_spec("matplotlib") is not None
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS = 40
 TINY = ("--D", 32, "--depth", 1, "--context", 16, "--batch", 8, "--steps", STEPS)
@@ -66,7 +69,7 @@ def read(path):
 def test_train_tiny_lm(device, tmp_path):
     """Both networks start equal and learn; the curves and the picture are written."""
     picture = tmp_path / "curves.png"
-    printed = run(SCRIPT, *TINY, "--device", device, "--out", picture)
+    printed = run(EXAMPLES / "train_tiny_lm.py", *TINY, "--device", device, "--out", picture)
     assert "Elizabeth " in printed
     rows, health = (read(tmp_path / name) for name in ("curves.csv", "curves_health.csv"))
     plain, mhc = ([row for row in rows if row["network"] == name] for name in ("plain", "mHC"))
@@ -81,9 +84,8 @@ def test_train_tiny_lm(device, tmp_path):
         assert max(float(value) for name, value in row.items() if name.endswith("error")) < 0.1
         assert min(float(value) for name, value in row.items() if name.endswith("dphi_norm")) > 0
         assert all(0.9 < float(row[gain]) < 1.1 for gain in ("gain_forward", "gain_backward"))
-    drawn = importlib.util.find_spec("matplotlib") is not None
-    assert picture.exists() == (tmp_path / "curves_health.png").exists() == drawn
-    assert drawn or "pip install matplotlib" in printed
+    assert picture.exists() == (tmp_path / "curves_health.png").exists() == DRAWN
+    assert DRAWN or "pip install matplotlib" in printed
 
 
 def test_the_stack_is_its_layers_apart():
@@ -102,8 +104,127 @@ def test_the_stack_is_its_layers_apart():
     torch.testing.assert_close(model(ids), model.logits(model.norm(model.head(x))))
 
 
-def test_train_tiny_lm_names_a_bad_width(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train_tiny_lm.py", "--D", "40"])
+@pytest.fixture
+def given(monkeypatch):
+    """Sets what is typed after train_tiny_lm.py."""
+    return lambda *words: monkeypatch.setattr(sys, "argv", ["train_tiny_lm.py", *map(str, words)])
+
+
+def test_train_tiny_lm_names_a_bad_width(given, capsys):
+    given("--D", 40)
     with pytest.raises(SystemExit, match="2"):
         train_tiny_lm.main()
     assert "--D must be a multiple of 32" in capsys.readouterr().err
+
+
+VOCABULARY = 60
+STUDIED = ("--D", 32, "--depth", 2, "--context", 8, "--batch", 2, "--steps", 3)
+
+
+def studied(given, out, *arguments):
+    """The rows that are written as CSV."""
+    given(*STUDIED, *arguments, "--out", out)
+    assert train_tiny_lm.main() == 0
+    assert out.exists() == DRAWN
+    return read(out.with_suffix(".csv"))
+
+
+def options(given, *arguments):
+    given("--study", *arguments)
+    return train_tiny_lm.parse()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_study(device, tmp_path, given, capsys):
+    """A seed gives the same numbers whatever was trained before it."""
+    arguments = ("--study", "--device", device)
+    rows = studied(given, tmp_path / "both.png", *arguments, "--seeds", 2)
+    assert [row["form"] for row in rows[::4]] == [*study.FORMS] * 2
+    assert [int(row["step"]) for row in rows] == [0, 1, 2, 3] * 8
+    for row in rows:
+        assert math.isfinite(float(row["val"]))
+        assert (row["gradient"] == "") == (row["step"] == "0")
+        if row["step"] != "3":
+            gains = [float(row[gain]) for gain in ("gain_forward", "gain_backward")]
+            assert float(row["activation"]) > 0 and (row["form"] != "plain" or gains == [1, 1])
+            assert row["form"] == "HC-like" or all(0.9 < gain < 1.1 for gain in gains)
+    fresh = {row["form"]: float(row["val"]) for row in rows[:16] if row["step"] == "0"}
+    assert math.isclose(fresh["HC-like"], fresh["mHC"], rel_tol=1e-6 if device == "cpu" else 2**-8)
+    forms = json.loads((tmp_path / "both.json").read_text())["forms"]
+    assert all(each["MB"] > 0 and each["ms per step"] > 0 and each["least"] <= each["most"] for each in forms)
+    printed = capsys.readouterr().out
+    assert all(f"{each['form']} " in printed and f"{each['parameters']:,}" in printed for each in forms)
+    if device == "cpu":
+        assert studied(given, tmp_path / "one.png", *arguments, "--seed", 1, "--seeds", 1) == rows[16:]
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("n", [2, 4])
+def test_equally_many_parameters(on_cpu, n, given):
+    """Within half a step of the MLPs' width, and within 1 %."""
+    sizes = train_tiny_lm.chosen("study", on_cpu)
+    found = options(given, "--n", n, *(word for name, size in sizes.items() for word in (f"--{name}", size)))
+    found.device = "meta"
+    with torch.device("meta"):
+        widths = [study.equal_width(form, VOCABULARY, found) for form in study.FORMS]
+        networks = [study.network(form, VOCABULARY, found, w) for form, w in zip(study.FORMS, widths)]
+    counts = dict(zip(study.FORMS, map(study.parameters_of, networks)))
+    assert counts["HC-like"] == counts["mHC"] and widths[2] == 4 * found.D
+    for count in counts.values():
+        assert abs(count - counts["mHC"]) <= min(4 * found.depth * (2 * found.D + 1), counts["mHC"] / 100)
+
+
+def test_gains_are_those_of_metrics(given):
+    torch.manual_seed(0)
+    model, by_hand = study.network("mHC", VOCABULARY, options(given, *STUDIED)), study.Watched()
+    with torch.no_grad():
+        for connection in model.layers:
+            connection.phi += torch.randn_like(connection.phi)
+            connection.bias += torch.randn_like(connection.bias)
+
+    def multiply(connection, inputs, carry):
+        by_hand.multiply(mhc_ops.mhc_maps(carry.x, connection.phi, connection.alpha, connection.bias)[2].mT)
+
+    for connection in model.layers:
+        connection.register_forward_hook(multiply)
+    with study.watched(model) as found, torch.no_grad():
+        model(torch.randint(VOCABULARY, (2, 8)))
+    by_hand.largest = found.largest
+    expected, result = found.result(), by_hand.result()
+    assert expected["gain_backward"] > 1.0001  # rows are off, columns are not
+    for name, value in expected.items():
+        assert math.isclose(result[name], value, rel_tol=1e-5), name
+
+
+def test_unconstrained_maps_are_what_mixes_the_streams():
+    """With a layer that returns 0, x_next is the product of the maps that the gain is measured of."""
+    torch.manual_seed(0)
+    connection, watch = study.Unconstrained(torch.zeros_like, 3, 32, layer_norm=True), study.Watched()
+    x = torch.randn(5, 3, 32)
+    assert torch.equal(connection(x), x)
+    torch.nn.init.normal_(connection.phi)
+    connection.register_forward_hook(watch.see)
+    torch.testing.assert_close(connection(x), watch.product @ x)
+    assert (watch.product.sum(-1) - 1).abs().amax() > 0.01
+
+
+def test_sweep(tmp_path, given):
+    rows = studied(given, tmp_path / "sweep.png", "--sweep", "--depth", 1, "--seeds", 1)
+    assert len(rows) == len(study.SETTINGS) == len({(row["rate"], row["decay"], row["decayed"]) for row in rows})
+    assert all(math.isfinite(float(row["val"])) for row in rows)
+
+
+def decays(optimizer):
+    """Learning rate and weight decay of each parameter."""
+    return {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("decayed", ["all", "phi alpha bias", "alpha", "layer_norm_weight"])
+def test_a_setting_decays_what_it_names(decayed, given):
+    model = study.network("mHC", VOCABULARY, options(given, *STUDIED))
+    found = decays(study.Setting(rate=0.5, decay=3.0, decayed=decayed).optimizer(model, 0.01))
+    plain = decays(study.optimizer_of(model, 0.01))
+    maps = {id(p) for m in (*model.layers, model.head) for p in m.parameters(recurse=False)}
+    for name, p in model.named_parameters():
+        decay = 3.0 if decayed == "all" or name.rpartition(".")[2] in decayed.split() else 0.0
+        assert found[id(p)] == ((0.005, decay) if id(p) in maps else plain[id(p)]), name

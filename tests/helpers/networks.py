@@ -1,13 +1,16 @@
 """Small networks of connections for tests: the same each time, and away from the fresh state."""
 
+from collections import OrderedDict
+
 import torch
 from mhc_kernels import fp32
-from stack_results import gradients
+from stack_results import exact, gradients, random_cotangents
 from torch import nn
 
-from mhc_ops import HyperConnection, HyperHead, HyperStack
+from mhc_ops import HyperConnection, HyperHead, HyperStack, ShortConv, mhc_expand
 
 N, D, DEPTH = 3, 20, 3
+WORDS, BATCH, LENGTH = 11, 8, 5
 
 
 class MLP(nn.Module):
@@ -62,3 +65,69 @@ MODELS = {
     "recompute": lambda place, **options: HyperStack(*connections(place, **options), recompute=2),
     "shifted": lambda place, **options: HyperStack(*connections(place, **options), shifted=True),
 }
+
+
+def unlike_connections(backend="reference", layer=MLP):
+    """No two of these four are alike: the second mixes transposed, the third not at all."""
+    torch.manual_seed(0)
+    few = {"sinkhorn_iters": 2, "backend": backend}
+    return trained_maps(
+        HyperConnection(layer(), N, D, gamma=True, layer_norm=True, **few),
+        HyperConnection(layer(), N, D, transposed=True, checkpoint=True, **few),
+        HyperConnection(layer(), N, D, residual="identity", backend=backend),
+        HyperConnection(layer(), N, D, **few),
+    )
+
+
+def one_of_each(backend="reference", recompute=0):
+    """By name: a convolution; a stack whose second layer is a function; a connection outside of it; a head."""
+    torch.manual_seed(0)
+    own = {"sinkhorn_iters": 2, "backend": backend}
+    *stack, alone, head = trained_maps(
+        HyperConnection(MLP(), N, D, gamma=True, layer_norm=True, **own),
+        HyperConnection(torch.tanh, N, D, **own),
+        HyperConnection(MLP(), N, D, checkpoint=True, **own),
+        HyperConnection(MLP(), N, D, residual="identity", checkpoint=True, backend=backend),
+        HyperHead(N, D, gamma=True, backend=backend),
+    )
+    parts = {"stack": HyperStack(*stack, recompute=recompute), "alone": alone, "head": head}
+    return {"conv": ShortConv(N, D, backend="reference"), **parts}
+
+
+class Expand(nn.Module):
+    """The streams, in a type of their own."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, h):
+        return mhc_expand(h.to(self.dtype), N)
+
+
+class Logits(nn.Linear):
+    def forward(self, h):
+        return super().forward(h.to(self.weight.dtype))
+
+
+def language_model(dtype=fp32, **parts):
+    """dtype: of the streams   parts: from the streams to h"""
+    torch.manual_seed(1)
+    start = {"embedding": nn.Embedding(WORDS, D), "expand": Expand(dtype)}
+    return nn.Sequential(OrderedDict(start | parts | {"out": Logits(D, WORDS)}))
+
+
+def words():
+    return torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def of_logits():
+    """Their cotangent."""
+    return random_cotangents([torch.empty(BATCH, LENGTH, WORDS)])[0]
+
+
+def exact_step(model):
+    """The logits of a language model whose streams are fp64, and the gradients by name."""
+    wide = model.double()
+    out, *gradients = exact(wide(words()), list(wide.parameters()))
+    return out, dict(zip(dict(wide.named_parameters()), gradients))

@@ -3,6 +3,7 @@
 run_each shares one start of processes among several checks. run_as_torchrun and run_alone start processes as users do.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -18,19 +19,19 @@ import torch
 import torch.distributed as dist
 
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # there may be fewer of them than processes
+LIMIT = 800  # seconds in which a function must end; a collective has 600, so that it says first where it waited
 
 # Each process is a fork of one that has only imported torch, which takes seconds.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "mhc_ops"])
 
 
-def run(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 800) -> list[Any]:
+def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """The results of `function(*arguments)` on each rank. Function and arguments must be picklable.
 
     An error of one rank is raised here with that rank's traceback. All processes have ended when this returns."""
     with TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        return _run(world, WITHOUT_GPUS, _in_group, (world, store, function, arguments), seconds)
+        return _run(world, WITHOUT_GPUS, _in_group, world, str(Path(folder) / "store"), function, arguments)
 
 
 def run_each(world: int, *checks: Callable[[], None]) -> None:
@@ -43,44 +44,41 @@ def _each(checks: tuple[Callable[[], None], ...]) -> None:
         check()
 
 
-def run_as_torchrun(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 800) -> list[Any]:
+def run_as_torchrun(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`run` with the variables and the store of torchrun; the function makes the group."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
     of_torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    return _run(world, WITHOUT_GPUS | address | of_torchrun, _in_no_group, (function, arguments), seconds)
+    return _run(world, WITHOUT_GPUS | address | of_torchrun, _in_no_group, function, arguments)
 
 
-def run_alone(function: Callable[..., Any], *arguments: Any, seconds: float = 800) -> Any:
+def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of the function in one fresh process."""
-    return _run(1, {}, function, arguments, seconds)[0]
+    return _run(1, {}, function, *arguments)[0]
 
 
-def _run(
-    world: int, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float
-) -> list[Any]:
+def _run(world: int, environment: dict[str, str], function: Callable[..., Any], *arguments: Any) -> list[Any]:
     ends, processes = [], []
     for rank in range(world):
         here, there = PROCESSES.Pipe(duplex=False)
         of_rank = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)} if environment else {}
-        process = PROCESSES.Process(
-            target=_process, args=(there, environment | of_rank, function, arguments), daemon=True
-        )
-        process.start()
+        given = (there, environment | of_rank, function, arguments)
+        processes.append(PROCESSES.Process(target=_process, args=given, daemon=True))
+        processes[-1].start()
         there.close()
         ends.append(here)
-        processes.append(process)
     try:
-        return _results(ends, monotonic() + seconds)
+        return _results(ends)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _results(ends: list[Connection], until: float) -> list[Any]:
+def _results(ends: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
+    until = monotonic() + LIMIT
     while len(results) < len(ends):
         waiting = {end: rank for rank, end in enumerate(ends) if rank not in results}
         ready = wait(list(waiting), timeout=max(0, until - monotonic()))
@@ -106,6 +104,7 @@ def _results(ends: list[Connection], until: float) -> list[Any]:
 def _process(
     end: Connection, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    faulthandler.enable(all_threads=True)  # what ends a process in C++ says where Python was
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
@@ -121,13 +120,12 @@ def _process(
 def _in_group(world: int, store: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     rank, limit = int(os.environ["RANK"]), timedelta(seconds=600)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=limit)
-    result = function(*arguments)
-    dist.barrier()  # no rank leaves while another waits for it
-    return result
+    return _in_no_group(function, arguments)
 
 
 def _in_no_group(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """The function makes the group."""
     result = function(*arguments)
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier()  # no rank leaves while another waits for it
     return result

@@ -44,15 +44,13 @@ class Sending(TorchDispatchMode):
 def _counted(name, args):
     """The collective and its bytes."""
     if name == "_allgather_base_":
-        whole, share = map(_size, args[:2])
-        return "all-gather", whole - share
+        return "all-gather", args[0].nbytes - args[1].nbytes
     if name == "all_gather_into_tensor":
-        return "all-gather", (args[1] - 1) * _size(args[0])
+        return "all-gather", (args[1] - 1) * args[0].nbytes
     if name == "_reduce_scatter_base_":
-        share, whole = map(_size, args[:2])
-        return "reduce-scatter", whole - share
+        return "reduce-scatter", args[1].nbytes - args[0].nbytes
     if name == "reduce_scatter_tensor":
-        return "reduce-scatter", _size(args[0]) - _size(args[0]) // args[2]
+        return "reduce-scatter", args[0].nbytes - args[0].nbytes // args[2]
     if name == "allreduce_":
         world = dist.ProcessGroup.unbox(args[1]).size()
         return "all-reduce", sum(_all_reduced(tensor, world) for tensor in args[0])
@@ -61,19 +59,15 @@ def _counted(name, args):
     if name == "all_to_all_single":
         rows, _, given, group = args
         own = given[_group(group).rank()]
-        return "all-to-all", _size(rows) // max(1, sum(given)) * (sum(given) - own)
+        return "all-to-all", rows.nbytes // max(1, sum(given)) * (sum(given) - own)
     if name == "send":  # to a later stage, or back
         ahead = args[2] > dist.ProcessGroup.unbox(args[1]).rank()
-        return "send" if ahead else "send back", sum(map(_size, args[0]))
+        return "send" if ahead else "send back", sum(tensor.nbytes for tensor in args[0])
     raise AssertionError(f"{name} is not counted")
 
 
-def _size(tensor):
-    return tensor.numel() * tensor.element_size()
-
-
 def _all_reduced(tensor, world):
-    return -(-2 * (world - 1) * _size(tensor) // world)
+    return -(-2 * (world - 1) * tensor.nbytes // world)
 
 
 _group = dist.distributed_c10d._resolve_process_group
