@@ -33,8 +33,10 @@ from mhc_ops import cli
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 UNDER_TORCHRUN = "docs/distributed.md"
-OF_THE_EXTRA = ("kernels", "transformers")  # pip install 'mhc-ops[adopt]'
-SERVERS = ("vllm", "sglang")
+NEEDED = {  # what blocks import, and why it is not installed
+    **dict.fromkeys(("kernels", "transformers"), "pip install 'mhc-ops[adopt]'"),
+    **dict.fromkeys(("vllm", "sglang"), "it needs a GPU"),
+}
 OUR_COMMAND = r"(mhc-ops|python -m mhc_ops) "
 # Patterns of commands, and why they are not run.
 NOT_RUN = {
@@ -105,21 +107,16 @@ def test_a_quote_stands_in_its_file(block):
     assert [line for line in quoted if line not in lines] == []
 
 
-def runnable():
-    for block in of_kind("python"):
-        if not is_quote(block):
-            marks = [older_torch.MATRIX_PRODUCT] if "HyperParallel" in block.text else []
-            yield pytest.param(block, marks=marks, id=str(block))
+def marked(block):
+    return pytest.param(block, marks=[older_torch.MATRIX_PRODUCT] if "HyperParallel" in block.text else [])
 
 
-@pytest.mark.parametrize("block", list(runnable()))
+@pytest.mark.parametrize("block", [marked(block) for block in of_kind("python") if not is_quote(block)], ids=str)
 def test_python(block, tmp_path):
-    for package in OF_THE_EXTRA:
-        if re.search(rf"(import|from) {package}\b", block.text) and importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install 'mhc-ops[adopt]'")
-    for package in SERVERS:
-        if re.search(rf"^from {package} ", block.text, re.MULTILINE) and importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: it needs a GPU")
+    for package, why in NEEDED.items():
+        imports = re.search(rf"^(import|from) {package}\b", block.text, re.MULTILINE)
+        if imports and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: {why}")
     slot = tmp_path / "megatron" / "core" / "fusions" / "fused_mhc_kernels.py"  # no package index has this branch
     slot.parent.mkdir(parents=True)
     slot.touch()
@@ -176,20 +173,16 @@ def write_what_commands_read():
         from safetensors.torch import save_file
 
         n, D = 4, 8
-        M = n * n + 2 * n
-        shapes = {"hc_attn_fn": (M, n * D), "hc_attn_scale": (3,), "hc_attn_base": (M,), "attn_norm.weight": (D,)}
-        state = {f"layers.0.{name}": torch.randn(shape) for name, shape in shapes.items()}
-        Path("DeepSeek-V4").mkdir()
-        for file in ("model.safetensors", "DeepSeek-V4/model.safetensors"):
-            save_file(state, file)
-        plain = {"blocks.0.attn.weight": torch.randn(D, D), "blocks.0.norm1.weight": torch.ones(D)}
         connection = mhc_ops.HyperConnection(torch.nn.Linear(D, D, bias=False), n, D, layer_norm=True)
         save_file({f"stack.0.{name}": tensor for name, tensor in connection.state_dict().items()}, "fresh.safetensors")
-        Path("plain").mkdir()
-        for file in ("plain.safetensors", "plain/model.safetensors"):
-            save_file(plain, file)
-        for folder, tensors in (("DeepSeek-V4", state), ("plain", plain)):
-            index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+        maps = {f"layers.0.hc_attn.{name}": getattr(connection, name).detach() for name in ("phi", "alpha", "bias")}
+        theirs = mhc_ops.convert.from_ours(maps | {"layers.0.attn_norm.weight": torch.ones(D)}, "deepseek")
+        plain = {"blocks.0.attn.weight": torch.randn(D, D), "blocks.0.norm1.weight": torch.ones(D)}
+        for file, folder, state in (("model", "DeepSeek-V4", theirs), ("plain", "plain", plain)):
+            save_file(state, f"{file}.safetensors")
+            Path(folder).mkdir()
+            save_file(state, f"{folder}/model.safetensors")
+            index = {"weight_map": dict.fromkeys(state, "model.safetensors")}
             Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
 
 

@@ -1,11 +1,91 @@
-"""run.sh and run_tests.sh: which PyTorch they install, above all beside an AMD GPU, and which steps the tests have."""
+"""run.sh and run_tests.sh: which PyTorch they install, above all beside an AMD GPU, and which steps the tests have.
+
+They run in a folder of their own where every tool is a stub: no network, and chosen exit codes."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from sandbox import Sandbox
 
+ROOT = Path(__file__).parents[1]
+FILES = ("run.sh", "run_tests.sh", "scripts/venv.sh", "pyproject.toml", "constraints.txt")
+# Python and, as its copies in .venv, every tool. -S: without the packages of the Python that runs the tests, so that
+# the torch in PYTHONPATH is the only one.
+STUB = f"""\
+#!/bin/sh
+name=$(basename "$0")
+echo "$name $*" >>"$LOG"
+case "$name $*" in
+    "python -m venv"*)
+        rm -rf .venv && mkdir -p .venv/bin .venv/lib/python3.0/site-packages
+        for name in python pytest ruff mypy mhc-ops; do cp "$0" ".venv/bin/$name"; done
+        echo 'PATH="$PWD/.venv/bin:$PATH"' >.venv/bin/activate ;;
+    "python -m pip"*) ;;
+    python*) PYTHONPATH="$STUBS" exec {shlex.quote(sys.executable)} -S "$@" ;;
+    *"not interpreted"*) exit ${{COMPILED:-0}} ;;
+    pytest*) [ "${{TRITON_INTERPRET:-}}" = 1 ] && exit ${{INTERPRETED:-0}}; exit 99 ;;
+    ruff*) exit ${{RUFF:-0}} ;;
+    mypy*) exit ${{MYPY:-0}} ;;
+esac
+"""
 EXTRAS = {"run.sh": "triton,bench", "run_tests.sh": "test"}
+PIP = "python -m pip install --quiet --disable-pip-version-check "
 STEPS = ["ruff check .", "ruff format --check .", "mypy ", "pytest", "pytest"]
-ROCM = "6.4.43482"
+
+
+class Done(NamedTuple):
+    code: int
+    said: str  # on stderr
+    calls: list[str]  # of all stubs, in order
+
+    @property
+    def made(self):
+        """How .venv was made and filled."""
+        calls = (re.sub("/dev/fd/.*", "FILE", call) for call in self.calls)
+        return [call.removeprefix(PIP) for call in calls if call.startswith(("python -m venv", PIP))]
+
+
+class Sandbox:
+    def __init__(self, folder):
+        self.folder, self.stubs, self.kfd, self.log = (folder / name for name in ("project", "stubs", "kfd", "log"))
+        for file in FILES:
+            (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, self.folder / file)
+        self.stubs.mkdir()
+        self.stub("python", STUB)
+        self.stub("nvidia-smi", "#!/bin/sh\nexit 1\n")
+
+    def stub(self, name, text):
+        (self.stubs / name).write_text(text)
+        (self.stubs / name).chmod(0o755)
+
+    def has(self, machine):
+        """GPUs, amd or nvidia, and a PyTorch for the stub Python: cuda, rocm, or blind, which is rocm without a GPU."""
+        if "amd" in machine:
+            self.kfd.touch()
+        if "nvidia" in machine:
+            self.stub("nvidia-smi", "#!/bin/sh\necho 'GPU 0: stub'\n")
+        if {"cuda", "rocm", "blind"} & {*machine.split()}:
+            package, hip = self.stubs / "torch", None if "cuda" in machine else "6.4.43482"
+            package.mkdir()
+            (package / "version.py").write_text(f"hip = {hip!r}\n")
+            available = f"class cuda:\n    is_available = staticmethod(lambda: {'blind' not in machine})\n"
+            (package / "__init__.py").write_text(f"from . import version\n{available}")
+
+    def run(self, script, *arguments, **settings):
+        self.log.write_text("")
+        environment = {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
+        environment |= {"PATH": f"{self.stubs}:{os.environ['PATH']}", "PYTHON": f"{self.stubs}/python"}
+        environment |= {"LOG": str(self.log), "STUBS": str(self.stubs), "KFD": str(self.kfd), **settings}
+        command = ["bash", str(self.folder / script), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return Done(done.returncode, done.stderr, self.log.read_text().splitlines())
 
 
 @pytest.fixture
@@ -13,94 +93,62 @@ def sandbox(tmp_path):
     return Sandbox(tmp_path)
 
 
-@pytest.fixture(params=EXTRAS)
-def script(request):
-    return request.param
-
-
-def installs(done):
-    return done.called("python -m pip install")
-
-
-def assert_takes_pypi(done, extras):
-    assert done.code == 0, done.said
-    assert len(installs(done)) == 1 and installs(done)[0].endswith(f"-c constraints.txt -e .[{extras}]")
-    assert done.called("python -m venv") == ["python -m venv --clear .venv"]
-
-
-def assert_leaves_torch_alone(done):
-    assert done.code == 0, done.said
-    assert any("--ignore-installed" in call for call in installs(done))  # every tool has its command in .venv
-    assert any(call.endswith("--no-deps -e .") for call in installs(done))
-    assert not any("[test]" in call or "-c constraints.txt" in call for call in installs(done))
+def venv(source, extras):
+    """How .venv is made where PyTorch comes from "pypi", "python" (its own packages), or the address of an index."""
+    site = " --system-site-packages" if source == "python" else ""
+    alone = ["--ignore-installed setuptools>=77 -r FILE", "--no-deps -e ."]  # every tool has its command in .venv
+    installs = {"pypi": [f"-c constraints.txt -e .[{extras}]"], "python": alone}
+    return [f"python -m venv --clear{site} .venv", *installs.get(source, [f"--index-url {source} torch", *alone])]
 
 
 def assert_stops(done, *words):
     assert done.code == 1 and len(done.said.splitlines()) <= 5
-    assert not done.called("pytest") and not done.called("mhc-ops")
+    assert not any(call.startswith(("pytest", "mhc-ops")) for call in done.calls)
     assert all(word in done.said for word in words)
 
 
+@pytest.mark.parametrize("script", EXTRAS)
 @pytest.mark.parametrize(
-    "machine", ["no GPU", "CUDA's torch", "CPU=1 beside an AMD GPU", "an NVIDIA GPU in AMD's graphics"]
+    ("machine", "settings", "source"),
+    [
+        ("", {}, "pypi"),
+        ("cuda", {}, "pypi"),
+        ("amd", {"CPU": "1"}, "pypi"),
+        ("amd nvidia", {}, "pypi"),  # an AMD processor's graphics have the device file too
+        ("rocm", {}, "python"),
+        ("amd rocm", {}, "python"),
+        ("amd rocm", {"TORCH_INDEX": "https://index.example"}, "https://index.example"),  # the stub installs no torch
+    ],
 )
-def test_pypi_is_taken(sandbox, script, machine):
-    """An AMD processor's graphics have the device file too: an NVIDIA GPU beside them decides."""
-    if machine == "CUDA's torch":
-        sandbox.torch(hip=None)
-    elif machine != "no GPU":
-        sandbox.kfd.touch()
-    if "NVIDIA" in machine:
-        sandbox.stub("nvidia-smi", "#!/bin/sh\necho 'GPU 0: stub'\n")
-    assert_takes_pypi(sandbox.run(script, **({"CPU": "1"} if "CPU=1" in machine else {})), EXTRAS[script])
+def test_where_torch_comes_from(sandbox, script, machine, settings, source):
+    sandbox.has(machine)
+    done = sandbox.run(script, **settings)
+    assert (done.code, done.made) == (0, venv(source, EXTRAS[script])), done.said
+    of_python = list(sandbox.folder.glob(".venv/lib/python3*/site-packages/packages_of_python.pth"))
+    assert bool(of_python) == (source == "python")
 
 
-@pytest.mark.parametrize("has_torch", [False, True])
-def test_an_amd_gpu_that_cannot_be_used_stops(sandbox, script, has_torch):
+@pytest.mark.parametrize("script", EXTRAS)
+@pytest.mark.parametrize(
+    ("machine", "words"), [("amd", ("PYTHON=", "TORCH_INDEX=", "/kfd")), ("amd blind", ("sees no GPU",))]
+)
+def test_an_amd_gpu_that_cannot_be_used_stops(sandbox, script, machine, words):
     """No PyTorch for it, or one that may not open its device file."""
-    sandbox.kfd.touch()
-    if has_torch:
-        sandbox.torch(hip=ROCM, sees_gpu=False)
-    words = ["sees no GPU"] if has_torch else ["PYTHON=", "TORCH_INDEX=", str(sandbox.kfd)]
+    sandbox.has(machine)
     done = sandbox.run(script)
     assert_stops(done, "CPU=1", *words)
-    assert bool(installs(done)) == has_torch
+    assert bool(done.made) == ("blind" in machine)
 
 
-@pytest.mark.parametrize("device_file", [False, True])
-def test_a_rocm_torch_is_used_and_left_alone(sandbox, script, device_file):
-    sandbox.torch(hip=ROCM)
-    if device_file:
-        sandbox.kfd.touch()
-    done = sandbox.run(script)
-    assert_leaves_torch_alone(done)
-    assert done.called("python -m venv") == ["python -m venv --clear --system-site-packages .venv"]
-    assert not any("torch" in call.split() for call in installs(done))
-    assert list(sandbox.folder.glob(".venv/lib/python3*/site-packages/packages_of_python.pth"))
-
-
-def test_the_index_that_is_named_is_used(sandbox, script):
-    sandbox.kfd.touch()
-    sandbox.torch(hip=ROCM)  # as if from that index: the stub of pip installs nothing
-    done = sandbox.run(script, TORCH_INDEX="https://index.example/rocm")
-    assert_leaves_torch_alone(done)
-    assert installs(done)[0].endswith("--index-url https://index.example/rocm torch")
-    assert done.called("python -m venv") == ["python -m venv --clear .venv"]
-
-
-def test_another_choice_makes_another_venv(sandbox):
-    sandbox.torch(hip=ROCM)
-    assert_leaves_torch_alone(sandbox.run("run.sh"))
-    again = sandbox.run("run.sh")
-    assert again.code == 0 and not installs(again) and not again.called("python -m venv")
-    assert_takes_pypi(sandbox.run("run.sh", CPU="1"), EXTRAS["run.sh"])
-
-
-def test_the_tests_install_what_the_check_did_not(sandbox):
-    assert len(installs(sandbox.run("run.sh"))) == 1
-    rest = sandbox.run("run_tests.sh")
-    assert installs(rest)[0].endswith("-e .[test]") and not rest.called("python -m venv")
-    assert not installs(sandbox.run("run.sh")) and not installs(sandbox.run("run_tests.sh"))
+def test_what_is_installed_is_kept(sandbox):
+    """Another choice of PyTorch makes another .venv. The tests install what the check did not."""
+    sandbox.has("rocm")
+    assert sandbox.run("run.sh").made == venv("python", EXTRAS["run.sh"])
+    assert (sandbox.run("run.sh").code, sandbox.run("run.sh").made) == (0, [])
+    assert sandbox.run("run.sh", CPU="1").made == venv("pypi", EXTRAS["run.sh"])
+    assert sandbox.run("run_tests.sh", CPU="1").made == venv("pypi", EXTRAS["run_tests.sh"])[1:]
+    for script in EXTRAS:
+        assert sandbox.run(script, CPU="1").made == []
 
 
 def test_an_old_python_is_refused(sandbox):
@@ -109,34 +157,28 @@ def test_an_old_python_is_refused(sandbox):
 
 
 @pytest.mark.parametrize(
-    ("broken", "named"),
+    ("words", "codes", "named"),
     [
-        ({}, ""),
-        ({"RUFF": "1"}, "ruff check"),
-        ({"MYPY": "2"}, "mypy"),
-        ({"COMPILED": "1"}, "pytest -m not interpreted"),
-        ({"INTERPRETED": "1"}, "pytest -m interpreted"),
-        ({"COMPILED": "1", "INTERPRETED": "1"}, "pytest -m interpreted"),
-        ({"COMPILED": "5"}, "pytest -m not interpreted"),
+        ("", "", ""),
+        ("", "RUFF=1", "ruff check"),
+        ("", "MYPY=2", "mypy"),
+        ("", "COMPILED=1", "pytest -m not interpreted"),
+        ("", "INTERPRETED=1", "pytest -m interpreted"),
+        ("", "COMPILED=1 INTERPRETED=1", "pytest -m interpreted"),
+        ("", "COMPILED=5", "pytest -m not interpreted"),
+        # a selection may leave one of the two runs without tests
+        ("-k a", "INTERPRETED=5", ""),
+        ("-k a", "COMPILED=5", ""),
+        ("-k a", "COMPILED=5 INTERPRETED=5", "no test is selected by -k a"),
+        ("-k a", "COMPILED=1 INTERPRETED=5", "pytest -m not interpreted"),
+        ("-k a", "COMPILED=5 INTERPRETED=1", "pytest -m interpreted"),
+        ("--all -k a", "", ""),
     ],
-    ids=str,
 )
-def test_every_step_runs_whatever_fails(sandbox, broken, named):
-    done = sandbox.run("run_tests.sh", **broken)
+def test_every_step_runs_whatever_fails(sandbox, words, codes, named):
+    done = sandbox.run("run_tests.sh", *words.split(), **dict(code.split("=") for code in codes.split()))
     steps = [call for call in done.calls if call.split()[0] in ("ruff", "mypy", "pytest")]
     assert [call.startswith(step) for call, step in zip(steps, STEPS, strict=True)] == [True] * len(STEPS)
     assert done.code == bool(named) and named in (done.said.splitlines() or [""])[-1]
-
-
-@pytest.mark.parametrize("codes", ["0 5", "5 0", "5 5", "1 5", "5 1"])
-def test_a_selection_may_leave_one_run_without_tests(sandbox, codes):
-    compiled, interpreted = codes.split()
-    done = sandbox.run("run_tests.sh", "-k", "a b", COMPILED=compiled, INTERPRETED=interpreted)
-    assert done.code == (codes not in ("0 5", "5 0"))
-    assert [call.endswith("-k a b") for call in done.called("pytest")] == [True, True]
-
-
-def test_all_runs_what_is_thorough_too(sandbox):
-    quick, whole = sandbox.run("run_tests.sh"), sandbox.run("run_tests.sh", "--all", "-k", "a")
-    assert all("and not thorough" in call for call in quick.called("pytest"))
-    assert [call.endswith("interpreted -k a") for call in whole.called("pytest")] == [True, True]
+    end = f"interpreted{'' if '--all' in words else ' and not thorough'} {words.removeprefix('--all ')}"
+    assert [call.endswith(end.rstrip()) for call in steps[-2:]] == [True, True]

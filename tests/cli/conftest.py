@@ -1,44 +1,56 @@
-"""Files of safetensors for `mhc-ops convert`."""
-
-import json
+"""How tests run a command."""
 
 import pytest
 import torch
-from convert_files import INDEX, D, K, M
+
+from mhc_ops import cli
+from mhc_ops.measure import selection
+from mhc_ops.testing import cases
 
 
 @pytest.fixture
-def safetensors():
-    return pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install safetensors")
+def here(tmp_path, monkeypatch):
+    """The folder of the test is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
-def checkpoint(safetensors, tmp_path):
-    """Of two tensors that are none of mHC, and one connection."""
-    torch.manual_seed(1)
-    state = {
-        "embed.weight": torch.randn(5, D).bfloat16(),
-        "layers.0.hc_attn_fn": torch.randn(M, K),
-        "layers.0.hc_attn_base": torch.randn(M),
-        "layers.0.hc_attn_scale": torch.randn(3),
-        "layers.0.norm.weight": torch.randn(D),
-    }
-    path = tmp_path / "in.safetensors"
-    safetensors.save_file(state, path, {"format": "pt", "note": "kept"})
-    return path
+def run(here, capsys):
+    """Runs a command, given as a line or as words; returns its exit code and what it prints on stdout and stderr."""
+
+    def run(command):
+        try:
+            code = cli.main(command.split() if isinstance(command, str) else command)
+        except (SystemExit, KeyboardInterrupt) as error:  # the latter would end all the tests
+            code = getattr(error, "code", error)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture
-def shards(checkpoint, tmp_path, safetensors):
-    """The same in a folder of three files, the connection over all of them and alone in the last."""
-    folder, state = tmp_path / "shards", safetensors.load_file(checkpoint)
-    folder.mkdir()
-    names = ["embed.weight hc_attn_fn", "hc_attn_base norm.weight", "hc_attn_scale"]
-    weight_map = {}
-    for i, ends in enumerate(names, 1):
-        part = {key: tensor for key, tensor in state.items() if key.endswith(tuple(ends.split()))}
-        safetensors.save_file(part, folder / f"model-{i}.safetensors", {"format": "pt", "note": str(i)})
-        weight_map |= dict.fromkeys(part, f"model-{i}.safetensors")
-    index = {"metadata": {"total_size": 1, "note": "kept"}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index))
-    return folder
+def refused(here, run):
+    """Runs a command that must be refused and change no file; returns the one line that says why."""
+
+    def files():
+        return {path: (path.is_file() and path.read_bytes(), *path.lstat()[:2]) for path in here.rglob("*")}
+
+    def refused(command):
+        before = files()
+        code, printed, said = run(command)
+        start = f"mhc-ops {command.split()[0] if isinstance(command, str) else command[0]}: "
+        assert (code, printed, files()) == (2, "", before)
+        assert said.startswith(start) and said.count("\n") == 1 and said[:-1].isprintable()
+        return said[:-1].removeprefix(start)
+
+    return refused
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The only case of check and bench."""
+    case = cases.Case(cases.MHC_FORWARD_PRE, (9,), 2, 8, torch.bfloat16)
+    monkeypatch.setattr(selection, "CHECK", (case,))
+    monkeypatch.setattr(selection, "BENCH_CPU", (case,))
+    return case

@@ -1,157 +1,367 @@
-"""mhc-ops convert: files of safetensors in and out, and what it says."""
+"""mhc-ops convert: files of safetensors in and out, also in shards, and what it says and refuses."""
 
 import json
+import os
+import random
+import re
+import stat
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from convert_files import INDEX, D, K, M, N, refused
+from torch import nn
 
-from mhc_ops import cli
+from mhc_ops import HyperConnection, HyperHead, convert
+from mhc_ops.convert.command import FORMATS
+from mhc_ops.testing import cases
+
+N, D = 4, 8
+M, K = N * N + 2 * N, N * D
+CONNECTION = {"a.phi": torch.zeros(M, K), "a.alpha": torch.zeros(3), "a.bias": torch.zeros(M)}
+HEAD = {"b.phi": torch.zeros(N, K), "b.alpha": torch.zeros(1), "b.bias": torch.zeros(N)}
+WITH_HEAD = ("mhc_ops", "deepseek", "transformers", "megatron")
+STATES = {  # of ours, and the formats that have such parameters
+    "a connection": (CONNECTION, FORMATS),
+    "a head": (HEAD, WITH_HEAD),
+    "both": (CONNECTION | HEAD, WITH_HEAD),
+    "with gamma": (CONNECTION | {"a.gamma": torch.ones(N, D)}, ("mhc_ops", "transformer-engine")),
+}
+INDEX = "model.safetensors.index.json"
+NO_INDEX = f"many/{INDEX}: it is not an index of safetensors"
+NOT_A_NAME = "is not the name of a file beside it"
+WEIGHT_MAP = {
+    "embed.weight": "model-1",
+    "layers.0.hc_attn_fn": "model-1",
+    "layers.0.hc_attn_base": "model-2",
+    "layers.0.norm.weight": "model-2",
+    "layers.0.hc_attn_scale": "model-3",
+}
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def safetensors(here):
+    return pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install safetensors")
+
+
+@pytest.fixture
+def checkpoint(safetensors):
+    """Two tensors without mHC and one connection, in the file "one" and in the folder "many". The connection lies in
+    all three shards of the folder, and the last one has nothing else."""
+    torch.manual_seed(1)
+    shapes = {"embed.weight": (5, D), "layers.0.norm.weight": (D,)}
+    shapes |= {"layers.0.hc_attn_fn": (M, K), "layers.0.hc_attn_base": (M,), "layers.0.hc_attn_scale": (3,)}
+    state = {key: torch.randn(shape) for key, shape in shapes.items()}
+    state["embed.weight"] = state["embed.weight"].bfloat16()
+    safetensors.save_file(state, "one", {"format": "pt", "note": "kept"})
+    save_shards("many", state, WEIGHT_MAP, safetensors)
+    return state
+
+
+def save_shards(folder, state, weight_map, safetensors):
+    Path(folder).mkdir()
+    for name in set(weight_map.values()):
+        part = {key: tensor for key, tensor in state.items() if weight_map[key] == name}
+        safetensors.save_file(part, f"{folder}/{name}", {"format": "pt", "note": f"of {name}"})
+    index = {"metadata": {"total_size": 1, "note": "kept"}, "weight_map": weight_map}
+    Path(folder, INDEX).write_text(json.dumps(index))
 
 
 def loaded(folder, safetensors):
-    """All tensors of a folder; each is in the file that the index says, and there are no other files."""
-    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    assert {path.name for path in folder.iterdir()} == {INDEX, *weight_map.values()}
-    parts = {name: safetensors.load_file(folder / name) for name in set(weight_map.values())}
+    """The tensors of a folder and its index. Each tensor is in the file that the index says; there are no others. Their
+    modes are as usual: safetensors alone makes files that only their owner can read."""
+    index = json.loads(Path(folder, INDEX).read_text())
+    weight_map = index["weight_map"]
+    Path("usual").touch()
+    modes = {path.name: path.stat().st_mode for path in Path(folder).iterdir()}
+    assert modes == dict.fromkeys([INDEX, *weight_map.values()], Path("usual").stat().st_mode)
+    parts = {name: safetensors.load_file(f"{folder}/{name}") for name in set(weight_map.values())}
     assert {key: name for name, part in parts.items() for key in part} == weight_map
-    return {key: parts[name][key] for key, name in weight_map.items()}
+    state = {key: parts[name][key] for key, name in weight_map.items()}
+    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    assert index["metadata"] == {"note": "kept", "total_size": size}
+    return state, weight_map
 
 
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
-
-
-def test_there_and_back(checkpoint, tmp_path, capsys, safetensors):
-    ours, back = tmp_path / "ours.safetensors", tmp_path / "back.safetensors"
-    assert cli.main(["convert", str(checkpoint), str(ours), "--from", "deepseek"]) == 0
-    assert capsys.readouterr().out == (
+def test_there_and_back(checkpoint, run, safetensors):
+    assert run("convert one ours --from deepseek")[:2] == (
+        0,
         "1 of mHC among 5 tensors: layers.0.hc_attn\n"
-        "deepseek computes as HyperConnection(layer, n, D) does, with norm_eps and hc_eps of the model's config\n"
+        "deepseek computes as HyperConnection(layer, n, D) does, with norm_eps and hc_eps of the model's config\n",
     )
-    found = safetensors.load_file(ours)
-    assert set(found) == {f"layers.0.hc_attn.{name}" for name in ("phi", "alpha", "bias")} | {
-        "embed.weight",
-        "layers.0.norm.weight",
-    }
-    assert cli.main(["convert", str(ours), str(back), "--from", "mhc_ops", "--to", "deepseek"]) == 0
-    assert equal(safetensors.load_file(back), safetensors.load_file(checkpoint))
-    import safetensors as files
-
-    with files.safe_open(back, framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "note": "kept"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([checkpoint.name, ours.name, back.name])
+    assert_equal(safetensors.load_file("ours"), convert.to_ours(checkpoint, "deepseek"))
+    assert run("convert ours back --from mhc_ops --to deepseek")[0] == 0
+    assert_equal(safetensors.load_file("back"), checkpoint)
+    assert safetensors.safe_open("back", "pt").metadata() == {"format": "pt", "note": "kept"}
+    assert sorted(os.listdir()) == ["back", "many", "one", "ours"]
 
 
-@pytest.mark.parametrize("target", ["liger", "megatron", "transformer-engine"])
-def test_to_others_it_says_what_differs(target, checkpoint, tmp_path, capsys, safetensors):
-    """And writes what a file of safetensors can hold: contiguous, no memory shared."""
-    there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
-    assert cli.main(["convert", str(checkpoint), str(there), "--from", "deepseek", "--to", target]) == 0
-    assert f"not the same function: {target} computes as HyperConnection(layer, n, D, " in capsys.readouterr().err
-    assert cli.main(["convert", str(there), str(back), "--from", target, "--to", "deepseek"]) == 0
-    assert equal(safetensors.load_file(back), safetensors.load_file(checkpoint))
+def test_shards_there_and_back(checkpoint, run, safetensors):
+    """They are named by the folder or by the index. A connection goes to the file where it begins."""
+    assert run("convert many ours --from deepseek")[1].startswith("1 of mHC among 5 tensors: layers.0.hc_attn\n")
+    state, weight_map = loaded("ours", safetensors)
+    assert_equal(state, convert.to_ours(checkpoint, "deepseek"))
+    assert {weight_map[f"layers.0.hc_attn.{name}"] for name in ("phi", "alpha", "bias")} == {"model-1"}
+    assert Path("ours").stat().st_mode == Path("many").stat().st_mode
+    assert weight_map["layers.0.norm.weight"] == "model-2"
+    assert safetensors.safe_open("ours/model-2", "pt").metadata()["note"] == "of model-2"
+    Path("back").mkdir()
+    assert run(f"convert ours/{INDEX} back --from mhc_ops --to deepseek")[0] == 0
+    assert_equal(loaded("back", safetensors)[0], checkpoint)
 
 
-def test_the_options_of_liger_are_said(checkpoint, tmp_path, capsys):
-    there, ours = tmp_path / "there.safetensors", tmp_path / "ours.safetensors"
-    assert cli.main(["convert", str(checkpoint), str(there), "--from", "deepseek", "--to", "liger"]) == 0
-    assert cli.main(["convert", str(there), str(ours), "--from", "liger"]) == 0
-    assert (
-        "liger computes as HyperConnection(layer, n, D, hc_eps=0.0, transposed=True) does\n" in capsys.readouterr().out
-    )
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("liger", "hc_eps=0.0, transposed=True"),
+        ("megatron", "norm_eps=1e-12"),
+        ("transformer-engine", f"norm_eps={2**-23}, hc_eps=0.0, sinkhorn_eps=0.0"),
+    ],
+)
+def test_what_differs_is_said(target, options, checkpoint, run, safetensors):
+    """What is written has no views and no shared memory, which a file of safetensors cannot hold."""
+    said = run(f"convert one there --from deepseek --to {target}")[2]
+    assert said.startswith(f"not the same function: {target} computes as HyperConnection(layer, n, D, {options}), ")
+    assert run(f"convert there back --from {target} --to deepseek")[0] == 0
+    assert_equal(safetensors.load_file("back"), checkpoint)
+    printed = run(f"convert there ours --from {target}")[1]
+    assert printed.endswith(f"{target} computes as HyperConnection(layer, n, D, {options}) does\n")
 
 
-def test_the_options_of_hy4_are_said(tmp_path, capsys, safetensors):
+def test_the_options_of_hy4_are_said(run, safetensors):
     """Two scales instead of three, and a head beside it."""
-    path, out = tmp_path / "hy4.safetensors", tmp_path / "out.safetensors"
     state = {"a_fn": torch.zeros(2 * N, K), "a_base": torch.zeros(2 * N), "a_scale": torch.zeros(2)}
-    head = {"hc_head_fn": torch.zeros(N, K), "hc_head_base": torch.zeros(N), "hc_head_scale": torch.zeros(1)}
-    safetensors.save_file(state | head, path)
-    assert cli.main(["convert", str(path), str(out), "--from", "deepseek"]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
+    safetensors.save_file(state | convert.from_ours(HEAD, "deepseek"), "hy4")
+    line = run("convert hy4 out --from deepseek")[1].splitlines()[-1]
     assert "HyperConnection(layer, n, D, residual='identity', post_eps=1e-06) does, with norm_eps and hc_eps of" in line
 
 
-def test_fold_gamma(tmp_path, capsys, safetensors):
-    path, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+def test_fold_gamma(run, refused, safetensors):
     state = {"a.phi": torch.ones(M, K), "a.alpha": torch.ones(3), "a.bias": torch.ones(M)}
-    safetensors.save_file(state | {"a.gamma": torch.full((N, D), 2.0)}, path)
-    command = [path, out, "--from", "mhc_ops", "--to", "deepseek"]
-    assert "a.gamma: deepseek has no norm weight; fold it into phi first: fold_gamma, --fold-gamma" in refused(
-        command, capsys
-    )
-    assert cli.main(["convert", *map(str, command), "--fold-gamma"]) == 0
-    found = safetensors.load_file(out)
-    assert equal(found, {"a_fn": 2 * state["a.phi"], "a_scale": state["a.alpha"], "a_base": state["a.bias"]})
+    safetensors.save_file(state | {"a.gamma": torch.full((N, D), 2.0)}, "in")
+    command = "convert in out --from mhc_ops --to deepseek"
+    assert "a.gamma: deepseek has no norm weight; fold it into phi first: fold_gamma, --fold-gamma" in refused(command)
+    assert run(f"{command} --fold-gamma")[0] == 0
+    found = safetensors.load_file("out")
+    assert_equal(found, {"a_fn": 2 * state["a.phi"], "a_scale": state["a.alpha"], "a_base": state["a.bias"]})
 
 
-def test_shards_there_and_back(checkpoint, shards, tmp_path, capsys, safetensors):
-    """A folder or its index; a connection goes to the file where it begins."""
-    ours, back = tmp_path / "ours", tmp_path / "back"
-    back.mkdir()
-    assert cli.main(["convert", str(shards), str(ours), "--from", "deepseek"]) == 0
-    assert capsys.readouterr().out.startswith("1 of mHC among 5 tensors: layers.0.hc_attn\n")
-    one = tmp_path / "one.safetensors"
-    assert cli.main(["convert", str(checkpoint), str(one), "--from", "deepseek"]) == 0
-    state = loaded(ours, safetensors)
-    assert equal(state, safetensors.load_file(one))
-    index = json.loads((ours / INDEX).read_text())
-    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    assert index["metadata"] == {"total_size": size, "note": "kept"}
-    assert {index["weight_map"][f"layers.0.hc_attn.{name}"] for name in ("phi", "alpha", "bias")} == {
-        "model-1.safetensors"
-    }
-    assert index["weight_map"]["layers.0.norm.weight"] == "model-2.safetensors"
-    import safetensors as files
-
-    with files.safe_open(ours / "model-2.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "note": "2"}
-    assert cli.main(["convert", str(ours / INDEX), str(back), "--from", "mhc_ops", "--to", "deepseek"]) == 0
-    assert equal(loaded(back, safetensors), safetensors.load_file(checkpoint))
+@pytest.fixture
+def upcycled(safetensors):
+    """What upcycle makes of the checkpoint in the file "plain" and in the shards "parts", and of the model "fresh"."""
+    torch.manual_seed(0)
+    plain = {"a.0.weight": torch.randn(D, D).bfloat16(), "a.1.weight": torch.randn(D, D), "norm.weight": torch.randn(D)}
+    layers = {str(i): HyperConnection(nn.Linear(D, D, bias=False), N, D) for i in (1, 2)}
+    model = nn.ModuleDict({"b": nn.ModuleDict(layers), "out_norm": nn.RMSNorm(D), "head": HyperHead(N, D)})
+    safetensors.save_file(plain, "plain")
+    safetensors.save_file(model.state_dict(), "fresh")
+    save_shards("parts", plain, dict(zip(plain, ("model-1", "model-2", "model-1"))), safetensors)
+    return convert.upcycle(plain, model.state_dict(), {"a.{i}": "b.{i+1}", "norm": "out_norm"})
 
 
-def test_what_is_refused_of_shards(checkpoint, shards, tmp_path, capsys):
-    out, empty, full = tmp_path / "out", tmp_path / "empty", tmp_path / "full"
-    empty.mkdir()
-    full.mkdir()
-    (full / "a").touch()
-    of_deepseek = ("--from", "deepseek")
-    said = {
-        (empty, out, *of_deepseek): f"{empty}: there is no *.safetensors.index.json in it",
-        (shards, full, *of_deepseek): f"{full}: shards are written to a new or empty folder",
-        (shards, shards, *of_deepseek): f"{shards}: shards are written to a new or empty folder",
-        (shards, checkpoint, *of_deepseek): f"{checkpoint}: shards are written to a new or empty folder",
-        (checkpoint, empty, *of_deepseek): f"{empty}: is a folder",
-        (shards, out, "--from", "liger"): f"{shards}: there are no parameters of mHC in it as liger has them",
-    }
-    for command, line in said.items():
-        assert refused(command, capsys).startswith(line)
-    assert not out.exists()
+def test_upcycle(upcycled, run, safetensors):
+    """Of shards, the maps of a connection go where its layer is."""
+    names = "--upcycle fresh --names a.{i}=b.{i+1} norm=out_norm"
+    assert run(f"convert plain out {names}") == (0, "3 of mHC added to 3 tensors: b.1, b.2, head\n", "")
+    assert_equal(safetensors.load_file("out"), upcycled)
+    assert run(f"convert parts outs {names}")[0] == 0
+    state, weight_map = loaded("outs", safetensors)
+    assert_equal(state, upcycled)
+    assert (weight_map["b.1.phi"], weight_map["b.2.phi"]) == ("model-1", "model-2")
 
 
-def test_what_is_refused(checkpoint, tmp_path, capsys, safetensors):
-    out = tmp_path / "out.safetensors"
-    missing, wrong, odd = tmp_path / "missing", tmp_path / "wrong", tmp_path / "odd"
-    wrong.write_text("no tensors")
-    safetensors.save_file({"a_fn": torch.zeros(M, K), "a_base": torch.zeros(M)}, odd)
-    said = {
-        (checkpoint, out, "--from", "liger"): f"{checkpoint}: there are no parameters of mHC in it as liger has them",
-        (checkpoint, checkpoint, "--from", "deepseek"): f"{checkpoint} and {checkpoint} are one file",
-        (missing, out, "--from", "deepseek"): f"{missing}: No such file or directory",
-        (wrong, out, "--from", "deepseek"): f"{wrong}: it is not a file of safetensors: ",
-        (odd, out, "--from", "deepseek"): f"{odd}: a_scale is missing beside a_fn",
-        (checkpoint, out, "--from", "deepsek"): "argument --from: invalid choice: 'deepsek'",
-        (checkpoint, tmp_path / "no" / "out", "--from", "deepseek"): "argument OUT.safetensors: ",
-        (checkpoint, out): "one of the arguments --from --upcycle is required",
-    }
-    for command, line in said.items():
-        assert refused(command, capsys).startswith(line)
-    assert not out.exists()
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("one out --from liger", "one: there are no parameters of mHC in it as liger has them"),
+        ("many out --from liger", "many: there are no parameters of mHC in it as liger has them"),
+        ("one one --from deepseek", "one and one are one file"),
+        ("missing out --from deepseek", "missing: No such file or directory"),
+        ("wrong out --from deepseek", "wrong: it is not a file of safetensors: "),
+        ("short out --from deepseek", "short: it is not a file of safetensors: "),
+        ("hostile out --from deepseek", "hostile: it is not a file of safetensors: Error while deserializing header: "),
+        ("odd out --from deepseek", "odd: a_scale is missing beside a_fn"),
+        ("one out --from deepsek", "argument --from: invalid choice: 'deepsek'"),
+        ("one no/out --from deepseek", "argument OUT.safetensors: "),
+        ("one out", "one of the arguments --from --upcycle is required"),
+        ("one empty --from deepseek", "empty: is a folder"),
+        ("empty out --from deepseek", "empty: there is no *.safetensors.index.json in it"),
+        ("many full --from deepseek", "full: shards are written to a new or empty folder"),
+        ("many many --from deepseek", "many: shards are written to a new or empty folder"),
+        ("many one --from deepseek", "one: shards are written to a new or empty folder"),
+        ("many pipe --from deepseek", "pipe: shards are written to a new or empty folder"),
+        ("one pipe --from deepseek", "pipe: is a device or a pipe"),
+        ("one link --from deepseek", "link: is a device or a pipe"),
+        pytest.param("one device --from deepseek", "device: is a device or a pipe", marks=AS_ROOT),
+        ("plain out --upcycle fresh", "plain: a.0."),
+        ("plain out --upcycle plain", "plain and plain are one file"),
+        ("plain fresh --upcycle fresh", "fresh and fresh are one file"),
+        ("plain out --upcycle missing", "missing: No such file or directory"),
+        ("plain out --upcycle fresh --names a", "argument --names: must be OLD=NEW, got 'a'"),
+        ("plain out --upcycle fresh --to liger", "--to and --fold-gamma go with --from"),
+        ("plain out --upcycle fresh --from liger", "argument --from: not allowed with argument --upcycle"),
+        ("plain out --from liger --names a=b", "--names goes with --upcycle"),
+    ],
+)
+def test_what_is_refused(words, line, checkpoint, upcycled, refused, safetensors):
+    Path("wrong").write_text("no tensors")
+    Path("short").write_bytes(Path("one").read_bytes()[:-1])
+    Path("hostile").write_bytes(Path("one").read_bytes().replace(b'"F32"', b'"\\n2"'))  # which the error repeats
+    safetensors.save_file({"a_fn": torch.zeros(M, K), "a_base": torch.zeros(M)}, "odd")
+    Path("empty").mkdir()
+    Path("full/below").mkdir(parents=True)
+    os.mkfifo("pipe")
+    Path("link").symlink_to("pipe")
+    if "device" in words:
+        os.mknod("device", 0o666 | stat.S_IFCHR, os.stat("/dev/null").st_rdev)
+    assert refused(f"convert {words}").startswith(line)
 
 
-def test_without_safetensors(tmp_path, monkeypatch, capsys):
+def test_without_safetensors(monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    line = refused([tmp_path / "in", tmp_path / "out", "--from", "liger"], capsys)
-    assert line == "it reads and writes safetensors, which is not installed: pip install safetensors"
+    line = "it reads and writes safetensors, which is not installed: pip install safetensors"
+    assert refused("convert in out --from liger") == line
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"weight_map": {"a_fn": "model-1", "a_base": "model-1"}}, "many/model-1: "),
+        *(({"weight_map": {"a": name}}, f"many/{INDEX}: {name!r} {NOT_A_NAME}") for name in ("../one", 1, "", "..")),
+        ({"weight_map": {"a": ["b" * 5000]}}, f"many/{INDEX}: ['{'b' * 78}… {NOT_A_NAME}"),
+        *(
+            ({"weight_map": {"a": name}}, "many/")
+            for name in ("a" * 5000, "a" * 300, "\x00", "\ud800", "\x1b[2J", INDEX)
+        ),
+        *(({"weight_map": value}, NO_INDEX) for value in ([], None)),
+        *(({"metadata": value}, NO_INDEX) for value in (None, [], "a", 1)),
+        *((text, f"many/{INDEX}: not JSON: ") for text in ("{", "[" * 100_000, '{"a":' * 100_000, "\ufeff{}")),
+        *((text, f"many/{INDEX}: ") for text in ("[1]", "null", "9" * 5000)),
+        # its shards contradict it; tensors that it leaves out would vanish
+        ({"weight_map": WEIGHT_MAP | {"other": "model-5"}}, "many/model-5: No such file or directory"),
+        (
+            {"weight_map": WEIGHT_MAP | {"other": "model-2"}},
+            "many/model-2: the index says that other is in it, and it is not",
+        ),
+        (
+            {"weight_map": {key: WEIGHT_MAP[key] for key in WEIGHT_MAP if "norm" not in key}},
+            "many/model-2: layers.0.norm.weight is in it, and the index does not say so",
+        ),
+        (
+            {"weight_map": WEIGHT_MAP | {"layers.0.hc_attn.phi": "model-4"}},
+            "many: two tensors would be layers.0.hc_attn.phi",
+        ),
+    ],
+)
+def test_indexes_that_are_refused(changes, line, checkpoint, refused, safetensors):
+    safetensors.save_file({"layers.0.hc_attn.phi": torch.zeros(1)}, "many/model-4")
+    index = Path("many", INDEX)
+    text = changes if isinstance(changes, str) else json.dumps(json.loads(index.read_text()) | changes)
+    index.write_text(text, encoding="utf-8")
+    said = refused("convert many out --from deepseek")
+    assert said.startswith(line) and len(said) < 300
+
+
+def test_a_name_with_an_escape_sequence(run, refused, safetensors):
+    """It is the tensor's all the same; only what is printed differs."""
+    state = {key.replace("a.", "\x1b[2J\na."): tensor for key, tensor in CONNECTION.items()}
+    safetensors.save_file(theirs := convert.from_ours(state, "deepseek"), "in")
+    assert run("convert in out --from deepseek")[1].startswith("1 of mHC among 3 tensors: \\x1b[2J\\na\n")
+    assert_equal(safetensors.load_file("out"), state)
+    safetensors.save_file({key: tensor for key, tensor in theirs.items() if key.endswith("_fn")}, "in")
+    line = refused("convert in other --from deepseek")
+    assert line == "in: \\x1b[2J a_scale is missing beside \\x1b[2J a_fn"
+
+
+@pytest.mark.parametrize(("given", "nth"), [("one", 1), ("many", 1), ("many", 2), ("many", 3)])
+def test_a_full_disk_leaves_nothing(given, nth, checkpoint, refused, monkeypatch, safetensors):
+    """The third file of the shards is the index. safetensors writes the others and has an error of its own."""
+    written = []
+
+    def full(write, error):
+        def write_and_fail(*arguments, **options):
+            write(*arguments, **options)
+            written.append(arguments)
+            if len(written) == nth:
+                raise error
+
+        return write_and_fail
+
+    too_large = sys.modules["safetensors"].SafetensorError("I/O error: File too large")
+    monkeypatch.setattr(safetensors, "save_file", full(safetensors.save_file, too_large))
+    monkeypatch.setattr(Path, "write_text", full(Path.write_text, OSError(28, "No space left on device")))
+    line = refused(f"convert {given} out --from deepseek")
+    assert line == f"out: {'No space left on device' if nth == 3 else too_large}"
+
+
+# (format of the file, --from) that nothing in the file tells apart: Megatron's branches have the same names, its head
+# is DeepSeek's, and the names of a head in transformers end as those do.
+ALIKE = {
+    "a connection": {("megatron", "megatron-main"), ("megatron-main", "megatron")},
+    "a head": {(a, b) for a in ("deepseek", "megatron", "transformers") for b in ("deepseek", "megatron")},
+}
+
+
+@pytest.mark.parametrize(("parts", "of"), [(parts, of) for parts, (_, formats) in STATES.items() for of in formats])
+def test_every_format_as_every_other(parts, of, run, refused, safetensors):
+    """A file of one is refused as that of another, whole or in part."""
+    state = {**convert.from_ours(STATES[parts][0], of), "other.weight": torch.zeros(2)}
+    safetensors.save_file(state, "in")
+    for source in FORMATS:
+        if source == of or (of, source) in ALIKE.get(parts, ()):
+            code, printed, _ = run(f"convert in {source} --from {source}")
+            assert code == 0 and ("HyperConnection" in printed) == (parts != "a head")
+            assert len(safetensors.load_file(source)) == len(STATES[parts][0]) + 1
+        else:
+            assert refused(f"convert in out --from {source}").startswith("in: ")
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+TEXTS = ("", " ", ".", "..", "a", "a" * 5000, "a/b", "\x00", "\x1b[2J", "a\nb", "\ud800", "<b>|`*", "a.phi", "a_fn")
+OTHERS = (None, True, -1, 0, 2**63, 10**400, 1.5, float("nan"), [], [[]], [1], {}, {"a": 1}, {"a": {"a": []}})
+
+
+def changed(text, chance):
+    """JSON with one to three names, texts or numbers replaced."""
+    for _ in range(chance.randint(1, 3)):
+        found = chance.choice([*re.finditer(r'"[^"]*"|\d+', text)])
+        new = chance.choice(TEXTS if text[found.end()] == ":" else TEXTS + OTHERS)
+        text = text[: found.start()] + json.dumps(new) + text[found.end() :]
+    return text
+
+
+def broken_checkpoint(output, safetensors, chance):
+    """Writes a file with an odd tensor or name, or an index with odd entries; returns the command that reads it."""
+    ours, formats = chance.choice([*STATES.values()])
+    of, other, target = chance.choice(formats), chance.choice(FORMATS), chance.choice(formats)
+    state = {**convert.from_ours(ours, of), "other.weight": torch.zeros(2)}
+    where, key = chance.choice(["tensor", "name", "index"]), chance.choice([*state])
+    if where == "tensor":
+        shape = chance.choices([0, 1, 2, 3, N, M, K], k=chance.randint(0, 3))
+        state[key] = torch.zeros(shape, dtype=chance.choice(DTYPES))
+    elif where == "name":
+        state[chance.choice([text for text in TEXTS if text.isascii()])] = state.pop(key)
+    safetensors.save_file(state, "FILE")
+    index = json.dumps({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(state, "FILE")})
+    Path("FILE.index.json").write_text(changed(index, chance) if where == "index" else index)
+    given = "FILE.index.json" if where == "index" or chance.random() < 0.5 else "FILE"
+    source = of if chance.random() < 0.8 else other
+    return f"convert {given} {output} --from {source} --to {target}{' --fold-gamma' * (chance.random() < 0.3)}"
+
+
+def test_files_that_are_broken_at_random(run, safetensors):
+    """One is taken, or it is said in one line why not and nothing is written."""
+    chance = random.Random(cases.SEED)
+    codes = set()
+    for nth in range(200):
+        command = broken_checkpoint(f"out{nth}", safetensors, chance)
+        before = {*os.listdir()}
+        code, printed, said = run(command)
+        assert (printed + said).replace("\n", "").isprintable(), command
+        assert (code == 0 and said.count("\n") <= 1) or (code, printed, said.count("\n")) == (2, "", 1), command
+        assert {*os.listdir()} - before == ({f"out{nth}"} if code == 0 else set()), command
+        codes.add(code)
+    assert codes == {0, 2}

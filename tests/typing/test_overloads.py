@@ -1,4 +1,5 @@
-"""Signatures that are written more than once say the same: overloads, what they are of, and the guide's names of it."""
+"""Signatures that are written more than once say the same: overloads, what they are of, and the guide's names of it.
+And the program that mypy reads uses every name."""
 
 import ast
 from pathlib import Path
@@ -12,19 +13,15 @@ PACKAGE = Path(mhc_ops.__file__).parent
 
 def parameters(function, without=()):
     """Name, kind, type and default of each, the last two as they are written."""
-    arguments = function.args
-    assert not arguments.vararg
-    positional = [*arguments.posonlyargs, *arguments.args]
-    kinds = ["positional only"] * len(arguments.posonlyargs) + ["either"] * len(arguments.args)
-    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
-    every = [
-        *zip(positional, kinds, defaults),
-        *((keyword, "keyword", default) for keyword, default in zip(arguments.kwonlyargs, arguments.kw_defaults)),
-        *([(arguments.kwarg, "further keywords", None)] if arguments.kwarg else []),
-    ]
+    of = function.args
+    assert not of.vararg
+    arguments = [*of.posonlyargs, *of.args, *of.kwonlyargs, *filter(None, [of.kwarg])]
+    kinds = ["positional only"] * len(of.posonlyargs) + ["either"] * len(of.args)
+    kinds += ["keyword"] * len(of.kwonlyargs) + ["further keywords"]
+    defaults = [None] * (len(of.posonlyargs) + len(of.args) - len(of.defaults)) + of.defaults + of.kw_defaults + [None]
     return {
         argument.arg: (kind, written(argument.annotation), written(default))
-        for argument, kind, default in every
+        for argument, kind, default in zip(arguments, kinds, defaults)
         if argument.arg not in ("self", *without)
     }
 
@@ -76,3 +73,10 @@ def test_the_guide_has_the_signatures_of_the_ops(protocol, name):
     assert len(of_guide) == len(typed)
     for one, other in zip(of_guide, typed):
         assert list(parameters(one).items()) == list(parameters(other, without=("backend",)).items())
+
+
+def test_the_typed_program_uses_every_name():
+    """tests/test_release.py checks it against the wheel."""
+    tree = ast.parse(Path(__file__).with_name("program.py").read_text())
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert {f"mhc_ops.{name}" for name in (*mhc_ops.__all__, *mhc_ops.guide.__all__, *mhc_ops.MODULES)} <= used
