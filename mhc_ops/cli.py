@@ -20,7 +20,7 @@ from .measure import arguments, bench, compare, files, page, report, results, se
 from .measure.diagnose import command as diagnose
 from .measure.report import Refused
 from .measure.training_step import backend_of
-from .testing import accuracy
+from .testing import accuracy, cases
 from .testing.conv_cases import runs
 
 EXIT_CODES = """exit codes:
@@ -61,7 +61,8 @@ def _run(words: Sequence[str] | None) -> int:
         parser = _parser()
         options = parser.parse_args(words)
         try:
-            selection.refuse_wrong_environment()
+            if wrong := backends.wrong_environment or cases.WRONG_SEED:  # the import is too early for one line
+                raise Refused(wrong)
             _refuse_what_cannot_be_written(options)
             return options.command(options)
         except Refused as error:
@@ -191,7 +192,7 @@ def run_check(options: argparse.Namespace) -> int:
     work = [(c, b) for b in wanted(options) for c in chosen if runs(c, b, options.device)]
     try:
         for case, backend in report.progress(work, "check"):
-            with bench.failures_of(str(case), backend, found):
+            with found.failures_of(case, backend):
                 found.accuracy += accuracy.measure(case, backend, options.device)
             results.save(found, options.json)
         found.complete = True
@@ -201,8 +202,9 @@ def run_check(options: argparse.Namespace) -> int:
     results.save(found, options.json, last=True)
     if not found.complete:
         return INTERRUPTED
-    failed = any(not row.passed for row in found.accuracy) or any(entry.failed for entry in found.not_measured)
-    return (1 if failed else 0) if work else 2
+    if not work:
+        return 2
+    return 1 if found.failed or any(entry.failed for entry in found.not_measured) else 0
 
 
 def run_fuzz(options: argparse.Namespace) -> int:
@@ -238,10 +240,9 @@ def run_fuzz(options: argparse.Namespace) -> int:
 
 def run_bench(options: argparse.Namespace) -> int:
     found = results.begin("bench")
-    asked = bench.Options(options.device, options.providers, options.peers, options.case)
     interrupted = False
     try:
-        bench.run(asked, found, partial(results.save, found, options.json))
+        bench.run(options, found, partial(results.save, found, options.json))
     except KeyboardInterrupt:
         interrupted = True
         report.say("interrupted")

@@ -1,8 +1,6 @@
 """What got slower, less exact or larger from one file of results to another, beyond noise; docs/measure.md says when.
 
-Times count as multiples of the copy of the same run, or of the step with plain residuals in the same round, so the
-files may come from different days and machines. The noise has two parts: the spread of the samples in both files, and
-how much all ratios scatter from one file to the other.
+The noise has two parts: the spread of the samples in both files, and how much all ratios scatter between the files.
 """
 
 import math
@@ -15,11 +13,12 @@ import torch
 from ..core.backend import BACKENDS
 from ..testing.accuracy import Row
 from .results import Results
-from .speed import QUARTILES_OF_NORMAL, deviation
 from .training_step import backend_of
 
 SURE = 3  # standard deviations
 A_BIT = 2
+QUARTILES_OF_NORMAL = 1.349  # interquartile range over standard deviation
+RESOLUTION = 0.5 / 12**0.5  # µs: the standard deviation that an event's steps of 0.5 µs alone cause
 DEVIATION_OF_MEDIAN = 1.4826  # standard deviation over median absolute deviation, of normal numbers
 MEMORY_ROUNDING = 0.01  # the allocator rounds each of a few tensors up, by far less than a percent of large ones
 OURS = (*BACKENDS, "eager")
@@ -80,7 +79,7 @@ def _kernels(results: Results) -> dict[Key, Timed]:
     found: dict[Key, Timed] = {}
     for m in results.measurements:
         times = (m.microseconds, m.spread), (m.copy_microseconds, m.copy_spread)
-        parts = [deviation(spread) / time for time, spread in times if spread is not None]
+        parts = [max(s / QUARTILES_OF_NORMAL, RESOLUTION) / time for time, s in times if s is not None]
         noise = math.hypot(*parts) if len(parts) == len(times) else None
         found[m.case, m.provider, m.direction] = Timed(1 / m.of_copy, noise, "the copy's time", m.peak_megabytes)
     return found
@@ -99,16 +98,11 @@ def _rows(results: Results) -> dict[Key, Row]:
     return {(row.case, row.backend, row.output): row for row in results.accuracy}
 
 
-def _scatter(pairs: Pairs) -> float:
-    """Relative standard deviation of the change of a ratio, over all of them. Medians ignore what all entries have in
-    common, and a few that changed a lot."""
-    changes = [math.log(new.ratio / old.ratio) for old, new in pairs.values()] or [0.0]
-    middle = statistics.median(changes)
-    return DEVIATION_OF_MEDIAN * statistics.median(abs(change - middle) for change in changes)
-
-
 def _slower(pairs: Pairs) -> Iterator[Change]:
-    scatter = _scatter(pairs)
+    """Medians of all changes ignore what the entries have in common, and a few that changed a lot."""
+    logs = [math.log(new.ratio / old.ratio) for old, new in pairs.values()] or [0.0]
+    middle = statistics.median(logs)
+    scatter = DEVIATION_OF_MEDIAN * statistics.median(abs(log - middle) for log in logs)
     for key, (a, b) in pairs.items():
         if a.noise is None or b.noise is None:
             yield Change("not compared", key, "there is no spread of the samples in one of the files")

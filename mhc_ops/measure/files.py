@@ -21,6 +21,7 @@ DIRECT = ("/dev/", "/proc/")  # names of devices, pipes and open files
 
 def why_not(path: Path) -> str | None:
     """Why a file cannot be written."""
+    folder = None
     try:
         if not is_replaced(path):
             return "is a folder" if path.is_dir() else None
@@ -28,12 +29,9 @@ def why_not(path: Path) -> str | None:
             return "is read-only"
         if not (folder := Path(os.path.realpath(path)).parent).is_dir():
             return f"there is no folder {folder}"
-    except OSError as error:
-        return error.strerror
-    try:
         _unfinished(folder).cleanup()
     except OSError as error:
-        return f"nothing can be written to {folder}: {error.strerror}"
+        return f"nothing can be written to {folder}: {error.strerror}" if folder else error.strerror
     return None
 
 

@@ -1,22 +1,19 @@
 """The tables that commands print, and the pages that are drawn from a file of results: HTML, Markdown and SVG."""
 
 import html
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import product
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.backend import BACKENDS
-from ..testing.accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row, worst
+from ..testing.accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row
 from .report import Refused, Table, refuse_without
-from .results import Results
-from .selection import OF_TORCH, NotMeasured, op_of
-from .speed import DIRECTIONS, EAGER, PLAIN, Measurement, percent
+from .results import DIRECTIONS, EAGER, PLAIN, Measurement, Results
+from .selection import OF_TORCH, op_of
 from .training_step import backend_of
 
 # Columns: "header = field format", or the field alone if it is the header.
@@ -26,6 +23,7 @@ SUMMARY = "op, backend, cases, results, failed, worst = worst .2f, verdict"
 SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± = spread .1f, GB/s = bandwidth .0f,
     of copy = of_copy .0%, × eager = eager .2f, × compile = torch.compile .2f, host µs = host_microseconds .0f,
     peak MB = peak_megabytes .0f"""
+NOT_MEASURED = "provider, reason, case = where"
 STEPS = """training step = size, provider, mode, ms = milliseconds .2f, ± = spread .2f,
     % over plain = ratio, in a row = in_a_row, peak MB = peak_megabytes .0f,
     difference = difference .1e"""
@@ -61,42 +59,44 @@ they were timed. [How it is measured](measure.md). The [page of a run](report.md
 
 def table(entries: Iterable[Any], columns: str) -> Table:
     """A line for each entry, with the fields of the columns."""
-    found = {}
-    for column in columns.split(","):
-        header, _, field = column.strip().partition(" = ")
-        found[header] = (field or header).partition(" ")
+    split = [column.strip().partition(" = ") for column in columns.split(",")]
+    fields = [(field or header).partition(" ") for header, _, field in split]
 
     def cell(value: Any, form: str) -> str:
         return percent(value) if isinstance(value, list) else "" if value is None else format(value, form)
 
-    return Table(list(found), [[cell(getattr(e, name), form) for name, _, form in found.values()] for e in entries])
+    rows = [[cell(getattr(entry, name), form) for name, _, form in fields] for entry in entries]
+    return Table([header for header, *_ in split], rows)
+
+
+def percent(ratio: Sequence[float]) -> str:
+    """[1.067, 1.061, 1.072] -> "+6.7 (+6.1 to +7.2)\""""
+    median, *quartiles = [f"{100 * (r - 1):+.1f}" for r in ratio] or [""]
+    return f"{median} ({' to '.join(quartiles)})" if quartiles else median
 
 
 def of_check(results: Results, rows: bool) -> Iterator[Table | str]:
     """What `check` prints. rows: all of them, not only those that failed."""
-    if shown := results.accuracy if rows else _failed(results):
+    if shown := results.accuracy if rows else results.failed:
         yield table(shown, ACCURACY)
     if results.accuracy:
         yield table(_summary(results.accuracy), SUMMARY)
         yield WORST + " --rows shows every result." * (not rows)
-    yield from left_out(results.not_measured)
-    crashed, failed = sum(entry.failed for entry in results.not_measured), len(_failed(results))
+    if results.not_measured:
+        yield "\n".join(map(str, results.not_measured))
+    crashed, failed = sum(entry.failed for entry in results.not_measured), len(results.failed)
     yield f"{len(results.accuracy) - failed} passed, {failed} failed" + f", {crashed} cases crashed" * bool(crashed)
-
-
-def _failed(results: Results) -> list[Row]:
-    return [row for row in results.accuracy if not row.passed]
 
 
 def _summary(rows: Iterable[Row]) -> Iterator[SimpleNamespace]:
     """A line for each op and backend. Few elements of 16 bits are judged one by one, not in norm."""
     for (op, backend), of in _grouped(rows, lambda row: (op_of(row.case), row.backend)).items():
-        failed, cases = [row for row in of if not row.passed], len({row.case for row in of})
+        cases, failed = len({row.case for row in of}), sum(not row.passed for row in of)
         in_norm = [r for r in of if getattr(torch, r.dtype, None) not in ROUNDING or r.elements >= ENOUGH_TO_AVERAGE]
-        shares = [replace(row, relative_error=row.relative_error / row.tolerance) for row in in_norm]
-        largest, verdict = worst(shares).relative_error if shares else None, worst(failed or of).verdict
-        counts = {"cases": cases, "results": len(of), "failed": len(failed)}
-        yield SimpleNamespace(op=op, backend=backend, **counts, worst=largest, verdict=verdict)
+        shares = [row.relative_error / row.tolerance for row in in_norm]
+        largest = max(shares, key=lambda share: (math.isnan(share), share), default=None)
+        found = {"cases": cases, "results": len(of), "failed": failed, "verdict": "FAIL" if failed else "PASS"}
+        yield SimpleNamespace(op=op, backend=backend, worst=largest, **found)
 
 
 def of_bench(results: Results) -> Iterator[Table | str]:
@@ -106,138 +106,28 @@ def of_bench(results: Results) -> Iterator[Table | str]:
     if results.measurements or not results.steps:
         yield table(_timed(results.measurements), SPEED)
     yield from (f"{name} computes with: {words}" for name, words in results.precision.items())
-    failed = _failed(results)
+    failed = results.failed
     yield f"{len(results.accuracy) - len(failed)} results within their tolerance of fp64, {len(failed)} not"
     if failed:
         yield table(failed, ACCURACY)
-    yield from left_out(results.not_measured)
+    if results.not_measured:
+        yield "\n".join(map(str, results.not_measured))
 
 
-def _timed(measurements: Sequence[Measurement]) -> Iterator[SimpleNamespace]:
+def _timed(measurements: Iterable[Measurement]) -> Iterator[SimpleNamespace]:
     """By case and direction; and how many times faster than the formula in torch each provider is."""
-    cases, known = list(dict.fromkeys(m.case for m in measurements)), {}
-    for m in measurements:
-        known[m.case, m.direction, m.provider] = m.microseconds
-    for m in sorted(measurements, key=lambda m: (cases.index(m.case), DIRECTIONS.index(m.direction))):
-        others = {name: known.get((m.case, m.direction, name)) for name in OF_TORCH if name != m.provider}
-        faster = {name: other and other / m.microseconds for name, other in others.items()}
-        yield SimpleNamespace(**vars(m), of_copy=m.of_copy, **{**dict.fromkeys(OF_TORCH), **faster})
+    for of in _by_case(measurements):
+        known = {m.provider: m.microseconds for m in of}
+        for m in of:
+            faster = {name: known[name] / m.microseconds for name in OF_TORCH if name in known and name != m.provider}
+            yield SimpleNamespace(**vars(m), **(dict.fromkeys(OF_TORCH) | faster))
 
 
-def by_reason(entries: Iterable[NotMeasured]) -> dict[tuple[str, str], list[str]]:
-    """Each provider and reason once, with its cases."""
-    found = _grouped(entries, attrgetter("provider", "reason"))
-    return {key: [entry.where for entry in of] for key, of in found.items()}
-
-
-def left_out(entries: Sequence[NotMeasured]) -> Iterator[str]:
-    lines = []
-    for (provider, reason), where in by_reason(entries).items():
-        several = len(where) > 1
-        lines += [str(NotMeasured(f"{len(where)} cases" if several else where[0], provider, reason))]
-        lines += [f"  {case}" for case in where if several]
-    yield from ["\n".join(lines)] if lines else []
-
-
-def extent(values: Iterable[float | None], form: str, unit: str = "") -> str:
-    """1.8 to 4.1×, or one number if both ends are the same; – without values."""
-    there = [value for value in values if value is not None]
-    ends = dict.fromkeys(f"{end:{form}}" for end in (min(there), max(there))) if there else ()
-    return " to ".join(ends) + unit if ends else "–"
-
-
-class Timed:
-    """The measurements of one case; bars: direction -> provider -> measurement, in the order of the providers."""
-
-    def __init__(self, every: Sequence[Measurement], order: Sequence[str]) -> None:
-        self.subject, self.providers = every[0].subject, {m.provider for m in every}
-        # mhc_pre 8192x4x4096 bfloat16 no gamma -> 8192 × 4 × 4096 bfloat16 no gamma
-        self.size = re.sub(r"(?<=\d)x(?=\d)", " × ", every[0].case.removeprefix(self.subject).strip())
-        self.bars: dict[str, dict[str, Measurement]] = {}
-        for m in sorted(every, key=lambda m: (DIRECTIONS.index(m.direction), order.index(m.provider))):
-            self.bars.setdefault(m.direction, {})[m.provider] = m
-
-    def ours(self, direction: str) -> Measurement | None:
-        """The fastest of our kernels."""
-        kernels = [m for provider, m in self.bars.get(direction, {}).items() if provider in BACKENDS]
-        return min(kernels, key=lambda m: m.microseconds, default=None)
-
-    def over_ours(self, direction: str, provider: str) -> float | None:
-        bar, ours = self.bars.get(direction, {}).get(provider), self.ours(direction)
-        return bar.microseconds / ours.microseconds if bar and ours else None
-
-    def time(self, direction: str, provider: str) -> str:
-        """Ours: µs · share of a copy; others: µs (times the faster of ours)."""
-        if (bar := self.bars[direction].get(provider)) is None:
-            return "–"
-        over_ours = self.over_ours(direction, provider) if provider not in BACKENDS else None
-        return f"{bar.microseconds:.1f}" + (f" ({over_ours:.1f}×)" if over_ours else f" · {bar.of_copy:.0%}")
-
-
-class Section(NamedTuple):
-    """bars: cases that HTML draws; brief: Markdown has the section too."""
-
-    title: str
-    note: str
-    tables: Sequence[Table]
-    brief: bool = False
-    bars: Sequence[Timed] = ()
-
-
-class Shown:
-    """The results of one file in the order in which they are shown."""
-
-    def __init__(self, results: Results) -> None:
-        self.results = results
-        self.device = results.versions.get("device", "unknown device")
-        training = [m for m in results.measurements if m.group == "training"]
-        names = dict.fromkeys(m.provider for m in training)
-        self.providers = [name for name in dict.fromkeys([*PROVIDER_ORDER, *names]) if name in names]
-        self.training = [Timed(every, self.providers) for every in _grouped(training, attrgetter("case")).values()]
-
-    def sections(self) -> Iterator[Section]:
-        """Those that have content."""
-        r = self.results
-        if r.steps:
-            several = any(backend_of(step.provider) != step.provider for step in r.steps)
-            yield Section("A training step", f"{STEP_NOTE} {FORMS * several}", [table(r.steps, STEPS)], True)
-        if self.training:
-            yield Section("In short", SHORT_NOTE, [self._overview()], True, self.training)
-            boundary = any(case.subject.startswith("mhc_next") for case in self.training)
-            yield Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", list(self._times()), True)
-        if r.measurements:
-            yield Section("All times", ALL_NOTE, [table(_timed(r.measurements), SPEED)])
-        if failed := _failed(r):
-            yield Section("Outside their tolerance", "", [table(failed, ACCURACY)])
-        if r.not_measured:
-            reasons = [[p, why, "; ".join(where)] for (p, why), where in by_reason(r.not_measured).items()]
-            yield Section("Not measured", "", [Table(["provider", "reason", "cases"], reasons)])
-        found = {"date": r.date, **r.versions, "complete": "yes" if r.complete else "no"}
-        found["results within their tolerance of fp64"] = f"{len(r.accuracy) - len(failed)} of {len(r.accuracy)}"
-        found |= {f"{name} computes with": words for name, words in r.precision.items()}
-        yield Section("Environment", "", [Table(["", ""], list(found.items()))])
-
-    def _overview(self) -> Table:
-        others = [provider for provider in self.providers if provider not in BACKENDS]
-        rows = []
-        for subject, direction in product(dict.fromkeys(case.subject for case in self.training), DIRECTIONS):
-            cases = [case for case in self.training if case.subject == subject]
-            if ours := [m for case in cases if (m := case.ours(direction))]:
-                share, bandwidth = extent((100 * m.of_copy for m in ours), ".0f", "%"), (m.bandwidth for m in ours)
-                ratios = [extent((case.over_ours(direction, p) for case in cases), ".1f", "×") for p in others]
-                rows.append([subject, WORDS[direction], share, extent(bandwidth, ".0f"), *ratios])
-        return Table(["op", "", "of a copy", "GB/s", *others], rows)
-
-    def _times(self) -> Iterator[Table]:
-        """Ops that the same providers have share a table."""
-
-        def providers(case: Timed) -> tuple[str, ...]:
-            there = set().union(*(c.providers for c in self.training if c.subject == case.subject))
-            return tuple(provider for provider in self.providers if provider in there)
-
-        for names, cases in _grouped(self.training, providers).items():
-            rows = [[c.subject, c.size, WORDS[d], *(c.time(d, p) for p in names)] for c in cases for d in c.bars]
-            yield Table(["op", "size", "", *names], rows)
+def _by_case(measurements: Iterable[Measurement]) -> Iterator[list[Measurement]]:
+    """Those of one case in one direction."""
+    for of_case in _grouped(measurements, lambda m: m.case).values():
+        of = _grouped(of_case, lambda m: m.direction)
+        yield from (of[direction] for direction in DIRECTIONS if direction in of)
 
 
 def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -247,28 +137,119 @@ def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, lis
     return found
 
 
+class Line(NamedTuple):
+    """A case in one direction. bars: provider -> its time, as they are shown; ours: the fastest of our kernels."""
+
+    subject: str
+    size: str
+    direction: str
+    bars: dict[str, Measurement]
+    ours: Measurement | None
+
+    def over_ours(self, provider: str) -> float | None:
+        bar = self.bars.get(provider)
+        return bar.microseconds / self.ours.microseconds if bar and self.ours else None
+
+    def time(self, provider: str) -> str:
+        """Ours: µs · share of a copy; others: µs (times the faster of ours)."""
+        if (bar := self.bars.get(provider)) is None:
+            return "–"
+        over_ours = self.over_ours(provider) if provider not in BACKENDS else None
+        return f"{bar.microseconds:.1f}" + (f" ({over_ours:.1f}×)" if over_ours else f" · {bar.of_copy:.0%}")
+
+
+def _line(measurements: Sequence[Measurement]) -> Line:
+    """mhc_pre 8192x4x4096 bfloat16 no gamma has the size 8192 × 4 × 4096 bfloat16 no gamma."""
+    first, bars = measurements[0], {m.provider: m for m in measurements}
+    size = re.sub(r"(?<=\d)x(?=\d)", " × ", first.case.removeprefix(first.subject).strip())
+    ours = min((m for m in bars.values() if m.provider in BACKENDS), key=lambda m: m.microseconds, default=None)
+    return Line(first.subject, size, first.direction, {name: bars[name] for name in _in_order(bars)}, ours)
+
+
+def _in_order(providers: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(dict.fromkeys(providers), key=lambda name: (*PROVIDER_ORDER, name).index(name)))
+
+
+class Section(NamedTuple):
+    """bars: the lines of each case, which HTML draws; brief: Markdown has the section too."""
+
+    title: str
+    note: str
+    tables: Sequence[Table]
+    brief: bool = False
+    bars: dict[Any, list[Line]] | None = None
+
+
+def sections(results: Results) -> Iterator[Section]:
+    """Those that have content."""
+    r, lines = results, [_line(of) for of in _by_case(m for m in results.measurements if m.group == "training")]
+    if r.steps:
+        several = any(backend_of(step.provider) != step.provider for step in r.steps)
+        yield Section("A training step", f"{STEP_NOTE} {FORMS * several}", [table(r.steps, STEPS)], True)
+    if lines:
+        bars = _grouped(lines, lambda line: (line.subject, line.size))
+        yield Section("In short", SHORT_NOTE, [_overview(lines)], True, bars)
+        boundary = any(line.subject.startswith("mhc_next") for line in lines)
+        yield Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", list(_times(lines)), True)
+    if r.measurements:
+        yield Section("All times", ALL_NOTE, [table(_timed(r.measurements), SPEED)])
+    if r.failed:
+        yield Section("Outside their tolerance", "", [table(r.failed, ACCURACY)])
+    if r.not_measured:
+        yield Section("Not measured", "", [table(r.not_measured, NOT_MEASURED)])
+    found = {"date": r.date, **r.versions, "complete": "yes" if r.complete else "no"}
+    found["results within their tolerance of fp64"] = f"{len(r.accuracy) - len(r.failed)} of {len(r.accuracy)}"
+    found |= {f"{name} computes with": words for name, words in r.precision.items()}
+    yield Section("Environment", "", [Table(["", ""], list(found.items()))])
+
+
+def _overview(lines: Sequence[Line]) -> Table:
+    others = [name for name in _in_order(name for line in lines for name in line.bars) if name not in BACKENDS]
+    rows = []
+    for (subject, direction), of in _grouped(lines, lambda line: (line.subject, line.direction)).items():
+        if ours := [line.ours for line in of if line.ours]:
+            share, bandwidth = extent((100 * m.of_copy for m in ours), ".0f", "%"), (m.bandwidth for m in ours)
+            ratios = [extent((line.over_ours(name) for line in of), ".1f", "×") for name in others]
+            rows.append([subject, WORDS[direction], share, extent(bandwidth, ".0f"), *ratios])
+    return Table(["op", "", "of a copy", "GB/s", *others], rows)
+
+
+def extent(values: Iterable[float | None], form: str, unit: str = "") -> str:
+    """1.8 to 4.1×, or one number if both ends are the same; – without values."""
+    there = [value for value in values if value is not None]
+    ends = dict.fromkeys(f"{end:{form}}" for end in (min(there), max(there))) if there else ()
+    return " to ".join(ends) + unit if ends else "–"
+
+
+def _times(lines: Sequence[Line]) -> Iterator[Table]:
+    """Ops that the same providers have share a table."""
+    names_of = {
+        subject: _in_order(name for line in of for name in line.bars)
+        for subject, of in _grouped(lines, lambda line: line.subject).items()
+    }
+    for names, of in _grouped(lines, lambda line: names_of[line.subject]).items():
+        rows = [[line.subject, line.size, WORDS[line.direction], *map(line.time, names)] for line in of]
+        yield Table(["op", "size", "", *names], rows)
+
+
 def draw(results: Results) -> str:
     """A page that needs no other file."""
-    return _render("page.html", shown=Shown(results), r=results, WORDS=WORDS)
+    return _render("page.html", sections=sections(results), r=results, WORDS=WORDS)
 
 
 def markdown(files: Sequence[Results]) -> str:
     """The main tables of several files."""
     parts = [MARKDOWN_HEAD]
-    for shown in map(Shown, files):
-        r = shown.results
+    for r in files:
         versions = [f"{n} {v}" for n, v in r.versions.items() if n not in ("device", "python") and v != "-"]
-        parts.append(f"## {literal(shown.device)}\n\n{literal(', '.join([r.date, *versions]))}.")
-        parts[-1] += "\n\nThe run was interrupted." * (not r.complete)
-        for section in shown.sections():
-            if section.brief:
-                parts += [f"### {section.title}", literal(section.note.strip())]
-                parts += ["\n".join(map(_line, [t.header, ["---"] * len(t.header), *t.rows])) for t in section.tables]
+        parts += [f"## {literal(r.device)}", f"{literal(', '.join([r.date, *versions]))}."]
+        parts += [] if r.complete else ["The run was interrupted."]
+        for section in filter(lambda section: section.brief, sections(r)):
+            parts += [f"### {section.title}", literal(section.note.strip())]
+            for header, rows in section.tables:
+                lines = [map(literal, cells) for cells in (header, ["---"] * len(header), *rows)]
+                parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     return "\n\n".join(part.strip() for part in parts) + "\n"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(map(literal, cells))} |"
 
 
 def literal(text: str) -> str:
@@ -284,16 +265,14 @@ def picture(results: Results) -> str:
     if not bars:
         raise Refused("--svg draws training steps, and there are none: mhc-ops bench --case training_step --json FILE")
     bars.sort(key=lambda step: step.ratio)
-    return _render("training_step.svg", bars=bars, plain=plain, device=Shown(results).device, OURS=BACKENDS)
+    return _render("training_step.svg", bars=bars, plain=plain, device=results.device)
 
 
 def _render(template: str, **values: Any) -> str:
     refuse_without("jinja2", "a page")
     import jinja2
 
-    loader = jinja2.PackageLoader("mhc_ops.measure")
-    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
-    environment = jinja2.Environment(loader=loader, autoescape=True, **options)
-    filters: dict[str, Any] = {"slug": lambda name: re.sub(r"\W+", "-", name), "backend_of": backend_of}
-    environment.filters |= filters | {"percent": percent}
-    return environment.get_template(template).render(**values).strip() + "\n"
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("mhc_ops.measure"), autoescape=True, **options)
+    environment.filters |= {"backend_of": backend_of, "percent": percent}
+    return environment.get_template(template).render(**values, OURS=BACKENDS).strip() + "\n"

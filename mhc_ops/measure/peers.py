@@ -1,7 +1,6 @@
 """The operators of other libraries on our tensors, checked and then timed beside ours.
 
-Each peer runs as its own modules run it, with the defaults of PreOptions. It is imported when it first prepares a
-subject.
+Each peer runs as its own modules run it, with the defaults of PreOptions.
 """
 
 import importlib
@@ -49,28 +48,15 @@ class Prepared:
     same: Collection[str]
 
 
-def load_module(peer: "Peer") -> Any:
-    """The packages of `unrun` are entered without being run: they import kernels that fail with some TileLangs."""
-    if version(peer) is None:
-        raise RuntimeError(f"{peer.name} is not installed: pip install {peer.package}")
-    try:
-        for package in peer.unrun:
-            spec = None if package in sys.modules else importlib.util.find_spec(package)
-            if spec is not None:
-                sys.modules[package] = importlib.util.module_from_spec(spec)
-        return importlib.import_module(peer.module)
-    except Exception as error:
-        raise RuntimeError(f"{peer.name} {version(peer)} does not import here: {error}") from error
-
-
 @dataclass(frozen=True)
 class Peer:
     """A library with such operators.
 
     package: its name on PyPI; module: the one with the functions used here
     precision: what it computes in, if less than fp32; fp32_tolerance: what its results are held to for fp32 tensors
-    adapt: (load, subject, our tensors with the tokens in one dimension) -> Prepared, or None if the peer lacks the op
-           or these sizes and types; load() returns its module
+    adapt: (its module, subject, our tensors with the tokens in one dimension) -> Prepared, or None if the peer lacks
+           the op or these sizes and types
+    unrun: packages that are entered without being run, because they import kernels that fail with some TileLangs
     """
 
     name: str
@@ -78,13 +64,25 @@ class Peer:
     module: str
     precision: str
     fp32_tolerance: float
-    adapt: Callable[[Callable[[], Any], str, Tensors], Prepared | None]
+    adapt: Callable[[Any, str, Tensors], Prepared | None]
     unrun: tuple[str, ...] = ()
-    load: Callable[["Peer"], Any] = load_module
+
+    def load(self) -> Any:
+        """Its module; RuntimeError if it is not installed or does not import."""
+        if version(self) is None:
+            raise RuntimeError(f"{self.name} is not installed: pip install {self.package}")
+        try:
+            for package in self.unrun:
+                spec = None if package in sys.modules else importlib.util.find_spec(package)
+                if spec is not None:
+                    sys.modules[package] = importlib.util.module_from_spec(spec)
+            return importlib.import_module(self.module)
+        except Exception as error:
+            raise RuntimeError(f"{self.name} {version(self)} does not import here: {error}") from error
 
     def prepare(self, subject: str, ours: Tensors) -> Prepared | None:
-        """None if it lacks the op; RuntimeError if it is not installed or does not import."""
-        return self.adapt(lambda: self.load(self), subject, {name: tensor.detach() for name, tensor in ours.items()})
+        """None if it lacks the op."""
+        return self.adapt(self.load(), subject, {name: tensor.detach() for name, tensor in ours.items()})
 
 
 def version(peer: Peer) -> str | None:
@@ -98,7 +96,7 @@ def version(peer: Peer) -> str | None:
 def why_not(peer: Peer) -> str | None:
     """Why it cannot run here, or None."""
     try:
-        peer.load(peer)
+        peer.load()
     except RuntimeError as error:
         return str(error)
     return None
@@ -155,7 +153,7 @@ def _composed(pre: Function, post: Function) -> dict[str, Function]:
 # with four streams they differ by 1e-5 in norm at logits of σ=1, by 8e-3 at σ=3 (single entries by up to 0.1).
 
 
-def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
+def _liger(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
     """Without gamma; streams must be a power of two."""
     options = {"rms_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
     options |= {"allow_fp32": True, "tmax": OURS.sinkhorn_iters, "post_mult": OURS.post_mult}
@@ -167,7 +165,7 @@ def _liger(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | N
     calls = _composed(pre, lambda x, h_out, h_post, h_res: (ops.liger_mhc_post_res(x, h_out, h_post, h_res),))
     if subject not in calls or "gamma" in ours or ours["x"].shape[-2].bit_count() != 1:
         return None
-    ops, x, n = load(), ours["x"], ours["x"].shape[-2]
+    x, n = ours["x"], ours["x"].shape[-2]
     theirs = {name: tensor for name, tensor in ours.items() if name in ("x", "h_out", "h_post")}
     if "h_res" in ours:
         theirs["h_res"] = ours["h_res"].mT.contiguous()
@@ -205,7 +203,7 @@ class _NextPost(torch.autograd.Function):
         return cotangent
 
 
-def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
+def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
     """Without gamma; four streams in bf16 with nD a multiple of its blocks; logits in fp32."""
     options = {"norm_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
     options |= {"sinkhorn_repeat": OURS.sinkhorn_iters, "post_mult_value": OURS.post_mult}
@@ -218,8 +216,8 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
         if not torch.is_grad_enabled():
             return fused_pre(x, phi, alpha, bias)
         mixes = ops.mhc_pre_norm_fn(x, phi, None, OURS.norm_eps, fuse_grad_acc=False)
-        mixes = ops.mhc_pre_split_mixes(mixes, alpha, bias, x.shape[-2], OURS.post_mult, OURS.hc_eps)
-        h_pre, h_post, logits = mixes
+        split = ops.mhc_pre_split_mixes(mixes, alpha, bias, x.shape[-2], OURS.post_mult, OURS.hc_eps)
+        h_pre, h_post, logits = split
         return ops.mhc_pre_apply_mix(x, h_pre), h_post, sinkhorn(logits)
 
     def post_pre(**tensors: Tensor) -> Outputs:
@@ -258,7 +256,6 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
     fits = all(ours[name].dtype == dtype for name, dtype in types.items() if name in ours)
     if n != 4 or not fits or (subject != "sinkhorn" and n * D % 256):
         return None
-    ops = load()
     theirs = {name: layout(name, tensor).contiguous().clone() for name, tensor in ours.items()}
     return Prepared(theirs, call, ("x", "h_out", "logits"))
 
@@ -266,35 +263,34 @@ def _tile_kernels(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepa
 # flash-linear-attention: causal_conv1d on the same tensors; weights of any type.
 
 
-def _fla(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
-    op, *silu = subject.split()
+def _fla(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
+    op, _, silu = subject.partition(" ")
     if op != "causal_conv1d" or not {"x", "weight", "bias"} >= set(ours):
         return None
-    conv, activation = load().causal_conv1d, silu[0] if silu else None
-    return Prepared(ours, lambda **tensors: (conv(**tensors, activation=activation)[0],), ours)
+    return Prepared(ours, lambda **tensors: (ops.causal_conv1d(**tensors, activation=silu or None)[0],), ours)
 
 
 # causal-conv1d, the CUDA package: x is [B, D, L] there; ours transposed is its channel-last layout, without a copy. It
 # takes widths of 2 to 4, channels in multiples of 8, and a bias in the type of the weight.
 
 
-def _causal_conv1d(load: Callable[[], Any], subject: str, ours: Tensors) -> Prepared | None:
+def _causal_conv1d(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
+    op, _, silu = subject.partition(" ")
+
     def train(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Outputs:
-        return (ops.causal_conv1d_fn(x.mT, weight, bias, activation=activation).mT,)
+        return (ops.causal_conv1d_fn(x.mT, weight, bias, activation=silu or None).mT,)
 
     def update(x: Tensor, weight: Tensor, conv_state: Tensor, bias: Tensor | None = None) -> Outputs:
         one = x.dim() == 2
-        y = ops.causal_conv1d_update(x if one else x.mT, conv_state, weight, bias, activation)
+        y = ops.causal_conv1d_update(x if one else x.mT, conv_state, weight, bias, silu or None)
         return y if one else y.mT, conv_state
 
-    op, *silu = subject.split()
     calls: dict[str, Function] = {"causal_conv1d": train, "causal_conv1d_update": update}
     if op not in calls or set(ours) - {"x", "weight", "bias", "conv_state"}:
         return None
     D, W = ours["weight"].shape
     if not 2 <= W <= 4 or D % 8 or ("bias" in ours and ours["bias"].dtype != ours["weight"].dtype):
         return None
-    ops, activation = load(), silu[0] if silu else None
     return Prepared(ours, calls[op], ours)
 
 

@@ -2,13 +2,12 @@
 
 import importlib
 import importlib.util
-import json
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -69,39 +68,43 @@ def show(*parts: Table | str) -> None:
 
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
-    """Yields the items and says on stderr how far it is: a terminal has one line, which each item overwrites."""
+    """Yields the items and says on stderr how far it is."""
+    say_place = status(label, between=0.0)
     for nth, item in enumerate(items, 1):
-        words = " ".join(map(str, item)) if isinstance(item, tuple) else str(item)
-        line = f"{label} {nth}/{len(items)}: {words}"
-        if not _write_line(line):
-            print(line, file=sys.stderr, flush=True)
+        say_place(f"{nth}/{len(items)}: {' '.join(map(str, item)) if isinstance(item, tuple) else item}")
         yield item
     clear()
 
 
-def status(label: str) -> Callable[[object], None]:
-    """For work of unknown length: call the result with the current place. Without a terminal it prints rarely."""
+def status(label: str, between: float = BETWEEN_LINES) -> Callable[[object], None]:
+    """Call the result with the current place: a terminal has one line, which each overwrites, and without a terminal
+    it prints rarely, because the length of the work is unknown."""
     last = time.monotonic()
 
-    def show(where: object) -> None:
+    def say_place(place: object) -> None:
         nonlocal last
-        if not _write_line(f"{label} {where}") and time.monotonic() - last >= BETWEEN_LINES:
+        if not _overwrite(f"{label} {place}") and time.monotonic() - last >= between:
             last = time.monotonic()
-            print(f"{label} {where}", file=sys.stderr, flush=True)
+            print(f"{label} {place}", file=sys.stderr, flush=True)
 
-    return show
+    return say_place
 
 
-def _write_line(text: str) -> bool:
+def _overwrite(text: str) -> bool:
     """Overwrites the line of a terminal; returns False and writes nothing if the cursor cannot move."""
-    if columns := _columns():
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns - 1  # at the last one, some wrap
+    except (OSError, ValueError):  # no terminal, or none that is a file, as in a notebook
+        return False
+    moves = columns > 0 and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    if moves:
         print(f"\r{text[:columns]}{ERASE}", end="", file=sys.stderr, flush=True)
-    return columns > 0
+    return moves
 
 
 def clear() -> None:
     """Takes the progress off the terminal."""
-    _write_line("")
+    _overwrite("")
 
 
 def say(text: object) -> None:
@@ -121,20 +124,6 @@ def shortened(text: str, longest: int = 80) -> str:
     return text if len(text) <= longest else text[:longest] + "…"
 
 
-def _columns() -> int:
-    """The width of stderr, less the last column, at which some wrap; 0 unless it is a terminal whose cursor moves."""
-    try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError):  # no terminal, or none that is a file, as in a notebook
-        return 0
-    return columns - 1 if os.environ.get("TERM", "dumb") not in ("dumb", "unknown") else 0
-
-
-def finite(value: Any) -> Any:
-    """For JSON, which has neither NaN nor infinity: null takes their place."""
-    return json.loads(json.dumps(value), parse_constant=lambda constant: None)
-
-
 def versions() -> dict[str, str]:
     """What a measurement depends on."""
     found = {"mhc_ops": VERSION, "python": platform.python_version(), "torch": torch.__version__}
@@ -143,7 +132,7 @@ def versions() -> dict[str, str]:
             found[name] = importlib.import_module(name).__version__
         except ImportError:
             found[name] = "not installed"
-    if torch.cuda.is_available():
-        driver = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        return {**found, "device": torch.cuda.get_device_name(), "driver": driver}
-    return {**found, "device": f"CPU ({platform.machine()})"}
+    if not torch.cuda.is_available():
+        return found | {"device": f"CPU ({platform.machine()})"}
+    driver = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return found | {"device": torch.cuda.get_device_name(), "driver": driver}

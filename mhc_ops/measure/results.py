@@ -1,27 +1,96 @@
-"""What `check` and `bench` found, and the file that keeps it; docs/measure.md names every field."""
+"""What `check` and `bench` found, and the file that keeps it. docs/measure.md says what every field is."""
 
 import dataclasses
 import datetime
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..testing.accuracy import Row
 from . import files, peers, report
 from .report import Refused
-from .selection import NotMeasured
-from .speed import COMPILED, EAGER, Measurement, StepTime
 
 FORMAT = 2
+LONGEST_REASON = 300  # characters that a table shows of what a compiler says
+DIRECTIONS = ("forward", "backward", "both")  # without gradients; the gradients alone; a training step
+EAGER, COMPILED, GRAPHS = MODES = ("eager", "torch.compile", "graphs")  # of a model
+PLAIN = "plain"  # residuals without streams
+
+
+class Wrong(Exception):
+    """A provider that does not compute the function is not timed."""
+
+
+@dataclass(frozen=True)
+class NotMeasured:
+    """where: a case, a family of ops, or "" for all; failed: wrong or crashed, not only absent."""
+
+    where: str
+    provider: str
+    reason: str
+    failed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where + ': ' if self.where else ''}{self.provider} did not run: {self.reason}"
+
+
+@dataclass
+class Measurement:
+    """One provider on one case in one direction."""
+
+    subject: str
+    case: str
+    provider: str
+    direction: str
+    microseconds: float
+    bandwidth: float
+    copy_microseconds: float
+    host_microseconds: float | None = None
+    peak_megabytes: float | None = None
+    group: str = "training"  # or "decode"
+    bytes: float | None = None
+    spread: float | None = None
+    copy_spread: float | None = None
+    samples: int | None = None
+    of_copy: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.of_copy = self.copy_microseconds / self.microseconds
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One provider at one size in one mode. Older files have neither quartiles nor rounds."""
+
+    size: str
+    provider: str
+    mode: str
+    milliseconds: float
+    spread: float | None = None
+    samples: int | None = None
+    ratio: list[float] = field(default_factory=list)
+    in_a_row: list[float] = field(default_factory=list)
+    peak_megabytes: float | None = None
+    difference: float | None = None
+    rounds: list[list[float]] = field(default_factory=list)
+
+    @property
+    def case(self) -> str:
+        return name_of(self.size, self.mode)
+
+
+def name_of(size: object, mode: str) -> str:
+    """The name of a training step."""
+    return f"{size}" if mode == EAGER else f"{mode} {size}"
 
 
 @dataclass
 class Results:
-    """command: "check" or "bench"; complete: not interrupted; selection: what bench was limited to; precision: what a
-    peer computes in, if less than ours."""
-
     command: str
     date: str = ""
     complete: bool = False
@@ -32,6 +101,24 @@ class Results:
     accuracy: list[Row] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)
     not_measured: list[NotMeasured] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        return self.versions.get("device", "unknown device")
+
+    @property
+    def failed(self) -> list[Row]:
+        return [row for row in self.accuracy if not row.passed]
+
+    @contextmanager
+    def failures_of(self, where: object, provider: str) -> Iterator[None]:
+        """A failure is kept with its reason, and the work goes on."""
+        try:
+            yield
+        except Exception as error:
+            what = f"{provider} is wrong, so it is not timed" if isinstance(error, Wrong) else type(error).__name__
+            reason = f"{what}: {error}"
+            self.not_measured.append(NotMeasured(str(where), provider, " ".join(reason.split())[:LONGEST_REASON], True))
 
 
 ENTRIES = {"measurements": Measurement, "accuracy": Row, "steps": StepTime, "not_measured": NotMeasured}
@@ -45,16 +132,13 @@ def begin(command: str) -> Results:
 
 def write(results: Results, path: Path) -> None:
     """Writes an entry a line: easy to compare, and faster than json.dumps(indent=1) for a run that writes often."""
+    finite = partial(json.loads, parse_constant=lambda constant: None)  # JSON has neither NaN nor infinity
     fields = []
     for name, value in {"format": FORMAT, **vars(results)}.items():
-        entries = [json.dumps(report.finite(_fields(entry))) for entry in value] if isinstance(value, list) else []
+        entries = [json.dumps(finite(json.dumps(vars(entry)))) for entry in value] if isinstance(value, list) else []
         text = "[\n  " + ",\n  ".join(entries) + "\n ]" if entries else json.dumps(value)
         fields.append(f' "{name}": {text}')
     files.write(path, "{\n" + ",\n".join(fields) + "\n}\n")
-
-
-def _fields(entry: Any) -> dict[str, Any]:
-    return {**vars(entry), "of_copy": entry.of_copy} if isinstance(entry, Measurement) else vars(entry)
 
 
 def save(results: Results, path: Path | None, last: bool = False) -> None:
@@ -71,7 +155,7 @@ def read(path: Path) -> Results:
             raise Refused(f"{path}: written by another mhc-ops (format {content['format']}, this reads {FORMAT})")
         lists = {name: [_entry(kind, entry) for entry in content.get(name, ())] for name, kind in ENTRIES.items()}
         return _entry(Results, {"command": "bench", **content, **lists})
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise Refused(f"{path}: not written by mhc-ops check or bench: a field is missing or wrong") from error
 
 
@@ -80,7 +164,7 @@ def _entry(kind: Any, content: dict[str, Any]) -> Any:
     if kind is StepTime and "compiled" in content:  # as files were written until 2026-11-17
         mode, percent = COMPILED if content["compiled"] else EAGER, content.get("overhead_percent")
         content = {**content, "mode": mode, "ratio": [] if percent is None else [1 + percent / 100]}
-    known = {f.name: content[f.name] for f in dataclasses.fields(kind) if f.name in content}
+    known = {f.name: content[f.name] for f in dataclasses.fields(kind) if f.init and f.name in content}
     return kind(**{name: math.nan if kind is Row and value is None else value for name, value in known.items()})
 
 

@@ -6,7 +6,7 @@ A provider is a backend's kernels, "eager" or "torch.compile" (the reference, as
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from ..testing.cases import Stack
 from ..testing.conv_cases import AnyCase
 from . import peers
 from .report import Refused
+from .results import NotMeasured, Wrong
 
 Named = TypeVar("Named")  # a case, or a training step
 
@@ -28,29 +29,6 @@ KERNELS = tuple(backend for backend in backends.BACKENDS if backend != "referenc
 OF_TORCH = ("eager", "torch.compile")
 
 
-@dataclass(frozen=True)
-class NotMeasured:
-    """where: a case, a family of ops, or "" for all; failed: wrong or crashed, not only absent."""
-
-    where: str
-    provider: str
-    reason: str
-    failed: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.where + ': ' if self.where else ''}{self.provider} did not run: {self.reason}"
-
-
-class Wrong(Exception):
-    """A provider that does not compute the function is not timed."""
-
-
-def refuse_wrong_environment() -> None:
-    """The package reads the variables as it is imported, which is too early for one line."""
-    if wrong := backends.wrong_environment or cases.WRONG_SEED:
-        raise Refused(wrong)
-
-
 def op_of(case: object) -> str:
     """What a name has before its sizes: mhc_pre normed 173x1x257 bfloat16 -> mhc_pre normed"""
     return re.split(r" (?=\d)", str(case))[0]
@@ -60,9 +38,8 @@ def named(text: str, cases: Sequence[Named]) -> list[Named]:
     """The cases with the text in their name; without any, Refused with the ops, names and words nearest to it."""
     if found := [case for case in cases if text in str(case)]:
         return found
-    ops, names = list(dict.fromkeys(map(op_of, cases))), [str(case) for case in cases]
-    words = [word for name in names for word in name.split()]
-    nearest = difflib.get_close_matches(text, dict.fromkeys([*ops, *names, *words]))
+    ops, names = dict.fromkeys(map(op_of, cases)), [str(case) for case in cases]
+    nearest = difflib.get_close_matches(text, dict.fromkeys([*ops, *names, *" ".join(names).split()]))
     meant = f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"there are cases of {', '.join(ops)}"
     raise Refused(f"no case matches {text!r}: {meant}")
 
@@ -88,7 +65,5 @@ def refuse_if_wrong(provider: str, rows: list[accuracy.Row]) -> None:
     failed = [row for row in rows if not row.passed]
     if failed and provider != "eager":
         worst = accuracy.worst(failed)
-        raise Wrong(
-            f"{provider} is wrong, so it is not timed: {worst.output} of {worst.case} is off by "
-            f"{worst.relative_error:.1e} (allowed {worst.tolerance:.0e}); wrong in {len(failed)} of {len(rows)} results"
-        )
+        off = f"{worst.output} of {worst.case} is off by {worst.relative_error:.1e} (allowed {worst.tolerance:.0e})"
+        raise Wrong(f"{off}; wrong in {len(failed)} of {len(rows)} results")

@@ -1,17 +1,13 @@
 """The cost of hyper-connections in use: a training step of a small transformer, beside plain residuals; and stacks of
-layers, of which its model is made and whose boundaries `bench` times.
+layers, of which its model is made and whose boundaries `bench` times. docs/measure.md says what a step is."""
 
-The model has attention and SwiGLU in turn, each after an RMSNorm, in bf16. Every provider connects the same layers with
-the same weights, and all maps hold the same numbers. Ours is a HyperStack, with the norms inside if the backend has
-them. A step is a forward and a backward with all gradients, without an optimiser. Its time is the wall clock's, host
-included: from an idle device to an idle device, and of steps in a row. All models of a size and a mode take turns, and
-a ratio is that to plain residuals in the same round.
-"""
-
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import truediv
 from typing import Any
 
 import torch
@@ -24,7 +20,8 @@ from ..core import backend as backends
 from ..testing import cases
 from . import peers, selection
 from .peers import Layer
-from .speed import COMPILED, EAGER, GRAPHS, PLAIN, SAMPLES, StepTime, name_of, peak_memory, ratios, summary
+from .results import COMPILED, EAGER, GRAPHS, PLAIN, Results, StepTime, Wrong, name_of
+from .speed import SAMPLES, peak_memory, summary
 
 N = 4
 ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 of it, a wrong term far more
@@ -32,13 +29,13 @@ HEAD = 128  # channels of a head of attention
 LONGEST = 4096  # tokens of a sequence
 DTYPE = torch.bfloat16
 IN_A_ROW = 4  # steps that are timed together
-# Forms of ours, after the backend's name. torch.compile itself decides what is kept.
-APART, NO_NORM, RECOMPUTE, SHIFTED = "HyperConnection", "layer_norm=False", "recompute=4", "shifted"
-FORMS = {EAGER: (APART, NO_NORM, RECOMPUTE, SHIFTED), COMPILED: (APART, NO_NORM, SHIFTED)}
-FORMS[GRAPHS] = FORMS[EAGER]
+# Forms of ours, after the backend's name: what the model is made of, and the `recompute` of the stack.
+APART, NO_NORM, RECOMPUTE, SHIFTED = ("HyperConnection", "layer_norm=False", "recompute=4", "shifted")
+FORMS = {"": (cases.MHC_NEXT_NORMED, 0), APART: (cases.MHC_LAYER, 0), NO_NORM: (cases.MHC_NEXT, 0)}
+FORMS |= {RECOMPUTE: (cases.MHC_NEXT_NORMED, 4), SHIFTED: (cases.MHC_NEXT_SHIFTED_NORMED, 0)}
 # Its pre finds the gradient of the streams in an attribute of their storage, which a trace does not see: only the
 # layers between its operators are compiled.
-UNTRACED = ("TileKernels",)
+UNTRACED = "TileKernels"
 
 
 @dataclass(frozen=True)
@@ -53,14 +50,10 @@ class Size:
 
     def case(self, provider: str, tokens: int = 1) -> cases.Stack:
         """What its model is made of: layers, or boundaries of a HyperStack, with the norm if the backend has it."""
-        backend, subject = backend_of(provider), cases.MHC_NEXT_NORMED
-        if provider.endswith(SHIFTED):
-            subject = cases.MHC_NEXT_SHIFTED_NORMED
-        elif backend not in backends.BACKENDS or provider.endswith(APART):
-            subject = cases.MHC_LAYER
-        elif backend == "tilelang" or provider.endswith(NO_NORM):
-            subject = cases.MHC_NEXT
-        recompute = 4 * provider.endswith(RECOMPUTE)
+        form = provider.partition(" ")[2]
+        if form not in FORMS or not form:
+            form = {"tilelang": NO_NORM}.get(provider, "" if provider in backends.BACKENDS else APART)
+        subject, recompute = FORMS[form]
         return cases.Stack(subject, (tokens,), N, self.D, DTYPE, gamma=False, recompute=recompute)
 
 
@@ -123,13 +116,12 @@ def connect(
     return HyperStack(*connections, recompute=case.recompute, shifted=subject in cases.SHIFTED)
 
 
-def build(case: cases.Stack, provider: str, depth: int, device: torch.device) -> nn.Module | None:
-    """A stack around layers that cost nothing; None if a peer lacks it, so that its norm would be torch's."""
-    peer, layer = peers.by_name(provider), case.layer()
-    only_ours = case.recompute or case.subject in cases.VARIANTS
-    if peer is not None and (only_ours or peer.prepare(layer.subject.name, layer.inputs(device)) is None):
-        return None
-    return connect(provider, [nn.Identity()] * depth, case, device)
+def connects(provider: str, case: cases.Stack, device: torch.device) -> bool:
+    """Whether the provider has what the case is made of. A peer has layers: beside others its norm would be torch's."""
+    if (peer := peers.by_name(provider)) is None:
+        return provider not in selection.KERNELS or backends.why_not("mhc", provider, device) is None
+    layer, only_ours = replace(case.layer(), outer=(1,)), case.recompute or case.subject in cases.VARIANTS
+    return not only_ours and peer.prepare(layer.subject.name, layer.inputs()) is not None
 
 
 class Attention(nn.Module):
@@ -151,21 +143,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.up(x).chunk(2, -1)
         return self.down(F.silu(gate) * up)
-
-
-class Model(nn.Module):
-    """The mean square of the output for x [T, D]. Streams begin as copies of x and end as their mean; a shifted stack
-    has contracted them itself."""
-
-    def __init__(self, connected: nn.Module, streams: bool):
-        super().__init__()
-        self.connected, self.streams = connected, streams
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.streams:
-            x = x.unsqueeze(1).expand(-1, N, -1).contiguous()
-        x = self.connected(x)
-        return (x.mean(1) if x.dim() > 2 else x).float().square().mean()
 
 
 TakeStep = Callable[[], tuple[Tensor, Tensor]]  # the loss and dx
@@ -190,6 +167,14 @@ class Race:
     def __str__(self) -> str:
         return f"{self.case}: {self.provider}"
 
+    def measure(self, device: torch.device, results: Results) -> None:
+        training, steps = Training(self.size, self.mode, device), {}
+        for provider in (PLAIN, *self.providers):
+            with results.failures_of(self.case, provider):
+                steps[provider] = training.checked(provider)
+        with results.failures_of(self.case, PLAIN):
+            results.steps += training.measure(steps)
+
 
 def named(case: str, device: torch.device) -> list[Size]:
     return [size for size in (SIZES if device.type == "cuda" else SIZES_CPU) if case in str(size)]
@@ -198,22 +183,17 @@ def named(case: str, device: torch.device) -> list[Size]:
 def plan(case: str, present: Sequence[str], device: torch.device, mode: str) -> list[Race]:
     """The formula in torch is "eager" or, if the model is compiled, "torch.compile". Nothing is compiled unless
     "torch.compile" is present, and only a GPU has graphs."""
+    if (mode == COMPILED and COMPILED not in present) or (mode == GRAPHS and device.type != "cuda"):
+        return []
     formula = COMPILED if mode == COMPILED else EAGER
-    possible = {EAGER: True, COMPILED: COMPILED in present, GRAPHS: device.type == "cuda"}
+    forms = [form for form in FORMS if mode != COMPILED or form != RECOMPUTE]  # it decides itself what is kept
     races = []
-    for size in named(case, device) if possible[mode] else ():
-        there = [provider for provider in present if provider == formula or _connects(provider, size, device)]
-        forms = {provider: FORMS[mode] if provider == selection.KERNELS[0] else () for provider in there}
-        providers = [name for p in there for name in (p, *(f"{p} {form}" for form in forms[p]))]
-        races += [Race(size, mode, tuple(providers))] if providers else []
+    for size in named(case, device):
+        possible = [p for p in present if p == formula or p not in selection.OF_TORCH]
+        there = [p for p in possible if connects(p, size.case(p), device)]
+        named_forms = [(p, form) for p in there for form in (forms if p == selection.KERNELS[0] else [""])]
+        races += [Race(size, mode, tuple(f"{p} {form}".strip() for p, form in named_forms))] if there else []
     return races
-
-
-def _connects(provider: str, size: Size, device: torch.device) -> bool:
-    peer = peers.by_name(provider)
-    if peer is not None:
-        return peer.prepare("mhc_layer", size.case(provider).inputs()) is not None
-    return provider in selection.KERNELS and backends.why_not("mhc", provider, device) is None
 
 
 class Training:
@@ -233,17 +213,24 @@ class Training:
             self.x = torch.randn(size.tokens, size.D).to(DTYPE).requires_grad_()
 
     def step(self, provider: str, mode: str = EAGER) -> TakeStep:
-        compiles: Callable[[Any], Any] = (
-            partial(torch.compile, dynamic=False) if mode == COMPILED else lambda model: model
-        )
+        compiled: Any = partial(torch.compile, dynamic=False) if mode == COMPILED else lambda module: module
         case = self.size.case(provider)
         inside = case.subject in cases.NORMED
         layers = self.layers if inside else [nn.Sequential(*pair) for pair in zip(self.norms, self.layers)]
-        layers = [compiles(layer) for layer in layers] if provider in UNTRACED else layers
+        layers = [compiled(layer) for layer in layers] if provider == UNTRACED else layers
         norms = [norm.weight for norm in self.norms] if inside else ()
         connected = connect(backend_of(provider), layers, case, self.device, norms)
-        model = Model(connected, provider != PLAIN)
-        loss_of, wanted = model if provider in UNTRACED else compiles(model), [self.x, *model.parameters()]
+        wanted = [self.x, *connected.parameters()]
+
+        def loss_of(x: Tensor) -> Tensor:
+            """Streams begin as copies of x and end as their mean; a shifted stack has contracted them itself."""
+            if provider != PLAIN:
+                x = x.unsqueeze(1).expand(-1, N, -1).contiguous()
+            x = connected(x)
+            return (x.mean(1) if x.dim() > 2 else x).float().square().mean()
+
+        if provider != UNTRACED:
+            loss_of = compiled(loss_of)
 
         def step() -> tuple[Tensor, Tensor]:
             loss = loss_of(self.x)
@@ -276,8 +263,7 @@ class Training:
         pairs = [(a.double(), b.double()) for a, b in zip(found, self.expected[formula])]
         worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
         if not worst <= ALLOWED:
-            words = f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})"
-            raise selection.Wrong(f"{provider} is wrong, so it is not timed: {words}")
+            raise Wrong(f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})")
         return worst
 
     def checked(self, provider: str) -> tuple[TakeStep, dict[str, Any]]:
@@ -289,18 +275,24 @@ class Training:
 
     def measure(self, steps: Mapping[str, tuple[TakeStep, dict[str, Any]]]) -> list[StepTime]:
         """The times of the steps, which take turns; each is the first of a round in turn. `plain` is among them."""
-        names, rounds = list(steps), {name: list[list[float]]() for name in steps}
-        for nth in range(SAMPLES):
-            first = nth % len(names)
-            for name in names[first:] + names[:first]:
+        turns, rounds = deque(steps), {name: list[list[float]]() for name in steps}
+        for _ in range(SAMPLES):
+            for name in turns:
                 rounds[name].append([round(ms, 4) for ms in self.sample(steps[name][0])])
+            turns.rotate(-1)
         found = []
         for name, (_, known) in steps.items():
-            milliseconds = summary([idle for idle, _ in rounds[name]])._asdict()
-            of_plain = ratios(rounds[name], rounds[PLAIN]) if name != PLAIN else [[], []]
-            known |= {"milliseconds": milliseconds.pop("microseconds"), **milliseconds, "rounds": rounds[name]}
-            found.append(StepTime(str(self.size), name, self.mode, ratio=of_plain[0], in_a_row=of_plain[1], **known))
+            kinds = [] if name == PLAIN else zip(zip(*rounds[name]), zip(*rounds[PLAIN]))  # from idle, in a row
+            known["ratio"], known["in_a_row"] = [_of_plain(*kind) for kind in kinds] or ([], [])
+            idle = summary([idle for idle, _ in rounds[name]])
+            found.append(StepTime(str(self.size), name, self.mode, *idle, **known, rounds=rounds[name]))
         return found
+
+
+def _of_plain(own: Sequence[float], plain: Sequence[float]) -> list[float]:
+    """Median and quartiles of the ratio in the same round."""
+    lower, median, upper = statistics.quantiles(map(truediv, own, plain), n=4, method="inclusive")
+    return [median, lower, upper]
 
 
 def captured(step: TakeStep) -> TakeStep:

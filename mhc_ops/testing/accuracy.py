@@ -7,12 +7,10 @@ Tolerances follow from the type that a result is stored in:
   fp32     1e-5 in norm; 3e-5 after Sinkhorn if its logits have σ = 8: errors of the logits grow with them
   fp64     1e-12 in norm
 
-A gradient is a sum whose terms may cancel; it can be no more exact than the size of its terms, (Σ terms²)^½, allows.
-If that exceeds the norm of the gradient, the tolerance is a share of it. A gradient in 16 bits is the sum in fp32,
-rounded: beside the rounding, each of its N elements is allowed the largest of N errors of that norm, √(2 ln N) times
-their mean. 16 random draws estimate the size of the terms; if they let a result fail, 128 decide. 2^-100 of the largest
-element counts as nothing, because fp32 flushes it to 0. Below fp32's smallest normal number, which GPUs flush, any two
-results count as equal.
+A gradient is a sum whose terms may cancel. Where (Σ terms²)^½ is larger than it, the tolerance is a share of that:
+docs/measure.md, "check". A gradient in 16 bits is the sum in fp32, rounded: beside the rounding, each of its N elements
+is allowed the largest of N errors of that norm, √(2 ln N) times their mean. 2^-100 of the largest element counts as
+nothing, because fp32 flushes it to 0. Below fp32's smallest normal number, which GPUs flush, all results are equal.
 """
 
 import math
@@ -138,12 +136,7 @@ def measure(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> 
 
 def judge_all(case: AnyCase, backend: str, ran: Ran) -> list[Row]:
     exact = truth(case.subject, ran.tensors, ran.cotangents, ran.results)
-    return [judge(case, backend, name, as_computed(case, ran.results[name]), exact[name]) for name in exact]
-
-
-def as_computed(case: AnyCase, result: Tensor) -> Tensor:
-    """A gradient of an fp64 parameter is in fp64, but its sums were fp32."""
-    return result.float() if result.dtype == torch.float64 and case.dtype != torch.float64 else result
+    return [judge(case, backend, name, ran.results[name], exact[name]) for name in exact]
 
 
 def truth(
@@ -175,9 +168,8 @@ def sizes_of_terms(gradients: Gradients, outputs: Sequence[Tensor], cotangents: 
     """(Σ terms²)^½ of every element of the gradients. A term is what one element of the gradient of an output
     contributes; an output may be read by what makes another, as x_next is by the next layer's maps.
 
-    A gradient is linear in those of the outputs: with random signs on their elements it is Σ ± term, and the mean of
-    its square is Σ terms². That costs a few backward passes, where a table of the terms would be as large as x times
-    phi. The signs follow from a seed, so a verdict is the same each time.
+    With random signs on those elements a gradient is Σ ± term, and the mean of its square is Σ terms². A table of the
+    terms would be as large as x times phi. The signs follow from a seed, so a verdict is the same each time.
     """
     squares: Tensors = {}
     device = next(c.device for c in cotangents if c is not None)
@@ -199,6 +191,8 @@ def judge(
     case: AnyCase | None, backend: str, name: str, result: Tensor, exact: Exact, norm_tolerance: float | None = None
 ) -> Row:
     """norm_tolerance: for a library of another precision; None: what the output's type allows."""
+    if case is not None and case.dtype != torch.float64 and result.dtype == torch.float64:
+        result = result.float()  # the gradient of an fp64 parameter, whose sums were fp32
     words, value, dtype = str(case or ""), exact.value, result.dtype
     if result.shape != value.shape:
         raise AssertionError(f"{words}: {name} is {list(result.shape)}, should be {list(value.shape)}")
@@ -231,7 +225,7 @@ def judge(
 
 def one_rounding(error: Tensor, value: Tensor, dtype: torch.dtype, of_sums: Tensor) -> bool:
     """Whether every element is within one rounding, beside the error of the sum that is rounded."""
-    row_largest = (value.abs() if value.dim() == 0 else value.abs().amax(-1, keepdim=True)).expand_as(value)
+    row_largest = value.abs().amax(-1, keepdim=True).expand_as(value)
     smallest_step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     largest_of_all = math.sqrt(2 * math.log(max(2, value.numel())))
     allowed = (ROUNDING[dtype] * row_largest).clamp(min=smallest_step / 2) + largest_of_all * of_sums

@@ -56,24 +56,21 @@ class ConvCase(Drawn):
 
     @property
     def subject(self) -> Subject:
+        activation: dict[str, Any] = {"activation": "silu" if self.silu else None}
+        silu, dilated = " silu" * self.silu, dict[str, Any](dilation=self.dilation)
         of_conv = partial(Subject, inputs=(), family="conv")
-        options: dict[str, Any] = {"dilation": self.dilation}
+        with_cache = partial(of_conv, outputs=("y", "conv_state"), intermediates=2, mutated=("conv_state",))
         if self.n:
-            call = public("short_conv", residual=self.residual, norm_eps=self.norm_eps, **options)
+            call = public("short_conv", residual=self.residual, norm_eps=self.norm_eps, **dilated)
             return of_conv("short_conv", call, outputs=("y",), moved=(3, 0, 5, 0))
-        options["activation"] = "silu" if self.silu else None
-        op = "causal_conv1d" + "_update" * self.update
-        name = op + " silu" * self.silu
         if self.update:  # x and y; of the state all but one row, twice
-            state: Any = {"outputs": ("y", "conv_state"), "intermediates": 2, "mutated": ("conv_state",)}
-            return of_conv(name, partial(_update, **options), moved=(2 * self.W, 0, 0, 0), **state)
+            update = partial(_update, **activation, **dilated)
+            return with_cache("causal_conv1d_update" + silu, update, moved=(2 * self.W, 0, 0, 0))
         if self.places == CACHE:
-            cache: Any = {"outputs": ("y", "conv_state"), "intermediates": 2, "mutated": ("conv_state",)}
-            call = partial(_prefill, activation=options["activation"])
-            return of_conv("causal_conv1d_prefill" + " silu" * self.silu, call, moved=(2, 0, 0, 0), **cache)
+            return with_cache("causal_conv1d_prefill" + silu, partial(_prefill, **activation), moved=(2, 0, 0, 0))
         states = ("final_state",) if self.places in FINAL else ()
-        call = public(op, **options, output_final_state=bool(states))
-        return of_conv(name, call, outputs=("y", *states), moved=(2 + self.residual, 0, 3, 0))
+        call = public("causal_conv1d", **activation, **dilated, output_final_state=bool(states))
+        return of_conv("causal_conv1d" + silu, call, outputs=("y", *states), moved=(2 + self.residual, 0, 3, 0))
 
     def _drawn(self, normal: Callable[..., Tensor], generator: torch.Generator) -> Tensors:
         B, L, D, W, S = self.B, self.L, self.D, self.W, (self.W - 1) * self.dilation
@@ -93,17 +90,17 @@ class ConvCase(Drawn):
         if self.residual and not self.n:
             tensors["residual"] = data(B, L, D)
         if self.update:  # with two unused rows and slots if there are places
-            drawn_on, more = generator.device, (L - 1 if self.places == "drafts" else 2 * bool(self.places))
-            slots = torch.randperm(B + 2, generator=generator, device=drawn_on)[:B].to(torch.int32)
+            of_case: Any = {"generator": generator, "device": generator.device}
+            slots = torch.randperm(B + 2, **of_case)[:B].to(torch.int32)
             slots[-1] = -1
+            more = L - 1 if self.places == "drafts" else 2 * bool(self.places)
             tensors["conv_state"] = data(B + 2 * (self.places == "slots"), D, S + more)
             if self.places == "slots":
                 tensors["conv_state_indices"] = slots
             if self.places == "drafts":
-                accepted = torch.randint(1, L + 1, (B,), generator=generator, device=drawn_on)
-                tensors["num_accepted_tokens"] = accepted
+                tensors["num_accepted_tokens"] = torch.randint(1, L + 1, (B,), **of_case)
             if self.places == "ring":
-                tensors["cache_seqlens"] = torch.randint(0, 100, (B,), generator=generator, device=drawn_on)
+                tensors["cache_seqlens"] = torch.randint(0, 100, (B,), **of_case)
             return tensors
         bounds = torch.tensor([0, L // 5, L // 5, L // 2, L - L // 6], dtype=torch.int32)
         if "cu_seqlens" in self.places:

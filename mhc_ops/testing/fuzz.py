@@ -1,15 +1,12 @@
-"""Random cases, each rebuilt from a seed and its number: any op, shape, type, layout, options and used outputs.
-
-Every backend is compared with fp64. A kernel must give the same bits twice, and for a token or a sequence alone and in
-a batch.
-"""
+"""Random cases (docs/measure.md, "check"): each is rebuilt from a seed and its number."""
 
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from functools import partial
+from itertools import count, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from . import accuracy, cases
 from .cases import LAYOUTS, Case, Subject, Tensors
 from .conv_cases import FINAL, PLACES, AnyCase, ConvCase, runs
 
+Progress = Callable[[int], object]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 PARAMETERS = (*FLOATS, torch.float32, torch.float64)
 SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)
@@ -49,19 +47,19 @@ class Outcome:
     detail: str
 
 
-def run(
-    seconds: float,
-    device: torch.device | str,
-    backends: Sequence[str],
-    seed: int,
-    progress: Callable[[int], None] = lambda number: None,
-) -> Iterator[Outcome]:
-    """Cases 0, 1, ... until the time is over; progress(number) before each."""
-    place, end = torch.device(device), time.monotonic() + seconds
-    for number in count():
-        if time.monotonic() >= end:
-            return
+def numbers(seconds: float, progress: Progress) -> Iterator[int]:
+    """0, 1, ... until the time is over; progress(number) before each."""
+    end = time.monotonic() + seconds
+    for number in takewhile(lambda number: time.monotonic() < end, count()):
         progress(number)
+        yield number
+
+
+def run(
+    seconds: float, device: torch.device | str, backends: Sequence[str], seed: int, progress: Progress = lambda _: None
+) -> Iterator[Outcome]:
+    place = torch.device(device)
+    for number in numbers(seconds, progress):
         case = case_of(seed, number, small=place.type == "cpu")
         for backend in backends:
             if runs(case, backend, place):
@@ -70,22 +68,30 @@ def run(
 
 
 def examine(case: AnyCase, backend: str, device: torch.device) -> str:
-    """What is off; "" if nothing is."""
+    """What is off; "" if nothing is. A crash is a finding, and the next case runs."""
+    wrong, where = list[str](), ""
     try:
         ran = accuracy.run_case(case, backend, device)
         again = accuracy.run(case.subject, ran.tensors, backend, ran.cotangents)
         rows = [row for row in accuracy.judge_all(case, backend, ran) if not row.passed]
-        rows = [row for row in rows if not within_reach(case, ran, row)]
-    except Exception as error:  # a crash is a finding, and the next case runs
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    wrong = [f"{row.output} off by {row.relative_error:.1e} (allowed {row.tolerance:.0e})" for row in rows]
-    if backend != "reference":  # torch adds indexed gradients in any order on a GPU
-        wrong += [f"{name} has other bits in a second run" for name in again if differ(ran.results[name], again[name])]
-        try:
+        wrong += [off_by(row) for row in rows if not within_reach(case, ran, row)]
+        if backend != "reference":  # torch adds indexed gradients in any order on a GPU
+            wrong += [
+                f"{name} has other bits in a second run" for name in again if differ(ran.results[name], again[name])
+            ]
+            where = "in another batch: "
             wrong += [f"{name} has other bits in another batch" for name in in_any_batch(case, backend, device)]
-        except Exception as error:
-            wrong += [f"{type(error).__name__} in another batch: {next(iter(str(error).splitlines()), '')}"]
+    except Exception as error:
+        wrong.append(where + said(error))
     return "; ".join(wrong)
+
+
+def off_by(row: accuracy.Row) -> str:
+    return f"{row.output} off by {row.relative_error:.1e} (allowed {row.tolerance:.0e})"
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def in_any_batch(case: AnyCase, backend: str, device: torch.device) -> list[str]:
@@ -136,24 +142,29 @@ def _parts(case: AnyCase, tensors: Tensors, draw: random.Random) -> Iterator[tup
         for b in range(case.B if case.B > 1 else 0):
             yield dict.fromkeys(of_batch, slice(b, b + 1)), True
         if case.L > 1 and not case.update:
-            yield (
-                dict.fromkeys(("x", "y", "residual", "seq_idx"), (slice(None), slice(draw.randint(1, case.L - 1)))),
-                False,
-            )
+            first = slice(None), slice(draw.randint(1, case.L - 1))
+            yield dict.fromkeys(("x", "y", "residual", "seq_idx"), first), False
 
 
-def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row, most: float = A_FEW) -> bool:
+def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
     """Whether the truth moves as far when every input and cotangent moves by the tolerance of fp32.
 
-    most: how many numbers may be zero but for rounding. Among thousands of cases a few are, as the slope of SiLU at its
-    turning point. In larger tensors they count only as single elements of 16 bits.
+    Among thousands of cases a few numbers are zero but for rounding, as the slope of SiLU at its turning point. In
+    larger tensors they count only as single elements of 16 bits.
     """
-    if row.elements > most and not row.relative_error <= row.tolerance:
+    if row.elements > A_FEW and not row.relative_error <= row.tolerance:
         return False
+    exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents, ran.results)[row.output]
+    exact = replace(exact, terms=[partial(reach, case, ran, row.output)])
+    return accuracy.judge(case, row.backend, row.output, ran.results[row.output], exact).passed
+
+
+def reach(case: AnyCase, ran: accuracy.Ran, output: str) -> Tensor:
+    """How far the truth moves for each share by which every input and cotangent moves."""
     size, generator = accuracy.NORM_TOLERANCE[torch.float32], torch.Generator().manual_seed(0)
 
     def truth(tensors: Any, cotangents: Any) -> Tensor:
-        return accuracy.truth(case.subject, tensors, cotangents, ran.results)[row.output].value
+        return accuracy.truth(case.subject, tensors, cotangents, ran.results)[output].value
 
     def moved(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or not tensor.is_floating_point():
@@ -166,8 +177,7 @@ def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row, most: floa
     for _ in range(MOVES):
         there = truth({name: moved(tensor) for name, tensor in ran.tensors.items()}, [moved(c) for c in ran.cotangents])
         squares += ((there - exact) / size).square() / MOVES
-    result = accuracy.as_computed(case, ran.results[row.output])
-    return accuracy.judge(case, row.backend, row.output, result, accuracy.Exact(exact, [squares.sqrt])).passed
+    return squares.sqrt()
 
 
 def differ(one: Tensor, other: Tensor) -> bool:

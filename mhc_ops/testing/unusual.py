@@ -1,11 +1,8 @@
 """What `misuse` draws from: layouts and kinds of tensors, hooks, values, and a valid call of each public function."""
 
 import inspect
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -14,9 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 import mhc_ops
 
-from . import fuzz
-from .cases import Case, laid_out
-from .conv_cases import AnyCase, runs
+from .cases import laid_out
 
 PUBLIC = (*mhc_ops.__all__, *mhc_ops.guide.__all__)
 
@@ -48,9 +43,8 @@ def plain(value: Any) -> Any:
     """A contiguous copy of the values; None for what has none."""
     if isinstance(value, Wrapped):
         return plain(value.within)
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.is_quantized:
-        return None
-    if value.device.type == "meta":
+    strided = isinstance(value, Tensor) and value.layout is torch.strided
+    if not strided or value.is_nested or value.is_quantized or value.is_meta:
         return None
     return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value.detach().as_subclass(Tensor))
 
@@ -153,6 +147,8 @@ def calls(device: torch.device) -> dict[str, dict[str, Any]]:
     cotangents = {"dh_in": h_out, "dh_post": h_post, "dh_res": h_res}
     back = {**pre, "inv_rms": normal(T).abs(), "h_mix": normal(T, M), "h_pre": None, "h_post": None, **cotangents}
     carry, sizes, shape = mhc_ops.Carry(x, h_post, h_res, None, None, False), {"n": n, "D": D}, {"B": 1, "S": T}
+    packed = {"cu_seqlens": torch.tensor([0, 2, 5]), "conv_state_indices": torch.tensor([2, 0])}
+    packed = {name: tensor.to(device) for name, tensor in packed.items()}
     made, made_for_shape = {**sizes, "device": device}, {**shape, **sizes, "device": device}
     return {
         **{name: pre for name in PUBLIC if name.startswith(("mhc_forward_pre", "mhc_maps", "mhc_enter"))},
@@ -163,13 +159,7 @@ def calls(device: torch.device) -> dict[str, dict[str, Any]]:
         "HyperConnection": {"layer": nn.Identity(), **sizes, "device": device},
         "HyperStack": {},
         "causal_conv1d": {"x": normal(2, 5, 4), "weight": normal(4, 3)},
-        "causal_conv1d_prefill": {
-            "x": normal(5, 4),
-            "conv_state": normal(3, 4, 2),
-            "weight": normal(4, 3),
-            "cu_seqlens": torch.tensor([0, 2, 5], device=device),
-            "conv_state_indices": torch.tensor([2, 0], device=device),
-        },
+        "causal_conv1d_prefill": {"x": normal(5, 4), "conv_state": normal(3, 4, 2), "weight": normal(4, 3), **packed},
         "causal_conv1d_update": {"x": normal(2, 4), "conv_state": normal(2, 4, 2), "weight": normal(4, 3)},
         "conv_warmup": {"D": 4, "tokens": 2, "device": device, "backend": "reference"},
         "metrics": {"model": mhc_ops.HyperConnection(nn.Identity(), n, D)},
@@ -209,17 +199,3 @@ def outputs(
             return {}
     parts = result if isinstance(result, tuple) else (result,)
     return {str(place): part for place, part in enumerate(parts) if isinstance(part, Tensor)}
-
-
-def small_case(draw: random.Random, seed: int, number: int, backend: str, device: torch.device) -> AnyCase:
-    """A case of usual scales: only the call is unusual."""
-    for nth in count():
-        case = fuzz.case_of(seed, number * 1000 + nth, small=True)
-        D = draw.randint(3, 8)
-        if isinstance(case, Case):
-            small: AnyCase = replace(case, outer=(draw.randint(1, 3),), n=min(case.n, 3), D=case.D and D)
-        else:
-            small = replace(case, B=1, L=draw.randint(1, 5), D=D, n=min(case.n, 2), W=min(case.W, 4))
-        if runs(small, backend, device):
-            return replace(small, scale=1.0, sigma=1.05) if isinstance(small, Case) else replace(small, scale=1.0)
-    raise AssertionError

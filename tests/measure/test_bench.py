@@ -1,7 +1,8 @@
-"""What bench runs and in which order, how it ends, and that nothing that fails ends it."""
+"""What bench runs and in which order, how it ends, that nothing that fails ends it; and the file of its results."""
 
 import importlib.metadata
 import json
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from stand_ins import a_peer, stand_in
 
 from mhc_ops.measure import bench, peers, results, selection, speed, training_step
-from mhc_ops.testing import cases, conv_cases
+from mhc_ops.testing import cases
 
 CPU = torch.device("cpu")
 POST = cases.Case(cases.MHC_POST, (16,), 2, 8)
 PRE = cases.Case(cases.MHC_PRE, (16,), 2, 8)
+LAYER = cases.Case(cases.MHC_LAYER, (16,), 2, 8, gamma=False)
 
 
 @pytest.fixture(autouse=True)
@@ -23,53 +25,41 @@ def small(monkeypatch):
 
 def run(*others):
     """Eager and others."""
-    found = results.begin("bench")
-    saved = []
-    bench.run(bench.Options(CPU, [*others, "eager"]), found, lambda: saved.append(len(found.measurements)))
+    found, saved = results.begin("bench"), []
+    options = Namespace(device=CPU, providers=[*others, "eager"], peers=False, case="")
+    bench.run(options, found, lambda: saved.append(len(found.measurements)))
     return found, saved
-
-
-def peer(name, change, lacks=()):
-    """A library that computes what the reference does, then changes it."""
-
-    def prepare(subject, ours):
-        computed = next(s for s in cases.SUBJECTS if s.name == subject)
-
-        def call(**tensors):
-            return tuple(change(output) for output in computed.call(**tensors, backend="reference"))
-
-        return None if subject in lacks else peers.Prepared(ours, call, ("x",))
-
-    return stand_in(name, prepare)
-
-
-def crash(output):
-    raise ValueError("no such size\nand more")
 
 
 def test_results_come_one_by_one():
     found, saved = run()
     assert saved == [3, 6, 6]
-    assert found.complete
+    assert found.complete and found.not_measured == []
     assert [(m.case, m.provider) for m in found.measurements[::3]] == [(str(POST), "eager"), (str(PRE), "eager")]
     assert {row.output for row in found.accuracy if row.case == str(POST)} >= {"x_next", "dx", "dh_res"}
-    assert {row.backend for row in found.accuracy} == {"eager"}
+    assert {m.provider for m in found.measurements} == {row.backend for row in found.accuracy} == {"eager"}
 
 
 def test_peers_are_checked_timed_and_named(monkeypatch):
-    right, wrong = peer("right", lambda output: output), peer("wrong", lambda output: 1.1 * output)
-    crashing, lacking = peer("crashing", crash), peer("lacking", lambda output: output, lacks=("mhc_post", "mhc_pre"))
-    monkeypatch.setattr(peers, "PEERS", (right, wrong, crashing, lacking, peers.LIGER))
-    monkeypatch.setattr(importlib.metadata, "version", missing)
+    def crash(subject, ours):
+        raise ValueError("no such size\nand more")
+
+    def version(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    there = (a_peer("right"), a_peer("wrong", alone=1.1), stand_in("crashing", crash))
+    there += (stand_in("lacking", lambda subject, ours: None),)
+    monkeypatch.setattr(peers, "PEERS", (*there, peers.LIGER))
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(selection, "BENCH_CPU", (LAYER,))
     found, _ = run(*(peer.name for peer in peers.PEERS))
     assert {m.provider for m in found.measurements} == {"right", "eager"}
-    assert found.precision == dict.fromkeys(["right", "wrong", "crashing", "lacking"], "as the reference")
-    reasons = {entry.provider: entry for entry in found.not_measured if entry.where in (str(POST), "")}
-    assert reasons["wrong"].failed
-    assert reasons["wrong"].reason.startswith("wrong is wrong, so it is not timed: ")
-    assert reasons["crashing"].reason == "ValueError: no such size and more"
-    assert reasons["Liger"].reason == "Liger is not installed: pip install liger-kernel"
-    assert not reasons["Liger"].failed
+    assert found.precision == {peer.name: "as the reference" for peer in there}
+    said = {entry.provider: (entry.where, entry.failed, entry.reason) for entry in found.not_measured}
+    assert said["wrong"][:2] == (str(LAYER), True)
+    assert said["wrong"][2].startswith("wrong is wrong, so it is not timed: ")
+    assert said["crashing"] == (str(LAYER), True, "ValueError: no such size and more")
+    assert said["Liger"] == ("", False, "Liger is not installed: pip install liger-kernel")
     assert {row.backend for row in found.accuracy if not row.passed} == {"wrong"}
     assert found.complete
 
@@ -84,10 +74,8 @@ def test_a_stack(monkeypatch):
     found, _ = run("library", "wrong", "torch.compile")
     plain, normed, recomputed = map(str, stacked)
     assert recomputed == f"{plain} recompute 4"
-    assert {(m.case, m.provider) for m in found.measurements} == {
-        *((case, "eager") for case in (plain, normed, recomputed)),
-        (plain, "library"),
-    }
+    timed = {(m.case, m.provider) for m in found.measurements}
+    assert timed == {(plain, "eager"), (normed, "eager"), (recomputed, "eager"), (plain, "library")}
     assert {m.direction for m in found.measurements} == {"forward", "backward", "both"}
     checked = {(row.case.split(" 16x")[0], row.backend) for row in found.accuracy if row.passed}
     assert checked >= {("mhc_next", "eager"), ("mhc_next normed", "eager"), ("mhc_layer", "library")}
@@ -98,15 +86,14 @@ def test_the_stacks_of_providers_are_the_same(monkeypatch):
     """x after a stack of ours, with less kept too, and after a library's layers."""
     case = cases.Stack(cases.MHC_NEXT, (16,), 4, 8, torch.float32, gamma=False)
     monkeypatch.setattr(peers, "PEERS", (a_peer("library"),))
-    x = case.inputs()["x"]
-    ours = training_step.build(case, "eager", 3, CPU)(x)
-    for other, provider in ((case, "library"), (replace(case, recompute=2), "eager")):
-        assert torch.equal(training_step.build(other, provider, 3, CPU)(x), ours)
-    assert not torch.equal(training_step.build(case, "eager", 2, CPU)(x), ours)
 
+    def after(provider, case, depth):
+        return training_step.connect(provider, [torch.nn.Identity()] * depth, case, CPU)(case.inputs()["x"])
 
-def missing(name):
-    raise importlib.metadata.PackageNotFoundError(name)
+    ours = after("eager", case, 3)
+    assert torch.equal(after("library", case, 3), ours)
+    assert torch.equal(after("eager", replace(case, recompute=2), 3), ours)
+    assert not torch.equal(after("eager", case, 2), ours)
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
@@ -116,7 +103,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
     case = replace(PRE, subject=replace(cases.MHC_PRE, call=wrong))
     monkeypatch.setattr(selection, "BENCH_CPU", (case,))
-    monkeypatch.setattr(conv_cases, "runs", lambda case, backend, device: backend == "triton")
+    monkeypatch.setattr(bench, "runs", lambda case, backend, device: backend == "triton")
     found, _ = run("triton")
     assert {m.provider for m in found.measurements} == {"eager"}
     (entry,) = [entry for entry in found.not_measured if entry.failed]
@@ -124,33 +111,17 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 
 def test_order_of_importance(monkeypatch):
-    monkeypatch.setattr(conv_cases, "runs", lambda case, backend, device: True)
+    monkeypatch.setattr(bench, "runs", lambda case, backend, device: True)
     present = ["triton", "Liger", "eager", "torch.compile"]
-    assert [unit.provider for unit in bench.plan(bench.Options(CPU), present)[::2]] == present
-
-
-def test_providers_that_were_asked_for():
-    found, _ = run()
-    assert {m.provider for m in found.measurements} == {"eager"}
-    assert found.not_measured == []
-
-
-def test_small_cases_are_checked_once(monkeypatch):
-    checked = []
-    monkeypatch.setattr(selection, "check", lambda *arguments: checked.append(arguments) or [])
-    large = [replace(POST, outer=(T,)) for T in (300, 600)]
-    monkeypatch.setattr(selection, "BENCH_CPU", large)
-    found, _ = run()
-    assert len(checked) == 1
-    assert len(found.measurements) == 6
+    assert [unit.provider for unit in bench.plan("", present, CPU)[::2]] == present
 
 
 def test_a_file_is_whole_at_any_time(tmp_path, monkeypatch):
     file = tmp_path / "bench.json"
     found, _ = run()
+    found.steps = [results.StepTime("size", "triton", "eager", 60.0, 0.1, 20, [1.2, 1.1, 1.3], rounds=[[60.0, 59.0]])]
     results.write(found, file)
-    read = results.read(file)
-    assert read == found
+    assert results.read(file) == found
 
     def torn(*arguments, **options):
         raise KeyboardInterrupt
@@ -169,5 +140,4 @@ def test_not_a_number_survives(tmp_path):
     results.write(found, tmp_path / "file")
     assert json.loads((tmp_path / "file").read_text())["accuracy"][0]["max_error"] is None
     (row,) = results.read(tmp_path / "file").accuracy
-    assert row.max_error != row.max_error
-    assert not row.passed
+    assert row.max_error != row.max_error and not row.passed

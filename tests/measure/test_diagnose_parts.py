@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mhc_ops.core import steps
-from mhc_ops.measure.diagnose import findings, outputs
+from mhc_ops.measure.diagnose import Output, coefficients, findings, places
 from mhc_ops.testing import cases
-from mhc_ops.testing.accuracy import Exact, judge
+from mhc_ops.testing.accuracy import Exact
 from mhc_ops.testing.cases import Case
 
 SECTIONS = {"pre": range(2), "post": range(2, 4), "res": range(4, 8)}
@@ -33,30 +33,20 @@ SECTIONS = {"pre": range(2), "post": range(2, 4), "res": range(4, 8)}
     ],
 )
 def test_indices_as_words(indices, size, axis, words):
-    assert outputs.words_of(indices, size, axis, SECTIONS) == words
+    assert places.words_of(indices, size, axis, SECTIONS) == words
 
 
 def test_a_place_is_the_smallest_box():
     off = torch.zeros(6, 4, 40, dtype=torch.bool)
     off[:, 1:, 32:] = True
-    place = outputs.place_of(off, {"token": 6, "stream": 4, "channel": 40}, {})
+    place = places.place_of(off, {"token": 6, "stream": 4, "channel": 40}, {})
     assert (place.words, place.several, place.filled) == ("channels 32 and up of streams 1 to 3", True, 1.0)
     assert torch.equal(place.box, off)
 
 
 def test_scattered_errors_have_no_place():
     off = torch.eye(20, dtype=torch.bool)
-    assert outputs.place_of(off, {"token": 20, "channel": 20}, {}).words == ""
-
-
-def test_wrong_elements_go_by_the_type():
-    exact = torch.ones(4, 8, dtype=torch.float64)
-    result = exact.clone()
-    result[1, 2] += 1e-3  # a rounding to bf16, an error in fp32
-    assert not outputs.wrong_elements(result, exact, torch.bfloat16).any()
-    assert outputs.wrong_elements(result, exact, torch.float32).nonzero().tolist() == [[1, 2]]
-    result[1, 3] += 1e-2
-    assert outputs.wrong_elements(result, exact, torch.bfloat16).nonzero().tolist() == [[1, 3]]
+    assert places.place_of(off, {"token": 20, "channel": 20}, {}).words == ""
 
 
 def three_terms():
@@ -65,12 +55,24 @@ def three_terms():
     return {"a of p": drawn[0], "a of q": drawn[1], "b": drawn[2]}
 
 
-def found_in(result, exact, terms):
-    """As x_next of 10 tokens, of which nothing is known but these terms."""
-    case, truth = Case(cases.MHC_POST, (10,), 4, 8), Exact(exact)
-    row = judge(case, "reference", "x_next", result, truth)
-    (finding,) = findings([outputs.Output(case, row, result, result, truth, terms)], steps.Computation((), {}), [])
+def x_next(result, exact, terms=None):
+    """Of 10 tokens, of which nothing is known but these terms."""
+    return Output(Case(cases.MHC_POST, (10,), 4, 8), "x_next", result, result, Exact(exact), terms=terms or {})
+
+
+def found_in(*given):
+    (finding,) = findings([x_next(*given)], steps.Computation((), {}), [])
     return finding
+
+
+def test_wrong_elements_go_by_the_type():
+    """1 + 2^-7 is one rounding to bf16, and an error in fp32."""
+    exact = torch.ones(10, 4, 8, dtype=torch.float64)
+    result = exact.clone()
+    result[1, 2, 3] += 2**-8
+    result[1, 2, 4] += 2**-6
+    off = {dtype: x_next(result.to(dtype), exact).off.nonzero().tolist() for dtype in (torch.bfloat16, torch.float32)}
+    assert off == {torch.bfloat16: [[1, 2, 4]], torch.float32: [[1, 2, 3], [1, 2, 4]]}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_terms(times, words):
     result = sum(times.get(name, 1.0) * term for name, term in own.items())
     finding = found_in(result, exact, own)
     assert (finding.sentence, finding.share) == (words, pytest.approx(1))
-    fitted = outputs.coefficients(result - exact, own)
+    fitted = coefficients(result - exact, own)
     assert fitted == pytest.approx({name: times.get(name, 1.0) - 1 for name in own}, abs=1e-9)
 
 
@@ -104,7 +106,7 @@ def test_a_factor_in_a_place():
     exact = three_terms()["b"]
     result = exact.clone()
     result[..., 2:5] *= 2.5
-    finding = found_in(result, exact, {})
+    finding = found_in(result, exact)
     assert (finding.sentence, finding.share) == ("channels 2 to 4 are counted 2.5 times", pytest.approx(1))
 
 

@@ -8,6 +8,10 @@ import pytest
 from mhc_ops.measure import files, report
 
 
+def entries(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
 def test_what_has_the_name_of_a_temporary_file_stays(tmp_path):
     """A file of the user's, or a link to one."""
     (tmp_path / "r.json.part").write_text("mine")
@@ -19,14 +23,17 @@ def test_what_has_the_name_of_a_temporary_file_stays(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o444])
-def test_a_file_keeps_its_mode(mode, tmp_path):
+def test_a_file_keeps_its_mode_and_its_owner(mode, tmp_path):
     file, link = tmp_path / "file", tmp_path / "link"
     file.write_text("old")
     file.chmod(mode)
+    owner = (1234, 2345) if os.geteuid() == 0 else (os.geteuid(), os.getegid())  # only root has files of others
+    os.chown(file, *owner)
     link.symlink_to(file)
     files.write(link, "new")
-    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == ("new", mode)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink() == (path == link)) == ["file", "link"]
+    found = file.stat()
+    assert (file.read_text(), stat.S_IMODE(found.st_mode), (found.st_uid, found.st_gid)) == ("new", mode, owner)
+    assert entries(tmp_path) == ["file", "link"] and link.is_symlink() and not file.is_symlink()
     file.unlink()  # what a link names need not be there yet
     files.write(link, "newer")
     assert link.is_symlink() and file.read_text() == "newer"
@@ -42,15 +49,6 @@ def test_a_new_file_has_the_mode_that_umask_says(umask, tmp_path):
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~umask
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root has files of others")
-def test_a_file_keeps_its_owner(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("old")
-    os.chown(file, 1234, 2345)
-    files.write(file, "new")
-    assert (file.stat().st_uid, file.stat().st_gid) == (1234, 2345)
-
-
 def test_of_two_writers_the_last_one_counts(tmp_path):
     """Also where it begins while the other is not done, and ends before it."""
     file = tmp_path / "file"
@@ -58,12 +56,7 @@ def test_of_two_writers_the_last_one_counts(tmp_path):
         slow.write_text("slow, and half")
         files.write(file, "quick")
         assert slow.read_text() == "slow, and half" and file.read_text() == "quick"
-    assert file.read_text() == "slow, and half"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def entries(folder):
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    assert file.read_text() == "slow, and half" and entries(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("where", ["new", "below/new", "empty", "link to empty", "link to new"])

@@ -1,6 +1,9 @@
-"""Random cases against fp64: some in each run of the suite, more with `mhc-ops check --fuzz`."""
+"""Random cases and random misuse: some in each run of the suite, more with `mhc-ops check --fuzz` and `--misuse`."""
 
 import math
+import os
+import time
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -9,36 +12,47 @@ import torch
 import mhc_ops
 from mhc_ops.core.backend import BACKENDS
 from mhc_ops.mhc.options import PreOptions
-from mhc_ops.testing import cases, fuzz
+from mhc_ops.testing import accuracy, cases, fuzz, misuse, unusual
 from mhc_ops.testing.cases import LAYOUTS, Case
 from mhc_ops.testing.conv_cases import PLACES, ConvCase
+from mhc_ops.testing.misuse import Misuse
 
 CPU = torch.device("cpu")
 
 
-def assert_nothing_found(count, device, backends):
-    """Of so many cases, which are the same on a slow machine."""
-    outcomes = list(islice(fuzz.run(math.inf, device, backends, seed=cases.SEED), count))
-    assert [outcome for outcome in outcomes if not outcome.passed] == []
+def found(draw, count, device, backends):
+    """In so many draws, which are the same on a slow machine."""
+    outcomes = islice(draw.run(math.inf, device, backends, seed=cases.SEED), count)
+    return [outcome for outcome in outcomes if not outcome.passed]
 
 
-def test_the_reference():
-    assert_nothing_found(500, "cpu", ["reference"])
+@pytest.mark.parametrize(
+    ("draw", "backend"),
+    [
+        pytest.param(fuzz, "reference", id="fuzz"),
+        pytest.param(misuse, "reference", id="misuse"),
+        pytest.param(misuse, "hip", id="misuse-hip"),
+    ],
+)
+def test_the_cpu(draw, backend):
+    assert found(draw, 500, "cpu", [backend]) == []
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.thorough)])
-def test_the_kernels_in_the_interpreter(count):
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("draw", "count"), [pytest.param(fuzz, 6, id="fuzz"), pytest.param(misuse, 15, id="misuse")])
+def test_the_kernels_in_the_interpreter(draw, count, times):
     pytest.importorskip("triton")
-    assert_nothing_found(count, "cpu", ["triton"])
+    assert found(draw, times * count, "cpu", ["triton"]) == []
 
 
 @pytest.mark.gpu
-def test_every_backend_of_this_gpu():
-    assert_nothing_found(500, "cuda", BACKENDS)
+def test_this_gpu():
+    assert found(fuzz, 500, "cuda", BACKENDS) == []
+    assert found(misuse, 1000, "cuda", ["triton"]) == []
 
 
-def test_a_case_follows_from_its_number():
+def test_a_draw_follows_from_its_number():
     drawn = [fuzz.case_of(3, number) for number in range(50)]
     assert [str(case) for case in drawn] == [str(fuzz.case_of(3, number)) for number in range(50)]
     assert len({str(case) for case in drawn}) == 50
@@ -47,6 +61,9 @@ def test_a_case_follows_from_its_number():
     assert str(fuzz.case_of(4, 7)) != str(case)
     numbers = [outcome.case.split()[0] for outcome in islice(fuzz.run(60, "cpu", ["reference"], seed=3), 4)]
     assert numbers == ["3:0", "3:1", "3:2", "3:3"]
+    words, again = ([misuse.misuse_of(3, n, "reference", CPU).words for n in range(40)] for _ in range(2))
+    assert words == again
+    assert len(set(words)) > 35
 
 
 def test_what_tilelang_lacks_is_not_run_there():
@@ -84,10 +101,6 @@ def test_single_elements_that_are_zero_but_for_rounding():
 
 FAULTS = {
     "a value that is off": (lambda y, runs: y * (1 + 1e-4), "x_next off by"),
-    "an element that is lost": (
-        lambda y, runs: torch.cat([y.flatten()[:-1], y.new_zeros(1)]).view_as(y),
-        "x_next off by",
-    ),
     "other bits each time": (lambda y, runs: y * (1 + 2**-22 * (runs % 2)), "x_next has other bits in a second run"),
     "other bits in another batch": (
         lambda y, runs: y * (1 + 2**-22 * (y.numel() // (y.shape[-1] * y.shape[-2]) > 8)),
@@ -110,25 +123,24 @@ def test_faults_are_found(fault, monkeypatch):
     monkeypatch.setattr(mhc_ops, "mhc_post", wrong)
     monkeypatch.setattr(fuzz, "runs", lambda case, *_: case.subject.name == "mhc_post" and all(case.outer))
     monkeypatch.setattr(fuzz, "FLOATS", (torch.float32,))
-    found = [next(o for o in fuzz.run(60, "cpu", [name], seed=cases.SEED)) for name in ("triton", "reference")]
-    assert [outcome.passed for outcome in found] == [False, True]
-    assert words in found[0].detail
-    number = int(found[0].case.split()[0].split(":")[1])
+    outcomes = [next(o for o in fuzz.run(60, "cpu", [name], seed=cases.SEED)) for name in ("triton", "reference")]
+    assert [outcome.passed for outcome in outcomes] == [False, True]
+    assert words in outcomes[0].detail
+    number = int(outcomes[0].case.split()[0].split(":")[1])
     assert words in fuzz.examine(fuzz.case_of(cases.SEED, number, small=True), "triton", CPU)
 
 
+ONE, TWO, PACKED, CHUNKS = (
+    ConvCase(B, 12, 5, dtype=torch.float32, places=places)
+    for B, places in ((1, ""), (2, ""), (1, "cu_seqlens states"), (1, "states"))
+)
 CONV = {
-    "its batch": (ConvCase(2, 12, 5, dtype=torch.float32), lambda y, **_: len(y) > 1),
-    "what it is packed with": (
-        ConvCase(1, 12, 5, dtype=torch.float32, places="cu_seqlens states"),
-        lambda y, cu_seqlens=None, **_: cu_seqlens is not None,
-    ),
-    "the tokens after it": (ConvCase(1, 12, 5, dtype=torch.float32), lambda y, **_: y.shape[1] == 12),
+    "its batch": (TWO, lambda y, given: len(y) > 1),
+    "what it is packed with": (PACKED, lambda y, given: "cu_seqlens" in given),
+    "the tokens after it": (ONE, lambda y, given: y.shape[1] == 12),
     "the chunks before it": (
-        ConvCase(1, 12, 5, dtype=torch.float32, places="states"),
-        lambda y, x, initial_state, **_: (
-            not torch.equal(initial_state, CONV["the chunks before it"][0].inputs()["initial_state"])
-        ),
+        CHUNKS,
+        lambda y, given: not torch.equal(given["initial_state"], CHUNKS.inputs()["initial_state"]),
     ),
 }
 
@@ -141,7 +153,7 @@ def test_bits_of_a_sequence_that_depend_on(what, monkeypatch):
     def wrong(*, backend, **arguments):
         outputs = right(backend="reference", **arguments)
         y, *state = outputs if isinstance(outputs, tuple) else (outputs,)
-        y = y * (1 + 2**-22 * (planted and plant(y, **arguments)))
+        y = y * (1 + 2**-22 * (planted and plant(y, arguments)))
         return (y, *state) if state else y
 
     monkeypatch.setattr(mhc_ops, "causal_conv1d", wrong)
@@ -158,3 +170,86 @@ def test_bits_are_compared():
     assert not fuzz.differ(nan, nan)
     assert fuzz.differ(zero, -zero)
     assert fuzz.differ(nan, zero)
+
+
+def test_every_public_function_is_called():
+    """But for modules, the carry, which takes anything, and what `metrics` returns."""
+    public = {name for name in unusual.PUBLIC if callable(getattr(mhc_ops, name))}
+    assert {*unusual.calls(CPU)} == public - {"Carry", "Metrics"}
+
+
+@pytest.mark.parametrize("name", unusual.calls(CPU))
+def test_a_valid_call_is_accepted(name):
+    """Otherwise nothing would be seen of what is changed about it."""
+    function, arguments = getattr(mhc_ops, name), unusual.calls(CPU)[name]
+    if "ilelang" in name.lower() or "triton" in name:
+        pytest.skip("runs on a GPU")
+    unusual.outputs(function, arguments, "reference")
+
+
+def test_the_truth_is_the_references_whatever_backend_is_asked_for():
+    given = {"x": torch.ones(3, 2, 8), "backend": "hip"}
+    assert unusual.outputs(mhc_ops.mhc_mean, given, "reference", torch.float64)["0"].dtype == torch.float64
+
+
+def exactly(value):
+    return lambda results, dtype: {"y": accuracy.Exact(torch.tensor([value], dtype=dtype))}
+
+
+def raising(error):
+    def call(backend):
+        raise error
+
+    return call
+
+
+def returning(value):
+    return lambda backend: {"y": torch.tensor([value])}
+
+
+FOUND = {
+    "a wrong number": (Misuse("", returning(1.0), exactly(1.1)), "y off by 9.1e-02 (allowed 1e-05)"),
+    "accepted": (Misuse("", returning(1.0), None), "accepted"),
+    "no words of ours": (Misuse("", lambda backend: {}[backend], None), "refused by KeyError: 'triton'"),
+    "another error": (
+        Misuse("", raising(OverflowError("int too large to convert to float")), None),
+        "refused by OverflowError: int too large to convert to float",
+    ),
+    "nothing": (Misuse("", returning(1.0), exactly(1.0)), ""),
+    "words of ours": (Misuse("", raising(ValueError("mhc_post: x must be")), None), ""),
+    "words of torch": (Misuse("", raising(RuntimeError("of the reference too")), None), ""),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_a_call_is_found_to_do(name):
+    drawn, detail = FOUND[name]
+    assert misuse.examine(drawn, "triton") == detail
+
+
+@pytest.mark.parametrize(("factor", "wrong"), [(1, False), (1.1, True)])
+def test_what_fp32_loses_is_no_misuse(factor, wrong):
+    """From z = 17 on, σ(z) is 1 in fp32 and the gradient of z is 0, where fp64 has 1e-13."""
+    case = next(case for case in cases.CHECK if case.subject is cases.MHC_HEAD and case.dtype == torch.float32)
+    right = misuse._of_case("", case, {**case.inputs(), "bias": torch.full((case.n,), 30.0)})
+    drawn = replace(right, call=lambda backend: {name: factor * of for name, of in right.call(backend).items()})
+    assert right.exact(right.call("reference"), torch.float64)["dbias"].value.abs().max() > 0
+    assert bool(misuse.examine(drawn, "reference")) == wrong
+
+
+def dies(calls, drawn):
+    os.abort()
+
+
+def hangs(calls, drawn):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("ends", "detail"), [(dies, "ended the process with -6"), (hangs, "no answer in 0.5 s")])
+def test_a_call_that_ends_or_holds_the_process(ends, detail, monkeypatch):
+    """Another process goes on with the next call."""
+    monkeypatch.setattr(misuse, "answer", ends)
+    monkeypatch.setattr(misuse, "LONGEST", 0.5 if ends is hangs else 600)
+    outcomes = list(islice(misuse.run(math.inf, "cpu", ["hip"], seed=0), 2))
+    words = [f"0:{number} {misuse.misuse_of(0, number, 'hip', CPU).words}" for number in range(2)]
+    assert [(o.case, o.backend, o.passed, o.detail) for o in outcomes] == [(of, "hip", False, detail) for of in words]

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from mhc_ops.measure import report, speed
+from mhc_ops.measure import speed
+from mhc_ops.measure.results import Measurement
 from mhc_ops.testing import cases
 
 CPU = torch.device("cpu")
@@ -18,10 +19,8 @@ def test_measures_forward_and_backward():
     rows = list(speed.measure(speed.Unit(CASE, "eager", "decode"), CASE.inputs(), call, CPU))
     assert [row.direction for row in rows] == ["forward", "backward", "both"]
     for row in rows:
-        assert row.microseconds > 0
-        assert row.spread >= 0
-        assert row.samples == speed.SAMPLES
-        assert row.group == "decode"
+        assert row.microseconds > 0 and row.spread >= 0
+        assert (row.samples, row.group) == (speed.SAMPLES, "decode")
         assert row.bytes == CASE.bytes_moved()[row.direction]
         assert row.bandwidth == pytest.approx(row.bytes / row.microseconds / 1e3)
         assert row.of_copy == row.copy_microseconds / row.microseconds
@@ -29,11 +28,9 @@ def test_measures_forward_and_backward():
 
 def test_a_boundary_is_the_difference_of_two_stacks(monkeypatch):
     """By the eight boundaries that the longer one has more; of time, host time, memory and spread."""
-    one = speed.Measurement("s", "c", "p", "forward", 0.0, 0.0, 3.0, bytes=4e6, samples=20)
-    of = {
-        12: replace(one, microseconds=130.0, bandwidth=30.0, spread=6.0, host_microseconds=50.0, peak_megabytes=900.0),
-        4: replace(one, microseconds=50.0, spread=8.0, host_microseconds=18.0, peak_megabytes=500.0),
-    }
+    few = Measurement("s", "c", "p", "forward", 50.0, 30.0, 3.0, 18.0, 500.0, bytes=4e6, spread=8.0, samples=20)
+    many = replace(few, microseconds=130.0, spread=6.0, host_microseconds=50.0, peak_megabytes=900.0)
+    of = {12: many, 4: few}
 
     class Stack(torch.nn.Linear):
         """Its parameters are among what is differentiated."""
@@ -52,9 +49,8 @@ def test_a_boundary_is_the_difference_of_two_stacks(monkeypatch):
     monkeypatch.setattr(speed, "measure", rows)
     (found,) = speed.measure_stack(speed.Unit(CASE, "p", "training"), {}, Stack, CPU)
     assert (found.microseconds, found.spread, found.host_microseconds, found.peak_megabytes) == (10.0, 1.25, 4.0, 50.0)
-    assert found.bandwidth == 390.0
-    assert found.of_copy == 0.3
-    of[4] = replace(of[4], microseconds=130.0)
+    assert (found.bandwidth, found.of_copy) == (390.0, 0.3)
+    of[4] = replace(few, microseconds=130.0)
     with pytest.raises(RuntimeError, match="noise"):
         list(speed.measure_stack(speed.Unit(CASE, "p", "training"), {}, Stack, CPU))
 
@@ -75,12 +71,3 @@ def test_bytes_moved():
     case = cases.Case(cases.MHC_FORWARD_PRE, (8192,), 4, 4096)
     X = 8192 * 4 * 4096 * 2
     assert case.bytes_moved() == {"forward": 2.25 * X, "backward": 3.5 * X, "both": 5.75 * X}
-
-
-def test_table():
-    assert report.table(("a", "bb"), [("ccc", "d")]) == "a    bb\n---  --\nccc   d"
-
-
-def test_progress_in_plain_lines(capsys):
-    assert list(report.progress(["one", "two"], "work")) == ["one", "two"]
-    assert capsys.readouterr().err == "work 1/2: one\nwork 2/2: two\n"

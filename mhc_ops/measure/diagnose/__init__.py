@@ -1,35 +1,35 @@
-"""Where an error comes from: an op is run, compared with fp64, and what is off is explained.
-
-An output is explained by the first of these that leaves an error within its tolerance: a fact (never written, NaN,
-zero); an earlier output that is wrong; a hypothesis; the terms that it is a sum of; a factor.
-"""
+"""Where an error comes from: an op is run, compared with fp64, and what is off is explained (docs/diagnose.md)."""
 
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...core.steps import Computation, always
 from ...testing import accuracy
-from ...testing.accuracy import Cotangents, Row
-from ...testing.cases import Case, Tensors
+from ...testing.accuracy import NORM_TOLERANCE, ROUNDING, Exact
+from ...testing.cases import Call, Case, Tensors
 from ...testing.conv_cases import AnyCase
 from .ops import Hypothesis, hypotheses, model_of, terms_of
-from .outputs import Output, coefficients
+from .places import Place, layout, place_of
 
 ENOUGH_FOR_THREADS = 1 << 20  # elements
 SPARE = 4  # freed pieces of memory of each size
+NEARLY_ALL = 0.75  # of the error that an explanation must remove; the rest must be within the tolerance
 SMALL = 0.02  # of the error, that a term may add to it by rounding
 WHOLE = 2e-3  # a factor this close to a whole number is taken as it
 MOST_TERMS = 2  # that an explanation may name
+LEAST_TERM = 5e-4  # coefficient that is shown
+WORTH_A_RATIO = 1e-3  # of the root mean square; below it a ratio says nothing
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One cause and the outputs that it explains, the earliest in the dataflow first."""
 
     sentence: str
@@ -37,52 +37,115 @@ class Finding:
     share: float  # of the error of the first output; 0 if there is no explanation
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """rows: the verdict of `check` on every output, in the order of the dataflow. wrong: those that fail."""
+@dataclass
+class Output:
+    """An output or a gradient of a run (stored) and of the run before (first), its truth and the truth's terms."""
 
-    rows: list[Row]
+    case: AnyCase
+    name: str
+    stored: Tensor
+    first: Tensor
+    truth: Exact
+    terms: Tensors = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.row = accuracy.judge(self.case, "", self.name, self.stored, self.truth)
+        self.passed, self.is_gradient = self.row.passed, self.name not in self.case.subject.outputs
+        self.result, self.exact = self.stored.double(), self.truth.value
+        self.error, self.rms = self.result - self.exact, float(self.exact.square().mean().sqrt())
+
+    @cached_property
+    def axes(self) -> dict[str, int]:
+        return layout(self.case, self.name, self.exact.shape)
+
+    @cached_property
+    def off(self) -> Tensor:
+        """Elements further off than their type allows: one rounding, or the tolerance in norm as a share of the rms. If
+        the norm fails, some element exceeds the second, so the mask is never empty."""
+        size, dtype = self.error.abs(), self.stored.dtype
+        by_rounding = ~(size <= ROUNDING.get(dtype, 0.0) * self.exact.abs().amax(-1, keepdim=True))
+        in_norm = ~(size <= NORM_TOLERANCE[dtype] * self.rms)
+        return by_rounding if dtype in ROUNDING and bool(by_rounding.any()) else in_norm
+
+    @cached_property
+    def place(self) -> Place:
+        return place_of(self.off, self.axes, self.case.sections)
+
+    @cached_property
+    def fact(self) -> str:
+        """Why an output is wrong, if that shows by itself; otherwise ""."""
+        if not bool(self.exact.isfinite().all()):
+            return "cannot be judged: the truth is not finite, because an input or an output stored before it is not"
+        lost = ~self.result.isfinite()
+        if bool(lost.any()):
+            what = "NaN" if bool(self.result[lost].isnan().all()) else "NaN or infinite"
+            only_now = int((lost & self.first.isfinite()).sum())
+            unwritten = 2 * only_now > int(lost.sum())  # not all: old memory may hold NaN by chance
+            return place_of(lost, self.axes, self.case.sections).are("never written" if unwritten else what)
+        return "" if bool(self.result[self.off].any()) else self.place.are("zero: masked, or never added to")
+
+    def close(self, candidate: Tensor) -> bool:
+        """Whether the result passes with the candidate as the truth."""
+        truth = replace(self.truth, value=candidate.reshape(self.exact.shape))
+        return accuracy.judge(self.case, "", self.name, self.stored, truth).passed
+
+    def share(self, candidate: Tensor) -> float:
+        """How much of the error a candidate removes."""
+        left = (self.result - candidate.reshape(self.exact.shape)).norm()
+        return float(1 - left / self.error.norm()) if bool(left.isfinite()) else 0.0
+
+    def explained_by(self, candidate: Tensor) -> bool:
+        return self.share(candidate) >= NEARLY_ALL and self.close(candidate)
+
+    def details(self) -> dict[str, str]:
+        """What is known beyond the verdict: the place, result / truth where elements are wrong, and the terms."""
+        worth = self.off & self.result.isfinite() & (self.exact.abs() > WORTH_A_RATIO * self.rms)
+        ratio, box = (self.result / self.exact)[worth], self.place.box
+        found = {"place": f"{self.place.words or 'everywhere'}, {self.place.filled:.1%} of it wrong"}
+        if ratio.numel():
+            (std, mean), ends = torch.std_mean(ratio, correction=0), f"{ratio.min():.4g} to {ratio.max():.4g}"
+            kind = "constant" if std <= 0.01 * abs(mean) else "varying"
+            found["result / truth"] = f"{kind}: mean {mean:.4g}, std {std:.2g}, {ends}"
+        terms = coefficients(self.error[box], {name: term[box] for name, term in self.terms.items()})
+        if named := [f"{c:+.3g} · {term}" for term, c in terms.items() if abs(c) >= LEAST_TERM]:
+            found["error ≈ Σ c · term"] = ", ".join(named)
+        return found
+
+
+class Diagnosis(NamedTuple):
+    """outputs: in the order of the dataflow if one of them is wrong."""
+
+    outputs: list[Output]
     findings: list[Finding]
-    wrong: list[Output]
 
 
 def diagnose(
-    case: AnyCase,
-    backend: str = "reference",
-    device: torch.device | str = "cpu",
-    tensors: Tensors | None = None,
-    call: Callable[..., tuple[Tensor, ...]] | None = None,
+    case: AnyCase, backend: str = "reference", device: torch.device | str = "cpu", call: Call | None = None
 ) -> Diagnosis:
-    """tensors: instead of the case's own. call: what to examine instead of the op, called as Subject.call is."""
-    subject = case.subject if call is None else replace(case.subject, call=call)
-    tensors = case.inputs(device) if tensors is None else tensors
-
-    def run(cotangents: Cotangents | None = None) -> Tensors:
-        results = accuracy.run(subject, tensors, backend, cotangents)
-        return {name: accuracy.as_computed(case, result) for name, result in results.items()}
-
+    """call: what to examine instead of the op, called as Subject.call is."""
+    subject, tensors = replace(case.subject, call=call or case.subject.call), case.inputs(device)
     with contextlib.ExitStack() as afterwards:
         if max(tensor.numel() for tensor in tensors.values()) < ENOUGH_FOR_THREADS:
             # Hundreds of models run; on a busy CPU, threads that wait for each other take ten times as long.
             afterwards.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-        outputs = run()
-        cotangents = accuracy.random_cotangents(subject, outputs, case.seed, case.unused)
-        zeros = [torch.zeros_like(tensor) for tensor in (*outputs.values(), *tensors.values()) for _ in range(SPARE)]
+        made = accuracy.run(subject, tensors, backend)
+        cotangents = accuracy.random_cotangents(subject, made, case.seed, case.unused)
+        zeros = [torch.zeros_like(tensor) for tensor in (*made.values(), *tensors.values()) for _ in range(SPARE)]
         del zeros  # the memory that is taken next holds no NaN of an earlier run
-        first = run(cotangents)
+        first = accuracy.run(subject, tensors, backend, cotangents)
         with _fresh_memory_is_nan():
-            results = run(cotangents)
+            results = accuracy.run(subject, tensors, backend, cotangents)
         exact = accuracy.truth(case.subject, tensors, cotangents, results)
-        rows = {name: accuracy.judge(case, backend, name, results[name], exact[name]) for name in exact}
-        if all(row.passed for row in rows.values()):
-            return Diagnosis(list(rows.values()), [], [])
+        judged = {name: Output(case, name, results[name], first[name], exact[name]) for name in exact}
+        if all(output.passed for output in judged.values()):
+            return Diagnosis(list(judged.values()), [])
         model = model_of(case, tensors, cotangents, results)
-        names = [name for name in model.right if name in rows]
-        terms = {name: {} if rows[name].passed else terms_of(case, model, name) for name in names}
-        judged = [Output(case, rows[name], results[name], first[name], exact[name], terms[name]) for name in names]
-        found = findings(judged, model, list(hypotheses(case, model)))
-    return Diagnosis([rows[name] for name in names], found, [o for o in judged if not o.passed])
+        outputs = [judged[name] for name in model.right if name in judged]
+        for output in outputs:
+            terms = {} if output.passed else terms_of(case, model, output.name)
+            output.terms = {words: term.reshape(output.exact.shape) for words, term in terms.items()}
+        return Diagnosis(outputs, findings(outputs, model, list(hypotheses(case, model))))
 
 
 @contextlib.contextmanager
@@ -112,7 +175,7 @@ def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypo
             or _hypothesis(wrong, outputs, given, model)
             or _hypothesis(wrong, outputs, every, model)
             or _fit(lead)
-            or Finding(f"no simple explanation{lead.race_and_place}", (lead.name,), 0.0)
+            or _unexplained(lead)
         )
         found.append(finding)
         wrong = [output for output in wrong if output.name not in finding.outputs]
@@ -133,6 +196,26 @@ def _hypothesis(
             if score > most:
                 best, most = Finding(sentence, tuple(names), lead.share(values[lead.name])), score
     return best
+
+
+def _unexplained(lead: Output) -> Finding:
+    """All that is known."""
+    race = (
+        ""
+        if lead.close(lead.first.double())
+        else "; different in each run: a race, or memory read before it is written"
+    )
+    where = f"; wrong: {lead.place.words}" * bool(lead.place.words)
+    return Finding(f"no simple explanation{race}{where}", (lead.name,), 0.0)
+
+
+def coefficients(error: Tensor, terms: Tensors) -> dict[str, float]:
+    """c of error ≈ Σ c · term by least squares; elements that are not finite count as 0."""
+    if not terms:
+        return {}
+    columns = torch.stack([tensor.flatten() for tensor in (error, *terms.values())], -1).nan_to_num(0.0, 0.0, 0.0).cpu()
+    solved = torch.linalg.lstsq(columns[:, 1:], columns[:, :1], driver="gelsd")
+    return dict(zip(terms, solved.solution.flatten().tolist()))
 
 
 def _fit(lead: Output) -> Finding | None:

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from ...core import backend as backends
-from ...testing import cases
 from ...testing.conv_cases import AnyCase
 from .. import arguments, page, report, selection
 from ..report import Refused
 from . import Diagnosis, diagnose
 
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in selection.CHECK))
-OF_MHC = {subject.name.split()[0] for subject in cases.ALL}
-LAYOUTS = {"sinkhorn": "TxNxN", "causal_conv1d": "BxLxD", "causal_conv1d_update": "BxLxD", "short_conv": "BxLxNxD"}
+SHAPES = {"sinkhorn": "TxNxN", "short_conv": "BxLxNxD"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 OUTPUTS = f"{page.ACCURACY.partition('backend, ')[2]}, finding"
@@ -40,40 +38,43 @@ def run_diagnose(options: argparse.Namespace) -> int:
         work, backend = _work(options)
     except (RuntimeError, TypeError, ValueError) as error:  # a backend that cannot run
         raise Refused(str(error)) from error
-    done: list[Diagnosis] = []
-    for case in report.progress(work, "diagnose"):
+    shares: list[tuple[float, str]] = []
+    for done, case in enumerate(report.progress(work, "diagnose")):
         try:
-            done.append(diagnose(case, backend, options.device))
+            found = diagnose(case, backend, options.device)
         except Exception as error:  # an op that refuses its input says its name first; a CPU's memory has no type
             full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
             if not full and not str(error).startswith((options.op, "mhc_")):  # a boundary says mhc_enter
                 raise
             raise Refused(str(error)) from error
-        if done[-1].findings:  # one cause is enough for one command
+        if found.findings:  # one cause is enough for one command
             report.clear()
-            print(f"{case}, {backend}: {len(done[-1].wrong)} of {len(done[-1].rows)} outputs are off")
-            print("\n".join(_lines(done[-1])))
-            left = f", {len(work) - len(done)} not run" * (len(done) < len(work))
-            print(f"\n{len(done) - 1} of {len(work)} cases right, 1 off{left}")
+            off = sum(not output.passed for output in found.outputs)
+            print(f"{case}, {backend}: {off} of {len(found.outputs)} outputs are off")
+            print("\n".join(_lines(found)))
+            left = f", {len(work) - done - 1} not run" * (done + 1 < len(work))
+            print(f"\n{done} of {len(work)} cases right, 1 off{left}")
             return 1
+        shares += [(output.row.relative_error / output.row.tolerance, output.name) for output in found.outputs]
     # Few elements of 16 bits are judged one by one and may be further off in norm: they do not count here.
-    shares = [(row.relative_error / row.tolerance, row.output) for diagnosis in done for row in diagnosis.rows]
     share, output = max(pair for pair in shares if pair[0] <= 1)
     largest = f"the largest error is {share:.0%} of what is allowed, in {output}"
-    print(f"{options.op}, {backend}: nothing found in {len(done)} cases; {largest}")
+    print(f"{options.op}, {backend}: nothing found in {len(work)} cases; {largest}")
     return 0
 
 
 def _lines(found: Diagnosis) -> Iterator[str]:
     """The findings, the table of outputs, then what is known of the first output of each finding."""
+    numbers: dict[str, int] = {}
     for nth, finding in enumerate(found.findings, 1):
         share = f" ({finding.share:.2%} of the error)" if finding.share else ""
         yield f"  {nth}. {', '.join(finding.outputs)}: {finding.sentence}{share}"
-    numbers = {output: str(nth) for nth, finding in enumerate(found.findings, 1) for output in finding.outputs}
-    rows = [SimpleNamespace(**vars(r), verdict=r.verdict, finding=numbers.get(r.output)) for r in found.rows]
-    yield "\n" + report.table(*page.table(rows, OUTPUTS))
+        numbers |= dict.fromkeys(finding.outputs, nth)
+    rows = [output.row for output in found.outputs]
+    entries = [SimpleNamespace(**vars(r), verdict=r.verdict, finding=numbers.get(r.output)) for r in rows]
+    yield "\n" + report.table(*page.table(entries, OUTPUTS))
     first = [finding.outputs[0] for finding in found.findings]
-    for output in (output for output in found.wrong if output.name in first):
+    for output in (output for output in found.outputs if output.name in first):
         axes = ", ".join(f"{size} {axis}{'s' * (size > 1)}" for axis, size in output.axes.items())
         yield f"\n{output.name}  [{axes}]"
         yield from (f"  {label:20}{fact}" for label, fact in output.details().items())
@@ -83,21 +84,24 @@ def _work(options: argparse.Namespace) -> tuple[list[AnyCase], str]:
     """The cases of `check`, with the options in place of what they have, and the backend. fp32 comes first: where
     rounding is least, an explanation is clearest."""
     op, shape = options.op, options.shape
-    if options.width and op in OF_MHC:
+    own = [case for case in selection.CHECK if case.subject.name.split()[0] == op]
+    family = own[0].subject.family
+    if options.width and family == "mhc":
         raise Refused(f"{op} has no --width")
     given = {"dtype": DTYPES.get(options.dtype), "W": options.width, "seed": options.seed}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if shape:
-        names = "BLnD" if op == "short_conv" else "BLD"
-        fits = len(shape) >= 2 if op in OF_MHC else len(shape) == len(names)
+        axes = SHAPES.get(op, "Tx…xNxD" if family == "mhc" else "BxLxD")
+        names = axes.replace("N", "n").split("x")
+        fits = len(shape) >= 2 if family == "mhc" else len(shape) == len(names)
         if not fits or (op == "sinkhorn" and shape[-1] != shape[-2]):
-            raise Refused(f"--shape of {op} must be {LAYOUTS.get(op, 'Tx…xNxD')}, got {'x'.join(map(str, shape))}")
+            raise Refused(f"--shape of {op} must be {axes}, got {'x'.join(map(str, shape))}")
         of_mhc = {"outer": shape[:-2], "n": shape[-2], "D": shape[-1]}
-        changes |= of_mhc if op in OF_MHC else dict(zip(names, shape))
-    own = [replace(case, **changes) for case in selection.CHECK if case.subject.name.split()[0] == op]
-    possible = {str(case): case for case in own if "cu_seqlens" not in str(case) or case.sizes[0] == 1}  # one row
+        changes |= of_mhc if family == "mhc" else dict(zip(names, shape))
+    changed = [replace(case, **changes) for case in own]
+    possible = {str(case): case for case in changed if "cu_seqlens" not in str(case) or case.sizes[0] == 1}  # one row
     work = sorted(possible.values(), key=lambda case: case.dtype != torch.float32)
-    backend = backends.choose(op, work[0].subject.family, options.backend, options.device)
+    backend = backends.choose(op, family, options.backend, options.device)
     runnable = [case for case in work if case.runs_on(backend)]
     if not runnable:
         raise Refused(f"{backend} cannot run {work[0]}")

@@ -1,8 +1,6 @@
-"""The ops as named steps, and what may be wrong in them.
+"""The ops as named steps, and what may be wrong in them (docs/diagnose.md, "How it works").
 
-Only the forward is written down; the terms of a gradient follow from it (core/steps.py): "dx via h_mix" is what dx gets
-from the step h_mix. A hypothesis is a sentence and the values that change with it, by name: "h_mix", "dh_mix", "dx via
-h_mix", or what one step reads, "gamma for h_mix".
+Only the forward is written down; the terms of a gradient follow from it (core/steps.py).
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -20,7 +18,7 @@ from ...mhc.options import DEFAULTS
 from ...testing.accuracy import Cotangents
 from ...testing.cases import Case, Tensors
 from ...testing.conv_cases import AnyCase, ConvCase
-from .outputs import BLOCKED, layout, words_of
+from .places import BLOCKED, layout, words_of
 
 Hypothesis = tuple[str, Mapping[str, Change]]  # a sentence, and the values that change
 BLOCKS = [8 << k for k in range(30)]  # sizes that kernels read at once
@@ -51,6 +49,7 @@ MEAN = steps_of(out=lambda x: x.mean(-2))
 # In a post and the pre after it some names occur twice: "h_post before" is the post's. The pre reads x_next as it was
 # stored. mhc_next ends with the post of the next sublayer, which costs nothing.
 BEFORE = {"h_post": "h_post before", "h_res": "h_res before"}
+OF_BEFORE = {f"d{name} before": f"d{name}" for name in BEFORE} | {f"d{name}": f"d{name} given" for name in BEFORE}
 AFTER = {"x_next": "x_after"} | {name: f"{name} after" for name in ("h_out", "written", "mixed", "kept")}
 STORED = steps_of(
     stored=lambda x_next, as_stored: x_next if as_stored is None else x_next + (as_stored - x_next).detach()
@@ -106,54 +105,42 @@ FACTORS = ("gamma", "alphas", "layer_norm_weight", "r", "gate")
 def model_of(
     case: AnyCase, tensors: Tensors, cotangents: Cotangents, results: Tensors, dtype: torch.dtype = torch.float64
 ) -> Computation:
-    """results: those that are judged. A decoding step is not split into steps; only its place is reported."""
-    if isinstance(case, ConvCase) and case.update:
+    """results: those that are judged. What writes to a cache is not split into steps; only its place is reported."""
+    subject = case.subject
+    if not subject.differentiable:
         return Computation((), {**results})
-    pairs = zip(case.subject.differentiable, cotangents)
-    given = {f"cotangent of {name}": torch.zeros_like(results[name]) if c is None else c for name, c in pairs}
-    every, inputs = _mhc(case, tensors, results) if isinstance(case, Case) else _conv(case, tensors, given)
-    inputs = given | inputs
-    wide = {name: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in inputs.items()}
-    return Computation(every, wide)
-
-
-def _mhc(case: Case, tensors: Tensors, results: Tensors) -> tuple[Steps, Values]:
-    """The steps, and what they read."""
-    boundary = {"h_post", "phi"} <= set(tensors)
-    given = {BEFORE.get(name, name) if boundary else name: tensor for name, tensor in tensors.items()}
-    device = next(iter(tensors.values())).device
-    inputs: Values = {**DEFAULTS._asdict(), "n": case.n, "gamma": torch.ones(case.n, case.D, device=device), **given}
-    forward = _forward(case, given)
-    if not boundary:
-        return (*forward, *steps.gradients(forward, given, case.subject.differentiable)), inputs
-    stored = {"as_stored": results.get("x_next"), "dlink_as_stored": results.get("dlink")}
-    inputs |= {"h_out after": tensors["h_out"], **stored}
+    boundary = BEFORE if {"h_post", "phi"} <= set(tensors) else {}
+    given = {boundary.get(name, name): tensor for name, tensor in tensors.items()}
+    every, inputs = _mhc(case, given, results) if isinstance(case, Case) else _conv(case, given)
+    inputs |= given
+    for name, cotangent in zip(subject.differentiable, cotangents):
+        whole = torch.zeros_like(results[name]) if cotangent is None else cotangent
+        inputs[f"cotangent of {name}"] = whole if isinstance(case, Case) else whole.flatten(2)  # streams and channels
+    own = [step for step in every if step.name not in inputs]
+    needed = {step.name for output in subject.outputs for step in steps.leading_to(own, output)}
+    forward = tuple(step for step in own if step.name in needed)
     gradients = _gradients_of_next if "link" in tensors else steps.gradients
-    names = {f"d{new}": f"d{name}" for name, new in BEFORE.items()} | {f"d{name}": f"d{name} given" for name in BEFORE}
-    return (*forward, *renamed(gradients(forward, given, case.subject.differentiable), **names)), inputs
+    wanted = {name for name, tensor in given.items() if tensor.is_floating_point()}
+    backward = renamed(gradients(forward, wanted, subject.differentiable), **(OF_BEFORE if boundary else {}))
+    wide = {name: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in inputs.items()}
+    return Computation((*forward, *backward), wide)
 
 
-def _forward(case: Case, given: Collection[str]) -> Steps:
+def _mhc(case: Case, given: Tensors, results: Tensors) -> tuple[Steps, Values]:
     """Most ops are a part of a pre and a post; a boundary is a post, a pre and a post."""
-    op, identity = case.subject.name.split()[0], "identity" in case.subject.name
+    op, gamma = case.subject.name.split()[0], next(iter(given.values())).new_ones(case.n, case.D)
+    inputs: Values = {**DEFAULTS._asdict(), "n": case.n, "gamma": gamma}
     read = renamed(READ, h_pre="read") if "read" in given else READ
     if "layer_norm_weight" in given:
         read = (*renamed(read, h_in="h_read"), *LAYER_NORM)
-    pre, post = (*MAPS, *read), KEEP if identity else MIX
+    pre, post = (*MAPS, *read), KEEP if "identity" in case.subject.name else MIX
     if "h_post before" in given:
-        every = (*renamed(post, **BEFORE), *STORED, *renamed((*pre, *renamed(post, **AFTER)), x="stored"))
-    elif op == "mhc_forward_pre":
-        every = renamed(pre, h_res="of logits", logits="h_res")
-    else:
-        every = {"mhc_head": renamed(pre, h_in="out"), "mhc_mean": MEAN}.get(op, (*pre, *post))
-    return _between(given, every, case.subject.outputs)
-
-
-def _between(given: Collection[str], every: Steps, outputs: Collection[str]) -> Steps:
-    """The steps that lead from what is given to the outputs."""
-    own = [step for step in every if step.name not in given]
-    needed = {step.name for output in outputs for step in steps.leading_to(own, output)}
-    return tuple(step for step in own if step.name in needed)
+        inputs |= {"as_stored": results.get("x_next"), "dlink_as_stored": results.get("dlink")}
+        inputs["h_out after"] = given["h_out"]
+        return (*renamed(post, **BEFORE), *STORED, *renamed((*pre, *renamed(post, **AFTER)), x="stored")), inputs
+    if op == "mhc_forward_pre":
+        return renamed(pre, h_res="of logits", logits="h_res"), inputs
+    return {"mhc_head": renamed(pre, h_in="out"), "mhc_mean": MEAN}.get(op, (*pre, *post)), inputs
 
 
 def _gradients_of_next(forward: Steps, wanted: Collection[str], outputs: Collection[str]) -> Steps:
@@ -165,25 +152,22 @@ def _gradients_of_next(forward: Steps, wanted: Collection[str], outputs: Collect
     return (*of_own, *LINK, *renamed(of_post, **{"cotangent of x_next": "dlink_taken"}))
 
 
-def _conv(case: ConvCase, tensors: Tensors, given: Tensors) -> tuple[Steps, Values]:
-    """The steps, and what they read; an argument that is not given is zero."""
-    x, bounds = tensors["x"].flatten(2), tensors.get("cu_seqlens")
+def _conv(case: ConvCase, given: Tensors) -> tuple[Steps, Values]:
+    """An argument that is not given is zero."""
+    x, bounds = given["x"].flatten(2), given.get("cu_seqlens")
 
     def under(x: Tensor, initial_state: Tensor | None) -> conv.Taps:
         state = None if initial_state is None else initial_state.mT
         if bounds is None:
-            return conv.dense(x, state, tensors.get("seq_idx"), case.W, case.dilation)
+            return conv.dense(x, state, given.get("seq_idx"), case.W, case.dilation)
         return conv.packed(x, state, bounds, case.W, case.dilation)
 
-    real = under(x, tensors.get("initial_state"))[2]
+    real = under(x, given.get("initial_state"))[2]
     inputs: Values = {"real": torch.ones_like(x[..., :1], dtype=torch.bool) if real is None else real, "under": under}
     inputs |= {"norm_eps": case.norm_eps, "initial_state": None, "bias": x.new_zeros(x.shape[-1])}
     inputs |= {} if case.silu or case.n else {"gate": torch.ones_like(x)}
     inputs |= {} if case.n and case.residual else {"residual": torch.zeros_like(x)}
-    inputs |= tensors | {"cotangent of y": given["cotangent of y"].flatten(2)}
-    forward = _between(inputs, SHORT_CONV if case.n else CONV, case.subject.outputs)
-    wanted = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
-    return (*forward, *steps.gradients(forward, wanted, case.subject.differentiable)), inputs
+    return SHORT_CONV if case.n else CONV, inputs
 
 
 def terms_of(case: AnyCase, model: Computation, output: str) -> Tensors:
@@ -195,10 +179,9 @@ def terms_of(case: AnyCase, model: Computation, output: str) -> Tensors:
             summed = "dm for dinv_rms via m" if step.name == "dx via inv_rms" else f"{step.reads[-1]} for {step.name}"
             parts: dict[str, Any] = {f"stream {i}": (..., i, slice(None)) for i in range(case.n) if summed in BY_STREAM}
             parts |= {name: (..., rows) for name, rows in case.sections.items() if step.name in BY_SECTION}
-            for part, index in parts.items():
-                without = model.value(step.name, {summed: steps.at(index, steps.zeros)})
-                found[f"{words} of {part}"] = right - without
-            found |= {} if parts else {words: right}
+            without = {part: {summed: steps.at(index, steps.zeros)} for part, index in parts.items()}
+            of_parts = {f"{words} of {part}": right - model.value(step.name, without[part]) for part in parts}
+            found |= of_parts or {words: right}
     return found if len(found) > 1 else {}
 
 
