@@ -6,7 +6,10 @@ import pytest
 
 from mhc_ops.core import launch
 
-ARGUMENTS = (1024, 2048, None, 7, 0.5, 128)  # addresses, numbers and constants, in the order of the kernel's arguments
+# Addresses, numbers and constants, in the order of the kernel's arguments; what descriptors hold besides addresses.
+ARGUMENTS = (1024, 2048, None, 4096, 0.5, 128)
+DESCRIBED = {1: {"shape": [64, 8], "strides": [8, 1], "padding": "zero", "round_f32_to_tf32": False}}
+DESCRIBED[3] = DESCRIBED[1] | {"shape": [32, 8]}
 
 
 @pytest.fixture
@@ -37,13 +40,33 @@ class Compiled:
         return slow
 
 
-def test_as_triton_calls_it(compiled):
-    grid = (3, 2, 1)
-    compiled[grid](*ARGUMENTS, stream=11)
-    start = launch.starter(compiled, grid)
-    assert launch._c_launcher(compiled, grid, print) is not None, "this Triton's is not known: see core/launch.py"
-    start(11, ARGUMENTS)
-    slow, quick = compiled.calls
+@pytest.fixture
+def with_descriptors(compiled):
+    """Two of its arguments are descriptors; each is given to the C function as the tensor, its sizes and strides."""
+    from triton.backends.nvidia import driver
+
+    kind = "tensordesc<fp32[8, 8]>"
+    signature = dict(enumerate(("*fp32", kind, "i32", kind, "constexpr", "i32")))
+    compiled.run.launch = driver.wrap_handle_tensordesc(compiled.run.launch, signature, None)
+    return compiled
+
+
+def started_with(value):
+    """What the C function is called with; the addresses of tensors as numbers."""
+    if isinstance(value, (list, tuple)):
+        return [started_with(each) for each in value]
+    return value.data_ptr() if isinstance(value, launch.Address) else value
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "with_descriptors"])
+def test_as_triton_calls_it(kernel, request):
+    compiled, grid = request.getfixturevalue(kernel), (3, 2, 1)
+    described = DESCRIBED if kernel == "with_descriptors" else {}
+    values = [launch.Descriptor(a, described[i]) if i in described else a for i, a in enumerate(ARGUMENTS)]
+    compiled[grid](*values, stream=11)
+    assert launch._c_launcher(compiled, grid, print, described) is not None, "not known: see core/launch.py"
+    launch.starter(compiled, grid, described)(11, ARGUMENTS)
+    slow, quick = started_with(compiled.calls)
     assert quick == slow
 
 
@@ -63,71 +86,34 @@ def test_who_hooks_into_launches_is_served(compiled, monkeypatch):
     assert seen == ["quick", "slow"]
 
 
-def test_what_is_not_known_goes_the_long_way(compiled, monkeypatch):
-    import triton
-
+def test_a_kernel_with_scratch_memory_goes_the_long_way(compiled, monkeypatch):
     for attribute in ("global_scratch_size", "profile_scratch_size"):
         monkeypatch.setitem(vars(compiled.run), attribute, 64)
         assert launch._c_launcher(compiled, (1, 1, 1), print) is None
         monkeypatch.undo()
-    monkeypatch.setattr(triton, "__version__", "9.9.0")
-    assert launch._c_launcher(compiled, (1, 1, 1), print) is None
-    launch.starter(compiled, (1, 1, 1))(0, ARGUMENTS)
-    assert len(compiled.calls) == 1
 
 
 def test_a_triton_without_a_private_name(compiled, monkeypatch):
     """Each is named, and the kernel starts the long way."""
     from triton import knobs
 
-    runtime = {name: getattr(knobs.runtime, name) for name in launch.OF_RUNTIME}
-    places = {"compiled": (compiled, launch.OF_KERNEL), "compiled.run": (compiled.run, launch.OF_LAUNCHER["3.7"])}
+    runtime = SimpleNamespace(**{name: getattr(knobs.runtime, name) for name in launch.OF_RUNTIME})
+    monkeypatch.setattr(knobs, "runtime", runtime)
     assert launch.lacks(compiled) == []
-    for where, (of, names) in {**places, "triton.knobs.runtime": (knobs.runtime, runtime)}.items():
+    for where, owner, names in (
+        ("compiled", Compiled, launch.OF_KERNEL),
+        ("compiled.run", compiled.run, launch.OF_LAUNCHER["3.7"]),
+        ("triton.knobs.runtime", runtime, launch.OF_RUNTIME),
+    ):
         for name in names:
             with monkeypatch.context() as patch:
-                if where == "compiled.run":
-                    patch.delitem(vars(of), name)
-                elif where == "compiled":
-                    patch.delattr(Compiled, name)
-                else:
-                    patch.setattr(knobs, "runtime", SimpleNamespace(**{k: v for k, v in runtime.items() if k != name}))
+                patch.delattr(owner, name)
                 assert launch.lacks(compiled) == [f"{where}.{name}"]
                 assert launch._c_launcher(compiled, (1, 1, 1), print) is None
     monkeypatch.setattr("triton.__version__", "9.9.0")
     assert launch.lacks(compiled) == ["the C function of triton 9.9"]
-
-
-DESCRIBED = {1: {"shape": [64, 8], "strides": [8, 1], "padding": "zero", "round_f32_to_tf32": False}}
-DESCRIBED[3] = DESCRIBED[1] | {"shape": [32, 8]}
-
-
-@pytest.fixture
-def with_descriptors(compiled):
-    """Two of its arguments are descriptors; each is given to the C function as the tensor, its sizes and strides."""
-    from triton.backends.nvidia import driver
-
-    kind = "tensordesc<fp32[8, 8]>"
-    signature = dict(enumerate(("*fp32", kind, "i32", kind, "constexpr", "i32")))
-    compiled.run.launch = driver.wrap_handle_tensordesc(compiled.run.launch, signature, None)
-    return compiled
-
-
-def started_with(call):
-    """The arguments of a call of the C function, which come as one sequence since Triton 3.7."""
-    *base, last = call
-    values = [*base, *(last if isinstance(last, (list, tuple)) else [last])]
-    return [value.data_ptr() if isinstance(value, launch.Address) else value for value in values]
-
-
-def test_descriptors_as_triton_calls_it(with_descriptors):
-    grid, arguments = (3, 2, 1), (1024, 2048, 5, 4096, 16, 7)
-    described = [launch.Descriptor(a, DESCRIBED[i]) if i in DESCRIBED else a for i, a in enumerate(arguments)]
-    with_descriptors[grid](*described, stream=11)
-    assert launch._c_launcher(with_descriptors, grid, print, DESCRIBED) is not None, "this Triton's is not known"
-    launch.starter(with_descriptors, grid, DESCRIBED)(11, arguments)
-    slow, quick = map(started_with, with_descriptors.calls)
-    assert quick == slow and {2048, 64, 4096, 32} <= set(quick)
+    launch.starter(compiled, (1, 1, 1))(0, ARGUMENTS)
+    assert len(compiled.calls) == 1
 
 
 def test_a_descriptor_is_made_once_for_an_address(with_descriptors, monkeypatch):

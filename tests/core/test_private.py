@@ -42,21 +42,12 @@ NAMES = re.findall(r'_found\("([\w.]+)"', (PACKAGE / "core" / "private.py").read
 
 
 def step(before="", backend="reference", **environment):
-    source = STEP.format(before=before, backend=backend)
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, env={**ENVIRONMENT, **environment}
-    )
+    command = [sys.executable, "-c", STEP.format(before=before, backend=backend)]
+    environment |= {"PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", **environment})
     assert done.returncode == 0, done.stderr
     total, kept, *missing = done.stdout.split()
     return float(total), kept == "True", missing
-
-
-ENVIRONMENT = {
-    "PYTHONPATH": str(PACKAGE.parent),
-    "OMP_NUM_THREADS": "1",
-    "TRITON_INTERPRET": "1",
-    "PATH": "/usr/bin:/bin",
-}
 
 
 def test_this_torch_has_every_name():

@@ -24,21 +24,9 @@ CONV = (
     ConvCase(1, 4, 3, 2, torch.float32, n=2),
 )
 ON_HIP = (CONV[0], *(ConvCase(1, 4, 3, 3, torch.float32, places=places) for places in ("states", "seq_idx")))
-OFTEN = (*cases.SUBJECTS, cases.MHC_MAPS, cases.MHC_READ, cases.MHC_NEXT, cases.MHC_MEAN)
-
-
-def of_triton(case, *marks):
-    return pytest.param(case, "triton", marks=[pytest.mark.interpreted, *marks], id=f"triton {case}")
-
-
-def of_mhc(subject):
-    return Case(subject, (2,), 2, 8, torch.float32)
-
-
+ON_TRITON = (*(Case(subject, (2,), 2, 8, torch.float32) for subject in cases.ALL), *CONV, *ON_HIP[1:])
 RUNS = [
-    *(of_triton(of_mhc(subject), *[pytest.mark.thorough] * (subject not in OFTEN)) for subject in cases.ALL),
-    *(of_triton(case) for case in CONV),
-    *(of_triton(case, pytest.mark.thorough) for case in ON_HIP[1:]),
+    *(pytest.param(case, "triton", marks=pytest.mark.interpreted, id=f"triton {case}") for case in ON_TRITON),
     *(pytest.param(case, "hip", id=f"hip {case}") for case in ON_HIP),
 ]
 
@@ -156,37 +144,30 @@ def update(state, x=None, weight=None, backend="triton"):
     return mhc_ops.causal_conv1d_update(x, state, torch.randn(4, 3) if weight is None else weight, backend=backend)
 
 
+def update_by_torch(state, backend):
+    """As torch calls the op."""
+    tensors = {"x": torch.randn(2, 4), "conv_state": state, "weight": torch.randn(4, 3)}
+    missing = dict.fromkeys(("bias", "cache_seqlens", "conv_state_indices"))
+    numbers = {"silu": False, "dilation": 1, "pad_slot_id": -1}
+    conv_contracts.causal_conv1d_update_.dispatched(**tensors, **missing, **numbers, backend=backend)
+
+
 EAGER_AND_TRITON = ["reference", pytest.param("triton", marks=pytest.mark.interpreted)]
 
 
 @pytest.mark.parametrize("backend", EAGER_AND_TRITON)
 def test_autograd_knows_that_a_state_was_written_to(backend):
     p, state = torch.randn(2, 4, 2, requires_grad=True), torch.ones(2, 4, 2)
-    for _ in range(2):  # the second is a kept call
+    for write in (update, update, *[update_by_torch] * (backend == "triton")):  # the second is a kept call
         loss = (p * state).sum()
-        update(state, backend=backend)
+        write(state, backend=backend)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
-@pytest.mark.interpreted
-def test_autograd_knows_of_it_where_torch_calls_the_op():
-    p, state = torch.randn(2, 4, 2, requires_grad=True), torch.ones(2, 4, 2)
-    loss = (p * state).sum()
-    tensors = {"x": torch.randn(2, 4), "conv_state": state, "weight": torch.randn(4, 3)}
-    missing = dict.fromkeys(("bias", "cache_seqlens", "conv_state_indices"))
-    numbers = {"silu": False, "dilation": 1, "pad_slot_id": -1}
-    conv_contracts.causal_conv1d_update_.dispatched(**tensors, **missing, **numbers, backend="triton")
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("backend", EAGER_AND_TRITON)
-def test_a_state_that_overlaps_itself_is_refused(backend):
-    """Expanded, or a window."""
-    for state in (torch.zeros(4, 2).expand(2, 4, 2), torch.zeros(2, 9).as_strided((2, 4, 2), (9, 1, 2))):
-        with pytest.raises(ValueError, match="conv_state must have memory of its own for each element"):
-            update(state, backend=backend)
+def test_a_state_of_windows_is_refused():
+    with pytest.raises(ValueError, match="conv_state must have memory of its own for each element"):
+        update(torch.zeros(2, 9).as_strided((2, 4, 2), (9, 1, 2)), backend="reference")
 
 
 @pytest.mark.parametrize("backend", EAGER_AND_TRITON)
