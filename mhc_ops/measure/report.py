@@ -76,14 +76,14 @@ def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     clear()
 
 
-def status(label: str, between: float = BETWEEN_LINES) -> Callable[[object], None]:
+def status(label: str, between: float | None = None) -> Callable[[object], None]:
     """Call the result with the current place: a terminal has one line, which each overwrites, and without a terminal
     it prints rarely, because the length of the work is unknown."""
-    last = time.monotonic()
+    last, pause = time.monotonic(), BETWEEN_LINES if between is None else between
 
     def say_place(place: object) -> None:
         nonlocal last
-        if not _overwrite(f"{label} {place}") and time.monotonic() - last >= between:
+        if not _overwrite(f"{label} {place}") and time.monotonic() - last >= pause:
             last = time.monotonic()
             print(f"{label} {place}", file=sys.stderr, flush=True)
 

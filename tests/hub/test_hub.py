@@ -166,6 +166,13 @@ def test_a_layer_is_what_the_hub_allows():
         assert set(dir(layer)) - set(dir(nn.Module)) == {"can_torch_compile", "has_backward"}
 
 
+@pytest.fixture
+def without_cuda(monkeypatch):
+    """`kernels` asks how torch was built, not whether there is a GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.version, "cuda", None)
+
+
 @NO_KERNELS
 def test_kernels_load_it(folder, monkeypatch):
     """By its path, and in the place of a repository of the hub; the same module, under its id."""
@@ -182,7 +189,7 @@ def test_kernels_load_it(folder, monkeypatch):
 
 
 @NO_KERNELS
-def test_the_benchmark_runs(folder):
+def test_the_benchmark_runs(folder, without_cuda):
     """By the runner of `kernels`, which compares each result with its reference."""
     from kernels.cli.benchmark import run_benchmark_class
 
@@ -207,7 +214,7 @@ def kernelized(model, folder, *names, mode="TRAINING"):
 
 
 @NO_KERNELS
-def test_kernelize_a_model_of_transformers(folder, monkeypatch):
+def test_kernelize_a_model_of_transformers(folder, without_cuda, monkeypatch):
     """As docs/adopt_hub.md has it, with both classes; the maps and their gradients are those of its own class."""
     import kernels
 
