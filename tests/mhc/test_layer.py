@@ -126,6 +126,20 @@ def test_export(model, place):
     assert_close(torch.export.export(network, (x,)).module()(x), network(x))
 
 
+@pytest.mark.gpu
+@by_model
+def test_the_host_does_not_wait(model):
+    """A number copied to the GPU would make it wait. A shifted stack once copied one in every step."""
+    place = ("triton", "cuda")
+    network, x = model(place), streams(place)
+    network(x).square().sum().backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        network(x).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def backward(network, x):
     """Gradients of x and of the parameters, and what metrics says."""
     with mhc_ops.metrics(network) as health:
