@@ -15,6 +15,7 @@ import torch
 from .convert import command as convert
 from .core import backend as backends
 from .core import device as devices
+from .core import native
 from .hub import command as hub
 from .measure import arguments, bench, compare, files, page, report, results, selection
 from .measure.diagnose import command as diagnose
@@ -163,6 +164,8 @@ def run_info(options: argparse.Namespace) -> int:
     if here.type == "cuda":
         for index in range(torch.cuda.device_count()):
             lines.append(f"{f'cuda:{index}':9} {_described(torch.device('cuda', index))}")
+        reason = native.why_not()
+        lines.append(f"{'replay':9} {'in C' if reason is None else f'in Python: {reason}'}")
     lines.append("")
     for family in backends.families():
         for backend in backends.BACKENDS:

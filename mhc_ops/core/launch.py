@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 COMPILE_OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_cooperative_grid"))
 
@@ -102,85 +102,75 @@ def _version() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
+class Quick(NamedTuple):
+    """Starts a compiled kernel by Triton's C function. replay.c reads the fields and does the same.
+
+    described: the place of each descriptor among the arguments, and its parts by the address of its tensor. Triton's
+    own wrapper makes each descriptor anew, which takes as long as two launches. A launch copies the descriptor, so a
+    captured graph has its own."""
+
+    launch: Callable[..., None]
+    grid: tuple[int, int, int]
+    fixed: tuple[Any, ...]
+    spread: bool  # the C function takes the arguments one by one, not as one sequence
+    slowly: Start  # while a launch hook is set
+    runtime: Any  # which has the hooks
+    described: tuple[tuple[int, "Made"], ...]
+
+    def __call__(self, stream: Any, arguments: Sequence[Any]) -> None:
+        launch, grid, fixed, spread, slowly, runtime, described = self
+        try:
+            hooked = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+        except AttributeError:  # None or a function, which Triton takes too
+            hooked = True
+        if hooked:
+            slowly(stream, arguments)
+            return
+        if described:
+            arguments = self.with_descriptors(arguments)
+        if spread:
+            launch(*grid, stream, *fixed, *arguments)
+        else:
+            launch(*grid, stream, *fixed, arguments)
+
+    def with_descriptors(self, arguments: Sequence[Any]) -> list[Any]:
+        values = list(arguments)
+        for place, of_address in reversed(self.described):  # the last first: places stay
+            values[place : place + 1] = of_address[arguments[place]]
+        return values
+
+
 def _c_launcher(compiled: Any, grid: tuple[int, int, int], slowly: Start, described: Described = NONE) -> Start | None:
     run: Any = getattr(compiled, "run", None)
     if type(run).__name__ != "CudaLauncher" or lacks(compiled) or run.global_scratch_size or run.profile_scratch_size:
         return None
-    if described:
-        return _describing(compiled, grid, slowly, described)
-    return _quick(run.launch, compiled, grid, slowly)
-
-
-def _quick(launch: Callable[..., None], compiled: Any, grid: tuple[int, int, int], slowly: Start) -> Start:
+    found = _beneath_wrapper(run.launch, described) if described else (run.launch, ())
+    if found is None:
+        return None
+    launch, made = found
     from triton import knobs
 
-    runtime, run, metadata = knobs.runtime, compiled.run, compiled.packed_metadata
-    first = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-    if _version() == "3.6":
-        fixed: tuple[Any, ...] = (*first, None, None, metadata, None, None, None)
-
-        def quick_3_6(stream: Any, arguments: Sequence[Any]) -> None:
-            try:
-                hooked = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
-            except AttributeError:  # None or a function, which Triton takes too
-                hooked = True
-            if hooked:
-                slowly(stream, arguments)
-            else:
-                launch(*grid, stream, *fixed, *arguments)
-
-        return quick_3_6
-    fixed = (*first, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
-
-    def quick(stream: Any, arguments: Sequence[Any]) -> None:
-        try:
-            hooked = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
-        except AttributeError:  # as above
-            hooked = True
-        if hooked:
-            slowly(stream, arguments)
-        else:
-            launch(*grid, stream, *fixed, arguments)
-
-    return quick
+    fixed: tuple[Any, ...] = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    if spread := _version() == "3.6":
+        fixed += (None, None, compiled.packed_metadata, None, None, None)
+    else:
+        fixed += (compiled.packed_metadata, *[None] * 5, run.arg_annotations, run.kernel_signature)
+    return cast(Start, Quick(launch, grid, fixed, spread, slowly, knobs.runtime, made))
 
 
-def _describing(compiled: Any, grid: tuple[int, int, int], slowly: Start, described: Described) -> Start | None:
-    """As `_quick`, for a kernel with descriptors. Triton's own wrapper makes each descriptor anew, which takes as long
-    as two launches. In a recorded launch only addresses change, so descriptors are kept by address. A launch copies the
-    descriptor, so a captured graph has its own."""
-    if not inspect.isfunction(compiled.run.launch):
+def _beneath_wrapper(wrapper: Any, described: Described) -> tuple[Any, tuple[tuple[int, "Made"], ...]] | None:
+    """The C function that Triton's wrapper for descriptors calls, and what makes the parts of each descriptor."""
+    if not inspect.isfunction(wrapper):
         return None
-    names = inspect.getclosurevars(compiled.run.launch)
+    names = inspect.getclosurevars(wrapper)
     inner, make = names.nonlocals, names.globals.get("make_tensordesc_arg")
     if make is None or not inner.keys() >= {"launcher", "tensordesc_indices", "tensordesc_meta"}:
         return None
     if inner["tensordesc_indices"] != described.keys():
         return None
-    from triton import knobs
-
-    runtime, quick = knobs.runtime, _quick(inner["launcher"], compiled, grid, slowly)
     places = sorted(described)
     made = [Made(make, described[place], meta) for place, meta in zip(places, inner["tensordesc_meta"])]
-
-    def start(stream: Any, arguments: Sequence[Any]) -> None:
-        try:
-            hooked = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
-        except AttributeError:  # as above
-            hooked = True
-        if hooked:
-            slowly(stream, arguments)
-            return
-        values: list[Any] = []
-        begin = 0
-        for place, of_address in zip(places, made):
-            values += arguments[begin:place]
-            values += of_address[arguments[place]]
-            begin = place + 1
-        values += arguments[begin:]
-        quick(stream, values)
-
-    return start
+    return inner["launcher"], tuple(zip(places, made))
 
 
 class Made(dict[int, list[Any]]):

@@ -42,7 +42,7 @@ from .modes import (
     register_shardings,
     traced_under_derivatives,
 )
-from .replay import Replay, getter
+from .replay import getter, replayed
 
 IN_REFERENCE = "works with backend='reference' only"
 
@@ -332,7 +332,7 @@ class Call:
         self.alike: dict[tuple[bool, ...], Alike] = {}  # by which cotangents there are: how the backward runs
 
     def _direct(self, function: Any) -> Any:
-        return Replay(function) if self.replays else function
+        return replayed(function) if self.replays else function
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The results, in the order of `returns`."""

@@ -10,18 +10,19 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import count
 from operator import itemgetter, or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import private
+from . import native, private
 from .launch import Start, record, starter
 
 ALIGNMENT = 512  # bytes, as torch's allocators align on a GPU
 MOST_PLANS = 64  # per function: one for each way in which its tensors are aligned
 
 Tensors = Sequence[Tensor | None]
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides
 Function = Callable[[Tensors], Tensors]
 
 
@@ -65,75 +66,113 @@ class Replay:
         return results
 
 
-class Plan:
-    """The launches of a call: which kernels, and where each argument comes from.
+class ReplayInC(partial[Tensors]):
+    """A Replay that replay.c calls."""
+
+    plans = property(lambda self: self.args[0])
+
+
+def replayed(function: Function) -> Function:
+    """A Replay of the function, in C if it can be compiled here."""
+    replay, in_c = Replay(function), native.replay()
+    return replay if in_c is None else ReplayInC(in_c, replay.plans, function, replay.first_call)
+
+
+class Plan(NamedTuple):
+    """The launches of a call: which kernels, and where each argument comes from. replay.c reads the fields by place.
 
     One list holds the addresses of the given tensors, of the returned ones and of the scratch tensors within the
     workspace, then the numbers, which are the same in every call. A launch selects its arguments from that list."""
 
-    def __init__(self, launches: list[Any], given: Tensors, made: list[Tensor], results: Tensors):
-        wanted = [result for result in results if result is not None]
-        found = {result.data_ptr(): result for result in wanted if result.numel()}
-        there = {tensor.data_ptr() for tensor in given if tensor is not None}
-        memory = {tensor.data_ptr(): tensor for tensor in made if tensor.numel()}
-        returned = [result for address, result in found.items() if address not in there]
-        empty = [result for result in wanted if not result.numel()]
-        scratch = [tensor for address, tensor in memory.items() if address not in found]
-        tensors = [*given, *returned, *empty, *scratch]
-        number = {t.data_ptr(): i for i, t in enumerate(tensors) if t is not None and t.numel()}
-        if len(number) < sum(map(_has_memory, tensors)):
-            raise LookupError("two tensors begin at the same address")
-        if not all(result.data_ptr() in memory for result in returned):
-            raise LookupError("a result is neither given nor made by the call")
-        self.launches: list[tuple[Start, Callable[[Sequence[Any]], Sequence[Any]]]] = []
-        self.numbers: list[Any] = []
-        for compiled, grid, arguments in launches:
-            places: list[int] = []
-            described: dict[int, dict[str, Any]] = {}
-            for argument in arguments:
-                if isinstance(getattr(argument, "base", None), Tensor):  # a descriptor, for copies block by block
-                    described[len(places)] = {name: value for name, value in vars(argument).items() if name != "base"}
-                    argument = argument.base
-                if _has_memory(argument):
-                    places.append(number[argument.data_ptr()])
-                else:
-                    places.append(len(tensors) + len(self.numbers))
-                    self.numbers.append(0 if isinstance(argument, Tensor) else argument)
-            self.launches.append((starter(compiled, grid, described), getter(places)))
-        first = next(tensor for tensor in given if tensor is not None)
-        self.index = first.get_device()  # −1: a CPU
-        self.empty = _empty_cuda if self.index >= 0 else partial(_empty, first.device)
-        self.made = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in (*returned, *empty)]
-        next_empty = count(len(given) + len(returned))
-        places_of = [
-            -1 if result is None else number[result.data_ptr()] if result.numel() else next(next_empty)
-            for result in results
-        ]
-        every = list(range(len(given), len(given) + len(self.made)))
-        # None where the results are all that the plan makes, in that order.
-        self.results = None if places_of == every else getter(places_of)
-        self.offsets, self.size = [], 0
-        for tensor in scratch:
-            self.offsets.append(self.size)
-            self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    given: int  # how many tensors
+    device: int | None  # None: a CPU
+    empty: Callable[..., Tensor]
+    layouts: tuple[Layout, ...]  # of the tensors that are allocated
+    workspace: Layout
+    offsets: tuple[int, ...]  # of the scratch tensors in the workspace
+    numbers: tuple[Any, ...]
+    launches: tuple[tuple[Start, tuple[int, ...]], ...]  # places of the arguments
+    results: tuple[int, ...] | None  # places among the given tensors, then the allocated; −1: None. None: all of these
+    current_device: Callable[[], int]
+    raw_stream: Callable[[int], int]
 
     def run(self, given: Tensors, addresses: list[Any]) -> Tensors:
-        index, empty, stream = self.index, self.empty, None
-        if index >= 0:
-            if index != private.current_device():
-                with torch.cuda.device(index):
+        stream = None
+        if self.device is not None:
+            if self.device != self.current_device():
+                with torch.cuda.device(self.device):
                     return self.run(given, addresses)
-            stream = private.raw_stream(index)
-        made = [empty(*layout) for layout in self.made]
+            stream = self.raw_stream(self.device)
+        made = [self.empty(*layout) for layout in self.layouts]
         addresses += [tensor.data_ptr() for tensor in made]
-        if self.size:
-            workspace = empty((self.size,), (1,), torch.uint8)
+        if self.offsets:
+            workspace = self.empty(*self.workspace)
             base = workspace.data_ptr()
             addresses += [base + offset for offset in self.offsets]
         addresses += self.numbers
-        for start, arguments in self.launches:
-            start(stream, arguments(addresses))
-        return made if self.results is None else self.results([*given, *made, None])  # place −1 is None
+        for start, places in self.launches:
+            start(stream, tuple(map(addresses.__getitem__, places)))
+        if self.results is None:
+            return made
+        return list(map([*given, *made, None].__getitem__, self.results))  # place −1 is None
+
+
+def plan(recorded: list[Any], given: Tensors, made: list[Tensor], results: Tensors) -> Plan:
+    """Of the launches that a call recorded. LookupError if an argument belongs to no tensor of the call."""
+    wanted = [result for result in results if result is not None]
+    found = {result.data_ptr(): result for result in wanted if result.numel()}
+    there = {tensor.data_ptr() for tensor in given if tensor is not None}
+    memory = {tensor.data_ptr(): tensor for tensor in made if tensor.numel()}
+    returned = [result for address, result in found.items() if address not in there]
+    empty = [result for result in wanted if not result.numel()]
+    scratch = [tensor for address, tensor in memory.items() if address not in found]
+    tensors = [*given, *returned, *empty, *scratch]
+    number = {t.data_ptr(): i for i, t in enumerate(tensors) if t is not None and t.numel()}
+    if len(number) < sum(map(_has_memory, tensors)):
+        raise LookupError("two tensors begin at the same address")
+    if not all(result.data_ptr() in memory for result in returned):
+        raise LookupError("a result is neither given nor made by the call")
+    launches: list[tuple[Start, tuple[int, ...]]] = []
+    numbers: list[Any] = []
+    for compiled, grid, arguments in recorded:
+        places: list[int] = []
+        described: dict[int, dict[str, Any]] = {}
+        for argument in arguments:
+            if isinstance(getattr(argument, "base", None), Tensor):  # a descriptor, for copies block by block
+                described[len(places)] = {name: value for name, value in vars(argument).items() if name != "base"}
+                argument = argument.base
+            if _has_memory(argument):
+                places.append(number[argument.data_ptr()])
+            else:
+                places.append(len(tensors) + len(numbers))
+                numbers.append(0 if isinstance(argument, Tensor) else argument)
+        launches.append((starter(compiled, grid, described), tuple(places)))
+    first = next(tensor for tensor in given if tensor is not None)
+    index = first.get_device()  # −1: a CPU
+    next_empty = count(len(given) + len(returned))
+    places_of = [
+        -1 if result is None else number[result.data_ptr()] if result.numel() else next(next_empty)
+        for result in results
+    ]
+    offsets, size = [], 0
+    for tensor in scratch:
+        offsets.append(size)
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    layouts = tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in (*returned, *empty))
+    every = list(range(len(given), len(given) + len(layouts)))
+    return Plan(
+        given=len(given),
+        device=index if index >= 0 else None,
+        empty=_empty_cuda if index >= 0 else partial(_empty, first.device),
+        layouts=layouts,
+        workspace=((size,), (1,), torch.uint8),
+        offsets=tuple(offsets),
+        numbers=tuple(numbers),
+        launches=tuple(launches),
+        results=None if places_of == every else tuple(places_of),
+        current_device=private.current_device,
+        raw_stream=private.raw_stream,
+    )
 
 
 def getter(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -179,6 +218,6 @@ class Recorder(private.TorchDispatchMode or object):  # type: ignore[misc]
         if self.others or not self.launches:
             return None
         try:
-            return Plan(self.launches, given, self.made, results)
+            return plan(self.launches, given, self.made, results)
         except LookupError:  # an argument belongs to no tensor of the call
             return None

@@ -22,7 +22,7 @@ VERSION = 0  # the hub's number for a kernel before its first release; after it,
 PACKAGE = Path(mhc_ops.__file__).parent
 FOLDERS = ("core", "mhc", "conv")
 LEFT_OUT = ("__pycache__", "tilelang")
-KINDS = (".py", ".h", ".hip", ".sh")
+KINDS = (".py", ".c", ".h", ".hip", ".sh")
 # The GPUs of docs/gpus.md, by variant. +PTX: also on every newer compute capability.
 ARCHS = {"cpu": [], "cuda": ["8.0+PTX"], "rocm": ["gfx942", "gfx950"]}
 VARIANTS = tuple(ARCHS)

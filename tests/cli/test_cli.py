@@ -38,6 +38,7 @@ def test_info(run, monkeypatch):
     printed = run("info")[1]
     for index in range(2):
         assert f"cuda:{index}    NVIDIA L40S: capability 8.9, 99 KB of shared memory, 142 multiprocessors\n" in printed
+    assert re.search(r"^replay    in (C|Python: .+)$", printed, re.MULTILINE)
 
 
 def test_check_passes(small, run):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mhc_ops.core import alike, call
+from mhc_ops.core import alike, call, native
 from mhc_ops.core import backend as backends
 from mhc_ops.core.call import Request, run
 from mhc_ops.core.launch import Descriptor, launch
@@ -84,10 +84,12 @@ def written_(x: Tensor, state: Tensor) -> WrittenOutputs:
 scaled_fwd.gradient_is(scaled_bwd)
 
 
-@pytest.fixture
-def kernel(monkeypatch):
+@pytest.fixture(params=["in C", "in Python"])
+def kernel(request, monkeypatch):
     """Stands for the kernels of a GPU; torch does what it does, unseen by who records."""
     found = Kernel()
+    if request.param == "in Python":
+        monkeypatch.setattr(native, "replay", lambda: None)
 
     def scale(x, y, options, state=None):
         numbers = {"amount": options.amount, "BLOCK": options.block, "num_warps": 4}

@@ -1,0 +1,228 @@
+"""Plans of recorded launches: replay.c does what the Python code does, fails where it fails, and keeps nothing."""
+
+import contextlib
+import gc
+import random
+import sys
+import tracemalloc
+from functools import partial
+from operator import itemgetter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mhc_ops.core import launch, native, replay
+from mhc_ops.testing.cases import SEED
+
+pytest.importorskip("triton")
+if native.why_not():
+    pytest.skip(f"replay.c is not compiled here: {native.why_not()}", allow_module_level=True)
+
+HOOKS = {
+    "none": lambda: SimpleNamespace(calls=[]),
+    "set": lambda: SimpleNamespace(calls=[print]),
+    "a function": lambda: print,
+    "broken": type("Hook", (), {"calls": property(lambda self: 1 / 0)}),
+}
+REPEATS = 20
+KINDS = ("a function", "C function", "C function, arguments one by one")
+
+
+class Runtime:
+    """Its hooks are made anew each time."""
+
+    launch_enter_hook = property(lambda self: HOOKS[self.enter]())
+    launch_exit_hook = property(lambda self: HOOKS[self.exit]())
+
+    def __init__(self, enter, exit):
+        self.enter, self.exit = enter, exit
+
+
+class Parts(dict):
+    """Those of a descriptor, made anew each time."""
+
+    def __missing__(self, address):
+        return [address, "part"]
+
+
+class World:
+    """A random plan whose functions note what they are called with; the one numbered `fails` raises."""
+
+    def __init__(self, seed):
+        draw = random.Random(seed)
+        self.notes, self.fails = [], None
+        kinds = (
+            None,
+            torch.ones(0),
+            torch.ones(3),
+            torch.ones(3)[2:],
+            torch.ones(8),
+            torch.ones(9)[draw.randint(0, 3) :],
+        )
+        self.tensors = [torch.ones(4), *draw.choices(kinds[draw.choice((0, 4)) :], k=draw.randint(0, 4))]
+        self.current = draw.choice(("1000", "2000", "2000", "no number"))
+        self.memory = [
+            torch.zeros(draw.randint(0, 9)) for _ in range(draw.randint(0, 4) + 1)
+        ]  # the last: the workspace
+        layouts = tuple(((i,), (1,), torch.float32) for i in range(len(self.memory) - 1))
+        offsets = tuple(512 * i for i in range(draw.choice((0, 0, 3))))
+        numbers = tuple(draw.choice((1, draw.random(), None, 2**40)) for _ in range(draw.randint(0, 3)))
+        given, values = len(self.tensors), len(self.tensors) + len(layouts) + len(offsets) + len(numbers)
+        places = range(-1, given + len(layouts))
+        self.plan = replay.Plan(
+            given=given,
+            device=draw.choice((None, 1000, 2000)),
+            empty=self.empty,
+            layouts=layouts,
+            workspace=((len(layouts),), (1,), torch.uint8),
+            offsets=offsets,
+            numbers=numbers,
+            launches=tuple(self.launch(draw, values) for _ in range(draw.randint(0, 4))),
+            results=draw.choice((None, tuple(draw.choices(places, k=draw.randint(0, 3))))),
+            current_device=lambda: int(self.current),
+            raw_stream=lambda index: self.note("raw_stream", index) or int("4711"),
+        )
+
+    def note(self, *what):
+        if len(self.notes) == self.fails:
+            raise KeyError(what[0])
+        self.notes.append(what)
+
+    def empty(self, shape, stride, dtype):
+        self.note("empty", shape, stride, dtype)
+        return self.memory[shape[0]]
+
+    def launch(self, draw, values):
+        places = tuple(draw.choices(range(values), k=draw.randint(0, 6)))
+        kind = draw.choice(KINDS)
+        if kind == "a function":
+            return (lambda *given: self.note(kind, *given)), places
+        described = sorted(draw.sample(range(len(places)), k=draw.randint(0, min(2, len(places)))))
+        return launch.Quick(
+            launch=lambda *given: [self.note(kind, *map(flat, given))],
+            grid=(3, 2, 1),
+            fixed=(7, None, b"signature"),
+            spread=kind == KINDS[2],
+            slowly=lambda *given: self.note("slowly", *given),
+            runtime=Runtime(draw.choice(list(HOOKS)), draw.choice(("none", "none", "set"))),
+            described=tuple((place, Parts()) for place in described),
+        ), places
+
+    @contextlib.contextmanager
+    def device(self, index):
+        self.note("device", index)
+        before, self.current = self.current, str(index)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def ran(self, in_c, plans=None):
+        """What happened, and the results or the error. plans: those of an earlier run, as in a later call."""
+        self.notes = []
+        try:
+            results = self.called(in_c, {} if plans is None else plans)
+        except (KeyError, ValueError, ZeroDivisionError) as error:
+            return self.notes, repr(error)
+        return self.notes, [None if result is None else id(result) for result in results]
+
+    def called(self, in_c, plans):
+        first_call = partial(self.first_call, in_c, plans)
+        if in_c:
+            return native.replay()(plans, print, first_call, self.tensors)
+        python = replay.Replay(print)
+        python.plans, python.first_call = plans, first_call
+        return python(self.tensors)
+
+    def first_call(self, in_c, plans, tensors, addresses, key):
+        self.note("first call", tuple(addresses), key)
+        plans[key] = self.plan
+        return self.called(in_c, plans)
+
+
+def flat(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_c_does_what_python_does(number, monkeypatch):
+    """With every error at every place where one may come."""
+    world = World(SEED + number)
+    monkeypatch.setattr(torch.cuda, "device", world.device)
+    notes, found = world.ran(in_c=False)
+    assert (notes, found) == world.ran(in_c=True)
+    for world.fails in range(len(notes)):
+        expected = world.ran(in_c=False)
+        assert world.ran(in_c=True) == expected
+        assert expected[1] == repr(KeyError(notes[world.fails][0]))
+
+
+def test_nothing_is_kept(monkeypatch):
+    """Neither by a call nor by one that fails: no object has more references, and no memory stays allocated."""
+    gc.freeze()  # what is there already need not be searched for cycles
+    for number in range(40):
+        world, plans = World(SEED + number), {}
+        monkeypatch.setattr(torch.cuda, "device", world.device)
+        steps = len(world.ran(True, plans)[0])
+        before = references(world)
+        tracemalloc.start()
+        for world.fails in [*range(steps), None]:
+            grown = []
+            for _ in range(3):  # another thread may allocate in one of them; the first time something stays for good
+                size = tracemalloc.get_traced_memory()[0]
+                for _ in range(REPEATS):
+                    world.ran(True, plans)
+                    world.ran(True)
+                    world.notes = None
+                gc.collect()
+                grown.append(tracemalloc.get_traced_memory()[0] - size)
+            assert min(grown) < 16 * REPEATS, "less than an object for each call"
+        tracemalloc.stop()
+        assert references(world) == before
+    gc.unfreeze()
+
+
+def references(world):
+    """Those to all objects that no other world has."""
+    world.notes, plan = None, world.plan
+    held = [world.tensors, *world.tensors, *world.memory, plan, *plan.numbers, *map(itemgetter(0), plan.launches)]
+    return [sys.getrefcount(each) for each in held if each is not None and not isinstance(each, int)]
+
+
+def test_what_is_no_plan_is_refused():
+    run, x = native.replay(), torch.ones(4)
+    for arguments in (
+        (),
+        ({}, print, print),
+        ([], print, print, [x]),
+        ({}, print, print, 3),
+        ({None: 3}, print, print, [x]),
+    ):
+        with pytest.raises(TypeError):
+            run(*arguments)
+    with pytest.raises(TypeError, match="no plan for these tensors"):
+        run({None: World(SEED).plan._replace(given=7)}, print, print, [x])
+    with pytest.raises(AttributeError, match="data_ptr"):
+        run({}, print, print, [3])
+    assert run({None: None}, len, print, [x, x]) == 2, "a call that cannot be replayed"
+
+
+def test_fields_are_read_by_their_places():
+    assert len(replay.Plan._fields) == native.compiled().OF_PLAN
+    assert len(launch.Quick._fields) == native.compiled().OF_QUICK
+
+
+@pytest.mark.parametrize("missing", ["a compiler", "the function of Triton"])
+def test_without_it_python_replays(missing, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    native.compiled.cache_clear()
+    if missing == "a compiler":
+        monkeypatch.setenv("CC", "no-such-compiler")
+    else:
+        monkeypatch.delattr("triton.runtime.build.compile_module_from_src")
+    try:
+        assert ("no-such-compiler" if missing == "a compiler" else "cannot import") in native.why_not()
+        assert isinstance(replay.replayed(print), replay.Replay)
+    finally:
+        native.compiled.cache_clear()
