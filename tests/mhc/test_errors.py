@@ -12,12 +12,12 @@ import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
 from mhc_ops.core import backend as backends
 from mhc_ops.mhc import prepare
-from mhc_ops.mhc.options import DEFAULTS, NOT_IN_TILELANG
+from mhc_ops.mhc.options import DEFAULTS
 from mhc_ops.testing import cases
 
 N, D = 4, 16
 M = N * N + 2 * N
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 A_FLOAT = "must be bfloat16, float16, float32 or float64, got"
 DENSE = "must be a dense (strided) tensor, got"
 NO_MEANING = "has no meaning with residual="
@@ -64,7 +64,6 @@ def wrong_eps(*names):
         for value, error, message in (
             (NAN, ValueError, "finite and 0 or more, got nan"),
             (-1e-6, ValueError, "finite and 0 or more, got -1e-06"),
-            (INF, ValueError, "finite and 0 or more, got inf"),
             (True, TypeError, "a number, got bool"),
             (None, TypeError, "a number, got NoneType"),
             ("1e-6", TypeError, "a number, got str"),
@@ -74,31 +73,23 @@ def wrong_eps(*names):
 
 X = [
     ({"x": None}, TypeError, "x must be a torch.Tensor, got NoneType"),
-    ({"x": zeros(2, 3, N, D, dtype=torch.complex64)}, TypeError, f"x {A_FLOAT} complex64"),
     ({"x": zeros(D)}, ValueError, f"x {SHAPE} [16]"),
     ({"x": zeros(2, 0, D)}, ValueError, f"x {SHAPE} [2, 0, 16]"),
     ({"x": torch.nested.nested_tensor([zeros(3, N, D)])}, TypeError, f"x {DENSE} nested"),
 ]
 FORWARD = [
     *X,
-    ({"phi": zeros(M, N * D).to_sparse_csr()}, TypeError, f"phi {DENSE} sparse_csr"),
-    ({"phi": zeros(M, N * D).to_mkldnn()}, TypeError, f"phi {DENSE} mkldnn"),
     ({"outflag": "no"}, TypeError, "outflag must be a bool, got str"),
 ]
 POST = [
     *X,
-    ({"h_post": None}, TypeError, "h_post must be a torch.Tensor, got NoneType"),
     ({"transposed": 1}, TypeError, "transposed must be a bool, got int"),
     ({"h_res": None, "transposed": True}, ValueError, "transposed=True has no meaning without h_res"),
 ]
 OPTIONS = [
     ({"sinkhorn_iters": 0}, ValueError, "sinkhorn_iters must be at least 1, got 0"),
     ({"sinkhorn_iters": 20.0}, TypeError, "sinkhorn_iters must be an int, got float"),
-    ({"sinkhorn_iters": True}, TypeError, "sinkhorn_iters must be an int, got bool"),
-    ({"post_mult": "2"}, TypeError, "post_mult must be a number, got str"),
     ({"post_mult": NAN}, ValueError, "post_mult must be finite, got nan"),
-    ({"post_mult": -INF}, ValueError, "post_mult must be finite, got -inf"),
-    ({"post_mult": False}, TypeError, "post_mult must be a number, got bool"),
     ({"transposed": None}, TypeError, "transposed must be a bool, got NoneType"),
     ({"residual": None}, TypeError, "residual must be a str, got NoneType"),
     ({"residual": "none"}, ValueError, "residual must be 'sinkhorn', 'identity' or 'logits', got 'none'"),
@@ -120,14 +111,12 @@ LAYER = [
 ]
 SINKHORN = [
     ({"logits": zeros(2, 3)}, ValueError, "logits must be [..., n, n] with n at least 1, got [2, 3]"),
-    ({"logits": zeros(4)}, ValueError, "logits must be [..., n, n] with n at least 1, got [4]"),
     ({"iters": 0}, ValueError, "iters must be at least 1, got 0"),
 ]
 CARRY = [({"carry": zeros(2, 3)}, TypeError, "carry must be what mhc_enter or mhc_next returned, got Tensor")]
 ENTER = [
     ({"read": zeros(2, 3, N)}, ValueError, "read has no meaning without shifted=True"),
     ({"read": zeros(N), "shifted": True}, ValueError, "read must be [2, 3, 4], got [4]"),
-    ({"read": 1.0, "shifted": True}, TypeError, "read must be a torch.Tensor, got float"),
     ({"shifted": "yes"}, TypeError, "shifted must be a bool, got str"),
 ]
 EXPAND = [
@@ -139,7 +128,6 @@ EXPAND = [
 # A flag is True or False: anything else has a truth of its own, which may not be what was meant.
 SIZES = [
     ({"n": 0}, ValueError, "n must be at least 1, got 0"),
-    ({"n": None}, TypeError, "n must be an int, got NoneType"),
     ({"D": 8.0}, TypeError, "D must be an int, got float"),
 ]
 HEAD = [*SIZES, ({"gamma": "no"}, TypeError, "gamma must be a bool, got str")]
@@ -204,56 +192,45 @@ def connection(layer=torch.tanh, n=2, D=8):
     return HyperConnection(layer, n, D)
 
 
-def with_a_hook(stack, hook):
-    """On what the last connection returns."""
+def with_a_hook(hook):
+    """A stack; the hook is on what the last connection returns."""
+    stack = HyperStack(connection(), connection())
     stack[-1].register_forward_hook(lambda module, inputs, carry: hook(carry))
     return stack
 
 
 def test_stacks():
+    """How each message begins."""
     one, other, x, linear = connection(), connection(n=4), zeros(3, 2, 8), torch.nn.Linear(8, 8)
     another, nothing, wide = connection(), connection(lambda h: None), connection(lambda h: h[:, None].expand(3, 2, 8))
     later = HyperStack(one, shifted=True, first=False)
-    unlike = "HyperStack: connection 1 has n=4, D=8, but connection 0 has n=2, D=8"
-    no_connection = "HyperStack: connection 0 must be a HyperConnection, got Linear"
-    without = "has no meaning without shifted=True"
-    joined = "HyperStack: a shifted stack and one that is not cannot be joined"
-    sizes = "HyperConnection: x must be [..., 4, 8], got [3, 2, 8]"
-    where = (
-        "hooks that take tensors go on the layer of a connection, or on the connections of nn.Sequential(*stack); a "
-        "hook on a connection of the stack has x as carry.x"
-    )
-    no_carry = f"HyperStack: connection 1 must return its carry, got Tensor (of a hook?); {where}"
-    no_tensor = f"a carry of a HyperStack has no norm; {where}"
-    no_model = (
-        "metrics: there is no HyperConnection in this Linear; a model of transformers is patched first, "
-        "by mhc_ops.compat.transformers.patch"
-    )
     for call, error, message in (
-        (lambda: HyperStack(one, other), ValueError, unlike),
-        (lambda: HyperStack(one).append(other), ValueError, unlike),
-        (lambda: HyperStack(one, another).__setitem__(1, other), ValueError, unlike),
-        (lambda: HyperStack(linear), TypeError, no_connection),
-        (lambda: HyperStack(one).insert(0, linear), TypeError, no_connection),
-        (lambda: HyperStack(one, recompute=-1), ValueError, "HyperStack: recompute must be 0 or more, got -1"),
-        (lambda: HyperStack(one, recompute=True), TypeError, "HyperStack: recompute must be an int, got bool"),
-        (lambda: HyperStack(one, shifted=1), TypeError, "HyperStack: shifted must be a bool, got int"),
-        (lambda: HyperStack(one, first=False), ValueError, f"HyperStack: first=False {without}"),
-        (lambda: HyperStack(one, last=False), ValueError, f"HyperStack: last=False {without}"),
-        (lambda: HyperStack(one) + HyperStack(one, shifted=True), ValueError, joined),
-        (lambda: later(x), TypeError, "HyperStack: with first=False the input must be (x, p), got Tensor"),
-        (lambda: later(x, zeros(3, 4)), ValueError, "mhc_enter: read must be [3, 2], got [3, 4]"),
-        (lambda: HyperStack(other, recompute=2)(x), ValueError, sizes),
-        (lambda: HyperStack(one)([1.0]), TypeError, "HyperConnection: x must be a torch.Tensor, got list"),
-        (lambda: HyperStack(nothing)(x), TypeError, "mhc_leave: h_out must be a torch.Tensor, got NoneType"),
-        (lambda: nothing(x), TypeError, "mhc_layer: h_out must be a torch.Tensor, got NoneType"),
-        (lambda: wide(x), ValueError, "mhc_layer: h_out must be [3, 8], got [3, 2, 8]"),
-        (lambda: with_a_hook(HyperStack(one, another), lambda carry: carry.norm())(x), AttributeError, no_tensor),
-        (lambda: with_a_hook(HyperStack(one, connection()), lambda carry: carry.x)(x), TypeError, no_carry),
-        (lambda: mhc_ops.metrics(linear).__enter__(), ValueError, no_model),
-        (lambda: mhc_ops.metrics([]).__enter__(), TypeError, "metrics: model must be an nn.Module, got list"),
+        (lambda: HyperStack(one, other), ValueError, "HyperStack: connection 1 has n=4, D=8"),
+        (lambda: HyperStack(one, another).__setitem__(1, other), ValueError, "HyperStack: connection 1 has n=4, D=8"),
+        (lambda: HyperStack(one).insert(0, linear), TypeError, "HyperStack: connection 0 must be a HyperConnection"),
+        (lambda: HyperStack(one, recompute=-1), ValueError, "HyperStack: recompute must be 0 or more"),
+        (lambda: HyperStack(one, recompute=True), TypeError, "HyperStack: recompute must be an int"),
+        (lambda: HyperStack(one, shifted=1), TypeError, "HyperStack: shifted must be a bool"),
+        (lambda: HyperStack(one, first=False), ValueError, "HyperStack: first=False has no meaning"),
+        (lambda: HyperStack(one, last=False), ValueError, "HyperStack: last=False has no meaning"),
+        (lambda: HyperStack(one) + HyperStack(one, shifted=True), ValueError, "HyperStack: a shifted stack and one"),
+        (lambda: later(x), TypeError, "HyperStack: with first=False the input must be (x, p)"),
+        (lambda: later(x, zeros(3, 4)), ValueError, "mhc_enter: read must be [3, 2]"),
+        (lambda: HyperStack(other, recompute=2)(x), ValueError, "HyperConnection: x must be [..., 4, 8]"),
+        (lambda: HyperStack(nothing)(x), TypeError, "mhc_leave: h_out must be a torch.Tensor"),
+        (lambda: nothing(x), TypeError, "mhc_layer: h_out must be a torch.Tensor"),
+        (lambda: wide(x), ValueError, "mhc_layer: h_out must be [3, 8]"),
+        (
+            lambda: with_a_hook(lambda carry: carry.norm())(x),
+            AttributeError,
+            "a carry of a HyperStack has no norm; hooks",
+        ),
+        (lambda: with_a_hook(lambda carry: carry.x)(x), TypeError, "HyperStack: connection 1 must return its carry"),
+        (lambda: mhc_ops.metrics(linear).__enter__(), ValueError, "metrics: there is no HyperConnection"),
+        (lambda: mhc_ops.metrics([]).__enter__(), TypeError, "metrics: model must be an nn.Module"),
     ):
-        assert_said(call, error, message)
+        with pytest.raises(error, match=f"^{re.escape(message)}"):
+            call()
 
 
 # What kernels do not take
@@ -265,7 +242,6 @@ def test_limits_of_kernels(checked):
     for n, dtype, error, message in (
         (4, torch.float64, TypeError, "x must be bfloat16, float16 or float32 for backend 'triton', got float64"),
         (9, torch.float32, ValueError, "n must be 1 to 8 for backend 'triton', got 9"),
-        (20, torch.float32, ValueError, "n must be 1 to 8 for backend 'triton', got 20"),
     ):
         tensors = {k: t.to(dtype) for k, t in cases.Case(cases.MHC_FORWARD_PRE, (2,), n, 3).inputs().items()}
         call = partial(checked, "mhc_forward_pre", tensors["x"], "triton") if checked else mhc_ops.mhc_forward_pre
@@ -276,7 +252,6 @@ def test_limits_of_kernels(checked):
 
 def test_tilelang_says_what_it_lacks():
     """Nothing runs on another backend instead."""
-    assert {"post_eps", "residual", "transposed"} <= {*NOT_IN_TILELANG}
     x, weight, h_res = zeros(2, 4, 16), torch.ones(16), torch.ones(1)
     for check, given, words in (
         (prepare.check_kernels, (x, weight), "mhc_pre with layer_norm_weight"),
@@ -290,7 +265,6 @@ def test_tilelang_says_what_it_lacks():
         message = f"{words}: backend 'tilelang' does not have it, 'triton' and 'reference' do"
         assert_said(partial(call, "tilelang"), NotImplementedError, message)
         call("triton")
-    prepare.check_kernels("mhc_pre", x, None, "tilelang")
 
 
 def test_warmup(monkeypatch):
@@ -299,17 +273,14 @@ def test_warmup(monkeypatch):
         assert mhc_ops.warmup(4, 64, torch.bfloat16, **where) == 0, "the same program runs on a laptop and on a GPU"
     with monkeypatch.context() as patch:
         patch.setattr(backends, "_INTERPRETED", False)
-        no_gpu = "device must be there, got cuda:0 and torch sees no GPU; without "
         for given, error, message in (
-            ({"device": "cuda:0"}, ValueError, f": {no_gpu}"),
-            ({"device": "cuda:0", "backend": "triton"}, ValueError, f": {no_gpu}"),
+            ({"device": "cuda:0"}, ValueError, ": device must be there, got cuda:0"),
             ({"backend": "triton"}, RuntimeError, ": backend 'triton' cannot run here: "),
-            ({"dtype": "bfloat16"}, TypeError, ": dtype must be a torch.dtype, got str"),
-            ({"parameter_dtype": "bfloat16"}, TypeError, ": parameter_dtype must be a torch.dtype, got str"),
-            ({"tokens": [8, 0]}, ValueError, ": tokens must be at least 1, got 0"),
-            ({"tokens": []}, ValueError, ": tokens must be a count or a list of them, got an empty list"),
-            ({"tokens": "8"}, TypeError, ": tokens must be an int, got str"),
-            ({"training": 1}, TypeError, ": training must be a bool, got int"),
+            ({"dtype": "bfloat16"}, TypeError, ": dtype must be a torch.dtype"),
+            ({"parameter_dtype": "bfloat16"}, TypeError, ": parameter_dtype must be a torch.dtype"),
+            ({"tokens": [8, 0]}, ValueError, ": tokens must be at least 1"),
+            ({"tokens": []}, ValueError, ": tokens must be a count or a list of them"),
+            ({"training": 1}, TypeError, ": training must be a bool"),
             ({"sinkhorn_iter": 3}, TypeError, "() got an unexpected keyword argument 'sinkhorn_iter'"),
         ):
             with pytest.raises(error, match=f"^warmup{re.escape(message)}"):

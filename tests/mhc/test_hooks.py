@@ -8,54 +8,34 @@ from networks import connections, step, streams
 from stack_results import assert_close, assert_equal
 from sublayers import both_forms
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from mhc_ops import HyperStack
 
 
-def seen_by(modules, run):
-    """What each kind of hook on each of these modules sees, in the order of the calls"""
-    seen, handles = [], []
-
-    def note(number, module, *given):
-        seen.append((number, *(each for part in given for each in (part if isinstance(part, tuple) else (part,)))))
-
-    for number, module in enumerate(modules):
-        for register in (
-            module.register_forward_pre_hook,
-            module.register_forward_hook,
-            module.register_full_backward_pre_hook,
-            module.register_full_backward_hook,
-        ):
-            handles.append(register(partial(note, number)))
-    results = run()
-    for handle in handles:
-        handle.remove()
-    return seen, results
+def seen_on_layers(made, network, x):
+    """What hooks on the layers see, in the order of the calls; the results of a step."""
+    seen = []
+    for number, connection in enumerate(made):
+        note = partial(lambda number, layer, *given: seen.append((number, *tree_leaves(given))), number)
+        connection.layer.register_forward_pre_hook(note)
+        connection.layer.register_forward_hook(note)
+        connection.layer.register_full_backward_pre_hook(note)
+        connection.layer.register_full_backward_hook(note)
+    return seen, step(network, x)
 
 
 @pytest.mark.parametrize("recompute", [0, 2])
 def test_on_the_layers_they_see_what_they_do_in_a_sequential(recompute, place):
     """Also the number of calls: recompute does not run layers again."""
-    made, x = connections(place), streams(place)
-    layers = [connection.layer for connection in made]
-    found, results = seen_by(layers, lambda: step(HyperStack(*made, recompute=recompute), x))
-    expected, of_sequential = seen_by(layers, lambda: step(nn.Sequential(*made), x))
+    (made, others), x = (connections(place) for _ in range(2)), streams(place)
+    found, results = seen_on_layers(made, HyperStack(*made, recompute=recompute), x)
+    expected, of_sequential = seen_on_layers(others, nn.Sequential(*others), x)
     assert len(found) == 4 * len(made)
     for (number, *tensors), (expected_number, *expected_tensors) in zip(found, expected, strict=True):
         assert number == expected_number
         assert_equal(tensors, expected_tensors)
     assert_equal(results, of_sequential)
-
-
-def test_on_the_connections_of_a_sequential_of_the_stack(place):
-    """They see x and its gradients between connections, which a stack does not make apart. Results are the same."""
-    stack, x = HyperStack(*connections(place, 2)), streams(place)
-    expected = step(stack, x)
-    seen, results = seen_by(stack, lambda: step(nn.Sequential(*stack), x))
-    assert_equal(results, expected)
-    out, dx = results[:2]
-    assert torch.equal(seen[0][1], x) and torch.equal(seen[2 * len(stack) - 1][2], out)
-    assert torch.equal(seen[-1][1], dx)
 
 
 @both_forms

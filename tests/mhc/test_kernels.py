@@ -236,17 +236,6 @@ def test_bad_values_stay_in_their_token(subject, value, kernels):
 
 
 @by_any_subject
-def test_no_cotangent_at_all(subject, kernels):
-    backend, device = kernels
-    tensors = cases.Case(subject, (3,), 3, 40, fp32).inputs(device)
-    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-    outputs = subject.call(**leaves, backend=backend)[: len(subject.differentiable)]
-    drop = torch._C._functions.UndefinedGrad()  # the identity, whose gradient is None
-    sum(drop(output).sum() for output in outputs).backward()
-    assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
-
-
-@by_any_subject
 def test_double_backward_raises(subject, kernels):
     backend, device = kernels
     tensors = cases.Case(subject, (3,), 3, 40, fp32).inputs(device)

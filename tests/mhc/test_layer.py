@@ -5,7 +5,7 @@ import processes
 import pytest
 import torch
 from mhc_kernels import bf16, fp32
-from networks import MLP, MODELS, D, N, connections, layers_and_head, step, streams, trained_maps
+from networks import MODELS, D, N, step, streams, trained_maps
 from stack_results import assert_close, assert_equal, gradients, random_cotangents
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
 from mhc_ops import HyperStack, MHCBlock
-from mhc_ops.mhc import prepare
 from mhc_ops.testing import accuracy, cases
 
 by_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -29,14 +28,6 @@ def test_gradients(model, place):
     """Against the reference in fp64."""
     exact = model(("reference", place[1]), depth=2).double()
     assert_close(step(model(place, depth=2), streams(place)), step(exact, streams(place, torch.float64)))
-
-
-def test_streams_used_elsewhere_too(place):
-    def dx(network, x):
-        return torch.autograd.grad((network(x) + x.square().mean(-2)).sum(), x)[0]
-
-    exact = dx(layers_and_head(("reference", place[1])).double(), streams(place, torch.float64))
-    assert_close([dx(layers_and_head(place), streams(place))], [exact])
 
 
 COMPILED = [("block", 1, "aot_eager"), ("block", 1, "inductor"), ("layers", 1, "aot_eager"), ("layers", 2, "inductor")]
@@ -55,18 +46,6 @@ def test_compile(kind, depth, compiler, place, cxx):
     longer = torch.cat([x.detach()] * 2).requires_grad_()
     with torch.compiler.set_stance("fail_on_recompile"):
         check(step(compiled, longer), step(network, longer))
-
-
-def test_compile_with_a_graph_break_in_the_layer(place):
-    torch.compiler.reset()
-
-    class Broken(MLP):
-        def forward(self, x):
-            torch._dynamo.graph_break()
-            return super().forward(x)
-
-    compiled = torch.compile(layers_and_head(place, depth=2, layer=Broken), backend="aot_eager")
-    assert_close(step(compiled, streams(place)), step(layers_and_head(place, depth=2), streams(place)))
 
 
 @by_module
@@ -172,17 +151,6 @@ def test_fsdp2(backend, kind):
 # The ops
 
 
-def test_the_link_stays_one_element(kernel_device):
-    """A copy of it would be as large as x."""
-    x = torch.zeros(6, N, D, device=kernel_device)
-    maps = {"h_out": x[:, 0], "h_post": x[:, :, 0], "h_res": torch.zeros(6, N, N, device=kernel_device)}
-    link = torch.empty_strided(x.shape, (0, 0, 0), device=kernel_device)
-    request = prepare.leave(function="mhc_layer", link=link, x=x, **maps, backend="triton")
-    taken = request.op.laid_out(request.inputs)
-    assert taken["link"] is link
-    assert taken["h_out"].is_contiguous()
-
-
 class Recorded(TorchDispatchMode):
     """The calls of our ops, in the forward and in the backward."""
 
@@ -211,12 +179,3 @@ def test_opcheck(case, kernel_device):
     for op, given in recorded.calls:
         is_forward = not op.name().endswith("_bwd")
         opcheck(op, [t.detach().requires_grad_(is_forward) if isinstance(t, torch.Tensor) else t for t in given])
-
-
-def test_a_layer_that_returns_more(place):
-    """(h_out, *rest) becomes (x_next, *rest), and extras reach the layer, also one that is named x."""
-    (alone,), x = connections(place, 1, lambda: lambda h: h * 2.0 + 1.0), streams(place)
-    for options in ({}, {"checkpoint": True}):
-        (wrapped,) = connections(place, 1, lambda: lambda h, scale, *, x: (h * scale + x, "cache"), **options)
-        x_next, rest = wrapped(x, 2.0, x=1.0)
-        assert rest == "cache" and torch.equal(x_next, alone(x))

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import mhc_ops
 from mhc_ops import HyperStack
-from mhc_ops.core import private
 
 CPU, CUDA = ("reference", "cpu"), ("triton", "cuda")
 PARAMETERS = ("phi", "alpha", "bias")
@@ -153,8 +152,6 @@ def test_autocast():
     first = {name: value for name, value in found.items() if name.startswith("0/") and "norm" not in name}
     exact = seen(made(), batches())
     assert first == {name: exact[name] for name in first}
-    assert found != exact
-    assert found["2/h_res_column_error"] < 1e-5 > abs(found["gain_forward"] - 1)
 
 
 @pytest.mark.parametrize("by", ["connection", "non-reentrant", "reentrant"])
@@ -181,14 +178,6 @@ def test_a_selective_checkpoint():
             return checkpoint(ended, x, use_reentrant=False, context_fn=contexts)
 
     assert_unnoticed(lambda: Checkpointed(*connections()), batches())
-
-
-def test_frozen_parameters(stack):
-    stack[0].phi.requires_grad_(False)
-    stack[1].requires_grad_(False)
-    found = seen(stack, batches())
-    norms = {name for name in found if "norm" in name}
-    assert norms == {"0/dalpha_norm", "0/dbias_norm", "2/dphi_norm", "2/dalpha_norm", "2/dbias_norm"}
 
 
 def hooks_of(model):
@@ -239,28 +228,7 @@ def test_calls_that_fail_or_have_no_tokens(stack):
     assert health.result() == pytest.approx(seen(HyperStack(*connections()), [x]), rel=1e-6)
 
 
-def test_shapes_that_change():
-    """As from an encoder to a decoder: two maps; the gain is the mean over the tokens of both."""
-    (x, y), (one, other) = batches(), connections(depth=2)
-    both = nn.ModuleList([one, other])
-    both.forward = lambda x, y: one(x).sum() + other(y).sum()
-    with mhc_ops.metrics(both) as health:
-        both(x, y)
-    gains = [seen(connection, [z])["gain_backward"] for connection, z in ((one, x), (other, y))]
-    assert health.result()["gain_backward"] == pytest.approx((6 * gains[0] + 4 * gains[1]) / 10, rel=1e-6)
-
-
 # The host does not wait.
-
-
-def test_no_number_is_read(stack):
-    on_cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=on_cpu) as profile, mhc_ops.metrics(stack) as health:
-        run(stack, batches())
-    names = {event.name for event in profile.events()}
-    assert "aten::special_entr" in names  # it was watched
-    assert names.isdisjoint({"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"})
-    assert health.result()
 
 
 @pytest.mark.gpu
@@ -311,38 +279,17 @@ def test_torch_compile(stack):
     assert seen(stack, [x]) == expected
 
 
-def stance():
-    """The one of torch.compiler now."""
-    now = torch.compiler.set_stance("default")
-    now.__exit__(None, None, None)
-    return now.prev.stance
-
-
-@pytest.mark.parametrize("own", [None, "eager_on_recompile"])
-def test_contexts_in_any_order(own):
-    """Of two contexts the first ends first: torch.compile works again after the last. A stance set within stays."""
+def test_contexts_in_any_order():
+    """Of two contexts the first ends first: torch.compile works again after the last."""
+    torch.compiler.reset()
     one, other = (mhc_ops.metrics(connections(depth=1)[0]) for _ in range(2))
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
-    assert stance() == "force_eager"
-    if own is not None:
-        torch.compiler.set_stance(own)
-    other.__exit__(None, None, None)
-    found = stance()
-    torch.compiler.set_stance("default")
-    assert found == (own or "default")
-
-
-def test_connections_that_are_compiled_within(monkeypatch):
-    """As by a torch.compile that is imported within: what it compiles is not seen, which is no result without it."""
-    monkeypatch.setattr(private, "may_have_compiled", lambda: False)
-    stack, (x, _) = nn.Sequential(*connections()), batches()
-    with mhc_ops.metrics(stack) as health:
-        stack[1].compile(backend="eager", fullgraph=True)
-        stack(x)
-    with pytest.raises(RuntimeError, match=r"torch.compile compiled 1 within the context.*: compile before"):
-        health.result()
+    compiled, frames = torch.compile(torch.tanh, backend=(counter := CompileCounter())), []
+    nothing = (None, None, None)
+    for step, given in ((one.__enter__, ()), (other.__enter__, ()), (one.__exit__, nothing), (other.__exit__, nothing)):
+        step(*given)
+        compiled(torch.zeros(2))
+        frames.append(counter.frame_count)
+    assert frames == [0, 0, 0, 1]
 
 
 def test_torch_func(stack):

@@ -6,7 +6,6 @@ import typing
 import pytest
 
 import mhc_ops
-from mhc_ops.mhc.contracts import mhc_pre_bwd, mhc_pre_fwd
 from mhc_ops.mhc.options import DEFAULTS, PreKeywords, PreOptions
 
 TAKE_ALL = ["mhc_pre", "mhc_post_pre", "mhc_layer", "mhc_enter", "mhc_next", "warmup", "HyperConnection"]
@@ -23,11 +22,3 @@ def test_functions_and_modules_show_them_all(name):
     if name == "mhc_maps":
         del expected["layer_norm_eps"]
     assert {name: parameters[name].default for name in parameters if name in PreOptions._fields} == expected
-
-
-@pytest.mark.parametrize("op", [mhc_pre_fwd, mhc_pre_bwd], ids=lambda op: op.name)
-def test_the_schema_has_them_all(op):
-    kinds = {float: "float", int: "int", bool: "bool", str: "str"}
-    found = {argument.name: str(argument.type) for argument in op.traced._opoverload._schema.arguments}
-    expected = {name: kinds[kind] for name, kind in PreOptions.__annotations__.items()}
-    assert {name: found[name] for name in PreOptions._fields} == expected

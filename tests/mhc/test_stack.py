@@ -75,7 +75,7 @@ def test_recompute_keeps_every_kth_x(kernel_device):
         assert alive(found) == list(expected)
 
 
-def test_recompute_forgets_what_it_made(kernel_device):
+def test_recompute_forgets_what_it_made(kernel_device, monkeypatch):
     """An x is dropped when the backward has passed its boundary, not at the end, also where the graph is kept. A second
     backward makes it again."""
     place = ("triton", kernel_device)
@@ -94,9 +94,8 @@ def test_recompute_forgets_what_it_made(kernel_device):
 
     stack = HyperStack(*connections(place, 7, lambda: layer), recompute=3)
     out = stack(x := streams(place)).sum()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recomputing, "mhc_post", watched_post)
-        once, again = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    monkeypatch.setattr(recomputing, "mhc_post", watched_post)
+    once, again = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(once, again)
     assert len(made) == 2 * 4, "x 1, 2, 4 and 5, each once"
     assert len(counts) == 2 * 7 and max(counts) <= 2
@@ -138,14 +137,15 @@ def test_recompute_where_hooks_are_not_allowed(place):
 
 @both_forms
 def test_rests_and_extras(shifted, place):
-    """A layer may return more than h_out; stages of a shifted stack hand on their pair only."""
+    """A layer may return more than h_out, also in a checkpoint, and take extras, also one that is named x; stages of a
+    shifted stack hand on their pair only."""
     backend, device = place
     layers = [
         lambda h, scale, *, x: (h * scale + x, "cache", 7),
         lambda h, scale, *, x: (h * scale,),
         lambda h, scale, *, x: h * scale - x,
     ]
-    made = [HyperConnection(layer, N, D, backend=backend).to(device) for layer in layers]
+    made = [HyperConnection(layer, N, D, backend=backend, checkpoint=layer is layers[0]).to(device) for layer in layers]
     stack, x = HyperStack(*made, shifted=shifted), streams(place)
     out, rests = stack(x, 2.0, x=1.0)
     assert rests == [("cache", 7), (), ()]
@@ -192,6 +192,7 @@ def test_slices():
         assert len(more) > 3
     x = streams(REFERENCE)
     assert HyperStack()(x) is x
+    assert torch.equal(HyperStack(shifted=True)(x), x[..., 0, :])
     assert torch.equal(copy.deepcopy(stack)(x), stack(x))
 
 
@@ -216,14 +217,3 @@ def test_stages_of_a_pipeline(options):
     assert torch.equal((first + middle + last)(x), whole(x))
     first_and_last = [(s.first, s.last) for s in (whole[:], whole[:2], whole[1:], whole[1:3], middle * 2)]
     assert first_and_last == [(True, True), (True, False), (False, True), (False, False), (False, False)]
-
-
-@pytest.mark.parametrize("dtype", [bf16, fp32, fp64])
-def test_a_shifted_stack_of_nothing(dtype):
-    x = streams(REFERENCE, dtype, (5,))
-    assert torch.equal(HyperStack(shifted=True)(x), x[:, 0])
-    same, p = HyperStack(shifted=True, last=False)(x)
-    assert same is x
-    assert p.tolist() == [[1.0, 0, 0]] * 5
-    assert p.dtype == (fp64 if dtype == fp64 else fp32)
-    assert torch.equal(HyperStack(shifted=True, first=False)(x, p.roll(1, -1)), x[:, 1])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from stack_results import assert_close, assert_equal, gradients
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import mhc_ops
 from mhc_ops.mhc.contracts import mhc_pre_fwd
@@ -36,28 +35,6 @@ def traced(x, phi, alpha, bias, gamma):
 def results(call, tensors):
     """Outputs and gradients."""
     return gradients(call(**tensors), [t for t in tensors.values() if t.requires_grad])
-
-
-def test_compile_in_a_scope(kernel_device):
-    """use_backend can be traced."""
-    torch.compiler.reset()
-    scoped = torch.compile(lambda tensors: mhc_ops.mhc_forward_pre(**tensors), fullgraph=True, backend="eager")
-    tensors = leaves(kernel_device)
-    with mhc_ops.use_backend("triton"):
-        assert_equal(scoped(tensors), forward(**tensors))
-
-
-def test_one_node_for_each_call(kernel_device):
-    """In torch.export and in make_fx; the exported program has the bits of the call."""
-
-    class Module(torch.nn.Module):
-        forward = staticmethod(forward)
-
-    tensors = detached(kernel_device, gamma=False)
-    program = torch.export.export(Module(), tuple(tensors.values()))
-    for graph in (program.graph, make_fx(forward)(*detached(kernel_device).values()).graph):
-        assert [node.target for node in graph.nodes].count(torch.ops.mhc_ops.mhc_pre_fwd.default) == 1
-    assert_equal(program.module()(*tensors.values()), forward(**tensors))
 
 
 def test_direct_and_traced_give_the_same_bits(kernel_device):

@@ -93,15 +93,6 @@ def test_gradients_of_maps_alone(n, dtype, target):
     lowered([function for function in functions if name_of(function) == "mhc_pre_dx"], target)
 
 
-def test_stale_values_are_found():
-    """What TileLang makes of a value that is cast, overwritten and cast again."""
-    read = ["float own[4];", "float4 v_ = *(float4*)(own + 0);", "__1.x = (v_.x);"]
-    assert stale_values("\n".join(read)) == []
-    assert len(stale_values("\n".join([*read, "*(float4*)(own + 0) = __1;", "__2.x = (v_.x);"]))) == 1
-    loop = ["for (int i = 0; i < 2; ++i) {", "  __2.x = (v_.x);", "  *(float4*)(own + 0) = __2;", "}"]
-    assert len(stale_values("\n".join([*read, *loop]))) == 1
-
-
 def test_what_does_not_fit_says_so():
     reason = "tilelang: the gradients of 8 streams in float32 do not fit the 48 KB of shared memory of this GPU"
     with pytest.raises(NotImplementedError, match=reason):

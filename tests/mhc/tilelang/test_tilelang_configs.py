@@ -52,15 +52,6 @@ def test_streams_cover_a_row(on):
         assert blocks == 1 or threads == ON_CPU or threads.groups > 4  # of the same size, and none of them small
 
 
-@by_device
-def test_finish_fits_the_threads_of_a_multiprocessor(on):
-    for n, D, dtype in itertools.product(STREAMS, CHANNELS, TYPES):
-        threads, vectors, resident = configs.finish.__wrapped__(on, n, D, dtype)
-        assert (threads, vectors) == configs.stream(on, D, dtype)
-        assert resident >= 1
-        assert resident * threads.block <= 768
-
-
 def test_sides_of_products():
     """phi_order: each pair of parts whose order is kept stands once, part p of dh_mix beside part order[...] of phi."""
     assert [configs.phi_order(parts) for parts in (1, 2, 3)] == [(0,), (1, 0, 0), (2, 1, 0, 1, 0, 0)]

@@ -8,7 +8,7 @@ from mhc_ops.core.check import name_of
 
 pytest.importorskip("triton")
 import cross_compile
-from config_domain import GPUS, STREAMS
+from config_domain import GPUS
 from mhc_launches import compiled, launch_all
 
 from mhc_ops.mhc.triton import configs
@@ -94,34 +94,6 @@ def test_no_spills_in_other_forms(target, streams, forms, ops, kernels, monkeypa
     launches = [config | {"n": n} | form for n in streams for form in forms]
     found = compiled(target, monkeypatch, *launches, kernels=kernels)
     assert kernels is None or {kernel.name for kernel in found} == kernels
-
-
-def tiles(n, D, dtype):
-    """What is chosen on Hopper for each kernel with a choice, and what else fills registers where they are short."""
-    M, wide, on = configs.maps(n), dtype != bf16, GPUS["sm_90"]
-    rows = configs.padded_maps(M)
-    return {
-        ("sinkhorn", configs.sinkhorn(n, on)),
-        ("phi_parts", configs.phi_parts(M)),
-        ("finish", configs.finish(D, on)),
-        ("normed read", configs.normed_read(n, D, on)),
-        ("dh_pre", configs.dh_pre(n, D, wide, on), wide),
-        ("normed dh_pre", configs.normed_dh_pre(n, D, on), wide),
-        ("post_fwd", configs.post_fwd(n, D, wide, on), wide),
-        ("post_bwd", configs.post_bwd(n, D, wide, True, on), wide),
-        ("project", configs.project(M, D, wide, on), rows, wide),
-        ("dmaps", configs.dmaps(n, on)),
-        ("sums", configs.sums(M, on)),
-        ("normed dx", configs.normed_dx(n, D, wide, on), rows, wide),
-        ("read_bwd", configs.read_bwd(n, D, on)),
-        *(("dx", configs.dx(n, D, wide, residual, on), rows, wide, residual) for residual in (False, True)),
-    }
-
-
-def test_every_choice_of_tiles_is_compiled():
-    wanted = {tile for n in STREAMS for D in (4096, 257) for dtype in (bf16, fp32) for tile in tiles(n, D, dtype)}
-    compiled = {tile for config in CONFIGS for tile in tiles(*config)}
-    assert wanted <= compiled, wanted - compiled
 
 
 def test_streams_are_read_16_bytes_at_a_time(monkeypatch):

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 import weakref
 from pathlib import Path
 
@@ -80,14 +79,6 @@ def test_bits_on_a_gpu(case, monkeypatch, poisoned):
     assert_bits_of_several_launches(case, tensors, monkeypatch)
 
 
-@pytest.mark.interpreted
-def test_without_tickets_nothing_is_finished(monkeypatch, poisoned):
-    """With a count that is not zero no program is last: it is the tickets that tell it."""
-    tensors = cases.Case(PRE, (1,), 4, 640, bf16).inputs("cpu")
-    monkeypatch.setitem(tickets._of_streams, (-1, None), torch.full((tickets.SET,), 1000, dtype=torch.int32))
-    assert outputs(PRE, tensors)[0].isnan().all()
-
-
 @pytest.mark.parametrize(
     ("T", "n", "D", "dtype"), [(65, 4, 256, bf16), (4, 5, 256, bf16), (4, 4, 256, fp16), (4, 4, 256, fp32)]
 )
@@ -140,15 +131,6 @@ def test_every_stream_has_its_tickets(gpu):
     assert len(set(found.values())) == len(places)
     assert found == {place: tickets.tickets(*place).data_ptr() for place in places}
     assert gpu.made == [((8, tickets.SET), False)] * 2, "one reserve for each GPU"
-
-
-def test_what_stays_is_allocated_by_a_thread_of_its_own(monkeypatch):
-    """Whose allocations belong to no pool, as those of this thread may while CUDA graphs are made."""
-    threads = []
-    monkeypatch.setattr(private, "is_capturing", lambda: False)
-    monkeypatch.setattr(tickets, "_reserved", lambda index: threads.append(threading.get_ident()) or [index])
-    assert tickets._filled(3) == [3]
-    assert threads != [threading.get_ident()]
 
 
 def test_every_captured_launch_has_its_tickets_where_torch_cannot_name_the_graph(gpu):

@@ -18,9 +18,6 @@ compiled_only = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compile
 by_target = pytest.mark.parametrize("target", ["sm_90", "sm_120", "gfx942"])
 by_norm = pytest.mark.parametrize("layer_norm", [False, True])
 N, D = 4, 4096
-# On Hopper the kernel for few tokens has three tiles in each of five forms. The others have a form for the maps of a
-# layer and one for the head's, and the projection reads phi as it is or in parts.
-MOST = 30
 
 
 def on_meta(*shape, dtype=fp32):
@@ -66,7 +63,6 @@ def test_200_random_calls(layer_norm, target, monkeypatch, capsys):
     sizes = {"tokens": 300, "layer_norm": layer_norm, "shifted": True, "training": False}
     with cross_compile.counting_for(target, monkeypatch) as asked, mhc_ops.use_backend("triton"), torch.no_grad():
         ahead = warmed_up(asked, **sizes)
-        assert len(ahead) <= MOST
         assert f"warmup: {len(ahead)} kernels in " in capsys.readouterr().err
         random.seed(0)
         for _ in range(200):

@@ -3,19 +3,13 @@
 import re
 
 import pytest
-import torch
 
 from mhc_ops.core.backend import _INTERPRETED
 
 pytest.importorskip("triton")
-import cross_compile
-import triton
-import triton.language as tl
 from config_domain import GPUS
 from mhc_kernels import bf16, fp32
 from mhc_launches import compiled
-
-from mhc_ops.mhc.triton import exact_products
 
 pytestmark = pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -24,7 +18,6 @@ FORWARD = READERS - {"mhc_pre_sums_kernel"}  # which also adds up products with 
 by_target = pytest.mark.parametrize("target", ["sm_90", "gfx942", "sm_80", "sm_100", "sm_120", "gfx950"])
 # .rn forbids ptxas to contract; what stands between these marks is not LLVM's to change.
 ROUNDED = {"cuda": r"\bmul\.rn\.f32\b", "hip": r"ASMSTART\s+v_mul_f32\b.*\s+;;#ASMEND"}
-PLAIN = {"cuda": r"\b(?:fma\.rn|mul)\.f32\b", "hip": r"\bv_(?:pk_)?(?:fma|fmac|mac|mad|mul)_f32"}
 STATEMENT = re.compile(r"^\s*(?:(%\w+)(?::\d+)? = )?\"?([\w.]+)\"?(.*)$")
 UNCHANGED = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "arith.extf", "arith.select")
 
@@ -68,33 +61,3 @@ def test_products_of_gamma_are_rounded(target, dtype, monkeypatch):
         assert plain_products(kernel.ttir, "%gamma_ptr") == [], kernel.name
         if kernel.name in FORWARD or dtype == bf16:  # in one part nothing is cut after the forward
             assert re.search(ROUNDED[kind], kernel.assembly), f"{kernel.name} has no rounded product"
-
-
-@by_target
-def test_gamma_brings_no_other_products(target, monkeypatch):
-    """With gamma as many products, fused and not, as without; the rounded ones come on top."""
-    kind, counted = GPUS[target].kind, []
-    for gamma in (True, False):
-        kernels = of_pre(target, monkeypatch, FORWARD, gamma=gamma)
-        of_others = [(kernel.name, re.sub(ROUNDED[kind], "", kernel.assembly)) for kernel in kernels]
-        counted.append([(name, len(re.findall(PLAIN[kind], assembly))) for name, assembly in of_others])
-    for (name, with_gamma), (same_name, without) in zip(*counted, strict=True):
-        assert name == same_name
-        assert with_gamma <= without, name
-
-
-@triton.jit
-def plain_kernel(phi_ptr, gamma_ptr, out_ptr):
-    """A product as the kernels once had it."""
-    k = tl.arange(0, 128)
-    value = tl.load(phi_ptr + k) * tl.load(gamma_ptr + k)
-    tl.store(out_ptr + k, exact_products.part_of(value, 1, tl.bfloat16))
-
-
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_a_plain_product_is_found(target, monkeypatch):
-    with cross_compile.compiling_for(target, monkeypatch) as kernels:
-        phi, out = torch.empty(128, device="meta"), torch.empty(128, dtype=bf16, device="meta")
-        plain_kernel[(1,)](phi, phi, out)
-    assert len(plain_products(kernels[0].ttir, "%gamma_ptr")) == 2
-    assert not re.search(ROUNDED[GPUS[target].kind], kernels[0].assembly)
