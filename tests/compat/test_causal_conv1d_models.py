@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compat_oracle import distance
-from tiny_models import GRADIENTS, LOGITS, assert_same_results, results
+from tiny_models import assert_same_results, results
 
 import mhc_ops
 from mhc_ops.compat import causal_conv1d as compat
@@ -73,39 +72,3 @@ def test_generated_tokens(models, calls):
     assert not calls
     assert torch.equal(models.ours.generate(prompt, **options), expected)
     assert set(calls) == {"causal_conv1d", "causal_conv1d_update"}
-
-
-@pytest.mark.parametrize("models", ["lfm2"], indirect=True)  # the others need fla or mamba-ssm for this
-def test_packed_sequences(models):
-    """One row, each sequence with its own positions and id: what they give one by one. transformers alone refuses."""
-    packed, lengths = tokens(1, 13), torch.tensor([5, 1, 7])
-    places = {
-        "position_ids": torch.cat([*map(torch.arange, lengths)])[None],
-        "seq_idx": torch.arange(3).repeat_interleave(lengths).int()[None],
-    }
-    with pytest.raises(ValueError, match="can't keep packed sequences apart without `causal_conv1d`"):
-        models.own(packed, **places, use_cache=False)
-    logits = models.ours(packed, **places, use_cache=False).logits
-    one_by_one = torch.cat([models.own(sequence).logits for sequence in packed.split(lengths.tolist(), 1)], 1)
-    assert distance(logits, one_by_one) < LOGITS
-    cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    both = (logits, models.ours), (one_by_one, models.own)
-    pairs = [torch.autograd.grad(y, model.parameters(), cotangent) for y, model in both]
-    assert all(distance(gradient, exact) < GRADIENTS for gradient, exact in zip(*pairs))
-
-
-def test_transformers_finds_the_package(library, monkeypatch):
-    """Its question also asks for a GPU."""
-    from transformers.utils import import_utils
-
-    monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
-    available = import_utils.is_causal_conv1d_available
-    for installed in (False, True):
-        if installed:
-            compat.install()
-        available.cache_clear()
-        assert available() is installed
-        found = import_utils._is_package_available("causal_conv1d", return_version=True)
-        assert found == (installed, "1.7.0" if installed else "N/A")
-    compat.uninstall()
-    available.cache_clear()

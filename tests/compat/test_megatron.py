@@ -82,14 +82,8 @@ def test_aggregate_into_a_buffer():
     assert found.data_ptr() == out.data_ptr() and torch.equal(found, megatron.fused_h_aggregate(x, h_pre))
     (gradient,) = torch.autograd.grad(found.sum(), h_pre)
     assert_near([gradient], [x.sum(-1)], FP32)
-    wrong = {
-        r"must be \[5, 2, 24\], got \[5, 2, 23\]": torch.empty(S, B, C - 1),
-        "as x is, got torch.float16 on cpu": torch.empty(S, B, C, dtype=torch.float16),
-        "must be contiguous": torch.empty(B, S, C).transpose(0, 1),
-        "must not require a gradient": torch.empty(S, B, C, requires_grad=True),
-    }
-    for message, buffer in wrong.items():
-        with pytest.raises(ValueError, match=message):
+    for buffer in (out[..., 1:], out.half(), out.mT.contiguous().mT, torch.empty(S, B, C, requires_grad=True)):
+        with pytest.raises(ValueError, match=r"^fused_h_aggregate_into: out must "):
             megatron.fused_h_aggregate_into(x, h_pre, buffer)
 
 
@@ -164,7 +158,6 @@ def test_install(megatron_core):
     from megatron.core.fusions import fused_mhc_kernels
 
     assert fused_mhc_kernels.fused_sinkhorn is megatron.fused_sinkhorn
-    assert fused_mhc_kernels.log_fused_mhc_backend_once() is None
     assert fused_mhc_kernels.is_triton_available() and not fused_mhc_kernels.is_cutile_available()
     megatron.uninstall()
     assert not hasattr(sys.modules["megatron.core.fusions"], "fused_mhc_kernels")
@@ -178,9 +171,3 @@ def test_install_without_the_file(branch, request):
     with says(ImportError, f"install: there is no {FILE} here; Megatron-Core's dev branch has it"):
         megatron.install()
     assert "megatron.core.fusions.fused_mhc_kernels" not in sys.modules
-
-
-def test_install_where_megatron_lacks_a_package_of_its_own(megatron_core):
-    (megatron_core.parent / "__init__.py").write_text("import a_package_that_is_not_there\n")
-    with says(ModuleNotFoundError, "No module named 'a_package_that_is_not_there'"):
-        megatron.install()

@@ -2,9 +2,8 @@
 where drafts are verified, in every batch.
 
 Trained, it is a HyperStack of short convolutions on packed sequences, with gradients. Served, it calls what vLLM calls.
-Between them stands a gated recurrence, as in Mamba-2 and the gated delta net. Only operators of this library add up
-anything over channels or tokens: the recurrence and the last layer work on each element alone, because a matrix
-product of torch may add in another order in another batch.
+Only operators of this library add up anything over channels or tokens: the last layer works on each element alone,
+because a matrix product of torch may add in another order in another batch.
 """
 
 import random
@@ -23,26 +22,14 @@ LENGTHS = (6, 2, 4)
 
 
 class Block(nn.Module):
-    """A convolution, then s = gate·s + (1 − gate)·v of each channel, in fp32, one token after the other"""
+    """A convolution of packed sequences [1, tokens, D]"""
 
     def __init__(self):
         super().__init__()
         self.weight, self.bias = (nn.Parameter(torch.randn(*shape).bfloat16()) for shape in ((D, W), (D,)))
-        self.decay = nn.Parameter(torch.randn(D))
 
     def forward(self, h_in, cu_seqlens):
-        """Training, on packed sequences [1, tokens, D]"""
-        v = mhc_ops.causal_conv1d(h_in, self.weight, self.bias, activation="silu", cu_seqlens=cu_seqlens)
-        parts = v[0].split(cu_seqlens.diff().tolist())
-        return torch.cat([self.recur(part, torch.zeros(D, device=v.device))[0] for part in parts])[None]
-
-    def recur(self, v, state):
-        """y [T, D], and the states after each token"""
-        states = []
-        for token in v.float():
-            gate = torch.sigmoid(self.decay + token)
-            states.append(state := gate * state + (1 - gate) * token)
-        return torch.stack(states).to(v.dtype), states
+        return mhc_ops.causal_conv1d(h_in, self.weight, self.bias, activation="silu", cu_seqlens=cu_seqlens)
 
 
 class Model(nn.Module):
@@ -70,8 +57,7 @@ class Server:
         self.model, self.device = model, device
         slots = len(LENGTHS) + 2
         self.conv = [torch.randn(slots, D, W - 2 + DRAFTS, device=device).bfloat16() for _ in range(LAYERS)]
-        self.recurrent = {}  # by layer and sequence, after each token of the last step
-        self.accepted = dict.fromkeys(range(len(LENGTHS)), 1)
+        self.accepted = dict.fromkeys(range(len(LENGTHS)), 0)  # words of the last step; 0 before the first one
 
     def ints(self, values):
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -84,9 +70,7 @@ class Server:
         for number, connection in enumerate(self.model.stack):
             own = connection.phi, connection.alpha, connection.bias, *OPTIONS
             h_in, carry = self.next(own, connection.layer_norm_weight, x, carry, h_out)
-            v = self.convolve(kind, number, connection.layer, h_in, numbers, lengths)
-            parts = zip(numbers, v.split(lengths))
-            h_out = torch.cat([self.recur(number, i, connection.layer, part) for i, part in parts])
+            h_out = self.convolve(kind, self.conv[number], connection.layer, h_in, numbers, lengths)
         x, post, comb, read = carry
         x, head = vllm.mhc_post(h_out, x, post, comb), self.model.head
         shifted = self.model.shifted
@@ -107,23 +91,17 @@ class Server:
             x, post, comb, h_in = vllm.mhc_fused_post_pre(h_out, *carry[:3], *own, **norm)
         return h_in, (x, post, comb, None)
 
-    def convolve(self, kind, number, layer, h_in, numbers, lengths):
-        slots = self.ints([i + 1 for i in numbers])  # slot 0 is null
+    def convolve(self, kind, state, layer, h_in, numbers, lengths):
+        slots, own = self.ints([i + 1 for i in numbers]), (layer.weight, layer.bias)  # slot 0 is null
         bounds = self.ints([0, *torch.tensor(lengths).cumsum(0).tolist()])
-        state, own = self.conv[number], (layer.weight, layer.bias)
         if kind == "prefill":
-            goes_on = torch.tensor([(number, i) in self.recurrent for i in numbers], device=self.device)
+            goes_on = torch.tensor([self.accepted[i] > 0 for i in numbers], device=self.device)
             return vllm.causal_conv1d_fn(h_in.T, *own, state, bounds, slots, goes_on).T
         if kind == "decode":
             return vllm.causal_conv1d_update(h_in, state, *own, "silu", slots)
         drafts = {"query_start_loc": bounds, "max_query_len": DRAFTS}
         accepted = self.ints([self.accepted[i] for i in numbers])
         return vllm.causal_conv1d_update(h_in, state, *own, "silu", slots, accepted, **drafts)
-
-    def recur(self, number, i, layer, part):
-        states = self.recurrent.get((number, i), [torch.zeros(D, device=part.device)])
-        y, self.recurrent[number, i] = layer.recur(part, states[self.accepted[i] - 1])
-        return y
 
 
 MOST = {"prefill": 4, "decode": 1, "drafts": DRAFTS}  # words of a sequence in one step

@@ -1,12 +1,12 @@
 """What servers call of the convolution, in the forms of vLLM and SGLang, one sequence at a time in fp64."""
 
-import re
 from functools import partial
 
 import pytest
 import torch
 from server_adapters import assert_rounded, draw, filtered, ints, window
 
+import mhc_ops
 from mhc_ops.compat import vllm
 from mhc_ops.compat.sglang import conv as sglang
 
@@ -30,34 +30,19 @@ PREFILLS += [(function, -1, torch.bfloat16) for function in (sglang_prefill, sgl
 
 
 @pytest.mark.parametrize(("function", "null", "x_type"), PREFILLS)
-def test_prefill_in_chunks(function, null, x_type, each_backend):
-    """Three sequences in two chunks, one of them shorter than the state, and a null slot; a longer buffer, turned. The
-    second sequence begins again, and a last row is padding."""
+def test_prefill(function, null, x_type, each_backend):
+    """Four sequences, one of them with a null slot and one shorter than the state, and a row of padding; slots for one
+    more; a longer buffer, turned. As with the names of mhc_ops."""
     weight, bias, normal = draw(D)
-    whole = [normal(length, D) for length in (9, 3, 6)]
-    conv_states = normal(6, 5, D).transpose(1, 2)
-    before, slots = conv_states.clone(), (4, 2, 5)
-    for begins, ends in (((0, 0, 0), (7, 2, 1)), ((7, 0, 1), (9, 3, 6))):
-        chunks = [tokens[first:last] for tokens, first, last in zip(whole, begins, ends)]
-        chunks.insert(1, normal(4, D))  # of the null slot
-        lengths = [*map(len, chunks)]
-        y = function(
-            torch.cat([*chunks, normal(1, D)]).to(x_type).T,
-            weight,
-            bias,
-            states=conv_states,
-            bounds=torch.tensor([0, *lengths]).cumsum(0).int(),
-            slots=ints(slots[0], null, *slots[1:], 3),  # one more than there are sequences
-            goes_on=torch.tensor([begins[0] > 0, True, *(begin > 0 for begin in begins[1:])]),
-        )
-        assert y.dtype == x_type and y.shape == (D, sum(lengths) + 1)
-        first, skipped, *rest, padding = y.T.split([*lengths, 1])
-        assert not skipped.any() and not padding.any()
-        for rows, tokens, slot, begin, end in zip((first, *rest), whole, slots, begins, ends, strict=True):
-            assert_rounded(rows, filtered(tokens, weight, bias)[begin:end])
-            assert torch.equal(conv_states[slot, :, :3], window(tokens[:end], 4))
-    assert torch.equal(conv_states[..., 3:], before[..., 3:])
-    assert torch.equal(conv_states[[0, 1, 3]], before[[0, 1, 3]])
+    x, states, lengths = normal(15, D), normal(6, 5, D).transpose(1, 2), (7, 4, 2, 1)
+    kept, goes_on = states.clone(), torch.tensor([True, True, False, True])
+    given = {"bounds": torch.tensor([0, *lengths]).cumsum(0).int(), "goes_on": goes_on}
+    y = function(x.to(x_type).T, weight, bias, states=states, slots=ints(4, null, 2, 5, 3), **given)
+    own = {"cu_seqlens": given["bounds"], "has_initial_state": goes_on, "pad_slot_id": null, "activation": "silu"}
+    own["conv_state_indices"] = ints(4, null, 2, 5)
+    expected = mhc_ops.causal_conv1d_prefill(x, kept, weight, bias, **own)
+    assert y.dtype == x_type and torch.equal(y.T.bfloat16(), expected)
+    assert torch.equal(states, kept) and not expected[7:11].any()
 
 
 def test_prefill_of_a_batch_and_without_states(each_backend):
@@ -92,27 +77,21 @@ STEPS += [(sglang.causal_conv1d_update_cuda, -1, form) for form in ("rows", "tok
 
 @pytest.mark.parametrize(("function", "null", "form"), STEPS)
 def test_decoding(function, null, form, each_backend):
-    """y takes the place of x, and a null slot leaves both as they are. Without slots, sequence i has slot i."""
+    """As with the names of mhc_ops. y takes the place of x, and a null slot leaves both as they are. Without slots,
+    sequence i has slot i."""
     weight, bias, normal = draw(D)
-    T = 2 if form in ("tokens", "packed") else 1
-    whole, states = [normal(5 + T, D) for _ in range(3)], normal(5, 6, D).transpose(1, 2)
-    slots = {0: 0, 1: 1, 2: 2} if form == "no slots" else {0: 3, 2: 1}  # of each sequence
-    for i, slot in slots.items():
-        states[slot, :, :3] = window(whole[i][:5], 4)
-    before, x = states.clone(), torch.stack([tokens[5:] for tokens in whole])  # [3, T, D]
-    given = x.transpose(1, 2) if form == "tokens" else x.flatten(0, 1)
+    x, states = normal(3, 2 if form in ("tokens", "packed") else 1, D), normal(5, 6, D).transpose(1, 2)
     more = {} if form == "no slots" else {"conv_state_indices": ints(3, null, 1)}
+    kept, own = states.clone(), more or {"conv_state_indices": ints(0, 1, 2)}
+    options = {"activation": "silu", "pad_slot_id": null if more else -1, **own}
+    expected = mhc_ops.causal_conv1d_update(x, kept[..., :3], weight, bias, **options)
+    if more:
+        expected[1] = x[1]
     if form == "packed":
         more |= {"query_start_loc": ints(0, 2, 4, 6, 6), "max_query_len": 2}
+    given = x.transpose(1, 2) if form == "tokens" else x.flatten(0, 1)
     assert function(given, states, weight, bias, True if null == 0 else "silu", **more) is given
-    for i, tokens in enumerate(whole):
-        if i in slots:
-            assert_rounded(x[i], filtered(tokens, weight, bias)[5:])
-            assert torch.equal(states[slots[i], :, :3], window(tokens, 4))
-        else:
-            assert torch.equal(x[i], tokens[5:])
-    others = [slot for slot in range(5) if slot not in slots.values()]
-    assert torch.equal(states[others], before[others]) and torch.equal(states[..., 3:], before[..., 3:])
+    assert torch.equal(x, expected) and torch.equal(states, kept)
 
 
 def test_decoding_writes_to_out_and_converts(each_backend):
@@ -124,12 +103,8 @@ def test_decoding_writes_to_out_and_converts(each_backend):
     assert torch.equal(vllm.causal_conv1d_update(x, states[1], weight, bias, **slots), y.float())
     assert vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=out) is out
     assert torch.equal(out, y.float()) and torch.equal(x, kept)
-    for out, message in (
-        (x.new_empty(3, 2, D), "out must be [2, 24], got [3, 2, 24]"),
-        (x.new_empty(1, D).expand(2, D), "out must have memory of its own for each element"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=out)
+    with pytest.raises(ValueError, match="out must be "):
+        vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=x.new_empty(3, 2, D))
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])  # checked before the state changes
 
 
@@ -137,48 +112,43 @@ def test_a_ring_buffer(each_backend):
     """SGLang's CUDA form with cache_seqlens: y takes the place of x, and padding of each kind stays."""
     weight, bias, normal = draw(D)
     whole, rings = normal(7, D), normal(6, D, 4)
-    exact = filtered(whole, weight, bias, silu=False)
-    for t in range(6):
-        y = sglang.causal_conv1d_update_cuda(whole[t : t + 1].clone(), rings[:1], weight, bias, None, ints(t))
-        if t > 2:
-            assert_rounded(y[0], exact[t])
+    rings[0] = whole[[4, 5, 2, 3]].T  # time t is at t modulo 4
     x, before = torch.cat([whole[6:], normal(4, D)]), rings.clone()
     kept, lengths, slots = x.clone(), ints(6, 6, 6, 6, -1), ints(0, -1, 5, 6, 0)
     y = sglang.causal_conv1d_update_cuda(x, rings, weight, bias, None, lengths, slots, pad_slot_id=5)
     assert y is x and torch.equal(x[1:], kept[1:]) and torch.equal(rings[1:], before[1:])
-    assert_rounded(x[0], exact[6])
+    assert_rounded(x[0], filtered(whole, weight, bias, silu=False)[6])
 
 
 @pytest.mark.parametrize("server", [vllm, sglang], ids=["vllm", "sglang"])
 def test_speculation(server, each_backend):
-    """Drafts of which 1, 3 and 2 are accepted, then in vLLM a step in other slots than those that were read."""
+    """Drafts of which 3 and 1 are accepted, in vLLM also in other slots than those that were read. As with the names of
+    mhc_ops."""
     weight, bias, normal = draw(D)
-    true, states, at, accepted = normal(20, D), normal(4, D, 5), 6, ints(1)
-    exact, name = filtered(true, weight, bias), "num_accepted_tokens" if server is vllm else "num_accept_tokens"
-    states[2, :, :3] = window(true[:at], 4)
-    for kept in (1, 3, 2):
-        drafts = torch.cat([true[at : at + kept], normal(3 - kept, D)])
-        given = {"conv_state_indices": ints(2), name: accepted}
-        y = server.causal_conv1d_update(drafts.T[None].clone(), states, weight, bias, "silu", **given)
-        assert_rounded(y[0].T, filtered(torch.cat([true[:at], drafts]), weight, bias)[at:])
-        at, accepted = at + kept, ints(kept)
+    drafts, states, of_slots = normal(2, D, 3), normal(5, D, 5), {"conv_state_indices": ints(2, 1)}
+    accepted = {"num_accepted_tokens" if server is vllm else "num_accept_tokens": ints(3, 1)}
+    calls = [(of_slots, of_slots)]
     if server is vllm:
-        before, slots = states.clone(), {"conv_state_indices": ints(2, 1, 3)[None], name: accepted}
-        columns = {"initial_state_idx": ints(0), "block_idx_last_scheduled_token": ints(2)}
-        y = vllm.causal_conv1d_update(true[at : at + 1].clone(), states, weight, bias, "silu", **slots, **columns)
-        assert_rounded(y, exact[at : at + 1])
-        assert torch.equal(states[3, :, :3], window(true[: at + 1], 4)) and torch.equal(states[:3], before[:3])
+        table = {"conv_state_indices": ints(3, 4, 2, 1).view(2, 2)}
+        columns = {"initial_state_idx": ints(0, 1), "block_idx_last_scheduled_token": ints(1, 0)}
+        calls.append((table | columns, table | {"read_columns": ints(0, 1), "write_columns": ints(1, 0)}))
+    for given, own in calls:
+        found, kept, ours = states.clone(), states.clone(), {"num_accepted_tokens": ints(3, 1), **own}
+        expected = mhc_ops.causal_conv1d_update(drafts.mT, kept, weight, bias, activation="silu", **ours)
+        y = server.causal_conv1d_update(drafts.clone(), found, weight, bias, "silu", **given, **accepted)
+        assert torch.equal(y.mT, expected) and torch.equal(found, kept) and not torch.equal(kept, states)
 
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_verification(tree, each_backend):
     """The window after each draft token, along its parents if the drafts are a tree:
-    0 has the children 1 and 2, and 2 the child 3."""
+    0 has the children 1 and 2, and 2 the child 3. As with the names of mhc_ops."""
     weight, bias, normal = draw(D)
-    before, drafts, states, windows = normal(2, 5, D), normal(2, 4, D), normal(4, D, 3), normal(5, 4, D, 3)
-    for slot, tokens in zip((1, 3), before):
-        states[slot] = window(tokens, 4)
-    kept, parents = states.clone(), torch.full((2, 6), -7)
+    drafts, states, windows, parents = normal(2, 4, D), normal(4, D, 3), normal(5, 4, D, 3), torch.full((2, 6), -7)
+    own = {"windows": windows.clone(), "window_indices": ints(4, 0), "conv_state_indices": ints(1, 3)}
+    own |= {"parents": ints(0, 0, 0, 2).expand(2, 4)} if tree else {}
+    kept = states.clone()
+    expected = mhc_ops.causal_conv1d_update(drafts, kept, weight, bias, activation="silu", **own)
     given = {"intermediate_conv_window": windows, "intermediate_state_indices": ints(4, 0)}
     if tree:
         given["retrieve_next_token"] = torch.tensor([[1, -1, 3, -1, -1, -1]] * 2)
@@ -186,16 +156,8 @@ def test_verification(tree, each_backend):
         given["retrieve_parent_token"] = parents
     slots = {"conv_state_indices": ints(1, 3)}
     y = sglang.causal_conv1d_update(drafts.transpose(1, 2), states, weight, bias, "silu", **slots, **given)
-    paths = [[0], [0, 1], [0, 2], [0, 2, 3]] if tree else [list(range(t + 1)) for t in range(4)]
-    for i, line in ((0, 4), (1, 0)):
-        for t, path in enumerate(paths):
-            inputs = torch.cat([before[i], drafts[i][path]])
-            assert_rounded(y[i, :, t], filtered(inputs, weight, bias)[-1])
-            assert torch.equal(windows[line, t], window(inputs, 4))
-    if tree:
-        assert parents.tolist() == [[0, 0, 0, 2, -7, -7]] * 2 and torch.equal(states, kept)
-    else:
-        assert torch.equal(states[3], drafts[1, 1:].T)
+    assert all(map(torch.equal, (y.mT, states, windows), (expected, kept, own["windows"])))
+    assert not tree or parents.tolist() == [[0, 0, 0, 2, -7, -7]] * 2
 
 
 def test_parents_of_random_trees():
@@ -212,28 +174,20 @@ def test_parents_of_random_trees():
 
 
 def test_wrong_use():
-    weight, bias, normal = draw(D)
-    x, drafts, states, slots = normal(2, D), normal(2, D, 3), normal(4, D, 4), {"conv_state_indices": ints(1, 2)}
-    step, prefill = partial(vllm.causal_conv1d_update, weight=weight), partial(vllm.causal_conv1d_fn, weight=weight)
-    steps, fn_cuda = partial(sglang.causal_conv1d_update, x, states, weight), sglang.causal_conv1d_fn_cuda
-    bounds, goes_on = {"query_start_loc": ints(0, 2)}, {"has_initial_state": torch.ones(1).bool()}
-    cache = {"bias": bias, "conv_states": states, "cache_indices": ints(1)[None], **bounds}
-    blocks = {"block_idx_first_scheduled_token": ints(0), "block_size_to_align": 8}
-    tree, siblings, parents = "retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token"
-    accepted, token, length = {"num_accepted_tokens": ints(1, 1)}, ints(0, 0)[:, None], "with length at least 5 for 3"
+    """What the adapters refuse themselves."""
+    weight, _, normal = draw(D)
+    x, states, bounds, token = normal(2, D), normal(4, D, 4), {"query_start_loc": ints(0, 2)}, ints(0, 0)[:, None]
+    step, steps = (partial(server.causal_conv1d_update, x, states, weight) for server in (vllm, sglang))
+    prefill = partial(sglang.causal_conv1d_fn_cuda, x.T, weight)
     for message, use in {
-        f"conv_state must be [slots, 24, length] {length} tokens": partial(step, drafts, states, **slots, **accepted),
-        "query_start_loc needs conv_state_indices, got None": partial(step, x, states, **bounds),
-        "max_seqlen must be at least 1, got -1": partial(step, x, states, **slots, **bounds),
-        "x must be [tokens, D], got [2, 24, 3]": partial(prefill, drafts, **cache),
-        "block_size must be given together, got no tokens_before": partial(prefill, x.T, **cache, **blocks),
+        "query_start_loc needs conv_state_indices": partial(step, **bounds),
         "cache_seqlens must be None": partial(steps, cache_seqlens=ints(1, 1)),
-        "has_initial_state needs conv_states, got None": partial(fn_cuda, x.T, weight, **bounds, **goes_on),
-        "needs retrieve_next_sibling and x": partial(steps, **{tree: token}),
-        f"causal_conv1d_update: {siblings} needs {tree}, got None": partial(steps, **{siblings: token}),
-        f"causal_conv1d_update: {parents} needs {tree}, got None": partial(steps, **{parents: token}),
+        "has_initial_state needs conv_states": partial(prefill, **bounds, has_initial_state=torch.ones(1).bool()),
+        "needs retrieve_next_sibling": partial(steps, retrieve_next_token=token),
+        "retrieve_next_sibling needs retrieve_next_token": partial(steps, retrieve_next_sibling=token),
+        "retrieve_parent_token needs retrieve_next_token": partial(steps, retrieve_parent_token=token),
     }.items():
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises(ValueError, match=message):
             use()
     with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
-        fn_cuda(x.T, weight, scale=2)
+        prefill(scale=2)

@@ -1,6 +1,5 @@
 """mhc_ops.compat.vllm and .sglang in the place of a server's own functions and custom ops."""
 
-import logging
 import re
 import sys
 from importlib import import_module
@@ -79,13 +78,11 @@ def server(written, monkeypatch):
 
 
 @pytest.mark.parametrize("loaded_before", [False, True])
-def test_vllm(loaded_before, server, caplog):
+def test_vllm(loaded_before, server):
     server(vllm)
     if loaded_before:
         import_module(CALLER[vllm])
-    caplog.set_level(logging.INFO, "vllm")
     assert vllm.register() == ("causal_conv1d_fn", "causal_conv1d_update", *vllm.CUSTOM_OPS)
-    assert "mhc_ops runs causal_conv1d_fn, causal_conv1d_update, MHCPreOp" in caplog.text
     assert vllm.register("mhc") == tuple(vllm.CUSTOM_OPS)  # again
     assert import_module(CALLER[vllm]).b is vllm.causal_conv1d_update
     module = import_module(LAYERS)
@@ -141,14 +138,6 @@ def test_a_version_without_a_name(ours, module, lacks, text, server):
     for path in ours.CONV:
         function = getattr(sys.modules.get(path), "causal_conv1d_fn", None)
         assert function is None or "mhc_ops" not in function.__module__
-    if ours is sglang:
-        assert len(sglang.register("conv")) == 4
-
-
-def test_a_server_lacks_a_package(server):
-    server(vllm, {file_of(CONV): "import a_package_of_vllm"})
-    with says(ModuleNotFoundError, "No module named 'a_package_of_vllm'"):
-        vllm.register()
 
 
 def test_another_package_has_replaced_an_op(server):
@@ -166,13 +155,11 @@ def test_without_the_server(ours):
 
 
 @each_server
-def test_what_the_environment_refuses(ours, monkeypatch):
-    known = "'0', '1', 'conv', 'mhc' or 'force'" if ours is vllm else "'0', '1', 'conv' or 'mhc'"
-    wrong = {"yes": f"the words must be {known}, got 'yes'", "0,conv": "the word '0' must stand alone, got '0,conv'"}
-    for words, message in wrong.items():
-        monkeypatch.setenv(ours.VARIABLE, words)
-        with says(ValueError, f"{ours.VARIABLE}: {message}"):
-            ours.plugin()
+@pytest.mark.parametrize("words", ["yes", "0,conv"])
+def test_what_the_environment_refuses(words, ours, monkeypatch):
+    monkeypatch.setenv(ours.VARIABLE, words)
+    with pytest.raises(ValueError, match=f"^{ours.VARIABLE}: the words? .*, got '{words}'$"):
+        ours.plugin()
 
 
 @each_server

@@ -100,9 +100,3 @@ EXPECTED = {name: " ".join(given.split()) for name, given in re.findall(r"^(\S+?
 @pytest.mark.parametrize("name", EXPECTED)
 def test_signature(name):
     assert signature(operator.attrgetter(name)(compat)) == EXPECTED[name]
-
-
-@pytest.mark.parametrize("name", [name.removeprefix("fla.") for name in EXPECTED if name.startswith("fla.")])
-def test_signature_in_fla(name):
-    module = pytest.importorskip("fla.modules.causal_conv1d", reason="needs fla-core", exc_type=ImportError)
-    assert signature(operator.attrgetter(name)(module)) == EXPECTED[f"fla.{name}"]

@@ -14,7 +14,6 @@ from mhc_ops import HyperConnection, HyperHead, metrics, use_backend
 from mhc_ops.compat import transformers as on_mhc_ops
 from mhc_ops.compat.transformers import patch, patched
 from mhc_ops.core.maps import maps_of
-from mhc_ops.testing.cases import SEED
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'mhc-ops[adopt]'")
 
@@ -68,53 +67,26 @@ def choosing_nothing(model):
     return model
 
 
-def bf16_errors(model, ids):
-    """Errors of logits and of all gradients against the fp32 model of the same values: of transformers, of ours, and of
-    ours with rounded maps."""
-    wide, eager, found = results(copy.deepcopy(model).float(), ids), results(model, ids), []
-    for exact_as_eager in (False, True):
-        with patched(model, exact_as_eager=exact_as_eager):
-            found.append(results(model, ids))
-        types = [{name: each.dtype for name, each in gradients.items()} for _, gradients in (found[-1], eager)]
-        assert types[0] == types[1]
-    flat = [torch.cat([each.flatten() for each in gradients.values()]) for _, gradients in (wide, eager, *found)]
-    logits = [logits for logits, _ in (wide, eager, *found)]
-    return [(distance(one, logits[0]), distance(other, flat[0])) for one, other in zip(logits[1:], flat[1:])]
-
-
-def test_bf16(tiny):
-    """Logits of one model: half as far again as transformers' own, at most. Its gradients vary by more than that."""
+@pytest.mark.parametrize("exact_as_eager", [False, True])
+def test_bf16(tiny, exact_as_eager):
+    """Logits against the fp32 model of the same values: half as far again as transformers' own, at most. Its gradients
+    vary by more than that."""
     model = choosing_nothing(tiny.load(dtype=torch.bfloat16))
-    (eager, _), (ours, _), (exact, _) = bf16_errors(model, tiny.ids)
-    assert max(ours, exact) < 1.5 * eager
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_bf16_on_average(kind):
-    """Logits are nearer to the fp32 model than those of transformers in the mean, not in every model."""
-    found = []
-    for seed in range(SEED, SEED + 16):
-        model = choosing_nothing(build(kind, seed)).bfloat16()
-        found.append(bf16_errors(model, torch.randint(3, 64, (2, 24))))
-    theirs, ours, exact = (torch.tensor(each).log().mean(0).exp() for each in zip(*found))
-    assert ours[0] < theirs[0]
-    assert all((each < 1.5 * theirs).all() for each in (ours, exact))
+    (wide, _), (eager, own) = results(copy.deepcopy(model).float(), tiny.ids), results(model, tiny.ids)
+    with patched(model, exact_as_eager=exact_as_eager):
+        logits, gradients = results(model, tiny.ids)
+    assert {name: each.dtype for name, each in gradients.items()} == {name: each.dtype for name, each in own.items()}
+    assert distance(logits, wide) < 1.5 * distance(eager, wide)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("exact_as_eager", [False, True])
-def test_exact_as_eager_rounds_the_maps_and_calls_the_norm(tiny, exact_as_eager, monkeypatch):
+def test_exact_as_eager_rounds_the_maps(tiny, exact_as_eager):
     layer = copy.deepcopy(tiny.text_layers()[1]).to(torch.bfloat16)
     patch(layer, exact_as_eager=exact_as_eager)
-    norm, normed = type(layer.input_layernorm), []
-    forward = norm.forward
-    # Not by a hook: a norm that has one is called in any case.
-    monkeypatch.setattr(norm, "forward", lambda *given: normed.append(forward(*given)) or normed[-1])
-    h_in, carry = layer.attn_hc(torch.randn(2, 5, 3, 32).bfloat16(), norm=layer.input_layernorm)
+    _, carry = layer.attn_hc(torch.randn(2, 5, 3, 32).bfloat16(), norm=layer.input_layernorm)
     rounded = all(torch.equal(h, h.bfloat16().float()) for h in (carry.h_post, carry.h_res) if h is not None)
     assert rounded == (exact_as_eager and tiny.kind != "hy_v4")
-    assert [h_in is each for each in normed] == [True] * exact_as_eager
 
 
 @torch.no_grad()
@@ -156,14 +128,11 @@ def test_maps_stay_fp32(tiny, mapping):
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
     assert types_of_maps(model) == {torch.float32} == types_of_maps(model.half())
     assert model.get_input_embeddings().weight.dtype == torch.float16
-    model = copy.deepcopy(tiny.model)
-    patch(model)
-    assert types_of_maps(model.bfloat16()) == {torch.float32}
-    assert model(tiny.ids).logits.dtype == torch.bfloat16
+    assert model(tiny.ids).logits.dtype == torch.float16
 
 
 def test_a_model_of_ones_own_loads_in_bf16(tmp_path):
-    """From a checkpoint in bf16 and by torch_dtype; its maps are fp32."""
+    """Its maps are fp32."""
 
     class Own(transformers.PreTrainedModel):
         config_class = transformers.PretrainedConfig
@@ -175,14 +144,10 @@ def test_a_model_of_ones_own_loads_in_bf16(tmp_path):
             self.post_init()
 
     kept = Own(transformers.PretrainedConfig())
-    for parameter in kept.parameters():
-        parameter.data = parameter.data.bfloat16()
     kept.save_pretrained(tmp_path)
-    narrow = {"dtype": torch.bfloat16}
-    for made in (Own.from_pretrained(tmp_path, **narrow), Own._from_config(kept.config, **narrow)):
-        assert types_of_maps(made) == {torch.float32}
-        assert made.blocks[0].layer.weight.dtype == torch.bfloat16
-    assert torch.equal(Own.from_pretrained(tmp_path, **narrow).head.bias, kept.head.bias.float())
+    made = Own.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert types_of_maps(made) == {torch.float32} and made.blocks[0].layer.weight.dtype == torch.bfloat16
+    assert torch.equal(made.head.bias, kept.head.bias)
 
 
 def test_metrics_say_what_transformers_makes(tiny):
@@ -203,11 +168,9 @@ def test_metrics_say_what_transformers_makes(tiny):
     assert len(connections) == 6 and {name.partition("/")[0] for name in numbers if "/" in name} == set(connections)
     for name, connection in connections.items():
         h_post, *h_res = made[connection][:-1]  # then h_in
-        truth = {"h_post_mean": h_post.mean(), "h_post_min": h_post.min(), "h_post_max": h_post.max()}
+        truth = {"h_post_mean": h_post.mean(), "dphi_norm": gradients[f"{name}.fn"].norm()}
         for h in h_res:
             truth |= {"h_res_max": h.max(), "h_res_entropy": torch.special.entr(h).sum((-2, -1)).mean() / h.shape[-1]}
-        for which, own in {"phi": "fn", "alpha": "scale", "bias": "base"}.items():
-            truth[f"d{which}_norm"] = gradients[f"{name}.{own}"].norm()
         for which, value in truth.items():
             assert numbers[f"{name}/{which}"] == pytest.approx(value.item(), rel=GRADIENTS), (name, which)
         assert ("h_res_max" in truth) == (f"{name}/h_res_max" in numbers) == (tiny.kind != "hy_v4")

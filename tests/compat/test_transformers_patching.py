@@ -15,7 +15,6 @@ from mhc_ops.compat.transformers import patch, patched, unpatch
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'mhc-ops[adopt]'")
-TOO_LATE = "patch the model before others change it"
 
 
 def classes(model):
@@ -56,21 +55,20 @@ def test_models_that_are_not_loaded(built, mapping):
     """A constructor makes a model that is not patched, and that still records what it should."""
     tiny = built("hy_v4")
     with patched():
-        from_config = type(tiny.model)._from_config(copy.deepcopy(tiny.model.config))
         constructed = type(tiny.model)(copy.deepcopy(tiny.model.config))
         assert len(constructed(tiny.ids, output_hidden_states=True).hidden_states) == 4
-    assert "mhc_ops" in type(from_config.model.layers[0]).__module__
-    assert "mhc_ops" not in type(constructed.model.layers[0]).__module__
+        from_config = type(tiny.model)._from_config(copy.deepcopy(tiny.model.config))
+    ours = ["mhc_ops" in type(model.model.layers[0]).__module__ for model in (constructed, from_config)]
+    assert ours == [False, True]
 
 
 @torch.no_grad()
 def test_copies_and_pickles(tiny):
-    model, ways = tiny.model.model, [copy.deepcopy]
-    with contextlib.suppress(AttributeError):  # some models of transformers cannot be pickled beside `kernels`
-        pickle.dumps(model)
-        ways.append(lambda model: pickle.loads(pickle.dumps(model)))
+    model = tiny.model.model
     with patched(model):
-        made = [way(model) for way in ways]
+        made = [copy.deepcopy(model)]
+        with contextlib.suppress(AttributeError):  # some models of transformers cannot be pickled beside `kernels`
+            made.append(pickle.loads(pickle.dumps(model)))
         names = [each.__name__ for each in classes(model)]
     expected = model(tiny.ids).last_hidden_state
     for each in made:
@@ -90,16 +88,9 @@ def test_patching_twice(built, mapping):
     with patched(tiny.model, exact_as_eager=True):
         assert classes(tiny.model) not in (ours, plain)
     assert classes(tiny.model) == ours != plain
-    tiny.model.model.layers[1].forward = tiny.model.model.layers[1].forward  # too late to patch, if it had to be
-    patch(tiny.model)
-    with patched(tiny.model):
-        pass
-    del tiny.model.model.layers[1].forward
-    unpatch(tiny.model)
-    unpatch(tiny.model)
-    assert classes(tiny.model) == plain
-
-    unpatch()
+    for _ in range(2):
+        unpatch(tiny.model)
+        assert classes(tiny.model) == plain
     assert patch() == patch() == tuple(KINDS)
     registered = mapping()
     with patched(exact_as_eager=True):
@@ -107,14 +98,14 @@ def test_patching_twice(built, mapping):
     assert mapping() == registered
     loaded = tiny.load()
     assert patch(loaded) == ("hy_v4",) and classes(loaded) == ours
-    unpatch()
-    unpatch()
+    for _ in range(2):
+        unpatch()
 
 
 def test_what_is_no_model():
-    with says(ValueError, "patch: Linear has no hyper-connections of a known kind (deepseek_v4, glm5_next, hy_v4)"):
+    with pytest.raises(ValueError, match=r"^patch: Linear has no hyper-connections of a known kind"):
         patch(nn.Linear(2, 2))
-    with says(TypeError, "patch: model must be a torch.nn.Module, got str"):
+    with pytest.raises(TypeError, match=r"^patch: model must be "):
         patch("tencent/Hy4-preview")
 
 
@@ -129,12 +120,9 @@ def test_what_others_registered_stays(mapping):
     unregister_patch_mapping(["HYV4HyperHead"])
 
 
-def test_without_transformers_or_these_models(monkeypatch):
+def test_without_transformers(monkeypatch):
     monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: None)
-    with says(ModuleNotFoundError, "patch: the package transformers is not installed: pip install transformers"):
-        patch()
-    monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: "here" if name == "transformers" else None)
-    with pytest.raises(ImportError, match=r"^patch: transformers \S+ has none of deepseek_v4, glm5_next, hy_v4; 5\.8"):
+    with pytest.raises(ModuleNotFoundError, match=r"^patch: the package transformers is not installed"):
         patch()
 
 
@@ -143,15 +131,13 @@ def test_what_others_changed_is_not_patched(built):
     model = copy.deepcopy(built("hy_v4").model)
     layer = model.model.layers[1]
     layer.forward = layer.forward
-    with says(ValueError, f"patch: model.layers.1 has a forward of its own; {TOO_LATE}"):
+    with pytest.raises(ValueError, match=r"^patch: model\.layers\.1 has a forward of its own"):
         patch(model)
     del layer.forward
-    original = type(layer)
-    layer.__class__ = type("FSDPLayer", (original,), {})
-    with says(ValueError, f"patch: model.layers.1 is a FSDPLayer, not a HYV4DecoderLayer; {TOO_LATE}"):
+    for change in (patch, unpatch):
+        original = type(layer)
+        layer.__class__ = type("FSDPLayer", (original,), {})
+        with pytest.raises(ValueError, match=r"patch: model\.layers\.1 is a FSDPLayer, not a HYV4DecoderLayer"):
+            change(model)
+        layer.__class__ = original
         patch(model)
-    layer.__class__ = original
-    patch(model)
-    layer.__class__ = type("FSDPLayer", (type(layer),), {})
-    with pytest.raises(ValueError, match=r"^unpatch: model\.layers\.1 is a FSDPLayer, not a HYV4DecoderLayer"):
-        unpatch(model)

@@ -10,7 +10,7 @@ from conv_oracle import IDS, RETURNS, WITH_IDS, Looping, assert_accurate
 
 import mhc_ops
 from mhc_ops.testing import accuracy, fuzz
-from mhc_ops.testing.cases import LAYOUTS
+from mhc_ops.testing.cases import LAYOUTS, laid_out
 from mhc_ops.testing.conv_cases import ConvCase
 
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -116,14 +116,6 @@ def test_seq_idx_with_a_state(W, anywhere):
         assert_accurate(case, *anywhere)
 
 
-def views(x):
-    D = x.shape[-1]
-    yield torch.cat([x, x + 1], -1)[..., :D]
-    yield x.transpose(1, 2).contiguous().transpose(1, 2)
-    yield torch.stack([x, x], 2)[:, :, 0]
-    yield x.transpose(0, 1).contiguous().transpose(0, 1)
-
-
 def test_any_layout_and_nothing_is_modified(anywhere):
     backend, device = anywhere
     case = ConvCase(2, 20, 24, places="states", residual=backend != "hip")
@@ -135,7 +127,8 @@ def test_any_layout_and_nothing_is_modified(anywhere):
     before = {name: tensor.clone() for name, tensor in ran.tensors.items()}
     cotangents = [ran.cotangents[0][:1, :1].expand_as(ran.cotangents[0]), ran.cotangents[1]]
     dx = accuracy.run(case.subject, ran.tensors, backend, [c.contiguous() for c in cotangents])["dx"]
-    for x in views(ran.tensors["x"]):
+    layouts = [laid_out("x", ran.tensors["x"], layout) for layout in ("sliced", "strided", "transposed")]
+    for x in (*layouts, ran.tensors["x"].transpose(0, 1).contiguous().transpose(0, 1)):
         found = accuracy.run(case.subject, ran.tensors | {"x": x}, backend, cotangents)
         assert all(torch.equal(found[name], ran.results[name]) for name in case.subject.outputs)
         assert torch.equal(found["dx"], dx)
@@ -220,7 +213,6 @@ UPDATES = [
     (3, True, False, 0, 1, 4),
     (4, False, False, 1, 1, 3),
     (4, True, True, 1, 2, 3),
-    (6, False, True, 0, 1, 3),
     (6, True, True, 1, 1, 3),
 ]
 

@@ -39,6 +39,9 @@ def script():
 
 @pytest.mark.parametrize("where", ["ROCM_PATH", "ROCM_HOME", "PATH"])
 def test_both_find_it(clean, monkeypatch, where):
+    """What is named comes before what is in PATH."""
+    if where != "PATH":
+        executable(clean / "tools" / "hipcc")
     hipcc = executable(clean / "rocm" / "bin" / "hipcc", "#!/bin/sh\necho compiled by the stub\nexit 7\n")
     executable(clean / "rocm" / "bin" / "rocminfo", "#!/bin/sh\necho '  Name:  gfx942'\n")
     rocm = str(clean / "rocm")
@@ -49,13 +52,6 @@ def test_both_find_it(clean, monkeypatch, where):
     assert f"Building for hip: {hipcc} -x hip" in done.stdout and "--offload-arch=gfx942" in done.stdout
 
 
-def test_what_is_named_comes_before_what_is_in_path(clean, monkeypatch):
-    executable(clean / "tools" / "hipcc")
-    named = executable(clean / "rocm" / "bin" / "hipcc")
-    monkeypatch.setenv("ROCM_HOME", str(clean / "rocm"))
-    assert build.hip_compiler() == str(named)
-
-
 @pytest.mark.skipif(Path("/opt/rocm/bin/hipcc").exists(), reason="there is a hipcc in /opt/rocm")
 def test_an_amd_gpu_without_hipcc_is_an_error(clean, monkeypatch):
     with pytest.raises(RuntimeError, match=r"^causal_conv1d: there is no hipcc: looked in \$ROCM_PATH/bin"):
@@ -63,11 +59,7 @@ def test_an_amd_gpu_without_hipcc_is_an_error(clean, monkeypatch):
     (clean / "kfd").touch()
     executable(clean / "tools" / "c++", "#!/bin/sh\nexit 7\n")
     done = script()
-    assert done.returncode == 2
-    assert "there is no hipcc" in done.stderr and "ROCM_PATH" in done.stderr and "CONV_TARGET=cpu" in done.stderr
-    assert "Building" not in done.stdout
-    monkeypatch.setenv("CONV_TARGET", "hip")
-    assert script().returncode == 2
+    assert done.returncode == 2 and "there is no hipcc" in done.stderr and "Building" not in done.stdout
     monkeypatch.setenv("CONV_TARGET", "cpu")
     done = script()
     assert done.returncode == 7 and "Building for cpu" in done.stdout

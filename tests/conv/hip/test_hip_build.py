@@ -1,9 +1,7 @@
 """build.py: what is compiled again, by whom, and what is said where that does not work."""
 
-import contextlib
 import ctypes
 import os
-import re
 import subprocess
 import sys
 
@@ -56,23 +54,8 @@ def conv():
     return mhc_ops.causal_conv1d(torch.zeros(1, 2, 4), torch.zeros(4, 2), backend="hip")
 
 
-@contextlib.contextmanager
 def refused(message):
-    """With this message, in one sentence."""
-    with pytest.raises(RuntimeError, match=message) as error:
-        yield
-    assert len(str(error.value).splitlines()) == 1 and str(error.value).startswith("causal_conv1d: ")
-
-
-def test_only_what_conv_hip_includes_is_shipped():
-    """A change to any other file compiles no kernels again."""
-    included, waiting = set(), [build.SOURCE / "conv.hip"]
-    while waiting:
-        path = waiting.pop()
-        included.add(path)
-        names = re.findall(r'#include "(.*)"', path.read_text())
-        waiting += [build.SOURCE / name for name in names if build.SOURCE / name not in included]
-    assert included == {path for path in build.SOURCE.iterdir() if path.suffix not in (".py", ".sh", "")}
+    return pytest.raises(RuntimeError, match=f"^causal_conv1d: .*{message}")
 
 
 def test_compiled_once_and_again_where_it_was_cut_off(cache, stub, tmp_path):
@@ -94,14 +77,6 @@ def test_ranks_do_not_all_compile(cache, stub, tmp_path):
     made = {process.communicate()[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
     assert len(made) == 1 and calls(tmp_path) == 1
-
-
-def test_without_locks_each_compiles(cache, stub, monkeypatch):
-    def refuse(*_):
-        raise OSError("no locks available")
-
-    monkeypatch.setattr(build.fcntl, "flock", refuse)
-    assert build.compiled((stub(), "-x")).exists()
 
 
 def test_a_compiler_that_does_not_work_is_said(cache, monkeypatch):
@@ -132,49 +107,35 @@ def planted(cache, stub):
 
 def test_what_others_write_is_refused(cache, planted, tmp_path):
     command, library = planted
-    folder_s, library_s = f"chmod go-w {cache} where it is yours, or set MHC", f"delete {library}, or"
-    modes = {cache: (0o777, 0o775, 0o1777, 0o757), library: (0o666, 0o664, 0o646)}
-    for path, remedy in ((cache, folder_s), (library, library_s)):
-        for mode in modes[path]:
+    for path, modes in {cache: (0o777, 0o775, 0o1777, 0o757), library: (0o666, 0o664, 0o646)}.items():
+        for mode in modes:
             path.chmod(mode)
-            with refused(f"{path} can be written by other users, .*; {remedy}"):
+            with refused(f"{path} can be written by other users"):
                 build.compiled(command)
         path.chmod(0o755)
     assert not (tmp_path / "calls").exists() and len(list(cache.iterdir())) == 1
 
 
-@pytest.mark.parametrize("what", ["folder", "library"])
-def test_what_belongs_to_another_user_is_refused(cache, planted, monkeypatch, what):
-    """Root gives it to one; without root, this module is told another user."""
+def test_what_belongs_to_another_user_is_refused(cache, planted, monkeypatch):
+    """Root gives it to one; without root, this module is told another user. What is root's is taken by all."""
     command, library = planted
-    path = cache if what == "folder" else library
-    if os.geteuid() == 0:
-        os.chown(path, 1234, -1)
-    elif what == "folder":
-        monkeypatch.setattr(build.os, "geteuid", lambda: os.getuid() + 1)
-    else:
-        pytest.skip("only root gives a file to another user")
-    with refused(rf"{path} belongs to user \d+, not to you \(user \d+\) or root, .*, or set MHC_OPS_CACHE to a"):
-        build.compiled(command)
+    with monkeypatch.context() as other:
+        other.setattr(build.os, "geteuid", lambda: os.getuid() + 1)
+        if os.getuid() == 0:
+            assert build.compiled(command) == library
+            os.chown(cache, 1234, -1)
+        with refused(rf"{cache} belongs to user \d+, not to you \(user \d+\) or root"):
+            build.compiled(command)
 
 
-def test_what_is_root_s_is_taken(planted, monkeypatch):
-    if os.geteuid() != 0:
-        pytest.skip("only root has files of root")
-    command, library = planted
-    monkeypatch.setattr(build.os, "geteuid", lambda: 1234)
-    assert build.compiled(command) == library
-
-
-@pytest.mark.parametrize("umask", [0o002, 0o000, 0o077], ids=oct)
-def test_what_is_made_is_taken_again(cache, stub, tmp_path, umask):
-    command, before = (stub(), "-x"), os.umask(umask)
+def test_what_is_made_is_taken_again(cache, stub, tmp_path):
+    """Whatever umask allows."""
+    before = os.umask(0)
     try:
-        assert build.compiled(command) == build.compiled(command)
+        made = {build.compiled((stub(), "-x")) for _ in range(2)}
     finally:
         os.umask(before)
-    assert calls(tmp_path) == 1
-    assert cache.stat().st_mode & 0o777 == 0o755 & ~umask
+    assert len(made) == calls(tmp_path) == 1 and cache.stat().st_mode & 0o777 == 0o755
 
 
 def test_what_the_compiler_made_and_said(cache, stub, monkeypatch, tmp_path):

@@ -38,9 +38,3 @@ def test_nvidia(tmp_path):
     kernels = toolchain.compile_nvidia(tmp_path, toolchain.WIDTH_4, toolchain.NO_FP16)
     show("sm_90", kernels)
     check(kernels, 2, MOST_ON_NVIDIA)
-
-
-def test_a_spill_is_seen(tmp_path):
-    """In as few registers as 7 blocks leave to each, the backward does not fit."""
-    flags = (toolchain.WIDTH_4, toolchain.BF16, "-DMHC_CONV_BWD_BLOCKS=7")
-    assert any(kernel.spilled for kernel in toolchain.compile_nvidia(tmp_path, *flags))

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+import mhc_ops
 from mhc_ops.conv import contracts
 from mhc_ops.core.backend import _INTERPRETED
 from mhc_ops.core.check import name_of
@@ -64,31 +65,6 @@ def launch_all(L, D, W, dtype, places):
         launch(contracts.short_conv_bwd, streams, inv_rms=parameter(1, L, 4), dy=streams)
 
 
-def launch_serving(places, D, W, dtype):
-    """What servers call. places: "blocks" with a prefix cache; of a step "drafts", "tree" or "in place"."""
-
-    def tensor(*shape, dtype=torch.int32):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    N, T = 8, 4
-    x = tensor(*{"in place": (N,), "tree": (N, T)}.get(places, (2048,)), D, dtype=dtype)
-    shared = {"weight": tensor(D, W, dtype=fp32), "bias": tensor(D, dtype=fp32), "silu": True, "pad_slot_id": 0}
-    shared |= {"conv_state": tensor(64, W - 2 + T, D, dtype=dtype).transpose(1, 2)}
-    with_columns, index = places in ("blocks", "drafts"), tensor(N)
-    shared["conv_state_indices"] = tensor(N, 6) if with_columns else index
-    shared |= dict.fromkeys(("read_columns", "write_columns"), index) if with_columns else {}
-    if places in ("", "blocks"):
-        blocks = {"first_columns": index, "tokens_before": index, "block_size": 528} if places else {"block_size": 0}
-        bounds = {"cu_seqlens": tensor(N + 1), "has_initial_state": tensor(N, dtype=torch.bool)}
-        op, given = contracts.causal_conv1d_prefill_, {"x": x, **blocks, **bounds}
-    else:
-        op, given = contracts.causal_conv1d_step_, {"out": x, "max_seqlen": 1 if places == "in place" else T}
-        given |= {"num_accepted_tokens": index, "cu_seqlens": tensor(N + 1)} if places == "drafts" else {}
-    if places == "tree":
-        given |= {"x": x, "out": None, "parents": tensor(N, T), "windows": tensor(N, T, D, W - 1, dtype=dtype)}
-    op.launch(backend="triton", **dict.fromkeys(op.inputs) | shared | given)
-
-
 @pytest.mark.parametrize(
     ("D", "W", "dtype", "places", "target"),
     COMPILED,
@@ -102,20 +78,19 @@ def test_no_spills(D, W, dtype, places, target, monkeypatch):
     cross_compile.check(target, kernels)
 
 
-SERVING = ("", "blocks", "in place", "drafts", "tree")
+SERVING = ("causal_conv1d_prefill_kernel", "causal_conv1d_step_kernel", "block_states_kernel")
 TARGETS = ["sm_90", "gfx942", *(pytest.param(target, marks=pytest.mark.thorough) for target in GPUS)]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_serving_has_no_spills(target, monkeypatch, request):
-    """The usual filter; in the thorough run the widest one in the largest type."""
+    """Every form of a warm-up: of the usual filter, in the thorough run of the widest in the largest type."""
     cross_compile.skip_if_too_old(target)
-    widest = request.node.get_closest_marker("thorough")
-    for places in SERVING:
-        with cross_compile.compiling_for(target, monkeypatch) as kernels:
-            launch_serving(places, *((4097, 8, fp32) if widest else (4096, 4, bf16)))
-        assert kernels
-        cross_compile.check(target, kernels)
+    D, W, dtype = (4097, 8, fp32) if request.node.get_closest_marker("thorough") else (4096, 4, bf16)
+    with cross_compile.compiling_for(target, monkeypatch, SERVING) as kernels, mhc_ops.use_backend("triton"):
+        mhc_ops.conv_warmup(D, W, dtype, tokens=2048, bias=True, parameter_dtype=fp32, device="meta")
+    assert {kernel.name for kernel in kernels} == set(SERVING)
+    cross_compile.check(target, kernels)
 
 
 def test_nothing_is_compiled_per_length(monkeypatch):

@@ -1,6 +1,5 @@
 """The Triton kernels of the convolution: against fp64, bit for bit against themselves, and at the edges."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -36,11 +35,6 @@ PARTS = [
     ConvCase(1, 9, D, W, dtype, dilation=1 + W // 7, places=places, unused=(unused,))
     for places, W, dtype, D, unused in product(FINAL, (1, 4, 7), (bf16, fp32), (20, 64), ("y", "final_state"))
 ]
-SOME_PARTS = [
-    case
-    for case in PARTS
-    if case.D == 20 and (case.dtype == bf16) == (case.unused == (("final_state" if "cu" in case.places else "y"),))
-]
 
 
 @pytest.mark.parametrize("case", CHECK, ids=str)
@@ -49,16 +43,7 @@ def test_accuracy(case, kernel_device, poisoned):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("case", CHECK, ids=str)
-def test_accuracy_at_any_seed(case, seed):
-    """Of fewer tokens: the interpreter takes its time."""
-    fewer = {} if case.update else {"B": 1, "L": min(20, case.L)}
-    assert_accurate(replace(case, **fewer, seed=case.seed + seed), "triton")
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("case", SOME_PARTS, ids=str)
+@pytest.mark.parametrize("case", PARTS[::5], ids=str)
 def test_any_of_the_outputs_may_be_unused(case, poisoned):
     assert_accurate(case, "triton")
 

@@ -18,11 +18,6 @@ const std::vector<ConvType> kTypes = {kConvFloat, kConvBf16};
 #else
 const std::vector<ConvType> kTypes = {kConvFloat, kConvHalf, kConvBf16};
 #endif
-#if defined(MHC_OPS_ASAN)
-constexpr bool kTwice = false;  // a slow build, to find other errors
-#else
-constexpr bool kTwice = true;
-#endif
 constexpr bool kOnCpu = MHC_OPS_PLATFORM[1] == 'P';
 const char* const kTypeNames[] = {"fp32", "fp16", "bf16"};
 const char* const kModeNames[] = {"", ", seq_idx", ", seq_idx with padding", ", states", ", seq_idx and state"};
@@ -51,8 +46,6 @@ std::vector<Case> more_cases() {
             }
         }
         for (int64_t D : {1, 7, 65, 4097}) cases.push_back({"odd D", 1, D, D < 4000 ? 40 : 6, 4, true, true, type});
-        cases.push_back({"long rows, vectors", 2, 64, 70, 4, true, true, type, kPlain, 64});
-        cases.push_back({"long rows, one by one", 2, 64, 70, 4, true, true, type, kStates, 1});
         cases.push_back({"many ranges", 2, 72, 777, 4, true, true, type});
         cases.push_back({"many ranges", 1, 9, 1029, 4, true, true, type, kPadded});
     }
@@ -79,20 +72,13 @@ Difference compare(const Values& got, const Values& want, ConvType type) {
     return difference;
 }
 
-bool same_bits(const Outputs& a, const Outputs& b) {
-    for (int i = 0; i < kResults; i++)
-        if (!a[i].empty() && std::memcmp(a[i].data(), b[i].data(), a[i].size() * sizeof(double)) != 0) return false;
-    return true;
-}
-
 bool passes(const Case& c, bool quiet) {
     return with_type(c.type, [&](auto type) {
         typedef decltype(type) T;
         const Inputs in = make_inputs(c, [](double value) { return double(to_float(stored<T>(value))); });
         const Outputs want = truth(c, in), got = Device<T>(c, in).run();
         Difference differences[kResults];
-        const bool same = !kTwice || same_bits(got, Device<T>(c, in).run());
-        bool passed = same;
+        bool passed = true;
         for (int i = 0; i < kResults; i++) {
             differences[i] = compare(got[i], want[i], i == kDweight || i == kDbias ? kConvFloat : c.type);
             passed = passed && differences[i].errors == 0;
@@ -105,7 +91,6 @@ bool passes(const Case& c, bool quiet) {
             if (!want[i].empty())
                 std::printf("  %s: max_diff=%.3e, errors=%lld/%lld\n", kResultNames[i], differences[i].most,
                             (long long)differences[i].errors, (long long)want[i].size());
-        if (!same) std::printf("  a second run gave other bits\n");
         std::printf("  Status: %s\n", passed ? "PASSED" : "FAILED");
         return passed;
     });

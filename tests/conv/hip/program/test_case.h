@@ -20,7 +20,6 @@ struct Case {
     bool bias, silu;
     ConvType type = kConvFloat;
     Mode mode = kPlain;
-    int64_t gap = 0;  // x is cut out of rows that are longer by this
 };
 
 typedef std::vector<double> Values;

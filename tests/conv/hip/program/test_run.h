@@ -3,7 +3,6 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 
 #include "test_case.h"
 #include "types.h"
@@ -37,12 +36,9 @@ class Buffer {
         CHECK(hipMalloc(&data_, count * sizeof(T)));
         CHECK(hipMemset(data_, 0xff, count * sizeof(T)));
     }
-    // Rows of `width` values, `stride` apart.
-    explicit Buffer(const Values& values, int64_t width = 1, int64_t stride = 1)
-        : Buffer(int64_t(values.size()) / width * stride) {
-        std::vector<T> rows(count_);
-        if (count_) std::memset(static_cast<void*>(rows.data()), 0xff, count_ * sizeof(T));
-        for (size_t i = 0; i < values.size(); i++) rows[i / width * stride + i % width] = stored<T>(values[i]);
+    explicit Buffer(const Values& values) : Buffer(int64_t(values.size())) {
+        std::vector<T> rows;
+        for (double value : values) rows.push_back(stored<T>(value));
         if (count_) CHECK(hipMemcpy(data_, rows.data(), count_ * sizeof(T), hipMemcpyHostToDevice));
     }
     Buffer(const Buffer&) = delete;
@@ -76,7 +72,7 @@ struct Device {
 
     Device(const Case& c, const Inputs& in)
         : c(c), elements(c.B * c.L * c.D), first(in.initial_state.size()), last(in.dfinal_state.size()),
-          x(in.x, c.D, c.D + c.gap), dy(in.dy), initial_state(in.initial_state), dfinal_state(in.dfinal_state),
+          x(in.x), dy(in.dy), initial_state(in.initial_state), dfinal_state(in.dfinal_state),
           weight(in.weight), bias(in.bias), seq_idx(in.seq_idx) {}
     template <class Call>
     Call call() const {
@@ -84,7 +80,7 @@ struct Device {
         call.x = x.get(), call.weight = weight.get(), call.bias = bias.get(), call.seq_idx = seq_idx.get();
         call.initial_state = initial_state.get();
         call.B = c.B, call.L = c.L, call.D = c.D, call.W = c.W;
-        call.x_token_stride = c.D + c.gap, call.x_batch_stride = c.L * call.x_token_stride;
+        call.x_token_stride = c.D, call.x_batch_stride = c.L * c.D;
         call.type = c.type, call.silu = c.silu;
         return call;
     }
