@@ -1,9 +1,6 @@
 """The site of docs/ builds without a warning, has every page and every public name, and needs no network."""
 
-import ast
-import contextlib
 import importlib.util
-import inspect
 import io
 import os
 import re
@@ -52,48 +49,12 @@ def pages(site):
     return {path.name: parsed(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
 
 
-def is_code(box):
-    """Whether it is Python, a session of it, one of our commands, or equations without a sentence."""
-    lines = [line for line in box.strip().splitlines() if line.strip()]
-    if lines[0].startswith(">>> "):
-        return all(not part.lower().startswith("returns") for part in lines)
-    if lines[0].startswith("mhc-ops "):
-        lines = lines[1:]
-    with contextlib.suppress(SyntaxError):
-        return bool(ast.parse("\n".join(lines)))
-    return all("=" in line for line in lines) and not re.search(r"`|[a-z)]\. [A-Z]|\w\w+ \w\w+ \w\w+", box)
-
-
-def test_prose_is_no_code():
-    for box in (
-        "x: [..., n, D]   phi: [n² + 2n, nD]",
-        "layer: any module or function from [..., D] to [..., D]. Where it returns a tuple, so does this.",
-        "c = softmax(z);  c /= sum(c). Rows sum over j, columns over i.\nReturns fp32, as maps are.",
-    ):
-        assert not is_code(box), box
-
-
-@pytest.mark.parametrize("name", ["api", "distributed", "adopt_transformers"])
-def test_what_docstrings_show_as_code_is_code(pages, name):
-    boxes = [box.get_text() for box in pages[f"{name}.html"].select("dd pre")]
-    assert [box for box in boxes if not is_code(box)] == []
-    assert len(boxes) > 5 or name == "adopt_transformers"
-    assert "`" not in pages[f"{name}.html"].get_text()
-
-
-def test_no_argument_is_described_in_the_middle_of_prose(pages):
-    """Wherever a docstring has "name: what it is", the name is listed."""
+def test_what_a_docstring_describes_is_listed(pages):
+    """As docs/docstrings.py says."""
     listed = {}
     for item in pages["api.html"].select("li > p > strong, dd > p > strong"):
         listed.setdefault(item.find_previous("dt", class_="sig").get("id"), []).append(item.get_text())
     assert listed["mhc_ops.Carry"] == ["x", "h_post", "h_res", "read", "transposed", "link"]
-    assert " -- " not in pages["api.html"].get_text()
-    for name in (*mhc_ops.__all__, *mhc_ops.guide.__all__):
-        found = getattr(mhc_ops, name)
-        if callable(found):
-            described = re.findall(r"(?:^|\. |  )(\w+): ", inspect.getdoc(found), re.MULTILINE)
-            wanted = [each for each in described if each in inspect.signature(found).parameters]
-            assert set(wanted) <= set(listed.get(f"mhc_ops.{name}", [])), name
 
 
 def test_every_name_is_described_once():
@@ -132,22 +93,3 @@ def test_nothing_is_loaded_from_a_network(site):
     assert len(files) > 10 and {path.suffix for path in files} == {".html", ".css"}
     found = {path.name: FETCHED.findall(path.read_text(encoding="utf-8")) for path in files}
     assert {name: remote for name, remote in found.items() if remote} == {}
-
-
-def test_what_needs_a_network_is_found():
-    """A link to click is allowed."""
-    for remote in (
-        '<script src="https://example.org/mathjax.js"></script>',
-        '<link rel="stylesheet" href="//example.org/style.css">',
-        "<style>@font-face { src: url(https://example.org/font.woff2) }</style>",
-        '<style>@import "https://example.org/style.css";</style>',
-        "<p style=\"background: url('http://example.org/a.png')\">",
-        '<iframe src="http://example.org">',
-    ):
-        assert FETCHED.search(f"<p>a page</p>{remote}"), remote
-    assert not FETCHED.search('<a class="b" href="https://arxiv.org">a paper</a><img src="_images/a.png">')
-
-
-def test_the_page_of_the_run_is_in_it(site, pages):
-    frames = [frame["src"] for frame in pages["report.html"]("iframe")]
-    assert frames and all((site / frame).is_file() for frame in frames)

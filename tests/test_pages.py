@@ -184,12 +184,3 @@ def write_what_commands_read():
             save_file(state, f"{folder}/model.safetensors")
             index = {"weight_map": dict.fromkeys(state, "model.safetensors")}
             Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def test_every_exception_is_of_a_command():
-    commands = "\n".join(command for block in of_kind("sh") for command in commands_of(block))
-    assert [pattern for pattern in NOT_RUN if not re.search(pattern, commands)] == []
-
-
-def test_the_front_page_stays_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110

@@ -101,43 +101,31 @@ def venv(source, extras):
     return [f"python -m venv --clear{site} .venv", *installs.get(source, [f"--index-url {source} torch", *alone])]
 
 
-def assert_stops(done, *words):
-    assert done.code == 1 and len(done.said.splitlines()) <= 5
-    assert not any(call.startswith(("pytest", "mhc-ops")) for call in done.calls)
-    assert all(word in done.said for word in words)
-
-
-@pytest.mark.parametrize("script", EXTRAS)
 @pytest.mark.parametrize(
     ("machine", "settings", "source"),
     [
         ("", {}, "pypi"),
-        ("cuda", {}, "pypi"),
         ("amd", {"CPU": "1"}, "pypi"),
         ("amd nvidia", {}, "pypi"),  # an AMD processor's graphics have the device file too
-        ("rocm", {}, "python"),
         ("amd rocm", {}, "python"),
         ("amd rocm", {"TORCH_INDEX": "https://index.example"}, "https://index.example"),  # the stub installs no torch
     ],
 )
-def test_where_torch_comes_from(sandbox, script, machine, settings, source):
+def test_where_torch_comes_from(sandbox, machine, settings, source):
     sandbox.has(machine)
-    done = sandbox.run(script, **settings)
-    assert (done.code, done.made) == (0, venv(source, EXTRAS[script])), done.said
+    done = sandbox.run("run.sh", **settings)
+    assert (done.code, done.made) == (0, venv(source, EXTRAS["run.sh"])), done.said
     of_python = list(sandbox.folder.glob(".venv/lib/python3*/site-packages/packages_of_python.pth"))
     assert bool(of_python) == (source == "python")
 
 
-@pytest.mark.parametrize("script", EXTRAS)
-@pytest.mark.parametrize(
-    ("machine", "words"), [("amd", ("PYTHON=", "TORCH_INDEX=", "/kfd")), ("amd blind", ("sees no GPU",))]
-)
-def test_an_amd_gpu_that_cannot_be_used_stops(sandbox, script, machine, words):
+@pytest.mark.parametrize(("machine", "words"), [("amd", "TORCH_INDEX="), ("amd blind", "sees no GPU")])
+def test_an_amd_gpu_that_cannot_be_used_stops(sandbox, machine, words):
     """No PyTorch for it, or one that may not open its device file."""
     sandbox.has(machine)
-    done = sandbox.run(script)
-    assert_stops(done, "CPU=1", *words)
-    assert bool(done.made) == ("blind" in machine)
+    done = sandbox.run("run.sh")
+    assert done.code == 1 and "CPU=1" in done.said and words in done.said
+    assert not any(call.startswith("mhc-ops") for call in done.calls)
 
 
 def test_what_is_installed_is_kept(sandbox):
@@ -147,13 +135,7 @@ def test_what_is_installed_is_kept(sandbox):
     assert (sandbox.run("run.sh").code, sandbox.run("run.sh").made) == (0, [])
     assert sandbox.run("run.sh", CPU="1").made == venv("pypi", EXTRAS["run.sh"])
     assert sandbox.run("run_tests.sh", CPU="1").made == venv("pypi", EXTRAS["run_tests.sh"])[1:]
-    for script in EXTRAS:
-        assert sandbox.run(script, CPU="1").made == []
-
-
-def test_an_old_python_is_refused(sandbox):
-    sandbox.stub("python", '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.1\nexit 1\n')
-    assert_stops(sandbox.run("run.sh"), "needs Python 3.10 or newer", "Python 3.9.1")
+    assert sandbox.run("run.sh", CPU="1").made == []
 
 
 @pytest.mark.parametrize(
@@ -161,17 +143,11 @@ def test_an_old_python_is_refused(sandbox):
     [
         ("", "", ""),
         ("", "RUFF=1", "ruff check"),
-        ("", "MYPY=2", "mypy"),
         ("", "COMPILED=1", "pytest -m not interpreted"),
-        ("", "INTERPRETED=1", "pytest -m interpreted"),
         ("", "COMPILED=1 INTERPRETED=1", "pytest -m interpreted"),
-        ("", "COMPILED=5", "pytest -m not interpreted"),
         # a selection may leave one of the two runs without tests
         ("-k a", "INTERPRETED=5", ""),
-        ("-k a", "COMPILED=5", ""),
         ("-k a", "COMPILED=5 INTERPRETED=5", "no test is selected by -k a"),
-        ("-k a", "COMPILED=1 INTERPRETED=5", "pytest -m not interpreted"),
-        ("-k a", "COMPILED=5 INTERPRETED=1", "pytest -m interpreted"),
         ("--all -k a", "", ""),
     ],
 )

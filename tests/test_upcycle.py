@@ -55,19 +55,6 @@ class Stacked(nn.Module):
         return self.out(self.head(self.stack(mhc_expand(self.embed(ids), N))))
 
 
-class InPlace(Stacked):
-    """With connections where the plain layers were"""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleDict(zip(("attn", "mlp"), pair)) for pair in zip(*[iter(self.stack)] * 2))
-        del self._modules["stack"]
-
-    @property
-    def stack(self):
-        return HyperStack(*(connection for block in self.blocks for connection in block.values()))
-
-
 NAMES = {
     "blocks.{i}.norm1.weight": "stack.{2i}.layer_norm_weight",
     "blocks.{i}.attn": "stack.{2i}",
@@ -80,12 +67,9 @@ NORMS_INSIDE = {
     "blocks.{i}.norm2": "stack.{2i+1}.norm",
     "blocks.{i}.mlp": "stack.{2i+1}.layer",
 }
-NORM = "layer_norm_weight"
-IN_PLACE = {f"blocks.{{i}}.norm{k}.weight": f"blocks.{{i}}.{name}.{NORM}" for k, name in ((1, "attn"), (2, "mlp"))}
 WAYS = {
     "a stack": (Stacked, NAMES),
     "norms in the layers": (lambda: Stacked(layer_norm=False), NORMS_INSIDE),
-    "in place": (InPlace, IN_PLACE),
     "identity": (lambda: Stacked(residual="identity", gamma=True), NAMES),
 }
 
@@ -157,8 +141,6 @@ def test_names():
 
 
 HINT = "names says where tensors moved"
-LEFT = "blocks.0.norm1.weight, blocks.0.norm2.weight, blocks.0.attn.weight and 13 more"
-MISSING = "stack.0.layer_norm_weight, stack.0.layer.weight, stack.0.layer.bias and 13 more"
 NO_PLACE, NO_TENSOR = "of the plain model would have no place in the new one", "of the new model would have no tensor"
 NO_BIAS = "the norm of a connection is an RMSNorm, which has no bias"
 TRAINED = "is not 0: fresh must be the state dict of a model that was not trained"
@@ -180,37 +162,22 @@ def bias_with(rows, value):
 
 NOT_AS_FRESH = [
     ("h_pre", slice(N), -50),
-    ("h_pre", slice(N), -2),
     ("h_pre", slice(N), torch.tensor([0.0, 0.0, -50.0])),  # their sum is 1
-    ("h_pre", slice(1), 3),
     ("h_post", slice(N, N + 1), 0.1),
-    ("h_post", slice(N, 2 * N), -50),
-    ("h_res", slice(2 * N, None), 0),
     ("h_res", slice(-1, None), float("nan")),
 ]
 WRONG = [  # which argument, what is other in it, and what is said
     *(("fresh", {"stack.1.bias": bias_with(*to)}, f"{h} of stack.1.bias {NOT_FRESH}") for h, *to in NOT_AS_FRESH),
     ("fresh", {"head.bias": torch.tensor([0.25, 0.25, 0.5]).logit()}, f"h_pre of head.bias {NOT_FRESH}"),
     ("fresh", {"stack.1.phi": torch.ones(MAPS, N * D)}, f"stack.1.phi {TRAINED}"),
-    ("fresh", {"stack.1.phi": (7, N * D)}, f"stack.1: phi of n streams must be [n² + 2n, nD], got [7, {N * D}]"),
     ("fresh", {"stack.1.bias": torch.zeros(MAPS, device="meta")}, f"stack.1.phi {ON_META}"),
     ("fresh", {"a.weight": (1,)}, f"a.weight {NO_TENSOR}; {HINT}"),
     ("state", {"a.weight": (1,)}, f"a.weight {NO_PLACE}; {HINT}"),
     ("state", {"out.weight": (9, 2)}, f"out.weight is [9, 2], but out.weight of the new model is [9, {D}]"),
-    (
-        "state",
-        {"blocks.1.norm1.weight": (2,)},
-        f"blocks.1.norm1.weight is [2], but stack.2.{NORM} of the new model is [{D}]",
-    ),
     ("state", {"blocks.0.norm1.bias": (D,)}, f"blocks.0.norm1.bias: {NO_BIAS}"),
     ("state", dict.fromkeys(OLD, (1,)), f"{', '.join(OLD)} of the plain model {STREAMS}"),
-    ("names", dict.fromkeys(NAMES), f"{LEFT} {NO_PLACE}, and {MISSING} {NO_TENSOR}; {HINT}"),
     ("names", {"embed": "out"}, "two tensors would be out.weight"),
-    ("names", {"embed": "out"}, "two tensors would be out.weight"),
-    ("names", {"block": "x"}, "no tensor of the plain model has the name 'block'"),
-    ("names", {"blocks.{i}.mlp": "stack.{2*i}"}, f"'stack.{{2*i}}' {NOT_NUMBERS}"),
     ("names", {"blocks.{i}.mlp": "stack.{2j}"}, f"'stack.{{2j}}' {NOT_NUMBERS}"),
-    ("names", {"blocks.{2i}": "a"}, f"'blocks.{{2i}}' {EACH_ONCE}"),
     ("names", {"a.{i}.{i}": "a"}, f"'a.{{i}}.{{i}}' {EACH_ONCE}"),
 ]
 
@@ -219,7 +186,6 @@ WRONG = [  # which argument, what is other in it, and what is said
 def test_what_does_not_fit(which, changes, message, plain):
     given = {"state": plain.state_dict(), "fresh": Stacked().state_dict(), "names": dict(NAMES)}
     given[which] |= {key: torch.zeros(value) if isinstance(value, tuple) else value for key, value in changes.items()}
-    given["names"] = {old: new for old, new in given["names"].items() if new is not None}
     with says(ValueError, f"convert: {message}"):
         convert.upcycle(**given)
 
@@ -239,9 +205,7 @@ def test_a_fresh_model_of_any_seed_and_options(n):
 MAPS_OF_A = {f"a.{key}": tensor for key, tensor in HyperConnection(torch.tanh, N, D).state_dict().items()}
 NOT_TENSORS = [
     ({"model": {}, "step": 3}, None, TypeError, "state['model'] must be a tensor, got dict"),
-    ({"a.w": 3}, None, TypeError, "state['a.w'] must be a tensor, got int"),
     ({3: torch.ones(1)}, None, TypeError, "the names in state must be str, got int"),
-    ({"a.w": torch.ones(1)}, ["a"], TypeError, "names must be a dict of str, got list"),
     ({"a.w": torch.ones(1)}, {"a": 1}, TypeError, "names must be a dict of str, got int in it"),
     ({f"b.{'9' * 5000}.w": torch.ones(1)}, {"b.{i}": "a.{2i}"}, ValueError, "a number in 'b.{i}' is too large"),
     ({"x.w": torch.ones(1)}, None, ValueError, f"a.layer of the new model would have no tensor; {HINT}"),

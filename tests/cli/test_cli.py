@@ -13,7 +13,7 @@ import torch
 import mhc_ops
 from mhc_ops import cli
 from mhc_ops.core import device as devices
-from mhc_ops.measure import bench, peers, selection, speed
+from mhc_ops.measure import peers, selection, speed
 from mhc_ops.mhc import reference
 from mhc_ops.testing import accuracy, cases
 
@@ -50,14 +50,6 @@ def test_check_passes(small, run):
     assert len([line for line in lines if line.startswith(str(small)) and line.endswith("PASS")]) == 11
     (summary,) = [line.split() for line in lines if line.startswith("mhc_forward_pre  ")]
     assert 0 < float(summary[-2]) <= 1  # of what is allowed
-
-
-def test_the_page_shows_what_check_prints(run):
-    """But for the error itself, which is the machine's."""
-    (shown,) = re.findall(r"```\n(op .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    code, printed, _ = run(f"{CHECK} --case sinkhorn")
-    without = [re.sub(r"\d\.\d\d", "", text).replace("\n\n", "\n") for text in (shown, printed)]
-    assert code == 0 and without[0] == without[1]
 
 
 def test_check_fails(small, run, monkeypatch):
@@ -169,22 +161,12 @@ def test_no_command(command, run):
     ("command", "line"),
     [
         ("bench --providers trition", "argument --providers: invalid choice: 'trition'"),
-        ("bench --providers", "argument --providers: expected at least one argument"),
-        *((f"diagnose mhc_post --seed={n}", "argument --seed: ") for n in ("9" * 20, "9" * 5000, "-1", "0.5", "")),
-        *((f"check --fuzz={seconds}", "argument --fuzz: ") for seconds in ("0", "-1", "nan")),
-        ("check --fuzz=1 --seed=99999999999999999999", "argument --seed: "),
+        *((f"diagnose mhc_post --seed={n}", "argument --seed: ") for n in ("9" * 20, "-1", "0.5", "")),
+        *((f"check --fuzz={seconds}", "argument --fuzz: ") for seconds in ("0", "nan")),
         ("check --fuzz=1 --case=mhc", "--fuzz draws cases of its own"),
-        ("check --fuzz=1 --json=file", "--fuzz draws cases of its own"),
         ("check --seed=3", "--seed goes with --fuzz or --misuse"),
-        ("check --case", "argument --case: expected one argument"),
-        *(
-            (f"check --device={device}", f"argument --device: {device}: ")
-            for device in ("cuda:99", "nonsense", "meta", "", "mps:7", "hpu")
-        ),
-        ("compare one", "the following arguments are required: B.json"),
+        *((f"check --device={device}", f"argument --device: {device}: ") for device in ("cuda:99", "meta", "")),
         ("page one", "one of the arguments --html --markdown --svg is required"),
-        ("diagnose", "the following arguments are required: "),
-        ("hub", "the following arguments are required: "),
     ],
     ids=lambda text: text[:30],
 )
@@ -197,22 +179,12 @@ def test_a_command_line_that_is_wrong(command, line, refused):
     ("text", "answer"),
     [
         ("mhc_foward_pre", "did you mean 'mhc_forward_pre'"),
-        ("mhc_forward_pre 9x2x8 bfloat61", "did you mean 'mhc_forward_pre 9x2x8 bfloat16'"),
-        ("bf16", "did you mean 'bfloat16'?"),
         ("typo", "there are cases of mhc_forward_pre"),
-        ("mhc_.*", "there are cases of mhc_forward_pre"),
     ],
 )
 def test_no_case_of_this_name(small, command, text, answer, refused):
     line = refused([command, "--device", "cpu", "--case", text, "--json", "file"])
     assert line.startswith(f"no case matches {text!r}: {answer}")
-
-
-def test_providers_of_two_options(small, run, monkeypatch):
-    asked = []
-    monkeypatch.setattr(bench, "run", lambda request, found, save: asked.append(request.providers))
-    assert run(f"{BENCH} --providers eager --providers torch.compile eager")[0] == 2
-    assert asked == [["eager", "torch.compile", "eager"]]
 
 
 @pytest.mark.interpreted

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -50,15 +49,6 @@ def test_a_pipe_gets_one_text(command, small, run, monkeypatch):
         assert json.loads(read[0])["command"] == command.split()[0]
     else:
         assert read[0].rstrip().endswith("</html>")
-
-
-def test_stdout_by_name(run, monkeypatch):
-    """A file that stdout is redirected to is not replaced: it gets what is printed and the JSON."""
-    with open("file", "w", encoding="utf-8") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert run(f"{CHECK} /dev/fd/{stdout.fileno()}")[0] == 0
-    summary, rest = Path("file").read_text(encoding="utf-8").split("11 passed, 0 failed\n")
-    assert summary.startswith("op ") and json.loads(rest)["command"] == "check"
 
 
 @pytest.mark.parametrize("command", [*WRITING, "page results --html", "page results --markdown"])

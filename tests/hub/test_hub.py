@@ -159,13 +159,6 @@ def test_the_other_layers():
     assert layers.Glm5NextTextHyperConnection.forward is layers.DeepseekV4HyperConnection.forward
 
 
-def test_a_layer_is_what_the_hub_allows():
-    """No constructor, nothing but forward and two flags."""
-    for layer in LAYERS:
-        assert issubclass(layer, nn.Module) and layer.__init__ is nn.Module.__init__
-        assert set(dir(layer)) - set(dir(nn.Module)) == {"can_torch_compile", "has_backward"}
-
-
 @pytest.fixture
 def without_cuda(monkeypatch):
     """`kernels` asks how torch was built, not whether there is a GPU."""
@@ -186,21 +179,6 @@ def test_kernels_load_it(folder, monkeypatch):
     assert found.__name__ == identity and found.mhc_pre.__module__ == f"{identity}.mhc.ops"
     x = torch.randn(3, N, D)
     assert torch.equal(found.HyperHead(N, D)(x), mhc_ops.HyperHead(N, D)(x))
-
-
-@NO_KERNELS
-def test_the_benchmark_runs(folder, without_cuda):
-    """By the runner of `kernels`, which compares each result with its reference."""
-    from kernels.cli.benchmark import run_benchmark_class
-
-    spec = importlib.util.spec_from_file_location("benchmark_of_the_hub", folder / "benchmarks" / "benchmark.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    module.HyperConnections.tokens = module.Convolution.length = 5
-    module.HyperConnections.D = module.Convolution.D = 64
-    options = {"iterations": 1, "warmup": 0, "repo_id": str(folder), "is_local": True, "revision": ""}
-    timed, _ = run_benchmark_class(module.HyperConnections, **options)
-    timed |= run_benchmark_class(module.Convolution, **options)[0]
-    assert sorted(timed) == ["post", "post_pre", "pre", "silu"] and all(result.verified for result in timed.values())
 
 
 def kernelized(model, folder, *names, mode="TRAINING"):
@@ -248,26 +226,6 @@ def test_kernelize_the_convolutions_of_transformers(folder):
     state, token = torch.randn(2, D, 3), torch.randn(2, D, 1)
     found = update(token, written := state.clone(), *filters, **silu)
     assert_near([found, written], [step(token, state, *filters, **silu), state], FP32)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99], ids=["none", "half", "nearly all"])
-def test_a_full_disk_leaves_nothing(share, tmp_path, monkeypatch, capsys):
-    """A second try succeeds."""
-    most, written = share * len(hub.folder()), []
-
-    def write_text(path, text, **options):
-        written.append(path)
-        path.write_bytes(text.encode())
-        if len(written) > most:
-            raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", write_text)
-        assert cli.main(["hub", str(tmp_path / "hub")]) == 2
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", f"mhc-ops hub: {tmp_path}/hub: No space left on device\n")
-    assert list(tmp_path.iterdir()) == []
-    assert cli.main(["hub", str(tmp_path / "hub")]) == 0
 
 
 def test_what_is_in_the_folder_stays(tmp_path, capsys):

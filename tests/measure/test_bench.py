@@ -9,7 +9,7 @@ import pytest
 import torch
 from stand_ins import a_peer, stand_in
 
-from mhc_ops.measure import bench, peers, results, selection, speed, training_step
+from mhc_ops.measure import bench, peers, results, selection, speed
 from mhc_ops.testing import cases
 
 CPU = torch.device("cpu")
@@ -82,43 +82,10 @@ def test_a_stack(monkeypatch):
     assert [entry.where for entry in found.not_measured if entry.provider == "wrong"] == [plain]
 
 
-def test_the_stacks_of_providers_are_the_same(monkeypatch):
-    """x after a stack of ours, with less kept too, and after a library's layers."""
-    case = cases.Stack(cases.MHC_NEXT, (16,), 4, 8, torch.float32, gamma=False)
-    monkeypatch.setattr(peers, "PEERS", (a_peer("library"),))
-
-    def after(provider, case, depth):
-        return training_step.connect(provider, [torch.nn.Identity()] * depth, case, CPU)(case.inputs()["x"])
-
-    ours = after("eager", case, 3)
-    assert torch.equal(after("library", case, 3), ours)
-    assert torch.equal(after("eager", replace(case, recompute=2), 3), ours)
-    assert not torch.equal(after("eager", case, 2), ours)
-
-
-def test_a_wrong_kernel_is_not_timed(monkeypatch):
-    def wrong(x, backend, **arguments):
-        outputs = cases.MHC_PRE.call(x=x, backend="reference", **arguments)
-        return tuple(2 * output for output in outputs) if backend == "triton" else outputs
-
-    case = replace(PRE, subject=replace(cases.MHC_PRE, call=wrong))
-    monkeypatch.setattr(selection, "BENCH_CPU", (case,))
-    monkeypatch.setattr(bench, "runs", lambda case, backend, device: backend == "triton")
-    found, _ = run("triton")
-    assert {m.provider for m in found.measurements} == {"eager"}
-    (entry,) = [entry for entry in found.not_measured if entry.failed]
-    assert entry.reason.startswith("triton is wrong, so it is not timed: ")
-
-
-def test_order_of_importance(monkeypatch):
-    monkeypatch.setattr(bench, "runs", lambda case, backend, device: True)
-    present = ["triton", "Liger", "eager", "torch.compile"]
-    assert [unit.provider for unit in bench.plan("", present, CPU)[::2]] == present
-
-
 def test_a_file_is_whole_at_any_time(tmp_path, monkeypatch):
     file = tmp_path / "bench.json"
-    found, _ = run()
+    found = results.begin("bench")
+    found.complete = True
     found.steps = [results.StepTime("size", "triton", "eager", 60.0, 0.1, 20, [1.2, 1.1, 1.3], rounds=[[60.0, 59.0]])]
     results.write(found, file)
     assert results.read(file) == found
@@ -138,6 +105,5 @@ def test_not_a_number_survives(tmp_path):
     found = results.begin("check")
     found.accuracy = [results.Row("case", "triton", "y", float("nan"), float("inf"), 1e-5, False)]
     results.write(found, tmp_path / "file")
-    assert json.loads((tmp_path / "file").read_text())["accuracy"][0]["max_error"] is None
     (row,) = results.read(tmp_path / "file").accuracy
     assert row.max_error != row.max_error and not row.passed

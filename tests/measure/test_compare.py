@@ -39,25 +39,18 @@ def scaled(us, copy=100.0):
         (TIMED, scaled(150.0), [("faster", False)]),
         (TIMED, {"microseconds": 212.0, "spread": 20.0}, []),  # noisy samples hide a change
         (SHORT, {"microseconds": 4.5}, []),  # short times are not known better than the clock
-        (SHORT, {"microseconds": 6.0}, [("slower", True)]),
         (LIGER, {"microseconds": 400.0}, [("slower", False)]),  # other libraries are said, but count for nothing
         (replace(TIMED, spread=None), {"microseconds": 900.0, "spread": 2.0}, [("not compared", False)]),
         (TIMED, {"peak_megabytes": 50.3}, []),
         (TIMED, {"peak_megabytes": 52.0}, [("more memory", True)]),
-        (TIMED, {"peak_megabytes": 40.0}, [("less memory", False)]),
         (ROW, {"relative_error": 3e-7}, []),
         (ROW, {"relative_error": 5e-7}, [("less exact", True)]),
-        (ROW, {"relative_error": 5e-5, "passed": False}, [("fails", True)]),
         (ROW, {"relative_error": float("nan"), "passed": False}, [("fails", True)]),
-        (ROW, {"relative_error": 6e-8}, [("more exact", False)]),
         (ONE, {"relative_error": 3e-7}, []),  # the error of one number is luck
-        (ONE, {"relative_error": 3e-6}, [("less exact", True)]),
         (STEP, {"ratio": [1.22, 1.214, 1.226]}, []),  # 1.7 %, the noise of 3 · √2 · 0.74 % · ½ is 1.6 % and scatter
         (STEP, {"ratio": [1.28, 1.274, 1.286]}, [("slower", True)]),
         (STEP, {"milliseconds": 600.0, "spread": 6.0}, []),  # another machine, plain residuals as slow
-        (STEP, {"ratio": [1.1, 1.094, 1.106]}, [("faster", False)]),
         (STEP, {"ratio": [1.2]}, [("not compared", False)]),  # as older files have it
-        (STEP, {"peak_megabytes": 950.0}, [("more memory", True)]),
         (FORM, {"ratio": [1.28, 1.274, 1.286]}, [("slower", True)]),
     ],
 )

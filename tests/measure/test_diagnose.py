@@ -58,12 +58,6 @@ def faulty(case, changes):
     return lambda backend, **tensors: Faulty.apply(case, changes, tuple(tensors), *tensors.values())
 
 
-class TwoSequences(ConvCase):
-    def inputs(self, *device):
-        """Two sequences in each row of 75 tokens."""
-        return super().inputs(*device) | {"seq_idx": (torch.arange(75) >= 40).int().expand(2, 75).contiguous()}
-
-
 def of(subject, sigma=Case.sigma):
     """72 channels and 38 tokens: more than a block of 32 each, and a multiple of none."""
 
@@ -76,15 +70,14 @@ def of(subject, sigma=Case.sigma):
 
 
 def conv(changes, dtype=fp32):
-    case = TwoSequences(2, 75, 20, dtype=dtype, residual=True, places="seq_idx")
+    case = ConvCase(2, 75, 20, dtype=dtype, residual=True)
     return diagnose(case, call=faulty(case, changes))
 
 
 pre, post, post_pre = of(cases.MHC_FORWARD_PRE), of(cases.MHC_POST), of(cases.MHC_POST_PRE)
-maps, read, normed = of(cases.MHC_MAPS), of(cases.MHC_READ), of(cases.MHC_PRE_NORMED)
+maps, normed = of(cases.MHC_MAPS), of(cases.MHC_PRE_NORMED)
 boundary, boundary_normed = of(cases.MHC_NEXT), of(cases.MHC_NEXT_NORMED)
-shifted, mean = of(cases.MHC_SHIFTED_PRE), of(cases.MHC_MEAN)
-pre_identity, post_identity = of(cases.MHC_PRE_IDENTITY), of(cases.MHC_POST_IDENTITY)
+shifted, mean, post_identity = of(cases.MHC_SHIFTED_PRE), of(cases.MHC_MEAN), of(cases.MHC_POST_IDENTITY)
 
 
 def times(factor):
@@ -123,17 +116,9 @@ def no_halo(taps, values):
     return torch.where(((t - lag) // BLOCK == t // BLOCK)[:, None, :, None], taps, 0)
 
 
-def leak(taps, values):
-    """A tap reads the token before, even of another sequence."""
-    W, _, L, _ = taps.shape
-    padded = torch.nn.functional.pad(values["x"], (0, 0, W - 1, 0))
-    return torch.stack([padded[:, k : k + L] for k in range(W)])
-
-
 first_block, stream_2 = at((..., slice(BLOCK, None)), zeros), at((..., 2, slice(None)), zeros)
-first_stream, full_blocks = at((..., slice(1, None), slice(None)), unwritten), at((..., slice(64, None)), unwritten)
+first_stream = at((..., slice(1, None), slice(None)), unwritten)
 no_inv_rms, last_strip = at((..., POST), instead("h_mix")), at((slice(None), slice(2 * BLOCK, None)), zeros)
-no_weight = {f"layer_norm_weight for {name} via h_in": ones for name in ("dh_read", "dr")}
 
 # An op, its fault as changes of steps, and the first finding. The first seven are found in bf16 too.
 VERDICTS = [
@@ -152,58 +137,26 @@ VERDICTS = [
     (conv, {"bias for shift": zeros}, "y: the bias is left out of z"),
     (conv, {"gate for convolved": ones}, "y: the activation is left out of y"),
     (pre, {"m for z": no_inv_rms}, "h_post: the post section lacks the factor inv_rms in z"),
-    (pre, {"h_in": full_blocks}, "h_in: channels 64 and up are never written"),
     (pre, {"dbias": at(RES, times(N * N))}, "dbias: the res section is counted 16 (n²) times"),
     (pre, {"dh_mix for dphi via h_mix": no_last}, "dphi: tokens 32 and up of dh_mix are read as zero for dphi"),
-    (pre, {"dx via inv_rms": zeros}, "dx: the norm's term is left out"),
     (post_pre, {"dstored via inv_rms": zeros}, "dx: the term via inv_rms is left out of dx_next"),
     (maps, {"alphas for z": ones}, "h_pre: alpha is left out of z"),
-    (post, {"x_next": first_stream}, "x_next: streams 1 to 3 are never written"),
     (post, {"x for mixed": stream_2}, "x_next: h_resᵀ x of stream 2 is left out"),
-    (read, {"x for h_in": stream_2}, "h_in: h_in of stream 2 is left out"),
     # of the layer's norm
     (normed, {"layer_norm_weight for h_in": ones}, "h_in: layer_norm_weight is left out of h_in"),
-    (normed, {"r for h_in": ones}, "h_in: r is left out of h_in"),
     (normed, {"h_read for r": first_block}, "h_in: channels 32 and up of h_read are read as zero for r"),
-    (normed, no_weight, "dbias: layer_norm_weight is left out of the backward"),
     (normed, {"dh_read via r": zeros}, "dbias: the term via r is left out of dh_read"),
-    (normed, {"r for dlayer_norm_weight via h_in": ones}, "dlayer_norm_weight: r is left out of dlayer_norm_weight"),
-    (
-        normed,
-        {"dh_in for dlayer_norm_weight via h_in": no_last},
-        "dlayer_norm_weight: tokens 32 and up of dh_in are read as zero for dlayer_norm_weight",
-    ),
     # of a boundary
-    (
-        boundary_normed,
-        {"stored for h_mix": first_block},
-        "h_in: channels 32 and up of x_next are read as zero for h_mix",
-    ),
-    (boundary, {"x_next": full_blocks}, "x_next: channels 64 and up are never written"),
     (boundary, {"stored for mixed after": stream_2}, "x_after: h_resᵀ x_next of stream 2 is left out"),
     (boundary_normed, {"dx via mixed after": zeros}, "dlink: h_res dx_after is left out"),
     (boundary, {"dx via inv_rms": times(N)}, "dlink: the norm's term is counted 4 (n) times"),
-    (boundary_normed, {"dx_next for dh_out via written": stream_2}, "dh_out: dh_out of stream 2 is left out"),
-    (
-        boundary,
-        {"dx_next for dh_post before via written": first_block},
-        "dh_post: channels 32 and up of dx_next are read as zero for dh_post",
-    ),
     # of the shifted form, the identity and the mean
     (shifted, {"dh_in for dread via h_in": first_block}, "dread: channels 32 and up of x are read as zero for dread"),
     (post_identity, {"kept": zeros}, "x_next: x is left out"),
-    (post_identity, {"dx via kept": zeros}, "dx: everything is zero: masked, or never added to"),
     (mean, {"out": times(N)}, "out: out is counted 4 (n) times"),
     # of the convolution
     (conv, {"added": zeros}, "y: the residual is left out"),
     (conv, {"dz for dweight via tapped": last_strip}, "dweight: tokens 64 and up of dz are read as zero for dweight"),
-    (conv, {"dbias": times(4)}, "dbias: everything is counted 4 (W) times"),
-    # the same in other ops
-    (maps, {"x for h_mix": first_block}, "h_pre: channels 32 and up of x are read as zero for h_mix"),
-    (read, {"dx": first_stream}, "dx: streams 1 to 3 are never written"),
-    (boundary_normed, {"dh_read via r": zeros}, "dbias: the term via r is left out of dh_read"),
-    (boundary, {"x for mixed": stream_2}, "x_next: h_resᵀ x of stream 2 is left out"),
-    (pre_identity, {"m for z": no_inv_rms}, "h_post: the post section lacks the factor inv_rms in z"),
 ]
 EVERY = [*((*row, fp32) for row in VERDICTS), *((*row, bf16) for row in VERDICTS[:7])]
 
@@ -221,19 +174,10 @@ def test_verdict(op, changes, verdict, dtype):
         assert sorted(named) == sorted(output.name for output in diagnosis.outputs if not output.passed)
 
 
-@pytest.mark.parametrize("dtype", [fp32, bf16])
-@pytest.mark.parametrize(
-    ("changes", "verdict"),
-    [
-        ({"taps": no_halo}, "y: no simple explanation; wrong: tokens 32, 33, 34, 64, 65 and 66"),
-        ({"taps": leak}, "y: no simple explanation; wrong: tokens 40 to 42"),
-        ({"taps for dweight via tapped": no_halo}, "dweight: no simple explanation; wrong: taps 0 to 2"),
-    ],
-    ids=["halo missing", "leak between sequences", "halo missing in dweight"],
-)
-def test_a_fault_without_a_name_has_a_place(changes, verdict, dtype):
-    lead = conv(changes, dtype).findings[0]
-    assert (f"{lead.outputs[0]}: {lead.sentence}", lead.share) == (verdict, 0)
+def test_a_fault_without_a_name_has_a_place():
+    lead = conv({"taps": no_halo}).findings[0]
+    assert (lead.outputs, lead.share) == (("y",), 0)
+    assert lead.sentence == "no simple explanation; wrong: tokens 32, 33, 34, 64, 65 and 66"
 
 
 @pytest.mark.parametrize("dtype", [fp32, bf16])
@@ -243,11 +187,6 @@ def test_silence(op, dtype):
     diagnosis = op({}, dtype)
     assert diagnosis.findings == []
     assert all(output.passed for output in diagnosis.outputs)
-
-
-def test_one_cause_takes_all_that_follows_from_it():
-    (finding,) = pre({"x for h_mix": first_block}).findings
-    assert finding.outputs == ("h_mix", "h_pre", "h_post", "h_res", "h_in", "dbias", "dalpha", "dphi", "dgamma", "dx")
 
 
 def test_a_gradient_that_should_be_none_is_off():
@@ -296,29 +235,16 @@ def test_a_truth_that_is_not_finite_is_not_judged():
     assert found[0].sentence.startswith("cannot be judged: the truth is not finite")
 
 
-@pytest.mark.parametrize(
-    ("case", "place"),
-    [
-        (ConvCase(3, 3, 20, dtype=fp32, update=True, places="ring"), "sequence 1 is"),
-        (ConvCase(1, 37, 20, dtype=fp32, places="cu_seqlens cache"), "token 1 is"),
-    ],
-    ids=str,
-)
-def test_what_writes_to_a_cache_is_placed_without_a_model(case, place):
+def test_what_writes_to_a_cache_is_placed_without_a_model():
+    case = ConvCase(3, 3, 20, dtype=fp32, update=True, places="ring")
+
     def call(backend, **tensors):
         y, conv_state = case.subject.call(**tensors, backend="reference")
         conv_state[..., 8:, :] = 0
-        y[0 if case.places == "cu_seqlens cache" else 1, 1 if case.B == 1 else ...] *= 2
+        y[1] *= 2
         return y, conv_state
 
     found = diagnose(case, call=call).findings
     assert [finding.outputs for finding in found] == [("y",), ("conv_state",)]
-    assert found[0].sentence == f"{place} counted 2 times"
+    assert found[0].sentence == "sequence 1 is counted 2 times"
     assert found[1].sentence == "channels 8 and up are zero: masked, or never added to"
-
-
-def test_a_state_without_elements():
-    """One tap needs no tokens before."""
-    case = ConvCase(2, 9, 5, 1, dtype=fp32, places="states")
-    lead = diagnose(case, call=faulty(case, {"y": times(2)})).findings[0]
-    assert (lead.outputs, lead.sentence) == (("y",), "the convolution is counted 2 times")

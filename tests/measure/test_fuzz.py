@@ -3,7 +3,6 @@
 import math
 import os
 import time
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -55,23 +54,13 @@ def test_this_gpu():
 def test_a_draw_follows_from_its_number():
     drawn = [fuzz.case_of(3, number) for number in range(50)]
     assert [str(case) for case in drawn] == [str(fuzz.case_of(3, number)) for number in range(50)]
-    assert len({str(case) for case in drawn}) == 50
-    case = drawn[7]
-    assert all(torch.equal(a, b) for a, b in zip(case.inputs().values(), fuzz.case_of(3, 7).inputs().values()))
-    assert str(fuzz.case_of(4, 7)) != str(case)
-    numbers = [outcome.case.split()[0] for outcome in islice(fuzz.run(60, "cpu", ["reference"], seed=3), 4)]
-    assert numbers == ["3:0", "3:1", "3:2", "3:3"]
+    assert len({str(case) for case in drawn}) == 50 and str(fuzz.case_of(4, 7)) != str(drawn[7])
+    pairs = zip(drawn[7].inputs().values(), fuzz.case_of(3, 7).inputs().values())
+    assert all(torch.equal(a, b) for a, b in pairs)
+    numbers = [outcome.case.split()[0] for outcome in islice(fuzz.run(60, "cpu", ["reference"], seed=3), 3)]
+    assert numbers == ["3:0", "3:1", "3:2"]
     words, again = ([misuse.misuse_of(3, n, "reference", CPU).words for n in range(40)] for _ in range(2))
-    assert words == again
-    assert len(set(words)) > 35
-
-
-def test_what_tilelang_lacks_is_not_run_there():
-    drawn = [case for case in (fuzz.case_of(0, number) for number in range(1000)) if isinstance(case, Case)]
-    lacking = {case.subject.name for case in drawn if not case.runs_on("tilelang")}
-    of_tilelang = {case.subject.name for case in drawn if case.runs_on("tilelang")}
-    assert lacking - of_tilelang == set(cases.NOT_IN_TILELANG)
-    assert of_tilelang == {subject.name for subject in (*cases.SUBJECTS, cases.MHC_NEXT)}
+    assert words == again and len(set(words)) > 35
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -92,11 +81,6 @@ def test_everything_is_drawn(small):
     assert any(not all(case.outer) for case in mhc) and any(case.L == 0 for case in conv)
     assert any(case.unused for case in mhc) and any(case.unused for case in conv)
     assert all(len(case.unused) < max(1, len(case.subject.differentiable)) for case in drawn)
-
-
-def test_single_elements_that_are_zero_but_for_rounding():
-    """Where the slope of SiLU turns, an element of dweight is 2e-4 off in fp32, and so on the other side in fp16."""
-    assert fuzz.examine(fuzz.case_of(7, 2428, small=True), "reference", torch.device("cpu")) == ""
 
 
 FAULTS = {
@@ -187,11 +171,6 @@ def test_a_valid_call_is_accepted(name):
     unusual.outputs(function, arguments, "reference")
 
 
-def test_the_truth_is_the_references_whatever_backend_is_asked_for():
-    given = {"x": torch.ones(3, 2, 8), "backend": "hip"}
-    assert unusual.outputs(mhc_ops.mhc_mean, given, "reference", torch.float64)["0"].dtype == torch.float64
-
-
 def exactly(value):
     return lambda results, dtype: {"y": accuracy.Exact(torch.tensor([value], dtype=dtype))}
 
@@ -211,10 +190,6 @@ FOUND = {
     "a wrong number": (Misuse("", returning(1.0), exactly(1.1)), "y off by 9.1e-02 (allowed 1e-05)"),
     "accepted": (Misuse("", returning(1.0), None), "accepted"),
     "no words of ours": (Misuse("", lambda backend: {}[backend], None), "refused by KeyError: 'triton'"),
-    "another error": (
-        Misuse("", raising(OverflowError("int too large to convert to float")), None),
-        "refused by OverflowError: int too large to convert to float",
-    ),
     "nothing": (Misuse("", returning(1.0), exactly(1.0)), ""),
     "words of ours": (Misuse("", raising(ValueError("mhc_post: x must be")), None), ""),
     "words of torch": (Misuse("", raising(RuntimeError("of the reference too")), None), ""),
@@ -225,16 +200,6 @@ FOUND = {
 def test_what_a_call_is_found_to_do(name):
     drawn, detail = FOUND[name]
     assert misuse.examine(drawn, "triton") == detail
-
-
-@pytest.mark.parametrize(("factor", "wrong"), [(1, False), (1.1, True)])
-def test_what_fp32_loses_is_no_misuse(factor, wrong):
-    """From z = 17 on, σ(z) is 1 in fp32 and the gradient of z is 0, where fp64 has 1e-13."""
-    case = next(case for case in cases.CHECK if case.subject is cases.MHC_HEAD and case.dtype == torch.float32)
-    right = misuse._of_case("", case, {**case.inputs(), "bias": torch.full((case.n,), 30.0)})
-    drawn = replace(right, call=lambda backend: {name: factor * of for name, of in right.call(backend).items()})
-    assert right.exact(right.call("reference"), torch.float64)["dbias"].value.abs().max() > 0
-    assert bool(misuse.examine(drawn, "reference")) == wrong
 
 
 def dies(calls, drawn):

@@ -62,11 +62,6 @@ def test_median_and_quartiles(monkeypatch):
     assert speed.device_time(lambda: None, CPU) == speed.Timing(3.0, 2.0, 5)
 
 
-def test_a_copy_is_measured_once():
-    assert speed.copy_time(1000, CPU) is speed.copy_time(1000, CPU)
-    assert speed.copy_time(1000, CPU) is not speed.copy_time(2000, CPU)
-
-
 def test_bytes_moved():
     case = cases.Case(cases.MHC_FORWARD_PRE, (8192,), 4, 4096)
     X = 8192 * 4 * 4096 * 2
