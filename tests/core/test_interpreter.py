@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mhc_ops.core import interpreter
 from mhc_ops.core.backend import _repair_interpreter
 from mhc_ops.testing.cases import SEED
 
@@ -23,25 +22,6 @@ def random(*shape):
     return np.random.default_rng(SEED).standard_normal(shape, dtype=np.float32)
 
 
-@pytest.mark.parametrize("shape", [(1, 64, 1), (16, 64, 1), (1, 256, 24), (3, 2, 8), (5, 1, 4)], ids=str)
-def test_product_adds_by_halves(shape):
-    """Also within a batch."""
-    M, K, N = shape
-    a, b = random(2, M, K), random(2, K, N)
-    expected = [[[by_halves(list(row * column)) for column in b[i].T] for row in a[i]] for i in range(2)]
-    assert np.array_equal(interpreter.product(a, b, np.float32), np.array(expected))
-    assert np.array_equal(interpreter.product(a[0], b[0], np.float32), np.array(expected[0]))
-
-
-def test_a_triton_without_a_name_that_is_replaced(monkeypatch):
-    """It would leave bf16 as it is."""
-    assert interpreter.lacks() == []
-    monkeypatch.setitem(interpreter.REPLACED, interpreter.ReduceOps, ("sum", "gone"))
-    message = r"^TRITON_INTERPRET=1: triton \S+ has no ReduceOps\.gone; triton 3\.6 to 3\.9 do$"
-    with pytest.raises(ImportError, match=message):
-        interpreter.repair()
-
-
 @triton.jit
 def dot_and_sums_kernel(a_ptr, b_ptr, dot_ptr, rows_ptr, all_ptr, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
     m, k, n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)
@@ -54,13 +34,13 @@ def dot_and_sums_kernel(a_ptr, b_ptr, dot_ptr, rows_ptr, all_ptr, M: tl.constexp
 
 @pytest.mark.interpreted
 def test_kernels_add_so():
-    """tl.dot and tl.sum of an interpreted kernel are those of this file."""
+    """tl.dot and tl.sum of an interpreted kernel."""
     _repair_interpreter()
     M, K, N = 16, 64, 16
     a, b = random(M, K), random(K, N)
     dot, rows, whole = torch.empty(M, N), torch.empty(M), torch.empty(1)
     dot_and_sums_kernel[(1,)](torch.from_numpy(a), torch.from_numpy(b), dot, rows, whole, M=M, K=K, N=N)
     columns = [by_halves(list(a[:, k])) for k in range(K)]
-    assert np.array_equal(dot.numpy(), interpreter.product(a, b, np.float32))
+    assert np.array_equal(dot.numpy(), np.array([[by_halves(list(row * column)) for column in b.T] for row in a]))
     assert np.array_equal(rows.numpy(), np.array([by_halves(list(row)) for row in a]))
     assert whole.item() == by_halves(columns)

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from processes import run
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
@@ -75,55 +74,18 @@ def test_modules_of_other_libraries():
         assert found == {"maps": {*dict(module.named_parameters())}}
 
 
-def built(parts):
-    """As builders of training frameworks do: an optimizer for each part of a pipeline, their state under one name."""
-    return [torch.optim.AdamW(parameter_groups(part, lr=0.1, weight_decay=0.1), betas=(0.9, 0.95)) for part in parts]
-
-
-def test_a_builder_of_one_optimizer_per_part():
-    """A part may have no maps. The state is flattened by names of parameters, and loads into another build."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-
-    def parts():
-        whole = Model()
-        return [nn.Sequential(whole.embedding), nn.Sequential(whole.stack, whole.head)]
-
-    first, second = parts(), parts()
-    states = []
-    for part, optimizer in zip(first, built(first)):
-        for parameter in part.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        states.append(get_optimizer_state_dict(part, optimizer, options=options))
-    for part, optimizer, state in zip(second, built(second), states):
-        set_optimizer_state_dict(part, optimizer, dict(state), options=options)
-        again = get_optimizer_state_dict(part, optimizer, options=options)
-        assert again.keys() == state.keys()
-        for name in state:
-            assert "state" not in name or torch.equal(torch.as_tensor(again[name]), torch.as_tensor(state[name]))
-
-
 def wrapped():
-    """Under FSDP2 a parameter keeps its dimensions. Groups made before FSDP1 train; later is refused."""
+    """Under FSDP2 a parameter keeps its dimensions; after FSDP1 it is refused."""
     sharded = fully_shard(Model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    found = names_in(parameter_groups(sharded, lr=0.1, weight_decay=0.1), sharded)
-    network = nn.Sequential(HyperConnection(nn.Linear(D, D), N, D), HyperHead(N, D))
-    optimizer = torch.optim.SGD(parameter_groups(network, lr=0.1, weight_decay=0.1))
-    network = FSDP1(network, use_orig_params=True, device_id=torch.device("cpu"))
+    network = FSDP1(nn.Linear(D, D), use_orig_params=True, device_id=torch.device("cpu"))
     with pytest.raises(ValueError, match="is flattened by FSDP1; make the groups before"):
         parameter_groups(network, lr=0.1, weight_decay=0.1)
-    x = torch.ones(2, N, D)
-    before = network(x).square().sum()
-    before.backward()
-    optimizer.step()
-    return found, before.item(), network(x).square().sum().item()
+    return names_in(parameter_groups(sharded, lr=0.1, weight_decay=0.1), sharded)
 
 
 @pytest.mark.thorough
 def test_fsdp():
-    for found, before, after in run(2, wrapped):
-        assert found == EXPECTED
-        assert after < before
+    assert run(2, wrapped) == [EXPECTED] * 2
 
 
 @pytest.mark.parametrize(
@@ -132,14 +94,9 @@ def test_fsdp():
         ({"model": 1}, TypeError, "model must be an nn.Module, got int"),
         ({"lr": -1.0}, ValueError, "lr must be 0 or more, got -1.0"),
         ({"lr": "1"}, TypeError, "lr must be a number, got str"),
-        ({"weight_decay": None}, TypeError, "weight_decay must be a number, got NoneType"),
-        ({"maps": 0.1}, TypeError, "maps must be a mapping of options, got float"),
         ({"maps": {"params": []}}, ValueError, "maps must be options of the optimizer, got 'params'"),
-        ({"maps": {"lr": -2}}, ValueError, "maps['lr'] must be 0 or more, got -2"),
-        ({"lr": torch.tensor(-1.0)}, ValueError, "lr must be 0 or more, got -1.0"),
         ({"maps": {"lr": torch.tensor([-2.0])}}, ValueError, "maps['lr'] must be 0 or more, got -2.0"),
         ({"maps": {"lr": 0.1}}, ValueError, "maps must be left out, because this Linear has no trainable maps"),
-        ({"model": nn.Identity()}, ValueError, "this Identity has no trainable parameters"),
     ],
 )
 def test_wrong_uses(arguments, kind, message):

@@ -172,17 +172,11 @@ def test_triton(layout):
     held(2, INTERPRETED[layout], "triton", (layout,))
 
 
-SENDING = [  # on three ranks
-    ConvCase(2, 36, 5, dilation=2),
-    ConvCase(1, 36, 3, 3, places="seq_idx"),
-    ConvCase(2, 6, 4, 3, dilation=2),
-    ConvCase(1, 24, 3, 3, FP32, n=2),
-]
+SENDING = [ConvCase(2, 36, 5, dilation=2), ConvCase(1, 36, 3, 3, places="seq_idx")]  # on three ranks
 
 
 def sent_bytes():
     """Forward and backward, and what tail_bytes says; without the message in which the ranks agree."""
-    rank, found = dist.get_rank(), []
     for layout, case in itertools.product(LAYOUTS, SENDING):
         leaves = leaves_of(case.inputs(), layout)
         with Sending() as forward:
@@ -190,13 +184,10 @@ def sent_bytes():
         with Sending() as backward:
             outputs["y"].sum().backward()
         assert {*forward.bytes, *backward.bytes} <= {"all-to-all"}
-        found.append((forward.bytes.total(), backward.bytes.total()))
         sizes = leaves["x"].shape, leaves["x"].itemsize, case.W
         options = {"dilation": case.dilation, "seq_idx": "seq_idx" in leaves, "layout": layout}
-        assert found[-1] == distributed.tail_bytes(*sizes, **options, rank=rank, world=3), (str(case), layout, found)
-    # S rows of [B, D] to the next rank, and as many back from it
-    rows = 6 * 2 * 5 * 2
-    assert found[0] == (rows * (rank < 2), rows * (rank > 0)), found[0]
+        expected = distributed.tail_bytes(*sizes, **options, rank=dist.get_rank(), world=3)
+        assert (forward.bytes.total(), backward.bytes.total()) == expected, (str(case), layout)
 
 
 def test_sent_bytes():
@@ -250,7 +241,6 @@ def wrong_use_is_told():
         (partial(conv, x[:, :0]), "every rank must have tokens"),
         (partial(zigzag, x[:, :7]), "a rank must have an even number of tokens with layout='zigzag', got 7"),
         (partial(conv, layout="ring"), "layout must be 'contiguous' or 'zigzag', got 'ring'"),
-        (partial(conv, group=mesh), "group must be one dimension of the mesh"),
         (partial(conv, group=None), "group must be a ProcessGroup that this rank is in or a DeviceMesh, got NoneType"),
         (partial(conv, whole), "x must be this rank's tokens as a plain tensor, x.to_local(), got a DTensor"),
         (partial(conv, initial_state=state), "initial_state must be [1, 3, 3], got [1, 3, 2]"),
@@ -334,17 +324,3 @@ def test_two_ranks():
     checks = [rows_are_computed_while_others_travel, wrong_use_is_told, nan_stays_in_its_sequence]
     more = [a_group_of_one_is_the_plain_function_and_told, the_backward_uses_the_backend_of_its_forward]
     run_each(2, *checks, *more)
-
-
-def in_a_mesh():
-    """Each row of a mesh of data and context has the bits of one process on its own sequence."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-    x = torch.randn(2, 1, 16, 3, generator=torch.Generator().manual_seed(0))[mesh["data"].get_local_rank()]
-    weight = torch.ones(3, 4)
-    cut = partial(distributed.shard_sequence, group=mesh["context"], layout="zigzag")
-    y = distributed.causal_conv1d(cut(x), weight, group=mesh["context"], layout="zigzag")
-    assert torch.equal(y, cut(mhc_ops.causal_conv1d(x, weight)))
-
-
-def test_one_dimension_of_a_mesh():
-    run(4, in_a_mesh)

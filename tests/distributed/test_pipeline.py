@@ -1,7 +1,7 @@
 """Stages of a pipeline against the whole stack, in one process and in two."""
 
-import threading
 from functools import partial
+from types import SimpleNamespace
 
 import older_torch
 import pytest
@@ -69,18 +69,9 @@ def check_stages(place, cuts, send, shifted, streams):
         assert_close(found, expected)
 
 
-@FORMS
-def test_keys_are_those_of_the_model(shifted):
-    whole = model(shifted)
-    parts = pipeline_stages(whole, [1, 3])
-    assert [key for part in parts for key in part.state_dict()] == list(whole.state_dict())
-    for part in parts:
-        part.load_state_dict({key: whole.state_dict()[key] for key in part.state_dict()})
-    ends = ["stack", *([] if shifted else ["head"]), "out"]
-    expected = ["embedding", "expand", "stack"], ["stack"], ends
-    assert [[name for name, _ in part.named_children()] for part in parts] == list(expected)
+def test_the_first_stage_expands():
     h = torch.randn(2, D)
-    assert torch.equal(parts[0].stack.expand(h), mhc_ops.mhc_expand(h, N))
+    assert torch.equal(pipeline_stages(stack_of(), [1])[0].expand(h), mhc_ops.mhc_expand(h, N))
 
 
 def pipeline(shifted, send, kind, name="1F1B", *, cuts=None, group=None, share=0, shard=lambda part: part):
@@ -179,54 +170,38 @@ def test_four_processes_are_one():
     assert types[1][2:] == types[3][2:] == [fp32, fp32], "maps are not cast"
 
 
-def later(function):
-    """Work that is done meanwhile."""
-    thread = threading.Thread(target=function)
-    thread.wait = thread.join
-    thread.start()
-    return thread
+SEEN = []  # in this process
 
 
-class Handshake(PipelineStage):
-    """The stage before is told when x has come; x's gradient waits until that stage's layer has run backward."""
+class Noting(PipelineStage):
+    """Notes when x begins to be sent, and when its gradient is awaited."""
 
-    on = False
+    def send_x(self, tensor, stage):
+        SEEN.append("x")
+        return super().send_x(tensor, stage)
 
     def receive_x(self, tensor, stage):
         work = super().receive_x(tensor, stage)
-        if not self.on or stage > self.stage_index:
-            return work
-        work.wait()
-        return later(lambda: dist.send(torch.zeros(1), 0, tag=1000))
-
-    def send_x(self, tensor, stage):
-        begin = super().send_x
-        if not self.on or stage > self.stage_index:
-            return begin(tensor, stage)
-        return later(lambda: (dist.recv(torch.zeros(1), 0, tag=1001), begin(tensor, stage)))
+        return SimpleNamespace(wait=lambda: (SEEN.append("dx"), work.wait()))
 
 
-def wait_and_say(layer, inputs, h_out):
-    """A hook: the layer ends when the next stage has x, and says when it begins to run backward."""
-    if Handshake.on:
-        dist.recv(torch.zeros(1), 1, tag=1000)
-        h_out.register_hook(lambda _: dist.send(torch.zeros(1), 1, tag=1001))
+def note_the_layer(layer, inputs):
+    SEEN.append("layer")
+    if inputs[0].requires_grad:
+        inputs[0].register_hook(lambda _: SEEN.append("its backward"))
 
 
 def x_leaves_while_the_layer_runs():
-    """The layer waits until the next stage has x, and x's gradient waits for that layer's backward: no step could end
-    if either were sent or awaited with the rest."""
-    parts, step = pipeline(False, "carry", Handshake)
+    """It is sent before the layer runs, and its gradient is awaited when the layer has run backward."""
+    parts, step = pipeline(False, "carry", Noting)
     if 0 in parts:
-        parts[0].stack[1].layer.register_forward_hook(wait_and_say)
+        parts[0].stack[1].layer.register_forward_pre_hook(note_the_layer)
     step()
-    expected = gradients_of(parts)
-    for part in parts.values():
-        part.zero_grad()
-    Handshake.on = True
+    SEEN.clear()  # torch has looked for shapes
     step()
-    Handshake.on = False
-    assert_equal(list(gradients_of(parts).values()), list(expected.values()))
+    forward, backward = ["x", "layer"], ["layer", "its backward", "dx"]  # the layer is a checkpoint
+    expected = [*forward, *(forward + backward) * 3, *backward]
+    assert 1 in parts or expected == SEEN, SEEN
 
 
 def x_without_a_gradient():
@@ -251,18 +226,12 @@ def test_x_travels_alone():
     run_each(2, x_leaves_while_the_layer_runs, x_without_a_gradient)
 
 
-OUTSIDE = "is outside of the stack, which has 4 connections"
 WRONG = [
-    (lambda stack: pipeline_stages(stack, [5]), f"pipeline_stages: cut 5 {OUTSIDE}"),
-    (lambda stack: HyperStage(stack, -1, 2), f"HyperStage: cut -1 {OUTSIDE}"),
+    (lambda stack: HyperStage(stack, 0, 5), "HyperStage: cut 5 is outside of the stack, which has 4 connections"),
     (lambda stack: pipeline_stages(stack, [2, 2]), "pipeline_stages: a stage from connection 2 to 2 is empty"),
-    (lambda stack: pipeline_stages(stack, [4]), "pipeline_stages: a stage from connection 4 to 4 is empty"),
-    (lambda stack: pipeline_stages(stack, [2.0]), "pipeline_stages: a cut must be an int, got float"),
     (lambda stack: pipeline_stages(nn.Linear(2, 2), [1]), "pipeline_stages: model must be a HyperStack or an "
      "nn.Sequential with one in it, got Linear with 0"),
-    (lambda stack: HyperStage(nn.Sequential(), 0, 1), "HyperStage: stack must be a HyperStack, got Sequential"),
     (lambda stack: HyperStage(stack, 0, 1, send="x"), "HyperStage: send must be 'x_next' or 'carry', got 'x'"),
-    (lambda stack: boundary_bytes(4, 64, 2, send="x"), "boundary_bytes: send must be 'x_next' or 'carry', got 'x'"),
     (lambda stack: HyperStage(stack, 2, 4).expand(torch.ones(2, D)),
      "HyperStage: only the first stage expands; this one begins with connection 2"),
     (lambda stack: HyperStage(stack, 1, 4, send="carry")(torch.ones(2, N, D)),

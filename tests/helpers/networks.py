@@ -67,31 +67,24 @@ MODELS = {
 }
 
 
-def unlike_connections(backend="reference", layer=MLP):
-    """No two of these four are alike: the second mixes transposed, the third not at all."""
+def unlike_connections(backend="reference", layer=MLP, last=None):
+    """No two of these four are alike: the second mixes transposed, the third not at all. last: the fourth's layer"""
     torch.manual_seed(0)
     few = {"sinkhorn_iters": 2, "backend": backend}
     return trained_maps(
         HyperConnection(layer(), N, D, gamma=True, layer_norm=True, **few),
         HyperConnection(layer(), N, D, transposed=True, checkpoint=True, **few),
         HyperConnection(layer(), N, D, residual="identity", backend=backend),
-        HyperConnection(layer(), N, D, **few),
+        HyperConnection(last or layer(), N, D, **few),
     )
 
 
 def one_of_each(backend="reference", recompute=0):
     """By name: a convolution; a stack whose second layer is a function; a connection outside of it; a head."""
-    torch.manual_seed(0)
-    own = {"sinkhorn_iters": 2, "backend": backend}
-    *stack, alone, head = trained_maps(
-        HyperConnection(MLP(), N, D, gamma=True, layer_norm=True, **own),
-        HyperConnection(torch.tanh, N, D, **own),
-        HyperConnection(MLP(), N, D, checkpoint=True, **own),
-        HyperConnection(MLP(), N, D, residual="identity", checkpoint=True, backend=backend),
-        HyperHead(N, D, gamma=True, backend=backend),
-    )
-    parts = {"stack": HyperStack(*stack, recompute=recompute), "alone": alone, "head": head}
-    return {"conv": ShortConv(N, D, backend="reference"), **parts}
+    first, third, alone, second = unlike_connections(backend, last=torch.tanh)
+    stack = HyperStack(first, second, third, recompute=recompute)
+    (head,) = trained_maps(HyperHead(N, D, gamma=True, backend=backend))
+    return {"conv": ShortConv(N, D, backend="reference"), "stack": stack, "alone": alone, "head": head}
 
 
 class Expand(nn.Module):
