@@ -1,14 +1,14 @@
-"""Stand-ins: modules under another library's name, put into sys.modules for programs that import that library, and
-functions in the place of a library's own.
+"""Stand-ins: modules under another library's name, found by programs that import that library, and functions in the
+place of a library's own.
 
 Nothing is written to disk, and nothing happens before `put`, `fill` or `replace` is called.
 """
 
-import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +19,7 @@ _replaced: list[tuple[ModuleType, str, Any]] = []  # and what was there
 
 
 def put(modules: Mapping[str, Mapping[str, Any]], packages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Make `import name` find these modules: {name: contents}, parents before children. A second call does nothing.
+    """Make `import name` find these modules: {name: contents}. A second call does nothing.
 
     packages: the library's other modules, put only if it is not installed.
     RuntimeError if the library's own module of such a name is loaded: programs that imported it would keep it.
@@ -34,22 +34,17 @@ def put(modules: Mapping[str, Mapping[str, Any]], packages: Mapping[str, Mapping
             raise RuntimeError(
                 f"{name} is loaded already, from {where}: install() before the first import of {top}, or do without it"
             )
-    for name in sorted(wanted, key=lambda name: name.count(".")):
+    for name, content in wanted.items():
         if name not in _ours:
-            _put(name, wanted[name], is_package=any(other.startswith(f"{name}.") for other in wanted))
-
-
-def _put(name: str, content: Mapping[str, Any], is_package: bool) -> None:
-    module = ModuleType(name, f"Stands in for {name}: the functions of mhc_ops.compat.")
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)
-    module.__package__ = module.__spec__.parent
-    if is_package:
-        module.__path__ = []
-    vars(module).update(content)
-    _ours[name] = sys.modules[name] = module
-    parent, _, last = name.rpartition(".")
-    if parent in sys.modules:
-        setattr(sys.modules[parent], last, module)
+            _ours[name] = module = ModuleType(name, f"Stands in for {name}: the functions of mhc_ops.compat.")
+            if any(other.startswith(f"{name}.") for other in wanted):
+                module.__path__ = []
+            vars(module).update(content)
+    for name in wanted:
+        parent, _, last = name.rpartition(".")
+        if above := _ours.get(parent) or sys.modules.get(parent):  # there already, so import will not do it
+            setattr(above, last, _ours[name])
+    _look_here()
 
 
 def fill(name: str, content: Mapping[str, Any]) -> None:
@@ -57,8 +52,7 @@ def fill(name: str, content: Mapping[str, Any]) -> None:
     _wanted[name] = content
     if name in sys.modules:
         _fill(sys.modules[name])
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
+    _look_here()
 
 
 def _fill(module: ModuleType) -> None:
@@ -68,13 +62,14 @@ def _fill(module: ModuleType) -> None:
             _filled.append((module, attribute))
 
 
-class _FillingFinder(MetaPathFinder):
-    """Finds a library's own module, and fills it after it has run."""
+class _Finder(MetaPathFinder, Loader):
+    """Finds our modules; and a library's own that is to be filled, after it has run. Python's import does the rest:
+    it loads parents first, which may be the library's own, and makes each module an attribute of its parent."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname in _wanted else None
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname in _ours:
+            return ModuleSpec(fullname, self, is_package=hasattr(_ours[fullname], "__path__"))
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in _wanted else None
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
@@ -85,8 +80,19 @@ class _FillingFinder(MetaPathFinder):
             spec.loader.exec_module = run_and_fill  # type: ignore[method-assign]
         return spec
 
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _ours[spec.name]
 
-_FINDER = _FillingFinder()
+    def exec_module(self, module: ModuleType) -> None:
+        _fill(module)
+
+
+_FINDER = _Finder()
+
+
+def _look_here() -> None:
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
 def replace(modules: Mapping[ModuleType, Mapping[str, Any]]) -> None:
@@ -116,8 +122,6 @@ def remove(top: str) -> None:
         setattr(module, attribute, original)
     for name in [name for name in _wanted if name.partition(".")[0] == top]:
         del _wanted[name]
-    if not _wanted and _FINDER in sys.meta_path:
-        sys.meta_path.remove(_FINDER)
     for module, attribute in [entry for entry in _filled if entry[0].__name__.partition(".")[0] == top]:
         _filled.remove((module, attribute))
         delattr(module, attribute)
@@ -128,3 +132,5 @@ def remove(top: str) -> None:
             delattr(sys.modules[parent], last)
         if sys.modules.get(name) is module:
             del sys.modules[name]
+    if not _wanted and not _ours and _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)

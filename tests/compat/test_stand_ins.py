@@ -32,13 +32,33 @@ each_stand_in = pytest.mark.parametrize("ours", STAND_INS, ids=lambda ours: ours
 
 
 @pytest.fixture(autouse=True)
-def has_slot(monkeypatch):
-    """Megatron itself is not installed."""
+def megatron_is_installed(monkeypatch, tmp_path):
     monkeypatch.setattr(megatron, "_has_slot", lambda: True)
+    install("megatron.core.fusions", monkeypatch, tmp_path)
+
+
+def install(package, monkeypatch, folder):
+    """An empty package of this name, for as long as the test runs."""
+    place = folder.joinpath(*package.split("."))
+    place.mkdir(parents=True)
+    for parent in (place, *place.parents):
+        if parent != folder and parent.is_relative_to(folder):
+            (parent / "__init__.py").touch()
+    monkeypatch.syspath_prepend(folder)
+    for name in loaded(package):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def loaded(name):
     return {module for module in sys.modules if module.partition(".")[0] == name.partition(".")[0]}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_loaded():
+    yield
+    for name in ("megatron", "tile_kernels"):
+        for module in loaded(name):
+            del sys.modules[module]
 
 
 @each_stand_in
@@ -47,15 +67,37 @@ def test_what_is_put_in_is_taken_out(ours):
     for _ in range(2):
         assert not loaded(name)
         ours.install()
-        module = sys.modules[name]
+        module = import_module(name)
         for path, functions in STAND_INS[ours].items():
             assert all(getattr(import_module(path), each) is getattr(ours, each) for each in functions.split())
         ours.install()
-        assert sys.modules[name] is module
+        assert import_module(name) is module
         for _ in range(2):
             ours.uninstall()
-        assert sys.meta_path == finders
-    assert not loaded(name)
+        assert sys.meta_path == finders and name not in sys.modules
+        for parent in loaded(name):  # the library's own
+            del sys.modules[parent]
+
+
+def test_in_a_library_that_is_installed(monkeypatch, tmp_path):
+    """However it is imported, and whether the library's own packages are loaded already."""
+    install("tile_kernels.modeling", monkeypatch, tmp_path / "of tile_kernels")
+    ways = ("from tile_kernels.modeling import mhc", "import tile_kernels.modeling.mhc as mhc")
+    ways += ("import tile_kernels.modeling.mhc; mhc = tile_kernels.modeling.mhc",)
+    ways += ("import tile_kernels.modeling.mhc.ops.post; mhc = tile_kernels.modeling.mhc",)
+    for way in (*ways, f"import tile_kernels.modeling; {ways[2]}"):
+        tile_kernels.install()
+        exec(way, found := {})
+        assert found["mhc"].mhc_pre is tile_kernels.mhc_pre
+        assert sys.modules["tile_kernels.modeling"].__file__.startswith(str(tmp_path))
+        tile_kernels.uninstall()
+        for name in loaded("tile_kernels"):
+            del sys.modules[name]
+    import_module("tile_kernels.modeling")
+    tile_kernels.install()
+    assert sys.modules["tile_kernels"].modeling.mhc.mhc_pre is tile_kernels.mhc_pre
+    tile_kernels.uninstall()
+    assert not hasattr(sys.modules["tile_kernels"].modeling, "mhc")
 
 
 @each_stand_in

@@ -15,7 +15,7 @@ NAME, VERSION = "causal_conv1d", "1.7.0"  # the version whose functions these ar
 
 
 def install() -> None:
-    """Put a package `causal_conv1d` into sys.modules: later imports of it find `mhc_ops.compat.causal_conv1d`.
+    """Make a package `causal_conv1d`: later imports of it find `mhc_ops.compat.causal_conv1d`.
 
     The modules are `causal_conv1d`, `.causal_conv1d_interface`, `.causal_conv1d_varlen` and `.cpp_functions`. They stay
     until `uninstall()`, in this process only. A second call does nothing.
