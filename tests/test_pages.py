@@ -184,3 +184,7 @@ def write_what_commands_read():
             save_file(state, f"{folder}/model.safetensors")
             index = {"weight_map": dict.fromkeys(state, "model.safetensors")}
             Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_the_front_page_stays_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110

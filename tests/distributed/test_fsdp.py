@@ -6,15 +6,19 @@ import older_torch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from mhc_kernels import bf16, fp32
 from networks import exact_step, language_model, of_logits, one_of_each, words
 from one_process import assert_close
 from processes import run, run_each
 from sending import Sending
+from stack_results import assert_equal
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
 
 from mhc_ops.distributed import fully_shard
 
@@ -65,6 +69,28 @@ def test_processes_are_one(world):
     assert_close({"out": torch.cat(outs)}, {"out": out})
     for each in (*found[0], *filter(None, found[1])):
         assert_close(each, gradients)
+
+
+def kept(folder, save, sharded=True):
+    """Saves the state after one step, or loads it after two; returns its tensors, whole."""
+    network = fully_shard(model(), mesh=line()) if sharded else model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    backward(network)
+    for _ in range(1 if save else 2):
+        optimizer.step()
+    state = dict(zip(("model", "optimizer"), get_state_dict(network, optimizer)))
+    (dcp.save if save else dcp.load)(state, checkpoint_id=folder)
+    set_state_dict(network, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return [whole(each) for each in tree_leaves(get_state_dict(network, optimizer)) if isinstance(each, torch.Tensor)]
+
+
+def test_any_number_of_processes_loads_a_checkpoint(tmp_path):
+    folder = str(tmp_path)
+    expected, *_ = run(4, kept, folder, True)
+    assert len(expected) == 4 * len([*model().parameters()])  # with two moments and a count of steps
+    for world, sharded in ((2, True), (1, True), (1, False)):
+        for found in run(world, kept, folder, False, sharded):
+            assert_equal(found, expected)
 
 
 def cast(network):
