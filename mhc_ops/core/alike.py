@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from . import private
 
@@ -19,6 +20,10 @@ MOST = 16  # types, strides, with and without gradients; guards are tried one by
 MOST_KEYS = 10_000  # token counts are part of them
 
 calls: dict[Any, "Alike"] = {}  # by what else than tensors a call is told apart by
+
+
+CONSTANTS = frozenset((int, float, bool, str, type(None)))
+KINDS = Tensor, Parameter, CONSTANTS, torch.strided
 
 
 class Alike(list[tuple[Any, Any]]):
@@ -35,6 +40,45 @@ class Alike(list[tuple[Any, Any]]):
         if len(self) >= MOST:
             self.clear()
         self.append((private.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None), found))
+
+
+def find_call(calls: dict[Any, Alike], prepare: Any, chosen: Any, arguments: dict[str, Any], kinds: Any) -> Any:
+    """What is kept for a call of `prepare` like this one, or None; its tensors; and the key of what else it is told
+    apart by. None alone if such a call is not kept. native.c does the same."""
+    words: list[Any] = [prepare, chosen]
+    tensors: list[Any] = []
+    for name, argument in arguments.items():
+        kind = argument.__class__
+        if kind is Tensor or kind is Parameter:
+            if argument.layout is not torch.strided or argument.is_nested:  # as is_readable
+                return None  # guards would abort the process
+            words.append(name)
+            tensors.append(argument)
+        elif kind in CONSTANTS:
+            words += name, kind, argument
+        else:  # unknown type
+            return None
+    if tensors:
+        words.append(tensors[0].numel())  # token counts differ most; few calls are left for the guards
+    key = tuple(words)
+    for guards, found in calls.get(key, ()):
+        if guards.check(*tensors):
+            return found, tensors, key
+    return None, tensors, key
+
+
+def find_like(alike: Alike, kept: Sequence[Tensor], cotangents: Sequence[Tensor | None], strided: Any) -> Any:
+    """What was found for a backward like this one, or None; and its tensors, the cotangents contiguous. None alone if
+    guards cannot look at a kept tensor. native.c does the same."""
+    for tensor in kept:
+        if tensor.layout is not torch.strided or tensor.is_nested:  # as is_readable
+            return None
+    tensors = [*kept, *[c if c is None or c.is_contiguous() else c.contiguous() for c in cotangents]]
+    given = [tensor for tensor in tensors if tensor is not None]
+    for guards, found in alike:
+        if guards.check(*given):
+            return found, tensors
+    return None, tensors
 
 
 def is_readable(tensor: Tensor) -> bool:

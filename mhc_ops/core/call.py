@@ -12,18 +12,13 @@ KeptCall of an earlier one. Its checks hold for them too.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from . import backend as backends
-from . import private
-from .alike import calls, keep
+from . import native, private
+from .alike import KINDS, calls, find_call, keep
 from .modes import is_plain, watched
 from .op import Call, Op
-
-CONSTANTS = frozenset((int, float, bool, str, type(None)))
-STRIDED = torch.strided
 
 
 class Request(NamedTuple):
@@ -63,26 +58,12 @@ def run(prepare: Callable[..., Any], **arguments: Any) -> Any:
     """Calls prepare(**arguments) and carries out its Request."""
     if not private.keeps_calls or watched() or private.in_forward_mode():
         return answer(prepare(**arguments))
-    words: list[Any] = [prepare, backends.chosen_by_caller()]
-    tensors: list[Tensor] = []
-    for name, argument in arguments.items():
-        kind = argument.__class__
-        if kind is Tensor or kind is Parameter:
-            if argument.layout is not STRIDED or argument.is_nested:  # as is_readable
-                return answer(prepare(**arguments))
-            words.append(name)
-            tensors.append(argument)
-        elif kind in CONSTANTS:
-            words += name, kind, argument
-        else:  # unknown type: do not keep this call
-            return answer(prepare(**arguments))
-    if tensors:
-        words.append(tensors[0].numel())  # token counts differ most; few calls are left for the guards
-    key = tuple(words)
-    for guards, kept in calls.get(key, ()):
-        if guards.check(*tensors):
-            return kept(tensors)
-    return first_call(prepare(**arguments), tensors, key)
+    find = find_call if native.code is None else native.code.find_call
+    found = find(calls, prepare, backends.chosen_by_caller(), arguments, KINDS)
+    if found is None:
+        return answer(prepare(**arguments))
+    kept, tensors, key = found
+    return first_call(prepare(**arguments), tensors, key) if kept is None else kept(tensors)
 
 
 def answer(prepared: Any) -> Any:

@@ -103,7 +103,7 @@ def _version() -> str:
 
 
 class Quick(NamedTuple):
-    """Starts a compiled kernel by Triton's C function. replay.c reads the fields and does the same.
+    """Starts a compiled kernel by Triton's C function. native.c reads the fields and does the same.
 
     described: the place of each descriptor among the arguments, and its parts by the address of its tensor. Triton's
     own wrapper makes each descriptor anew, which takes as long as two launches. A launch copies the descriptor, so a

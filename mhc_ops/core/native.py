@@ -1,20 +1,23 @@
-"""replay.c, compiled at first use by the compiler that Triton needs anyway, and kept in Triton's cache.
+"""native.c, compiled when the first call is replayed by the compiler that Triton needs anyway, and kept in its cache.
 
-Without a compiler, or with a Triton that compiles in another way, replay.py does the same in Python, more slowly.
+Without a compiler, or with a Triton that compiles in another way, the Python code does the same, more slowly.
 """
 
 import subprocess
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).with_name("replay.c")
+SOURCE = Path(__file__).with_name("native.c")
+
+code: Any = None  # the module, once it is loaded
 
 
-def replay() -> Callable[..., Any] | None:
-    """The function `replay` of replay.c, or None."""
-    return None if why_not() else compiled().replay
+def load() -> Any:
+    """The module, or None."""
+    global code
+    code = None if isinstance(found := compiled(), str) else found
+    return code
 
 
 def why_not() -> str | None:
@@ -30,6 +33,6 @@ def compiled() -> Any:
     except ImportError as error:
         return str(error)
     try:
-        return compile_module_from_src(SOURCE.read_text(encoding="utf-8"), "mhc_ops_replay")
+        return compile_module_from_src(SOURCE.read_text(encoding="utf-8"), "mhc_ops_native")
     except (OSError, RuntimeError, ImportError, TypeError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {error}"

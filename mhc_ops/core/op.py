@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from . import backend as backends
-from . import device, private
-from .alike import Alike
+from . import device, native, private
+from .alike import Alike, find_like
 from .check import check_apart, check_memory, check_tensor, check_writable
 from .dispatch import Dispatched
 from .layout import Layout, resolved
@@ -377,18 +377,15 @@ class Call:
         saved = ctx.saved_tensors  # once: checkpointing and offloading unpack on each access
         if back is not None or not self.repeated:
             return (back or self.backward)(self.brought_back([*saved, *cotangents]))
-        for tensor in saved:
-            if tensor.layout is not STRIDED or tensor.is_nested:  # as is_readable
-                self.brought_back(saved)
-        tensors = [*saved, *[c if c is None or c.is_contiguous() else c.contiguous() for c in cotangents]]
         alike = self.alike.get(there)
         if alike is None:
             alike = self.alike[there] = Alike()
-        given = [tensor for tensor in tensors if tensor is not None] if False in there else tensors
-        for guards, found in alike:
-            if guards.check(*given):
-                return found(tensors)
-        return self.unlike_others(alike, tensors)
+        find = find_like if native.code is None else native.code.find_like
+        known = find(alike, saved, cotangents, STRIDED)
+        if known is None:
+            return self.unlike_others(alike, self.brought_back([*saved, *cotangents]))
+        found, tensors = known
+        return self.unlike_others(alike, tensors) if found is None else found(tensors)
 
     def unlike_others(self, alike: Alike, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         tensors = self.brought_back(tensors)

@@ -67,19 +67,19 @@ class Replay:
 
 
 class ReplayInC(partial[Tensors]):
-    """A Replay that replay.c calls."""
+    """A Replay that native.c calls."""
 
     plans = property(lambda self: self.args[0])
 
 
 def replayed(function: Function) -> Function:
     """A Replay of the function, in C if it can be compiled here."""
-    replay, in_c = Replay(function), native.replay()
-    return replay if in_c is None else ReplayInC(in_c, replay.plans, function, replay.first_call)
+    replay, code = Replay(function), native.load()
+    return replay if code is None else ReplayInC(code.replay, replay.plans, function, replay.first_call)
 
 
 class Plan(NamedTuple):
-    """The launches of a call: which kernels, and where each argument comes from. replay.c reads the fields by place.
+    """The launches of a call: which kernels, and where each argument comes from. native.c reads the fields by place.
 
     One list holds the addresses of the given tensors, of the returned ones and of the scratch tensors within the
     workspace, then the numbers, which are the same in every call. A launch selects its arguments from that list."""

@@ -9,6 +9,7 @@ enum { GIVEN, DEVICE, EMPTY, LAYOUTS, WORKSPACE, OFFSETS, NUMBERS, LAUNCHES, RES
 enum { LAUNCH, GRID, FIXED, SPREAD, SLOWLY, RUNTIME, DESCRIBED, OF_QUICK };
 
 static PyObject *data_ptr, *enter_hook, *exit_hook, *calls, *run_name; /* names of attributes */
+static PyObject *layout, *is_nested, *numel, *check, *is_contiguous, *contiguous;
 static PyObject *zero;
 
 static PyObject *at(PyObject *tuple, Py_ssize_t place) {
@@ -281,14 +282,141 @@ static PyObject *replay(PyObject *module, PyObject *const *arguments, Py_ssize_t
     return results;
 }
 
-static PyMethodDef methods[] = {{"replay", (PyCFunction)(void (*)(void))replay, METH_FASTCALL, replay_doc}, {NULL}};
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "mhc_ops_replay", NULL, -1, methods};
+/* Whether guards may look at the tensor: strided, not nested. -1 for an error. */
+static int readable(PyObject *tensor, PyObject *strided) {
+    PyObject *own = PyObject_GetAttr(tensor, layout), *nested = NULL;
+    int found = own ? own == strided : -1;
+    if (found > 0)
+        found = (nested = PyObject_GetAttr(tensor, is_nested)) ? PyObject_Not(nested) : -1;
+    Py_XDECREF(own);
+    Py_XDECREF(nested);
+    return found;
+}
 
-PyMODINIT_FUNC PyInit_mhc_ops_replay(void) {
-    if (!(data_ptr = PyUnicode_InternFromString("data_ptr")) || !(calls = PyUnicode_InternFromString("calls")) ||
-        !(enter_hook = PyUnicode_InternFromString("launch_enter_hook")) ||
-        !(exit_hook = PyUnicode_InternFromString("launch_exit_hook")) ||
-        !(run_name = PyUnicode_InternFromString("run")) || !(zero = PyLong_FromLong(0)))
+/* What was found for tensors like these: a new reference, None if there is none, NULL for an error. */
+static PyObject *found_for(PyObject *alike, PyObject *tensors) {
+    PyObject *found = Py_NewRef(Py_None);
+    for (Py_ssize_t i = 0; found == Py_None && i < PyList_GET_SIZE(alike); i++) {
+        PyObject *pair = Py_NewRef(PyList_GET_ITEM(alike, i)); /* another thread may clear the list */
+        PyObject *method = PyObject_GetAttr(at(pair, 0), check);
+        PyObject *fits = method ? PyObject_Call(method, tensors, NULL) : NULL;
+        int yes = fits ? PyObject_IsTrue(fits) : -1;
+        if (yes)
+            Py_SETREF(found, yes > 0 ? Py_NewRef(at(pair, 1)) : NULL);
+        Py_XDECREF(fits);
+        Py_XDECREF(method);
+        Py_DECREF(pair);
+    }
+    return found;
+}
+
+/* As find_call of alike.py. kinds: (Tensor, Parameter, CONSTANTS, STRIDED) */
+PyDoc_STRVAR(find_call_doc, "find_call(calls, prepare, chosen, arguments, kinds)\n--\n\nAs in alike.py.");
+
+static PyObject *find_call(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    if (count != 5 || !PyDict_Check(given[0]) || !PyDict_Check(given[3]) || !PyTuple_Check(given[4]))
+        return PyErr_Format(PyExc_TypeError, "takes calls, prepare, chosen, arguments, kinds");
+    PyObject *calls_kept = given[0], *arguments = given[3], *kinds = given[4];
+    PyObject *words = PyList_New(0), *tensors = PyList_New(0), *number = NULL, *key = NULL, *result = NULL;
+    PyObject *name, *argument, *alike, *of_guards = NULL, *found = NULL;
+    Py_ssize_t place = 0;
+    int known = words && tensors && PyList_Append(words, given[1]) == 0 && PyList_Append(words, given[2]) == 0 ? 1 : -1;
+    while (known > 0 && PyDict_Next(arguments, &place, &name, &argument)) {
+        PyObject *kind = (PyObject *)Py_TYPE(argument);
+        if (kind == at(kinds, 0) || kind == at(kinds, 1)) {
+            known = readable(argument, at(kinds, 3));
+            if (known > 0 && (PyList_Append(words, name) < 0 || PyList_Append(tensors, argument) < 0))
+                known = -1;
+        } else {
+            known = PySet_Contains(at(kinds, 2), kind);
+            if (known > 0 && (PyList_Append(words, name) < 0 || PyList_Append(words, kind) < 0 ||
+                              PyList_Append(words, argument) < 0))
+                known = -1;
+        }
+    }
+    if (known > 0 && PyList_GET_SIZE(tensors)) {
+        number = PyObject_CallMethodNoArgs(PyList_GET_ITEM(tensors, 0), numel);
+        if (!number || PyList_Append(words, number) < 0)
+            known = -1;
+    }
+    if (known > 0 && (key = PyList_AsTuple(words)) && (of_guards = PyList_AsTuple(tensors))) {
+        alike = PyDict_GetItemWithError(calls_kept, key);
+        if (!PyErr_Occurred())
+            found = alike ? found_for(alike, of_guards) : Py_NewRef(Py_None);
+        if (found)
+            result = PyTuple_Pack(3, found, tensors, key);
+    }
+    Py_XDECREF(words);
+    Py_XDECREF(tensors);
+    Py_XDECREF(number);
+    Py_XDECREF(key);
+    Py_XDECREF(of_guards);
+    Py_XDECREF(found);
+    return known ? result : Py_NewRef(Py_None);
+}
+
+/* As find_like of alike.py. */
+PyDoc_STRVAR(find_like_doc, "find_like(alike, kept, cotangents, strided)\n--\n\nAs in alike.py.");
+
+static PyObject *find_like(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    if (count != 4 || !PyList_Check(given[0]) || !PyTuple_Check(given[1]) || !PyTuple_Check(given[2]))
+        return PyErr_Format(PyExc_TypeError, "takes alike, kept, cotangents, strided");
+    PyObject *tensors = PySequence_List(given[1]), *there = PyList_New(0), *of_guards = NULL, *found = NULL;
+    PyObject *result = NULL;
+    int known = tensors && there ? 1 : -1;
+    for (Py_ssize_t i = 0; known > 0 && i < PyTuple_GET_SIZE(given[1]); i++) {
+        known = readable(at(given[1], i), given[3]);
+        if (known > 0 && PyList_Append(there, at(given[1], i)) < 0)
+            known = -1;
+    }
+    for (Py_ssize_t i = 0; known > 0 && i < PyTuple_GET_SIZE(given[2]); i++) {
+        PyObject *cotangent = Py_NewRef(at(given[2], i));
+        if (cotangent != Py_None) {
+            PyObject *dense = PyObject_CallMethodNoArgs(cotangent, is_contiguous);
+            if (!dense || dense == Py_False)
+                Py_SETREF(cotangent, dense ? PyObject_CallMethodNoArgs(cotangent, contiguous) : NULL);
+            Py_XDECREF(dense);
+        }
+        if (!cotangent || PyList_Append(tensors, cotangent) < 0 ||
+            (cotangent != Py_None && PyList_Append(there, cotangent) < 0))
+            known = -1;
+        Py_XDECREF(cotangent);
+    }
+    if (known > 0 && (of_guards = PyList_AsTuple(there)) && (found = found_for(given[0], of_guards)))
+        result = PyTuple_Pack(2, found, tensors);
+    Py_XDECREF(tensors);
+    Py_XDECREF(there);
+    Py_XDECREF(of_guards);
+    Py_XDECREF(found);
+    return known ? result : Py_NewRef(Py_None);
+}
+
+static PyMethodDef methods[] = {
+    {"replay", (PyCFunction)(void (*)(void))replay, METH_FASTCALL, replay_doc},
+    {"find_call", (PyCFunction)(void (*)(void))find_call, METH_FASTCALL, find_call_doc},
+    {"find_like", (PyCFunction)(void (*)(void))find_like, METH_FASTCALL, find_like_doc},
+    {NULL}};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "mhc_ops_native", NULL, -1, methods};
+
+PyMODINIT_FUNC PyInit_mhc_ops_native(void) {
+    struct {
+        PyObject **into;
+        const char *name;
+    } names[] = {{&data_ptr, "data_ptr"},
+                 {&enter_hook, "launch_enter_hook"},
+                 {&exit_hook, "launch_exit_hook"},
+                 {&calls, "calls"},
+                 {&run_name, "run"},
+                 {&layout, "layout"},
+                 {&is_nested, "is_nested"},
+                 {&numel, "numel"},
+                 {&check, "check"},
+                 {&is_contiguous, "is_contiguous"},
+                 {&contiguous, "contiguous"}};
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
+        if (!(*names[i].into = PyUnicode_InternFromString(names[i].name)))
+            return NULL;
+    if (!(zero = PyLong_FromLong(0)))
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (module && (PyModule_AddIntConstant(module, "OF_PLAN", OF_PLAN) < 0 ||

@@ -1,4 +1,4 @@
-"""Plans of recorded launches: replay.c does what the Python code does, fails where it fails, and keeps nothing."""
+"""native.c does what the Python code does, fails where it fails, and keeps nothing."""
 
 import contextlib
 import gc
@@ -11,14 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
-from mhc_ops.core import launch, native, replay
+from mhc_ops.core import alike, launch, native, replay
 from mhc_ops.testing.cases import SEED
+from mhc_ops.testing.unusual import Subclass
 
 pytest.importorskip("triton")
 if native.why_not():
-    pytest.skip(f"replay.c is not compiled here: {native.why_not()}", allow_module_level=True)
+    pytest.skip(f"native.c is not compiled here: {native.why_not()}", allow_module_level=True)
 
+CODE = native.load()
 HOOKS = {
     "none": lambda: SimpleNamespace(calls=[]),
     "set": lambda: SimpleNamespace(calls=[print]),
@@ -26,6 +29,7 @@ HOOKS = {
     "broken": type("Hook", (), {"calls": property(lambda self: 1 / 0)}),
 }
 REPEATS = 20
+SINGLE = (True, False, None, *range(10))
 KINDS = ("a function", "C function", "C function, arguments one by one")
 
 
@@ -130,7 +134,7 @@ class World:
     def called(self, in_c, plans):
         first_call = partial(self.first_call, in_c, plans)
         if in_c:
-            return native.replay()(plans, print, first_call, self.tensors)
+            return CODE.replay(plans, print, first_call, self.tensors)
         python = replay.Replay(print)
         python.plans, python.first_call = plans, first_call
         return python(self.tensors)
@@ -190,8 +194,91 @@ def references(world):
     return [sys.getrefcount(each) for each in held if each is not None and not isinstance(each, int)]
 
 
+class Guards:
+    """Take what begins with this tensor; fail for one of no elements."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def check(self, *tensors):
+        return tensors[0].numel() // tensors[-1].numel() > 0 and tensors[0] is self.first
+
+
+def drawn_tensor(draw):
+    one = draw.choice((torch.ones(4), torch.ones(2, 3).mT, torch.ones(0), torch.ones(3, device="meta")))
+    one = draw.choice((one, one, one, torch.nn.Parameter(one)))
+    return draw.choice((one,) * 8 + (torch.ones(3).to_sparse(), torch.ones(3).as_subclass(Subclass)))
+
+
+def same(one, other):
+    """Recursively: of the same types, and the same tensors or numbers."""
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor) and one is not other:  # a copy
+        return torch.equal(one, other) and one.stride() == other.stride()
+    return type(one) is type(other) and (one is other or one == other)
+
+
+def outcome(function, *arguments):
+    try:
+        return function(*arguments)
+    except (ZeroDivisionError, IndexError) as error:
+        return repr(error)
+
+
+@pytest.mark.parametrize("number", range(100))
+def test_calls_are_found_alike(number):
+    draw = random.Random(SEED + number)
+    values = [*(drawn_tensor(draw) for _ in range(3)), 1, True, 1.0, "word", None, draw.choice((None, [1]))]
+    arguments = dict(zip("abcdef", draw.sample(values, draw.randint(0, 6))))
+    expected = outcome(alike.find_call, {}, print, "chosen", arguments, alike.KINDS)
+    assert same(expected, outcome(CODE.find_call, {}, print, "chosen", arguments, alike.KINDS))
+    if expected is None:
+        return
+    _, tensors, key = expected
+    kept = alike.Alike((Guards(first), str(i)) for i, first in enumerate([None, *tensors]))
+    for calls in ({key: kept}, {key: kept[:1]}, {key[:-1]: kept}):
+        calls = {key: alike.Alike(kept) for key, kept in calls.items()}
+        given = calls, print, "chosen", arguments, alike.KINDS
+        assert same(outcome(alike.find_call, *given), outcome(CODE.find_call, *given))
+        assert_nothing_stays(CODE.find_call, *given)
+
+
+@pytest.mark.parametrize("number", range(100))
+def test_backwards_are_found_alike(number):
+    draw = random.Random(SEED + number)
+    kept = tuple(drawn_tensor(draw) for _ in range(draw.randint(1, 4)))
+    cotangents = tuple(draw.choice((None, torch.ones(3, 2).mT, torch.ones(3, 4))) for _ in range(draw.randint(0, 3)))
+    for firsts in ((), (None,), (None, kept[0])):
+        of = alike.Alike((Guards(first), str(first is None)) for first in firsts)
+        given = of, kept, cotangents, torch.strided
+        assert same(outcome(alike.find_like, *given), outcome(CODE.find_like, *given))
+        assert_nothing_stays(CODE.find_like, *given)
+
+
+def assert_nothing_stays(function, *arguments):
+    """Also of the singletons, to which others have references too."""
+    if any(isinstance(each, Subclass) for each in tree_leaves(arguments)):
+        return  # which runs code of torch in Python
+    held = [*arguments, *tree_leaves(arguments)]
+    held += [part for each in held if isinstance(each, alike.Alike) for pair in each for part in (pair, *pair)]
+    held = [each for each in held if id(each) not in map(id, SINGLE)]
+    before = [sys.getrefcount(each) for each in held]
+    tracemalloc.start()
+    grown = []
+    for _ in range(6):  # another thread may allocate in one of them; the first time something stays for good
+        size, singles = tracemalloc.get_traced_memory()[0], [sys.getrefcount(each) for each in SINGLE]
+        for _ in range(REPEATS):
+            outcome(function, *arguments)
+        more = [sys.getrefcount(each) - count for each, count in zip(SINGLE, singles)]
+        grown.append(max((tracemalloc.get_traced_memory()[0] - size) / 16, *more))
+    tracemalloc.stop()
+    assert min(grown) < REPEATS, "less than one for each call"
+    assert [sys.getrefcount(each) for each in held] == before
+
+
 def test_what_is_no_plan_is_refused():
-    run, x = native.replay(), torch.ones(4)
+    run, x = CODE.replay, torch.ones(4)
     for arguments in (
         (),
         ({}, print, print),
@@ -209,8 +296,8 @@ def test_what_is_no_plan_is_refused():
 
 
 def test_fields_are_read_by_their_places():
-    assert len(replay.Plan._fields) == native.compiled().OF_PLAN
-    assert len(launch.Quick._fields) == native.compiled().OF_QUICK
+    assert len(replay.Plan._fields) == CODE.OF_PLAN
+    assert len(launch.Quick._fields) == CODE.OF_QUICK
 
 
 @pytest.mark.parametrize("missing", ["a compiler", "the function of Triton"])
@@ -222,7 +309,9 @@ def test_without_it_python_replays(missing, monkeypatch, tmp_path):
     else:
         monkeypatch.delattr("triton.runtime.build.compile_module_from_src")
     try:
+        assert native.load() is None
         assert ("no-such-compiler" if missing == "a compiler" else "cannot import") in native.why_not()
         assert isinstance(replay.replayed(print), replay.Replay)
     finally:
         native.compiled.cache_clear()
+        native.load()
