@@ -175,16 +175,10 @@ def test_a_command_line_that_is_wrong(command, line, refused):
 
 
 @pytest.mark.parametrize("command", ["check", "bench"])
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("mhc_foward_pre", "did you mean 'mhc_forward_pre'"),
-        ("typo", "there are cases of mhc_forward_pre"),
-    ],
-)
-def test_no_case_of_this_name(small, command, text, answer, refused):
-    line = refused([command, "--device", "cpu", "--case", text, "--json", "file"])
-    assert line.startswith(f"no case matches {text!r}: {answer}")
+def test_no_case_of_this_name(small, command, refused):
+    for text, answer in (("mhc_foward_pre", "did you mean 'mhc_forward_pre'"), ("typo", "there are cases of mhc_")):
+        line = refused([command, "--device", "cpu", "--case", text, "--json", "file"])
+        assert line.startswith(f"no case matches {text!r}: {answer}")
 
 
 @pytest.mark.interpreted

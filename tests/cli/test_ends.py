@@ -4,39 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from mhc_ops.measure import arguments, compare, page, report, results
-from mhc_ops.measure.diagnose import command as diagnose
+from mhc_ops.measure import report
 from mhc_ops.testing import fuzz
 from mhc_ops.testing.fuzz import Outcome
-
-ROOT = Path(__file__).parents[2]
-DIAGNOSE = "diagnose mhc_post --device cpu --shape 3x2x8"
-
-
-@pytest.mark.parametrize(
-    ("command", "where"),
-    [
-        ("info", (report, "versions")),
-        ("check --device cpu", (results, "begin")),
-        ("bench --device cpu", (results, "begin")),
-        (DIAGNOSE, (diagnose, "diagnose")),
-        ("page FILE --html page.html", (page, "draw")),
-        ("compare FILE FILE", (compare, "compare")),
-        ("info", (arguments, "default_device")),  # before any command begins
-    ],
-)
-def test_an_interrupted_command(command, where, run, monkeypatch):
-    def interrupt(*arguments, **options):
-        raise KeyboardInterrupt
-
-    results.write(results.begin("bench"), Path("FILE"))
-    monkeypatch.setattr(*where, interrupt)
-    code, _, said = run(command)
-    assert (code, said.splitlines()[-1]) == (130, "interrupted")
 
 
 def test_ctrl_c():

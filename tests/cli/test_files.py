@@ -13,7 +13,6 @@ from mhc_ops.testing import accuracy, cases
 CHECK = "check --device cpu --backend reference --json"
 BENCH = "bench --device cpu --providers eager"
 WRITING = (CHECK, f"{BENCH} --json", f"{BENCH} --html")
-AS_USER = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +33,8 @@ def nothing_may_run(monkeypatch):
     monkeypatch.setattr(bench, "run", never)
 
 
-@pytest.mark.parametrize("command", WRITING)
-def test_a_pipe_gets_one_text(command, small, run, monkeypatch):
+@pytest.mark.parametrize(("command", "text"), [*zip(WRITING, ('"command": "check"', '"command": "bench"', "</html>"))])
+def test_a_pipe_gets_one_text(command, text, small, run, monkeypatch):
     """Also where a run saves often."""
     monkeypatch.setattr(selection, "CHECK", (small, cases.Case(cases.MHC_POST, (4,), 2, 8)))
     os.mkfifo("fifo")
@@ -44,11 +43,7 @@ def test_a_pipe_gets_one_text(command, small, run, monkeypatch):
     reader.start()
     assert run(f"{command} fifo")[0] == 0
     reader.join(timeout=300)
-    assert Path("fifo").is_fifo()
-    if command.endswith("--json"):
-        assert json.loads(read[0])["command"] == command.split()[0]
-    else:
-        assert read[0].rstrip().endswith("</html>")
+    assert Path("fifo").is_fifo() and read[0].count(text) == 1
 
 
 @pytest.mark.parametrize("command", [*WRITING, "page results --html", "page results --markdown"])
@@ -59,16 +54,11 @@ def test_a_pipe_gets_one_text(command, small, run, monkeypatch):
         ("folder", "is a folder"),
         ("file/file", "Not a directory"),
         ("loop", "symbolic links"),
-        ("x" * 300, "name too long"),
         ("", "is a folder"),
         ("/proc/self/file", "nothing can be written to /proc/"),  # refuses even root
-        pytest.param("read-only", "is read-only", marks=AS_USER),
-        pytest.param("closed/file", "nothing can be written to", marks=AS_USER),
     ],
 )
 def test_a_place_that_cannot_be_written(command, place, reason, refused, nothing_may_run):
-    Path("read-only").touch(mode=0o444)
-    Path("closed").mkdir(mode=0o555)
     assert reason in refused([*command.split(), place])
 
 

@@ -171,12 +171,4 @@ def test_every_window_is_taken_once_in_a_pass():
 def test_without_torchrun_it_says_so(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     assert example.main([]) == 2
-    assert capsys.readouterr().err.startswith(
-        "torchrun starts the processes: torchrun --standalone --nproc-per-node 2 "
-    )
-
-
-def test_a_drill_that_is_none(capsys):
-    with pytest.raises(SystemExit):
-        example.parse(["--fail-at", "backward:3"])
-    assert "must be step:NUMBER or checkpoint:NUMBER, maybe with :RANK, got backward:3" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("torchrun starts the processes: torchrun --standalone ")

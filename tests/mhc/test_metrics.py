@@ -279,19 +279,6 @@ def test_torch_compile(stack):
     assert seen(stack, [x]) == expected
 
 
-def test_contexts_in_any_order():
-    """Of two contexts the first ends first: torch.compile works again after the last."""
-    torch.compiler.reset()
-    one, other = (mhc_ops.metrics(connections(depth=1)[0]) for _ in range(2))
-    compiled, frames = torch.compile(torch.tanh, backend=(counter := CompileCounter())), []
-    nothing = (None, None, None)
-    for step, given in ((one.__enter__, ()), (other.__enter__, ()), (one.__exit__, nothing), (other.__exit__, nothing)):
-        step(*given)
-        compiled(torch.zeros(2))
-        frames.append(counter.frame_count)
-    assert frames == [0, 0, 0, 1]
-
-
 def test_torch_func(stack):
     """What it runs is not seen."""
     x, _ = batches()
