@@ -6,7 +6,6 @@ import random
 import sys
 import tracemalloc
 from functools import partial
-from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -56,19 +55,11 @@ class World:
     def __init__(self, seed):
         draw = random.Random(seed)
         self.notes, self.fails = [], None
-        kinds = (
-            None,
-            torch.ones(0),
-            torch.ones(3),
-            torch.ones(3)[2:],
-            torch.ones(8),
-            torch.ones(9)[draw.randint(0, 3) :],
-        )
+        misaligned = torch.ones(9)[draw.randint(0, 3) :]
+        kinds = (None, torch.ones(0), torch.ones(3), torch.ones(3)[2:], torch.ones(8), misaligned)
         self.tensors = [torch.ones(4), *draw.choices(kinds[draw.choice((0, 4)) :], k=draw.randint(0, 4))]
         self.current = draw.choice(("1000", "2000", "2000", "no number"))
-        self.memory = [
-            torch.zeros(draw.randint(0, 9)) for _ in range(draw.randint(0, 4) + 1)
-        ]  # the last: the workspace
+        self.memory = [torch.zeros(draw.randint(0, 9)) for _ in range(draw.randint(1, 5))]  # the last: the workspace
         layouts = tuple(((i,), (1,), torch.float32) for i in range(len(self.memory) - 1))
         offsets = tuple(512 * i for i in range(draw.choice((0, 0, 3))))
         numbers = tuple(draw.choice((1, draw.random(), None, 2**40)) for _ in range(draw.randint(0, 3)))
@@ -163,35 +154,42 @@ def test_c_does_what_python_does(number, monkeypatch):
 
 
 def test_nothing_is_kept(monkeypatch):
-    """Neither by a call nor by one that fails: no object has more references, and no memory stays allocated."""
-    gc.freeze()  # what is there already need not be searched for cycles
+    """Neither by a call nor by one that fails."""
     for number in range(40):
         world, plans = World(SEED + number), {}
         monkeypatch.setattr(torch.cuda, "device", world.device)
-        steps = len(world.ran(True, plans)[0])
-        before = references(world)
-        tracemalloc.start()
-        for world.fails in [*range(steps), None]:
-            grown = []
-            for _ in range(3):  # another thread may allocate in one of them; the first time something stays for good
-                size = tracemalloc.get_traced_memory()[0]
-                for _ in range(REPEATS):
-                    world.ran(True, plans)
-                    world.ran(True)
-                    world.notes = None
-                gc.collect()
-                grown.append(tracemalloc.get_traced_memory()[0] - size)
-            assert min(grown) < 16 * REPEATS, "less than an object for each call"
-        tracemalloc.stop()
-        assert references(world) == before
+        starts = (start for start, _ in world.plan.launches)
+        held = [world.tensors, *world.tensors, *world.memory, world.plan, *world.plan.numbers, *starts]
+        steps = range(len(world.ran(True, plans)[0]))
+        for world.fails in [*steps, None]:
+            assert_nothing_stays(lambda world=world, plans=plans: (world.ran(True, plans), world.ran(True)), held)
+
+
+def assert_nothing_stays(function, held):
+    """No object has more references, and no memory stays allocated. Others too have references to the singletons."""
+    held = [each for each in held if id(each) not in map(id, SINGLE)]
+    function()
+    before, grown = [sys.getrefcount(each) for each in held], []
+    tracemalloc.start()
+    for _ in range(6):  # another thread may allocate in one of them; the first time something stays for good
+        size, singles = tracemalloc.get_traced_memory()[0], [sys.getrefcount(each) for each in SINGLE]
+        for _ in range(REPEATS):
+            function()
+        gc.collect()
+        more = [sys.getrefcount(each) - count for each, count in zip(SINGLE, singles)]
+        grown.append(max((tracemalloc.get_traced_memory()[0] - size) / 16, *more))
+        if grown[-1] < REPEATS:
+            break
+    tracemalloc.stop()
+    assert min(grown) < REPEATS, "less than one for each call"
+    assert [sys.getrefcount(each) for each in held] == before
+
+
+@pytest.fixture(autouse=True)
+def few_objects_to_collect():
+    gc.freeze()
+    yield
     gc.unfreeze()
-
-
-def references(world):
-    """Those to all objects that no other world has."""
-    world.notes, plan = None, world.plan
-    held = [world.tensors, *world.tensors, *world.memory, plan, *plan.numbers, *map(itemgetter(0), plan.launches)]
-    return [sys.getrefcount(each) for each in held if each is not None and not isinstance(each, int)]
 
 
 class Guards:
@@ -226,22 +224,29 @@ def outcome(function, *arguments):
         return repr(error)
 
 
+def assert_alike(function, *given):
+    """In C as in Python; what is found."""
+    expected, in_c = outcome(getattr(alike, function), *given), getattr(CODE, function)
+    assert same(expected, outcome(in_c, *given))
+    leaves = [*given, *tree_leaves(given)]
+    pairs = [pair for each in leaves if isinstance(each, alike.Alike) for pair in each]
+    if not any(isinstance(leaf, Subclass) for leaf in leaves):  # which runs code of torch in Python
+        assert_nothing_stays(
+            lambda: outcome(in_c, *given), [*leaves, *pairs, *(part for pair in pairs for part in pair)]
+        )
+    return expected
+
+
 @pytest.mark.parametrize("number", range(100))
 def test_calls_are_found_alike(number):
     draw = random.Random(SEED + number)
     values = [*(drawn_tensor(draw) for _ in range(3)), 1, True, 1.0, "word", None, draw.choice((None, [1]))]
-    arguments = dict(zip("abcdef", draw.sample(values, draw.randint(0, 6))))
-    expected = outcome(alike.find_call, {}, print, "chosen", arguments, alike.KINDS)
-    assert same(expected, outcome(CODE.find_call, {}, print, "chosen", arguments, alike.KINDS))
-    if expected is None:
-        return
-    _, tensors, key = expected
-    kept = alike.Alike((Guards(first), str(i)) for i, first in enumerate([None, *tensors]))
-    for calls in ({key: kept}, {key: kept[:1]}, {key[:-1]: kept}):
-        calls = {key: alike.Alike(kept) for key, kept in calls.items()}
-        given = calls, print, "chosen", arguments, alike.KINDS
-        assert same(outcome(alike.find_call, *given), outcome(CODE.find_call, *given))
-        assert_nothing_stays(CODE.find_call, *given)
+    rest = print, "chosen", dict(zip("abcdef", draw.sample(values, draw.randint(0, 6)))), alike.KINDS
+    if found := assert_alike("find_call", {}, *rest):
+        _, tensors, key = found
+        kept = [(Guards(first), str(i)) for i, first in enumerate([None, *tensors])]
+        for calls in ({key: kept}, {key: kept[:1]}, {key[:-1]: kept}):
+            assert_alike("find_call", {key: alike.Alike(kept) for key, kept in calls.items()}, *rest)
 
 
 @pytest.mark.parametrize("number", range(100))
@@ -251,43 +256,14 @@ def test_backwards_are_found_alike(number):
     cotangents = tuple(draw.choice((None, torch.ones(3, 2).mT, torch.ones(3, 4))) for _ in range(draw.randint(0, 3)))
     for firsts in ((), (None,), (None, kept[0])):
         of = alike.Alike((Guards(first), str(first is None)) for first in firsts)
-        given = of, kept, cotangents, torch.strided
-        assert same(outcome(alike.find_like, *given), outcome(CODE.find_like, *given))
-        assert_nothing_stays(CODE.find_like, *given)
-
-
-def assert_nothing_stays(function, *arguments):
-    """Also of the singletons, to which others have references too."""
-    if any(isinstance(each, Subclass) for each in tree_leaves(arguments)):
-        return  # which runs code of torch in Python
-    held = [*arguments, *tree_leaves(arguments)]
-    held += [part for each in held if isinstance(each, alike.Alike) for pair in each for part in (pair, *pair)]
-    held = [each for each in held if id(each) not in map(id, SINGLE)]
-    before = [sys.getrefcount(each) for each in held]
-    tracemalloc.start()
-    grown = []
-    for _ in range(6):  # another thread may allocate in one of them; the first time something stays for good
-        size, singles = tracemalloc.get_traced_memory()[0], [sys.getrefcount(each) for each in SINGLE]
-        for _ in range(REPEATS):
-            outcome(function, *arguments)
-        more = [sys.getrefcount(each) - count for each, count in zip(SINGLE, singles)]
-        grown.append(max((tracemalloc.get_traced_memory()[0] - size) / 16, *more))
-    tracemalloc.stop()
-    assert min(grown) < REPEATS, "less than one for each call"
-    assert [sys.getrefcount(each) for each in held] == before
+        assert_alike("find_like", of, kept, cotangents, torch.strided)
 
 
 def test_what_is_no_plan_is_refused():
     run, x = CODE.replay, torch.ones(4)
-    for arguments in (
-        (),
-        ({}, print, print),
-        ([], print, print, [x]),
-        ({}, print, print, 3),
-        ({None: 3}, print, print, [x]),
-    ):
+    for plans, *arguments in ({}, print), ([], print, [x]), ({}, print, 3), ({None: 3}, print, [x]):
         with pytest.raises(TypeError):
-            run(*arguments)
+            run(plans, print, *arguments)
     with pytest.raises(TypeError, match="no plan for these tensors"):
         run({None: World(SEED).plan._replace(given=7)}, print, print, [x])
     with pytest.raises(AttributeError, match="data_ptr"):
