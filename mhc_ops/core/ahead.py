@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import native
 from .launch import collected
 
 BAR = 24  # characters
@@ -30,6 +31,8 @@ def compile_ahead(function: str, run: Callable[[], None], device: torch.device, 
         with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():  # threads have their own device
             compilation()
 
+    if distinct:
+        native.compiled()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for done, _ in enumerate(threads.map(compile_one, distinct.values()), 1):
             if verbose:

@@ -80,7 +80,7 @@ static PyObject *launched(PyObject *quick, PyObject *stream, PyObject *arguments
 /* start(stream, arguments); 0, or -1 for an error */
 static int started(PyObject *start, PyObject *stream, PyObject *arguments) {
     PyObject *function = start, *done = NULL;
-    if (PyTuple_Check(start)) { /* a Quick */
+    if (PyTuple_Check(start) && PyTuple_GET_SIZE(start) == OF_QUICK) {
         int slowly = hooked(at(start, RUNTIME));
         if (slowly < 0)
             return -1;
@@ -133,13 +133,13 @@ static PyObject *results_of(PyObject *plan, PyObject *tensors, PyObject *made) {
     PyObject *places = at(plan, RESULTS);
     if (places == Py_None)
         return Py_NewRef(made);
-    Py_ssize_t given = PySequence_Fast_GET_SIZE(tensors), count = PyTuple_GET_SIZE(places);
+    Py_ssize_t given = PyTuple_GET_SIZE(tensors), count = PyTuple_GET_SIZE(places);
     PyObject *results = PyTuple_New(count);
     for (Py_ssize_t i = 0; results && i < count; i++) {
         Py_ssize_t place = PyLong_AsSsize_t(at(places, i));
         PyObject *result = Py_None;
         if (place >= 0)
-            result = place < given ? PySequence_Fast_GET_ITEM(tensors, place) : PyList_GET_ITEM(made, place - given);
+            result = place < given ? at(tensors, place) : PyList_GET_ITEM(made, place - given);
         PyTuple_SET_ITEM(results, i, Py_NewRef(result));
     }
     return results;
@@ -149,15 +149,14 @@ static PyObject *results_of(PyObject *plan, PyObject *tensors, PyObject *made) {
    *workspace: the tensor with the scratch memory. Returns the tensors. *held counts the addresses, also after an error. */
 static PyObject *allocated(PyObject *plan, PyObject **values, Py_ssize_t *held, PyObject **workspace) {
     PyObject *layouts = at(plan, LAYOUTS), *offsets = at(plan, OFFSETS), *base = NULL;
-    PyObject *made = PyList_New(PyTuple_GET_SIZE(layouts));
+    PyObject *made = PyList_New(0);
     for (Py_ssize_t i = 0; made && i < PyTuple_GET_SIZE(layouts); i++) {
         PyObject *tensor = PyObject_Call(at(plan, EMPTY), at(layouts, i), NULL);
-        if (tensor)
-            PyList_SET_ITEM(made, i, tensor);
-        if (tensor && (values[*held] = address_of(tensor)))
+        if (tensor && PyList_Append(made, tensor) == 0 && (values[*held] = address_of(tensor)))
             ++*held;
         else
             Py_CLEAR(made);
+        Py_XDECREF(tensor);
     }
     if (!made || !PyTuple_GET_SIZE(offsets))
         return made;
@@ -178,7 +177,7 @@ static PyObject *allocated(PyObject *plan, PyObject **values, Py_ssize_t *held, 
 /* As Plan.run. addresses: of the given tensors; the caller holds them. */
 static PyObject *run(PyObject *plan, PyObject *tensors, PyObject **addresses) {
     PyObject *numbers = at(plan, NUMBERS), *launches = at(plan, LAUNCHES), *workspace = NULL, *results = NULL;
-    Py_ssize_t given = PySequence_Fast_GET_SIZE(tensors), held = given, count = PyTuple_GET_SIZE(numbers);
+    Py_ssize_t given = PyTuple_GET_SIZE(tensors), held = given, count = PyTuple_GET_SIZE(numbers);
     PyObject *stream = stream_of(plan, tensors, addresses, &results);
     if (!stream)
         return results;
@@ -212,32 +211,27 @@ static PyObject *run(PyObject *plan, PyObject *tensors, PyObject **addresses) {
 
 /* As in Replay.__call__: None if every tensor is there and aligned. */
 static PyObject *key_of(PyObject **addresses, Py_ssize_t count) {
-    unsigned long long all = 0;
-    int missing = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        unsigned long long address = PyLong_AsUnsignedLongLong(addresses[i]);
-        all |= address;
-        missing |= !address;
-    }
-    if (PyErr_Occurred())
-        return NULL;
-    int aligned = !(all & 15);
-    if (aligned && !missing)
-        return Py_NewRef(Py_None);
     PyObject *key = PyTuple_New(count);
+    int usual = 1;
     for (Py_ssize_t i = 0; key && i < count; i++) {
         unsigned long long address = PyLong_AsUnsignedLongLong(addresses[i]);
-        if (aligned)
-            PyTuple_SET_ITEM(key, i, PyBool_FromLong(address != 0));
-        else /* a number below 16 is never allocated, so this does not fail */
-            PyTuple_SET_ITEM(key, i, address ? PyLong_FromLong(address & 15) : Py_NewRef(Py_None));
+        PyObject *part = NULL;
+        if (address != (unsigned long long)-1 || !PyErr_Occurred())
+            part = address ? PyLong_FromLong(address & 15) : Py_NewRef(Py_None);
+        usual &= address && !(address & 15);
+        if (part)
+            PyTuple_SET_ITEM(key, i, part);
+        else
+            Py_CLEAR(key);
     }
+    if (key && usual)
+        Py_SETREF(key, Py_NewRef(Py_None));
     return key;
 }
 
 static PyObject *call(PyObject *const *replay, PyObject *tensors, PyObject **addresses) {
     PyObject *plans = replay[0], *function = replay[1], *first_call = replay[2], *results = NULL;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors);
+    Py_ssize_t count = PyTuple_GET_SIZE(tensors);
     PyObject *key = key_of(addresses, count);
     PyObject *plan = key ? PyDict_GetItemWithError(plans, key) : NULL;
     if (plan == Py_None) {
@@ -263,15 +257,15 @@ PyDoc_STRVAR(replay_doc, "replay(plans, function, first_call, tensors)\n--\n\nRe
 static PyObject *replay(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     if (count != 4 || !PyDict_Check(arguments[0]))
         return PyErr_Format(PyExc_TypeError, "takes plans, function, first_call, tensors");
-    PyObject *tensors = PySequence_Fast(arguments[3], "takes a sequence of tensors"), *results = NULL;
+    PyObject *tensors = PySequence_Tuple(arguments[3]), *results = NULL;
     if (!tensors)
         return NULL;
-    Py_ssize_t given = PySequence_Fast_GET_SIZE(tensors), found = 0;
+    Py_ssize_t given = PyTuple_GET_SIZE(tensors), found = 0;
     PyObject **addresses = PyMem_New(PyObject *, given);
     if (!addresses)
         PyErr_NoMemory();
     for (; addresses && found < given; found++)
-        if (!(addresses[found] = address_of(PySequence_Fast_GET_ITEM(tensors, found))))
+        if (!(addresses[found] = address_of(at(tensors, found))))
             break;
     if (addresses && found == given)
         results = call(arguments, tensors, addresses);
@@ -341,8 +335,10 @@ static PyObject *find_call(PyObject *module, PyObject *const *given, Py_ssize_t 
     }
     if (known > 0 && (key = PyList_AsTuple(words)) && (of_guards = PyList_AsTuple(tensors))) {
         alike = PyDict_GetItemWithError(calls_kept, key);
+        Py_XINCREF(alike); /* another thread may drop it meanwhile */
         if (!PyErr_Occurred())
             found = alike ? found_for(alike, of_guards) : Py_NewRef(Py_None);
+        Py_XDECREF(alike);
         if (found)
             result = PyTuple_Pack(3, found, tensors, key);
     }
@@ -396,9 +392,8 @@ static PyMethodDef methods[] = {
     {"find_call", (PyCFunction)(void (*)(void))find_call, METH_FASTCALL, find_call_doc},
     {"find_like", (PyCFunction)(void (*)(void))find_like, METH_FASTCALL, find_like_doc},
     {NULL}};
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "mhc_ops_native", NULL, -1, methods};
 
-PyMODINIT_FUNC PyInit_mhc_ops_native(void) {
+static int execute(PyObject *module) {
     struct {
         PyObject **into;
         const char *name;
@@ -415,12 +410,16 @@ PyMODINIT_FUNC PyInit_mhc_ops_native(void) {
                  {&contiguous, "contiguous"}};
     for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
         if (!(*names[i].into = PyUnicode_InternFromString(names[i].name)))
-            return NULL;
+            return -1;
     if (!(zero = PyLong_FromLong(0)))
-        return NULL;
-    PyObject *module = PyModule_Create(&definition);
-    if (module && (PyModule_AddIntConstant(module, "OF_PLAN", OF_PLAN) < 0 ||
-                   PyModule_AddIntConstant(module, "OF_QUICK", OF_QUICK) < 0))
-        Py_CLEAR(module);
-    return module;
+        return -1;
+    return PyModule_AddIntConstant(module, "OF_PLAN", OF_PLAN) || PyModule_AddIntConstant(module, "OF_QUICK", OF_QUICK);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "mhc_ops_native", .m_methods = methods, .m_slots = slots};
+
+PyMODINIT_FUNC PyInit_mhc_ops_native(void) {
+    return PyModuleDef_Init(&definition);
 }

@@ -46,8 +46,8 @@ class Replay:
 
     def __call__(self, tensors: Tensors) -> Tensors:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        key: Any = None if 0 not in addresses else tuple([address != 0 for address in addresses])
-        if reduce(or_, addresses) & 15:
+        key: Any = None  # the usual one: all are there and aligned
+        if 0 in addresses or reduce(or_, addresses) & 15:
             key = tuple([address & 15 if address else None for address in addresses])
         plan = self.plans.get(key, self)
         if plan is self:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from mhc_ops.core import ahead, launch
+from mhc_ops.core import ahead, launch, native
 
 
 class Kernel:
@@ -28,8 +28,11 @@ def run(kernels, sizes):
         launch.launch(kernel, (T,), x_ptr=torch.zeros(4), T=T, BLOCK=BLOCK, num_warps=4)
 
 
-def test_each_form_is_compiled_once(capsys):
-    """Triton compiles for 1, for multiples of 16 and for the rest, unless the kernel says that it need not."""
+def test_each_form_is_compiled_once(capsys, monkeypatch):
+    """Triton compiles for 1, for multiples of 16 and for the rest, unless the kernel says that it need not. What
+    replays calls is compiled too."""
+    in_c = []
+    monkeypatch.setattr(native, "compiled", lambda: in_c.append(None))
     same, special = Kernel("same_kernel", "T"), Kernel("special_kernel")
     work = partial(run, (same, special), (1, 2, 3, 16, 32))
     assert ahead.compile_ahead("warmup", work, torch.device("cpu"), verbose=True) == 2 + 6
@@ -38,7 +41,7 @@ def test_each_form_is_compiled_once(capsys):
     assert out == "" and err.startswith("warmup: 8 kernels in ")
     assert err.endswith(" s: same_kernel ×2, special_kernel ×6\n")
     assert ahead.compile_ahead("warmup", work, torch.device("cpu"), verbose=False) == 8
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "" and len(in_c) == 2
 
 
 def test_sizes_have_the_kernels_of_their_neighbours():
