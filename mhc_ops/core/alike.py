@@ -67,6 +67,15 @@ def find_call(calls: dict[Any, Alike], prepare: Any, chosen: Any, arguments: dic
     return None, tensors, key
 
 
+def find_op(calls: dict[Any, Alike], op: Any, arguments: Sequence[Any], are_tensors: Sequence[bool]) -> Any:
+    """What is kept for a call of the op like this one, or None; its tensors; and the key of what else it is told apart
+    by. native.c does the same."""
+    tensors = [argument for argument, is_tensor in zip(arguments, are_tensors) if is_tensor and argument is not None]
+    words = [argument is None if is_tensor else argument for argument, is_tensor in zip(arguments, are_tensors)]
+    key = (op, *words, tensors[0].numel())
+    return next((found for guards, found in calls.get(key, ()) if guards.check(*tensors)), None), tensors, key
+
+
 def find_like(alike: Alike, kept: Sequence[Tensor], cotangents: Sequence[Tensor | None], strided: Any) -> Any:
     """What was found for a backward like this one, or None; and its tensors, the cotangents contiguous. None alone if
     guards cannot look at a kept tensor. native.c does the same."""

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import private
-from .alike import calls, is_readable, keep
-from .replay import getter
+from . import native, private
+from .alike import calls, find_op, is_readable, keep
 
 Again = Callable[[list[Tensor]], Any]
 DEVICES = ("CPU", "CUDA")  # torch calls ROCm devices CUDA
@@ -39,8 +38,7 @@ class Dispatched:
         self.prepare = prepare
         self.op = torch.library.custom_op(name, self.any_tensors, mutates_args=mutates, schema=schema)
         self.formula = SimpleNamespace(_backward_fn=None, _setup_context_fn=None)
-        self.tensors_of = getter([place for place, is_tensor in enumerate(parameters.values()) if is_tensor])
-        self.numbers_of = getter([place for place, is_tensor in enumerate(parameters.values()) if not is_tensor])
+        self.are_tensors = tuple(parameters.values())
         self.written = [place for place, parameter in enumerate(parameters) if parameter in mutates]
         namespace, name = name.split("::")
         slowly = private.autograd_kernel(getattr(getattr(torch.ops, namespace), name).default, self.formula)
@@ -66,32 +64,27 @@ class Dispatched:
 
     def any_tensors(self, *arguments: Any) -> Any:
         """The kernel of all devices."""
-        tensors = [tensor for tensor in self.tensors_of(arguments) if tensor is not None]
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         for tensor in tensors:
             if tensor.__class__ not in (Tensor, Parameter) or not is_readable(tensor):
                 return self.prepare(arguments)(tensors)
         return self.plain_tensors(*arguments)
 
     def plain_tensors(self, *arguments: Any) -> Any:
-        given = self.tensors_of(arguments)
-        tensors = [tensor for tensor in given if tensor is not None]
-        missing = tuple([tensor is None for tensor in given])
-        key = self, tuple(self.numbers_of(arguments)), missing, tensors[0].numel()
-        for guards, again in calls.get(key, ()):
-            if guards.check(*tensors):
-                return again(tensors)
-        again = self.prepare(arguments)
-        keep(key, tensors, again)
+        find = find_op if native.code is None else native.code.find_op
+        again, tensors, key = find(calls, self, arguments, self.are_tensors)
+        if again is None:
+            again = self.prepare(arguments)
+            keep(key, tensors, again)
         return again(tensors)
 
 
-_plain: dict[int, bool] = {}  # by the keys beneath autograd's
+_plain: dict[int, bool] = {}  # by the keys of a call
 
 
 def _is_plain(keys: Any) -> bool:
     """Whether the dispatcher would call the device's kernel next, on dense tensors."""
-    beneath = keys & private.beneath_autograd
-    number = beneath.raw_repr()
+    number = keys.raw_repr()
     if number not in _plain:
-        _plain[number] = beneath.highestPriorityTypeId().name in DEVICES
+        _plain[number] = (keys & private.beneath_autograd).highestPriorityTypeId().name in DEVICES
     return _plain[number]

@@ -304,18 +304,39 @@ static PyObject *found_for(PyObject *alike, PyObject *tensors) {
     return found;
 }
 
+/* (what is kept for these, or None; the tensors; the key). words: of the key, but for how many elements there are */
+static PyObject *kept_for(PyObject *calls_kept, PyObject *words, PyObject *tensors) {
+    PyObject *number = NULL, *key = NULL, *of_guards = NULL, *alike = NULL, *found = NULL, *result = NULL;
+    int known = 1;
+    if (PyList_GET_SIZE(tensors)) {
+        number = PyObject_CallMethodNoArgs(PyList_GET_ITEM(tensors, 0), numel);
+        known = number && PyList_Append(words, number) == 0;
+    }
+    if (known && (key = PyList_AsTuple(words)) && (of_guards = PyList_AsTuple(tensors))) {
+        alike = Py_XNewRef(PyDict_GetItemWithError(calls_kept, key)); /* another thread may drop it meanwhile */
+        if (!PyErr_Occurred())
+            found = alike ? found_for(alike, of_guards) : Py_NewRef(Py_None);
+        if (found)
+            result = PyTuple_Pack(3, found, tensors, key);
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(key);
+    Py_XDECREF(of_guards);
+    Py_XDECREF(alike);
+    Py_XDECREF(found);
+    return result;
+}
+
 /* As find_call of alike.py. kinds: (Tensor, Parameter, CONSTANTS, STRIDED) */
 PyDoc_STRVAR(find_call_doc, "find_call(calls, prepare, chosen, arguments, kinds)\n--\n\nAs in alike.py.");
 
 static PyObject *find_call(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     if (count != 5 || !PyDict_Check(given[0]) || !PyDict_Check(given[3]) || !PyTuple_Check(given[4]))
         return PyErr_Format(PyExc_TypeError, "takes calls, prepare, chosen, arguments, kinds");
-    PyObject *calls_kept = given[0], *arguments = given[3], *kinds = given[4];
-    PyObject *words = PyList_New(0), *tensors = PyList_New(0), *number = NULL, *key = NULL, *result = NULL;
-    PyObject *name, *argument, *alike, *of_guards = NULL, *found = NULL;
+    PyObject *kinds = given[4], *words = PyList_New(0), *tensors = PyList_New(0), *result = NULL, *name, *argument;
     Py_ssize_t place = 0;
     int known = words && tensors && PyList_Append(words, given[1]) == 0 && PyList_Append(words, given[2]) == 0 ? 1 : -1;
-    while (known > 0 && PyDict_Next(arguments, &place, &name, &argument)) {
+    while (known > 0 && PyDict_Next(given[3], &place, &name, &argument)) {
         PyObject *kind = (PyObject *)Py_TYPE(argument);
         if (kind == at(kinds, 0) || kind == at(kinds, 1)) {
             known = readable(argument, at(kinds, 3));
@@ -328,27 +349,35 @@ static PyObject *find_call(PyObject *module, PyObject *const *given, Py_ssize_t 
                 known = -1;
         }
     }
-    if (known > 0 && PyList_GET_SIZE(tensors)) {
-        number = PyObject_CallMethodNoArgs(PyList_GET_ITEM(tensors, 0), numel);
-        if (!number || PyList_Append(words, number) < 0)
-            known = -1;
-    }
-    if (known > 0 && (key = PyList_AsTuple(words)) && (of_guards = PyList_AsTuple(tensors))) {
-        alike = PyDict_GetItemWithError(calls_kept, key);
-        Py_XINCREF(alike); /* another thread may drop it meanwhile */
-        if (!PyErr_Occurred())
-            found = alike ? found_for(alike, of_guards) : Py_NewRef(Py_None);
-        Py_XDECREF(alike);
-        if (found)
-            result = PyTuple_Pack(3, found, tensors, key);
-    }
+    if (known > 0)
+        result = kept_for(given[0], words, tensors);
     Py_XDECREF(words);
     Py_XDECREF(tensors);
-    Py_XDECREF(number);
-    Py_XDECREF(key);
-    Py_XDECREF(of_guards);
-    Py_XDECREF(found);
     return known ? result : Py_NewRef(Py_None);
+}
+
+/* As find_op of alike.py. */
+PyDoc_STRVAR(find_op_doc, "find_op(calls, op, arguments, are_tensors)\n--\n\nAs in alike.py.");
+
+static PyObject *find_op(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    if (count != 4 || !PyDict_Check(given[0]) || !PyTuple_Check(given[2]) || !PyTuple_Check(given[3]) ||
+        PyTuple_GET_SIZE(given[2]) != PyTuple_GET_SIZE(given[3]))
+        return PyErr_Format(PyExc_TypeError, "takes calls, op, arguments, are_tensors");
+    PyObject *words = PyList_New(0), *tensors = PyList_New(0), *result = NULL;
+    int failed = !words || !tensors || PyList_Append(words, given[1]) < 0;
+    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(given[2]); i++) {
+        PyObject *argument = at(given[2], i), *word = argument;
+        if (at(given[3], i) == Py_True) {
+            word = argument == Py_None ? Py_True : Py_False;
+            failed = argument != Py_None && PyList_Append(tensors, argument) < 0;
+        }
+        failed = failed || PyList_Append(words, word) < 0;
+    }
+    if (!failed)
+        result = kept_for(given[0], words, tensors);
+    Py_XDECREF(words);
+    Py_XDECREF(tensors);
+    return result;
 }
 
 /* As find_like of alike.py. */
@@ -390,6 +419,7 @@ static PyObject *find_like(PyObject *module, PyObject *const *given, Py_ssize_t 
 static PyMethodDef methods[] = {
     {"replay", (PyCFunction)(void (*)(void))replay, METH_FASTCALL, replay_doc},
     {"find_call", (PyCFunction)(void (*)(void))find_call, METH_FASTCALL, find_call_doc},
+    {"find_op", (PyCFunction)(void (*)(void))find_op, METH_FASTCALL, find_op_doc},
     {"find_like", (PyCFunction)(void (*)(void))find_like, METH_FASTCALL, find_like_doc},
     {NULL}};
 
