@@ -62,3 +62,7 @@ STEPS = {
 def test_replays_launch_what_triton_does(name, in_python):
     own, *replayed = run_alone(launches, STEPS[name], in_python)
     assert len(own) >= 3 and replayed == [own] * 3
+
+
+def test_compiled_code_launches_what_eager_calls_do():
+    assert run_alone(launches, STEPS["compiled"], False) == run_alone(launches, STEPS["a stack"], False)
