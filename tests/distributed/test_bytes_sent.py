@@ -105,6 +105,8 @@ def test_counted_bytes(world):
     ("mesh", "sentence"),
     [
         (MeshSizes(data=3), "traffic: 3 rows of processes cannot share 4 sequences equally"),
+        (MeshSizes(context=3), "traffic: 3 pieces do not divide a sequence of 16 tokens"),
+        (MeshSizes(tensor=0), "traffic: tensor must be at least 1, got 0"),
         (MeshSizes(pipeline=5), "traffic: 5 stages need a connection each, there are 4"),
     ],
 )
@@ -115,9 +117,10 @@ def test_wrong_meshes_are_told(mesh, sentence):
 
 def test_a_pipeline_sends_streams_once_each_way():
     for send in ("x_next", "carry"):
-        rows = traffic(MODEL, MeshSizes(data=2, pipeline=2), send=send)[-2:]
+        *of_maps, there, back = traffic(MODEL, MeshSizes(data=2, pipeline=2), send=send, gathers=1)
         size = 2 * MODEL.length * boundary_bytes(MODEL.n, MODEL.D, MODEL.itemsize, send=send)
-        assert [(row.dimension, row.layer, row.times) for row in rows] == [("pipeline", size, 1)] * 2
+        assert [(row.dimension, row.layer, row.times) for row in (there, back)] == [("pipeline", size, 1)] * 2
+        assert [row.times for row in of_maps] == [2, 2]  # of half of the connections: parameters, gradients
 
 
 def test_the_examples_in_docstrings():
