@@ -15,6 +15,7 @@ from torch import nn
 
 import mhc_ops
 from mhc_ops import HyperStack
+from mhc_ops.mhc import recompute
 from mhc_ops.testing import cases
 
 T, D = 5, 7  # sizes that are a multiple of nothing
@@ -206,6 +207,15 @@ def test_bits_of_a_stack(options, shifted, place, on):
     expected = gradients(in_a_loop(x, own, [given] * 3, shifted)[-1], leaves)
     for network in (*ways, *(HyperStack(*made, recompute=k, shifted=shifted) for k in (0, 2))):
         assert_equal(gradients(network(x), leaves), expected)
+
+
+@by_options
+def test_x_is_made_again_as_it_was_written(options):
+    """What recompute does in the backward of kernels."""
+    x, (own,) = sublayers([options], (T,), 3, D, bf16)
+    h_in, carry = mhc_ops.mhc_enter(x, **own, **options)
+    remade = recompute.Remade(x.detach(), carry, h_in, "reference")
+    assert torch.equal(remade.x(), mhc_ops.mhc_leave(carry, h_in))
 
 
 @pytest.mark.gpu
