@@ -271,6 +271,7 @@ def test_warmup(monkeypatch):
         patch.setattr(backends, "_INTERPRETED", False)
         for given, error, message in (
             ({"device": "cuda:0"}, ValueError, ": device must be there, got cuda:0"),
+            ({"device": "cuda:0", "backend": "triton"}, ValueError, ": device must be there, got cuda:0"),
             ({"backend": "triton"}, RuntimeError, ": backend 'triton' cannot run here: "),
             ({"dtype": "bfloat16"}, TypeError, ": dtype must be a torch.dtype"),
             ({"parameter_dtype": "bfloat16"}, TypeError, ": parameter_dtype must be a torch.dtype"),
