@@ -1,6 +1,7 @@
 """Every message for bad input, raised before any launch."""
 
 import inspect
+import math
 import re
 from functools import partial
 
@@ -90,6 +91,7 @@ OPTIONS = [
     ({"sinkhorn_iters": 0}, ValueError, "sinkhorn_iters must be at least 1, got 0"),
     ({"sinkhorn_iters": 20.0}, TypeError, "sinkhorn_iters must be an int, got float"),
     ({"post_mult": NAN}, ValueError, "post_mult must be finite, got nan"),
+    ({"post_mult": -math.inf}, ValueError, "post_mult must be finite, got -inf"),
     ({"transposed": None}, TypeError, "transposed must be a bool, got NoneType"),
     ({"residual": None}, TypeError, "residual must be a str, got NoneType"),
     ({"residual": "none"}, ValueError, "residual must be 'sinkhorn', 'identity' or 'logits', got 'none'"),

@@ -76,6 +76,17 @@ def test_boundary_fwd():
         assert (split.pieces, split.bundle_pieces) == (D // configs.BUNDLE, 1)
 
 
+def test_boundaries_are_for_hopper_with_many_tokens():
+    def taken(n=4, D=4096, T=8192, dtype=bf16, on=HOPPER):
+        return configs.boundary_fwd(n, D, T, on), configs.boundary_bwd(n, D, dtype, T == 8192, on)
+
+    assert taken() == (configs.BOUNDARY_FWD, configs.BOUNDARY_BWD)
+    elsewhere = [taken(on=on) for on in DEVICES.values() if on is not HOPPER]
+    other_sizes = [taken(n=n) for n in STREAMS if n != 4] + [taken(T=64), taken(D=4096 + 32)]
+    assert {*elsewhere, *other_sizes} == {(None, None)}
+    assert {taken(dtype=dtype)[1] for dtype in (fp16, fp32)} == {None}
+
+
 @by_device
 def test_tiles(on):
     for dtype in (bf16, fp16, fp32):
