@@ -209,6 +209,7 @@ def test_stacks():
     for call, error, message in (
         (lambda: HyperStack(one, other), ValueError, "HyperStack: connection 1 has n=4, D=8"),
         (lambda: HyperStack(one, another).__setitem__(1, other), ValueError, "HyperStack: connection 1 has n=4, D=8"),
+        (lambda: HyperStack(linear), TypeError, "HyperStack: connection 0 must be a HyperConnection"),
         (lambda: HyperStack(one).insert(0, linear), TypeError, "HyperStack: connection 0 must be a HyperConnection"),
         (lambda: HyperStack(one, recompute=-1), ValueError, "HyperStack: recompute must be 0 or more"),
         (lambda: HyperStack(one, recompute=True), TypeError, "HyperStack: recompute must be an int"),
