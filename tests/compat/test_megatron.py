@@ -82,6 +82,7 @@ def test_aggregate_into_a_buffer():
     assert found.data_ptr() == out.data_ptr() and torch.equal(found, megatron.fused_h_aggregate(x, h_pre))
     (gradient,) = torch.autograd.grad(found.sum(), h_pre)
     assert_near([gradient], [x.sum(-1)], FP32)
+    out = out.detach()
     for buffer in (out[..., 1:], out.half(), out.mT.contiguous().mT, torch.empty(S, B, C, requires_grad=True)):
         with pytest.raises(ValueError, match=r"^fused_h_aggregate_into: out must "):
             megatron.fused_h_aggregate_into(x, h_pre, buffer)
@@ -158,6 +159,7 @@ def test_install(megatron_core):
     from megatron.core.fusions import fused_mhc_kernels
 
     assert fused_mhc_kernels.fused_sinkhorn is megatron.fused_sinkhorn
+    assert fused_mhc_kernels.log_fused_mhc_backend_once() is None
     assert fused_mhc_kernels.is_triton_available() and not fused_mhc_kernels.is_cutile_available()
     megatron.uninstall()
     assert not hasattr(sys.modules["megatron.core.fusions"], "fused_mhc_kernels")

@@ -46,6 +46,14 @@ def test_plans(on):
             assert len(shapes) == 1, "slices, bundles and groups depend on n and D alone"
 
 
+def test_how_k_is_split():
+    """Few tokens fill the device, some store bundles, many store groups; one launch takes few where it is faster."""
+    pieces = {blocks: configs.split_k(4, 4096, 128, blocks, 132).pieces for blocks in (1, 64, 128, 1000)}
+    assert pieces == {1: 32, 64: 4, 128: 4, 1000: 4}
+    assert configs.split_k(4, 4096, 128, 16, 132) == configs.split_k_in_bundles(4, 4096)
+    assert configs.few(4, 7168, 16, HOPPER).together and configs.few(4, 7168, 64, HOPPER) is None
+
+
 @by_device
 def test_few_tokens_are_taken_by_programs_that_run_at_once(on):
     """Those that wait for one another do run at once, and there are enough of them to finish all tokens."""
