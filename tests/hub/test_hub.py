@@ -157,6 +157,9 @@ def test_the_other_layers():
         assert_near([layer.forward(head, x)], [h_in], FP32)
     assert_near([layers.Glm5NextTextHyperHead.forward(nn.Module(), x)], [x.mean(-2)], FP32)
     assert layers.Glm5NextTextHyperConnection.forward is layers.DeepseekV4HyperConnection.forward
+    for layer in LAYERS:  # as the hub allows them: no constructor, nothing but forward and two flags
+        assert issubclass(layer, nn.Module) and layer.__init__ is nn.Module.__init__
+        assert set(dir(layer)) - set(dir(nn.Module)) == {"can_torch_compile", "has_backward"}
 
 
 @pytest.fixture
