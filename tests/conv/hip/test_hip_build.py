@@ -79,6 +79,14 @@ def test_ranks_do_not_all_compile(cache, stub, tmp_path):
     assert len(made) == 1 and calls(tmp_path) == 1
 
 
+def test_without_locks_each_compiles(cache, stub, monkeypatch):
+    def refuse(*_):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(build.fcntl, "flock", refuse)
+    assert build.compiled((stub(), "-x")).exists()
+
+
 def test_a_compiler_that_does_not_work_is_said(cache, monkeypatch):
     for compiler in ("false", "no-such-compiler"):
         monkeypatch.setattr(backend, "_CXX", compiler)
