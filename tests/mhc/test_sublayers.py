@@ -125,13 +125,13 @@ def test_sublayers_of_different_options(shifted, place, on):
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in ("standard", "identity of Hy4", "all else")], ids=str)
 @pytest.mark.parametrize("tokens", [7, 66], ids=["one launch", "several"])
 @pytest.mark.parametrize(("dtype", "norm"), [(bf16, True), (bf16, False), (fp16, True)], ids=str)
-def test_types_on_kernels(dtype, norm, tokens, options, kernel_device):
+def test_types(dtype, norm, tokens, options, place, on):
     """One shifted sublayer around a layer whose output is given. Few tokens are one launch in bf16."""
-    x, (own,) = sublayers([options], (tokens,), 4, 33, dtype, norm=norm, device=kernel_device)
+    x, (own,) = sublayers([options], (tokens,), 4, 33, dtype, norm=norm, device=on)
     generator = torch.Generator().manual_seed(cases.SEED + 5)
-    read = torch.sigmoid(torch.randn(tokens, 4, generator=generator)).to(kernel_device).requires_grad_()
-    h_out = torch.randn(tokens, 33, generator=generator).to(kernel_device, dtype).requires_grad_()
-    with mhc_ops.use_backend("triton"):
+    read = torch.sigmoid(torch.randn(tokens, 4, generator=generator)).to(on).requires_grad_()
+    h_out = torch.randn(tokens, 33, generator=generator).to(on, dtype).requires_grad_()
+    with mhc_ops.use_backend(place[0]):
         h_in, carry = mhc_ops.mhc_enter(x, **own, **options, shifted=True, read=read)
         outputs = (h_in, *mhc_ops.mhc_leave(carry, h_out))
         results = gradients(outputs, leaves_of(x, [own], read, h_out))

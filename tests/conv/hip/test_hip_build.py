@@ -115,10 +115,13 @@ def planted(cache, stub):
 
 def test_what_others_write_is_refused(cache, planted, tmp_path):
     command, library = planted
-    for path, modes in {cache: (0o777, 0o775, 0o1777, 0o757), library: (0o666, 0o664, 0o646)}.items():
+    for path, remedy, modes in (
+        (cache, "chmod go-w", (0o777, 0o775, 0o1777, 0o757)),
+        (library, "delete", (0o666, 0o664, 0o646)),
+    ):
         for mode in modes:
             path.chmod(mode)
-            with refused(f"{path} can be written by other users"):
+            with refused(f"{path} can be written by other users, .*; {remedy} {path}"):
                 build.compiled(command)
         path.chmod(0o755)
     assert not (tmp_path / "calls").exists() and len(list(cache.iterdir())) == 1
@@ -131,6 +134,9 @@ def test_what_belongs_to_another_user_is_refused(cache, planted, monkeypatch):
         other.setattr(build.os, "geteuid", lambda: os.getuid() + 1)
         if os.getuid() == 0:
             assert build.compiled(command) == library
+            os.chown(library, 1234, -1)
+            with refused(f"{library} belongs to user 1234, not to you"):
+                build.compiled(command)
             os.chown(cache, 1234, -1)
         with refused(rf"{cache} belongs to user \d+, not to you \(user \d+\) or root"):
             build.compiled(command)
