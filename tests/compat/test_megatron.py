@@ -173,3 +173,9 @@ def test_install_without_the_file(branch, request):
     with says(ImportError, f"install: there is no {FILE} here; Megatron-Core's dev branch has it"):
         megatron.install()
     assert "megatron.core.fusions.fused_mhc_kernels" not in sys.modules
+
+
+def test_install_where_megatron_lacks_a_package_of_its_own(megatron_core):
+    (megatron_core.parent / "__init__.py").write_text("import a_package_that_is_not_there\n")
+    with says(ModuleNotFoundError, "No module named 'a_package_that_is_not_there'"):
+        megatron.install()

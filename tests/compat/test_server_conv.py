@@ -103,8 +103,9 @@ def test_decoding_writes_to_out_and_converts(each_backend):
     assert torch.equal(vllm.causal_conv1d_update(x, states[1], weight, bias, **slots), y.float())
     assert vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=out) is out
     assert torch.equal(out, y.float()) and torch.equal(x, kept)
-    with pytest.raises(ValueError, match="out must be "):
-        vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=x.new_empty(3, 2, D))
+    for out in (x.new_empty(3, 2, D), x.new_empty(1, D, dtype=torch.float64).expand(2, D)):
+        with pytest.raises(ValueError, match=r"out must (be|have) "):
+            vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=out)
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])  # checked before the state changes
 
 

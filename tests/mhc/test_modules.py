@@ -137,6 +137,7 @@ def test_dtype_and_device_of_parameters(dtype):
     found = (*maps.parameters(), conv.norm_weight)
     assert {parameter.dtype for parameter in found} == {torch.promote_types(dtype, torch.float32)}
     assert all(parameter.isfinite().all() for parameter in (*found, conv.weight))
+    assert {parameter.dtype for parameter in made(dtype=torch.float16).parameters()} == {torch.float16}
     asked = {(parameter.device.type, parameter.dtype) for parameter in made(device="meta", dtype=dtype).parameters()}
     assert asked == {("meta", dtype)}
 
