@@ -237,11 +237,15 @@ WRONG = [
     ("deepseek liger", maps("a", *OF_DEEPSEEK, 8, 2), "a is a connection that keeps its"),
     ("deepseek", maps("a", *OF_DEEPSEEK, 7), rf"{SHAPE}, got \[7"),
     ("deepseek", maps("a", *OF_DEEPSEEK) | {"a_base": (9,)}, r"bias must be \[24\], got \[9\]"),
+    ("deepseek", maps("a", *OF_DEEPSEEK, scales=4), r"1 to 3 scales, got \[4\]"),
     ("transformer-engine", PHI | {"a.beta": (M,)}, NOT_TOGETHER),
     ("transformer-engine", PHI | {"a.beta": (2, M)}, r"bias must be \[24\]"),
     ("transformer-engine", {"a.phi": (8, K), "a.alpha": (2,), "a.beta": (1, 8)}, "has no connection that k"),
     ("megatron", OF_MEGATRON | alphas("a", (3,), (0,), (0,)), NOT_TOGETHER),
-    *(("deepseek", {"a_fn": phi, "a_base": phi[:1], "a_scale": (3,)}, SHAPE) for phi in ((), (M, 0), (M, K, 1))),
+    *(
+        ("deepseek", {"a_fn": phi, "a_base": phi[:1], "a_scale": (3,)}, SHAPE)
+        for phi in ((), (0, K), (M, 0), (M, K, 1))
+    ),
     ("deepseek", maps("a", *OF_DEEPSEEK) | {"a.phi": ()}, "two tensors would be a.phi"),
     # parameters of another format: not even half of them is converted
     ("megatron", STATES["deepseek"], "layers.0.hc_attn_fn, .* and megatron has no connection of these"),

@@ -13,6 +13,11 @@ import mhc_ops
 
 ROOT = Path(__file__).parents[1]
 NEEDED = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
+# What a browser fetches from a network to show a page. Links that a reader may click are not counted.
+FETCHED = re.compile(
+    r"""<(?:[^>]*\s(?:src|srcset|poster|data)|(?!a\s)[^>]*\shref)\s*=\s*["']?\s*(?:https?:)?//[^>]*"""
+    r"""|url\(\s*["']?(?:https?:)?//[^)]*|@import[^;]*//[^;]*"""
+)
 RULED_OUT = re.compile(r"\b(nobody|whoever|somebody|what\s+is\s+none|behind)\b", re.IGNORECASE)
 OF_MHC_OPS = re.compile(r"^\.\. currentmodule:: mhc_ops\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -31,12 +36,18 @@ def site(tmp_path):
 
 
 def test_what_a_docstring_describes_is_listed(site):
-    """As docs/docstrings.py says. furo needs the parser too."""
+    """As docs/docstrings.py says. furo needs the parser too. The site needs no network, and has the page of the run."""
+    files = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
+    found = {path.name: FETCHED.findall(path.read_text(encoding="utf-8")) for path in files}
+    assert len(files) > 10 and {name: remote for name, remote in found.items() if remote} == {}
     bs4 = pytest.importorskip("bs4", reason="furo is not installed: pip install 'mhc-ops[docs]'")
     page = bs4.BeautifulSoup((site / "api.html").read_text(encoding="utf-8"), "html.parser")
+    assert not re.search("`| -- ", page.get_text())
     listed = {}
     for item in page.select("li > p > strong, dd > p > strong"):
         listed.setdefault(item.find_previous("dt", class_="sig").get("id"), []).append(item.get_text())
+    frames = re.findall(r'<iframe[^>]* src="([^"]+)"', (site / "report.html").read_text(encoding="utf-8"))
+    assert frames and all((site / frame).is_file() for frame in frames)
     assert listed["mhc_ops.Carry"] == ["x", "h_post", "h_res", "read", "transposed", "link"]
 
 

@@ -143,6 +143,7 @@ def test_what_is_installed_is_kept(sandbox):
     [
         ("", "", ""),
         ("", "RUFF=1", "ruff check"),
+        ("", "MYPY=2", "mypy"),
         ("", "COMPILED=1", "pytest -m not interpreted"),
         ("", "COMPILED=1 INTERPRETED=1", "pytest -m interpreted"),
         # a selection may leave one of the two runs without tests

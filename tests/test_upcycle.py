@@ -160,6 +160,8 @@ NOT_AS_FRESH = [
     ("h_pre", slice(N), -50),
     ("h_pre", slice(N), torch.tensor([0.0, 0.0, -50.0])),  # their sum is 1
     ("h_post", slice(N, N + 1), 0.1),
+    ("h_post", slice(N, 2 * N), -50),
+    ("h_res", slice(2 * N, None), 0),
     ("h_res", slice(-1, None), float("nan")),
 ]
 WRONG = [  # which argument, what is other in it, and what is said
@@ -169,6 +171,7 @@ WRONG = [  # which argument, what is other in it, and what is said
     ("fresh", {"stack.1.bias": torch.zeros(MAPS, device="meta")}, "stack.1.phi or its bias is on the meta device"),
     ("fresh", {"a.weight": (1,)}, "a.weight of the new model would have no tensor; names says"),
     ("state", {"a.weight": (1,)}, "a.weight of the plain model would have no place in the new one; names says"),
+    ("state", dict.fromkeys("stuv", (1,)), "s, t, u and 1 more of the plain model would have no place in the new one"),
     ("state", {"out.weight": (9, 2)}, f"out.weight is [9, 2], but out.weight of the new model is [9, {D}]"),
     ("state", {"blocks.0.norm1.bias": (D,)}, "blocks.0.norm1.bias: the norm of a connection"),
     ("state", dict.fromkeys(OLD, (1,)), f"{', '.join(OLD)} of the plain model are maps"),
@@ -202,6 +205,7 @@ MAPS_OF_A = {f"a.{key}": tensor for key, tensor in HyperConnection(torch.tanh, N
 NOT_TENSORS = [
     ({"model": {}, "step": 3}, None, TypeError, "state['model'] must be a tensor, got dict"),
     ({3: torch.ones(1)}, None, TypeError, "the names in state must be str, got int"),
+    ({"a.w": torch.ones(1)}, ["a"], TypeError, "names must be a dict of str, got list"),
     ({"a.w": torch.ones(1)}, {"a": 1}, TypeError, "names must be a dict of str, got int in it"),
     ({f"b.{'9' * 5000}.w": torch.ones(1)}, {"b.{i}": "a.{2i}"}, ValueError, "a number in 'b.{i}' is too large"),
     ({"x.w": torch.ones(1)}, None, ValueError, "a.layer of the new model would have no tensor; names says"),

@@ -33,6 +33,7 @@ def names():
 def test_the_package_is_complete(installed):
     assert installed.__version__ == importlib.metadata.version("causal-conv1d") == "1.7.0"
     assert importlib.metadata.version("causal_conv1d") == "1.7.0"
+    assert importlib.metadata.packages_distributions()[NAME] == [NAME]
     assert importlib.util.find_spec(NAME).name == NAME
     for part in PARTS:
         module = importlib.import_module(f"{NAME}.{part}")
@@ -73,6 +74,7 @@ def test_an_autograd_function_of_the_compiled_part(packed, installed):
         gradients = backward(x, weight, bias, cotangents[0], ids, states, dfinal, wide[:, 5:], True, True)
     assert gradients[0].data_ptr() == wide[:, 5:].data_ptr()
     assert all(map(torch.equal, gradients, expected))
+    assert backward(x, weight, None, cotangents[0], ids, states, None, None, False, False)[2:] == (None, None)
 
 
 def test_other_forms_of_both_functions(installed):

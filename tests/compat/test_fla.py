@@ -118,7 +118,7 @@ def test_module_has_the_parameters_of_conv1d(conv):
     y, nothing = conv(x)
     assert nothing is None
     torch.testing.assert_close(y, torch.nn.functional.silu(plain(x.mT)[..., :T].mT))
-    assert conv.state_size == D * W
+    assert conv.state_size == D * W and "activation=silu" in repr(conv)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])

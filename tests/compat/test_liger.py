@@ -65,6 +65,7 @@ def test_module():
     assert [*map(id, mhc.parameters())] == [*map(id, [*parameters, mhc.layer.weight])]
     assert [tuple(p.shape) for p in parameters] == [(K, M), (M,), (), (), ()]
     assert [p.dtype for p in mhc.parameters()] == [torch.float16] + 5 * [torch.float32]
+    assert repr(mhc).startswith("LigerMHC(\n  hc=4, c=24, tmax=20")
     x = torch.randn(3, N, C).bfloat16().requires_grad_()
     truth = in_fp64([x, *parameters, mhc.layer.weight])
     found = mhc(x)

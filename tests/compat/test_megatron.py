@@ -82,6 +82,7 @@ def test_aggregate_into_a_buffer():
     assert found.data_ptr() == out.data_ptr() and torch.equal(found, megatron.fused_h_aggregate(x, h_pre))
     (gradient,) = torch.autograd.grad(found.sum(), h_pre)
     assert_near([gradient], [x.sum(-1)], FP32)
+    out = out.detach()
     for buffer in (out[..., 1:], out.half(), out.mT.contiguous().mT, torch.empty(S, B, C, requires_grad=True)):
         with pytest.raises(ValueError, match=r"^fused_h_aggregate_into: out must "):
             megatron.fused_h_aggregate_into(x, h_pre, buffer)
@@ -158,6 +159,7 @@ def test_install(megatron_core):
     from megatron.core.fusions import fused_mhc_kernels
 
     assert fused_mhc_kernels.fused_sinkhorn is megatron.fused_sinkhorn
+    assert fused_mhc_kernels.log_fused_mhc_backend_once() is None
     assert fused_mhc_kernels.is_triton_available() and not fused_mhc_kernels.is_cutile_available()
     megatron.uninstall()
     assert not hasattr(sys.modules["megatron.core.fusions"], "fused_mhc_kernels")
@@ -171,3 +173,9 @@ def test_install_without_the_file(branch, request):
     with says(ImportError, f"install: there is no {FILE} here; Megatron-Core's dev branch has it"):
         megatron.install()
     assert "megatron.core.fusions.fused_mhc_kernels" not in sys.modules
+
+
+def test_install_where_megatron_lacks_a_package_of_its_own(megatron_core):
+    (megatron_core.parent / "__init__.py").write_text("import a_package_that_is_not_there\n")
+    with says(ModuleNotFoundError, "No module named 'a_package_that_is_not_there'"):
+        megatron.install()

@@ -60,7 +60,7 @@ def test_prefix_cache(each_backend):
     """States at the block boundaries, with a chunk that is shorter than the state: the block it reads stays."""
     weight, bias, normal = draw(D)
     whole, states = normal(12, D), normal(9, D, 3)
-    for begin, end, first, last in ((0, 7, 0, 1), (7, 8, 1, 1), (8, 10, 2, 2), (10, 12, 2, 2)):
+    for begin, end, first, last in ((0, 2, 0, 0), (2, 7, 0, 1), (7, 8, 1, 1), (8, 10, 2, 2), (10, 12, 2, 2)):
         slots = {"cache_indices": ints(3, 5, 7, 1)[None], "has_initial_state": torch.tensor([begin > 0])}
         slots |= {"block_idx_first_scheduled_token": ints(first), "block_idx_last_scheduled_token": ints(last)}
         slots |= {"initial_state_idx": ints(max(begin - 1, 0) // 4), "num_computed_tokens": ints(begin)}
@@ -103,8 +103,9 @@ def test_decoding_writes_to_out_and_converts(each_backend):
     assert torch.equal(vllm.causal_conv1d_update(x, states[1], weight, bias, **slots), y.float())
     assert vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=out) is out
     assert torch.equal(out, y.float()) and torch.equal(x, kept)
-    with pytest.raises(ValueError, match="out must be "):
-        vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=x.new_empty(3, 2, D))
+    for out in (x.new_empty(3, 2, D), x.new_empty(1, D, dtype=torch.float64).expand(2, D)):
+        with pytest.raises(ValueError, match=r"out must (be|have) "):
+            vllm.causal_conv1d_update(x, states[2], weight, bias, **slots, out=out)
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])  # checked before the state changes
 
 

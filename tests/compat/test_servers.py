@@ -1,5 +1,6 @@
 """mhc_ops.compat.vllm and .sglang in the place of a server's own functions and custom ops."""
 
+import logging
 import re
 import sys
 from importlib import import_module
@@ -78,11 +79,13 @@ def server(written, monkeypatch):
 
 
 @pytest.mark.parametrize("loaded_before", [False, True])
-def test_vllm(loaded_before, server):
+def test_vllm(loaded_before, server, caplog):
     server(vllm)
     if loaded_before:
         import_module(CALLER[vllm])
+    caplog.set_level(logging.INFO, "vllm")
     assert vllm.register() == ("causal_conv1d_fn", "causal_conv1d_update", *vllm.CUSTOM_OPS)
+    assert "mhc_ops runs causal_conv1d_fn, causal_conv1d_update, MHCPreOp" in caplog.text
     assert vllm.register("mhc") == tuple(vllm.CUSTOM_OPS)  # again
     assert import_module(CALLER[vllm]).b is vllm.causal_conv1d_update
     module = import_module(LAYERS)
@@ -138,6 +141,12 @@ def test_a_version_without_a_name(ours, module, lacks, text, server):
     for path in ours.CONV:
         function = getattr(sys.modules.get(path), "causal_conv1d_fn", None)
         assert function is None or "mhc_ops" not in function.__module__
+
+
+def test_a_server_lacks_a_package(server):
+    server(vllm, {file_of(CONV): "import a_package_of_vllm"})
+    with says(ModuleNotFoundError, "No module named 'a_package_of_vllm'"):
+        vllm.register()
 
 
 def test_another_package_has_replaced_an_op(server):

@@ -137,9 +137,10 @@ def test_multilayer_recompute(outputs):
 
 
 def test_expand():
-    x = torch.randn(B, S, D)
+    x = torch.randn(B, S, D, requires_grad=True)
     found = tk.expand_from_embedding(x)
     assert torch.equal(found, x.unsqueeze(-2).expand(B, S, 4, D)) and found.is_contiguous()
+    assert torch.equal(*torch.autograd.grad(found.sum(), x), torch.full_like(x, 4))
 
 
 def test_the_kernels_that_automodel_takes():

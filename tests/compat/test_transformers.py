@@ -81,10 +81,15 @@ def test_bf16(tiny, exact_as_eager):
 
 @torch.no_grad()
 @pytest.mark.parametrize("exact_as_eager", [False, True])
-def test_exact_as_eager_rounds_the_maps(tiny, exact_as_eager):
+def test_exact_as_eager_rounds_the_maps_and_calls_the_norm(tiny, exact_as_eager, monkeypatch):
     layer = copy.deepcopy(tiny.text_layers()[1]).to(torch.bfloat16)
     patch(layer, exact_as_eager=exact_as_eager)
-    _, carry = layer.attn_hc(torch.randn(2, 5, 3, 32).bfloat16(), norm=layer.input_layernorm)
+    norm, normed = type(layer.input_layernorm), []
+    forward = norm.forward
+    # Not by a hook: a norm that has one is called in any case.
+    monkeypatch.setattr(norm, "forward", lambda *given: normed.append(forward(*given)) or normed[-1])
+    h_in, carry = layer.attn_hc(torch.randn(2, 5, 3, 32).bfloat16(), norm=layer.input_layernorm)
+    assert [h_in is each for each in normed] == [True] * exact_as_eager
     rounded = all(torch.equal(h, h.bfloat16().float()) for h in (carry.h_post, carry.h_res) if h is not None)
     assert rounded == (exact_as_eager and tiny.kind != "hy_v4")
 

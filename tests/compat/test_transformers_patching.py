@@ -88,6 +88,9 @@ def test_patching_twice(built, mapping):
     with patched(tiny.model, exact_as_eager=True):
         assert classes(tiny.model) not in (ours, plain)
     assert classes(tiny.model) == ours != plain
+    tiny.model.model.layers[1].forward = tiny.model.model.layers[1].forward  # too late to patch, if it had to be
+    patch(tiny.model)
+    del tiny.model.model.layers[1].forward
     for _ in range(2):
         unpatch(tiny.model)
         assert classes(tiny.model) == plain
@@ -120,9 +123,12 @@ def test_what_others_registered_stays(mapping):
     unregister_patch_mapping(["HYV4HyperHead"])
 
 
-def test_without_transformers(monkeypatch):
+def test_without_transformers_or_these_models(monkeypatch):
     monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"^patch: the package transformers is not installed"):
+        patch()
+    monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: "here" if name == "transformers" else None)
+    with pytest.raises(ImportError, match=r"^patch: transformers \S+ has none of deepseek_v4, glm5_next, hy_v4; 5\.8"):
         patch()
 
 

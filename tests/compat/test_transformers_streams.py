@@ -127,8 +127,10 @@ def test_saved_and_loaded(dtype, plain, tmp_path):
 def test_what_load_refuses(llama, tmp_path):
     """`from_pretrained` would leave the maps fresh that do not fit or are missing. It takes its options."""
     hyperconnect(llama, N).save_pretrained(tmp_path)
-    loaded, info = load(tmp_path, output_loading_info=True)
+    loaded, info = load(tmp_path, config=str(tmp_path), output_loading_info=True)
     assert torch.equal(loaded(IDS).logits, llama(IDS).logits) and not info["missing_keys"]
+    with pytest.raises(TypeError, match=r"^load: config must be a config of transformers or a path, got dict"):
+        load(tmp_path, config={"hc_mult": N})
     state = llama.state_dict()
     del state["model.layers.1.ffn_hc.bias"]
     llama.save_pretrained(tmp_path / "less", state_dict=state)
@@ -147,6 +149,20 @@ def test_models_of_one_config(llama):
     assert (llama.config.hc_mult, other.config.hc_mult) == (2, 4) and not hasattr(third.config, "hc_mult")
     held = [module.config for module in llama.modules() if hasattr(module, "config")]
     assert len(held) > 4 and all(config is llama.config for config in held)
+    del llama.config.hc_mult
+    for model in (llama, other):
+        assert collapse(model).config.to_dict() == third.config.to_dict()
+
+
+def test_a_layer_takes_arguments_by_position(llama):
+    layer, x, mask = llama.model.layers[0], torch.randn(1, 4, D), -torch.eye(4)[None, None]
+    cos_and_sin = llama.model.rotary_emb(x, torch.arange(4)[None])
+    expected = layer(x, mask, position_embeddings=cos_and_sin)
+    hyperconnect(llama, N)
+    found = layer(x, mask, position_embeddings=cos_and_sin)
+    assert all(distance(stream, expected) < LOGITS for stream in found.unbind(-2))
+    with pytest.raises(TypeError, match="multiple values for argument 'attention_mask'"):
+        layer(x, mask, attention_mask=mask)
 
 
 def test_norms_that_others_watch_or_changed_are_called(llama):
@@ -175,6 +191,8 @@ def test_the_streams_are_used(llama):
 
 
 MOVED = [
+    ("layers.1.ffn_hc.phi", slice(0, 1), "h_pre of model.layers.1.ffn_hc is"),
+    ("layers.0.attn_hc.bias", slice(0, 2 * N), "h_pre, h_post of model.layers.0.attn_hc are"),
     ("layers.1.ffn_hc.phi", slice(N, N + 1), "h_post of model.layers.1.ffn_hc is"),
     ("layers.0.attn_hc.bias", slice(2 * N, None), "h_res of model.layers.0.attn_hc is"),
     ("norm.hc_head.bias", slice(0, 1), "h_pre of model.norm.hc_head is"),

@@ -44,6 +44,7 @@ def test_state_device_and_dtype():
     assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
     assert {p.dtype for p in ShortConv(2, 8).parameters()} == {torch.float32}
     assert repr(module) == "ShortConv(n=2, D=8, width=3, dilation=1)"
+    assert repr(ShortConv(2, 8, residual=False)) == "ShortConv(n=2, D=8, width=4, dilation=1, residual=False)"
 
 
 def test_arguments_are_checked():

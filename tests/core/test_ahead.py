@@ -42,6 +42,9 @@ def test_each_form_is_compiled_once(capsys, monkeypatch):
     assert err.endswith(" s: same_kernel ×2, special_kernel ×6\n")
     assert ahead.compile_ahead("warmup", work, torch.device("cpu"), verbose=False) == 8
     assert capsys.readouterr().err == "" and len(in_c) == 2
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    ahead.compile_ahead("warmup", work, torch.device("cpu"), verbose=True)
+    assert "\rwarmup [############            ] 4/8" in capsys.readouterr().err
 
 
 def test_sizes_have_the_kernels_of_their_neighbours():

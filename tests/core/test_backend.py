@@ -185,6 +185,10 @@ def test_what_is_missing_is_said(monkeypatch):
         monkeypatch.setitem(backend._INSTALLED, name, False)
         refused(rf"the package {name} is not installed \(pip install 'mhc-ops\[{name}\]'\)", name)
     monkeypatch.undo()
+    monkeypatch.setattr(backend, "_INTERPRETED", True)
+    monkeypatch.setitem(backend._INSTALLED, "numpy", False)
+    refused("triton's interpreter needs numpy, which is not installed", "triton", CPU)
+    assert backend.too_old("tilelang", None, backend.TILELANG) == {}
     with pytest.raises(NotImplementedError, match="nothing: the triton backend of mhc does not have it"):
         backend.load("mhc", "triton", "nothing", CUDA)
 
@@ -245,3 +249,11 @@ def test_gpu_that_is_too_old(gpu):
         backend.load("mhc", "triton", "mhc_post_fwd", old)
     for capability in ((8, 0), (8, 6), (12, 1)):
         assert backend.choose("mhc_pre", "mhc", None, gpu(*capability)) == "triton"
+
+
+def test_a_graph_does_not_look_at_the_gpu(monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(backend, "_why_not_gpu", torch.compiler.disable(lambda device: None))  # breaks a graph
+    names = {"triton": 1}
+    traced = torch.compile(lambda x: x + names[backend.choose("f", "mhc", None, CUDA)], fullgraph=True, backend="eager")
+    assert traced(torch.zeros(())) == 1

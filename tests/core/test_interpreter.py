@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mhc_ops.core import interpreter
 from mhc_ops.core.backend import _repair_interpreter
 from mhc_ops.testing.cases import SEED
 
@@ -20,6 +21,13 @@ def by_halves(terms):
 
 def random(*shape):
     return np.random.default_rng(SEED).standard_normal(shape, dtype=np.float32)
+
+
+def test_a_triton_without_a_name_that_is_replaced(monkeypatch):
+    """It would leave bf16 as it is."""
+    monkeypatch.setitem(interpreter.REPLACED, interpreter.ReduceOps, ("sum", "gone"))
+    with pytest.raises(ImportError, match=r"^TRITON_INTERPRET=1: triton \S+ has no ReduceOps\.gone; triton 3\.6 to"):
+        interpreter.repair()
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from processes import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from mhc_ops import HyperConnection, HyperHead, HyperStack, MHCBlock, ShortConv, mhc_expand
 from mhc_ops.distributed import fully_shard
@@ -101,8 +101,9 @@ def test_what_is_asked_for():
     assert "cast_maps=True" in repr(HyperHead(2, 4, cast_maps=True))
     with pytest.raises(TypeError, match="ShortConv: cast_maps must be a bool, got int"):
         ShortConv(2, 4, cast_maps=1)
-    with pytest.raises(TypeError, match=r"HyperHead: dtype must be bfloat16, .* or float64, got int32"):
-        HyperHead(2, 4, dtype=torch.int32)
+    for dtype in (torch.complex64, torch.int32):
+        with pytest.raises(TypeError, match=r"HyperHead: dtype must be bfloat16, .* or float64, got (complex64|int32)"):
+            HyperHead(2, 4, dtype=dtype)
 
 
 @pytest.mark.parametrize("cast_maps", [False, True])
@@ -153,8 +154,20 @@ def test_parametrized_maps():
     assert {parameter.dtype for name, parameter in network.named_parameters() if ".original" in name} == {FP32}
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_maps_that_older_tools_make():
+    """nn.utils.prune and the weight_norm before parametrizations keep what a map is made of under other names."""
+    network = model()
+    prune.random_unstructured(network.head, "phi", amount=0.5)
+    nn.utils.weight_norm(network.stack[0], "phi")
+    network.stack[1].bias_v = nn.Parameter(torch.zeros(2, 2))  # bias is there: it is not made of this
+    named = dict(network.bfloat16().named_parameters())
+    made = {name for name in named if named[name].dtype == FP32 and not MAP.fullmatch(name)}
+    assert made == {"head.phi_orig", "stack.0.phi_g", "stack.0.phi_v"}
+
+
 def test_shared_maps_stay_shared():
-    """Those that shared a parameter and load one bf16 tensor."""
+    """Those that shared a parameter and load one bf16 tensor, while the first has the values that it loaded."""
     one, other = HyperHead(2, 4), HyperHead(2, 4)
     both = nn.ModuleList([one, other])
     other.phi = one.phi
@@ -162,7 +175,12 @@ def test_shared_maps_stay_shared():
     state["1.phi"] = state["0.phi"].detach()
     both.load_state_dict(state, assign=True)
     assert one.phi is other.phi and one.phi.dtype == FP32 and one.bias is not other.bias
+    one.load_state_dict({name[2:]: state[name] for name in state if name[0] == "0"}, assign=True)
+    nn.init.ones_(one.phi)
+    other.load_state_dict({name[2:]: state[name] for name in state if name[0] == "1"}, assign=True)
     assert torch.equal(other.phi, state["1.phi"].to(FP32))
+    with pytest.raises(RuntimeError, match=r'parameter named "phi", expected torch.Tensor'):
+        one.load_state_dict({**one.state_dict(), "phi": [1.0]}, assign=True)
 
 
 def wrapped():

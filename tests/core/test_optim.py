@@ -94,8 +94,11 @@ def test_fsdp():
         ({"model": 1}, TypeError, "model must be an nn.Module, got int"),
         ({"lr": -1.0}, ValueError, "lr must be 0 or more, got -1.0"),
         ({"lr": "1"}, TypeError, "lr must be a number, got str"),
+        ({"weight_decay": None}, TypeError, "weight_decay must be a number, got NoneType"),
+        ({"maps": 0.1}, TypeError, "maps must be a mapping of options, got float"),
         ({"maps": {"params": []}}, ValueError, "maps must be options of the optimizer, got 'params'"),
         ({"maps": {"lr": torch.tensor([-2.0])}}, ValueError, "maps['lr'] must be 0 or more, got -2.0"),
+        ({"model": nn.Identity()}, ValueError, "this Identity has no trainable parameters"),
         ({"maps": {"lr": 0.1}}, ValueError, "maps must be left out, because this Linear has no trainable maps"),
     ],
 )

@@ -72,6 +72,13 @@ def test_a_torch_without_any_of_them():
         assert (found, missing) == (expected, [f"torch.absent.{name}"]), name
 
 
+def test_a_torch_whose_kernel_of_autograd_takes_other_arguments(monkeypatch):
+    monkeypatch.setattr(private, "missing", [])
+    monkeypatch.setattr(private, "make_autograd", lambda op: None)
+    assert private.autograd_kernel(None, None) is None
+    assert private.missing == ["torch._library.autograd.make_autograd_impl(op, formula)"]
+
+
 def test_the_graph_that_is_captured(monkeypatch):
     """None where torch cannot tell, where another library captures, and for what is not the user's own object."""
     graph = SimpleNamespace()

@@ -3,8 +3,10 @@
 import doctest
 import math
 import operator
+import re
 from collections import Counter
 from functools import partial, reduce
+from pathlib import Path
 
 import older_torch
 import pytest
@@ -105,6 +107,8 @@ def test_counted_bytes(world):
     ("mesh", "sentence"),
     [
         (MeshSizes(data=3), "traffic: 3 rows of processes cannot share 4 sequences equally"),
+        (MeshSizes(context=3), "traffic: 3 pieces do not divide a sequence of 16 tokens"),
+        (MeshSizes(tensor=0), "traffic: tensor must be at least 1, got 0"),
         (MeshSizes(pipeline=5), "traffic: 5 stages need a connection each, there are 4"),
     ],
 )
@@ -115,9 +119,32 @@ def test_wrong_meshes_are_told(mesh, sentence):
 
 def test_a_pipeline_sends_streams_once_each_way():
     for send in ("x_next", "carry"):
-        rows = traffic(MODEL, MeshSizes(data=2, pipeline=2), send=send)[-2:]
+        *of_maps, there, back = traffic(MODEL, MeshSizes(data=2, pipeline=2), send=send, gathers=1)
         size = 2 * MODEL.length * boundary_bytes(MODEL.n, MODEL.D, MODEL.itemsize, send=send)
-        assert [(row.dimension, row.layer, row.times) for row in rows] == [("pipeline", size, 1)] * 2
+        assert [(row.dimension, row.layer, row.times) for row in (there, back)] == [("pipeline", size, 1)] * 2
+        assert [row.times for row in of_maps] == [2, 2]  # of half of the connections: parameters, gradients
+
+
+# Those of the page: layers as wide and as many as DeepSeek's, 8,192 tokens of bf16 on a GPU at a time.
+PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+DEEPSEEK = ModelSizes(connections=122, n=4, D=7168, batch=8, length=8192, convolutions=61, width=4)
+ALONE, LONG = DEEPSEEK._replace(batch=1), DEEPSEEK._replace(batch=1, length=8 * 8192)
+PLAN = DEEPSEEK._replace(batch=32, length=4 * 8192), MeshSizes(replicate=4, data=8, context=4, pipeline=8)
+ON_THE_PAGE = [
+    (DEEPSEEK, MeshSizes(data=8), {}),
+    *((LONG, mesh, {}) for mesh in (MeshSizes(context=8), MeshSizes(tensor=8))),
+    *((ALONE, MeshSizes(pipeline=8), {"send": send}) for send in ("x_next", "carry")),
+    (*PLAN, {"gathers": 1, "send": "carry", "layout": "zigzag"}),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "how"), ON_THE_PAGE, ids=str)
+def test_the_tables_of_the_page(model, mesh, how):
+    page = PAGE.read_text(encoding="utf-8")
+    for row in traffic(model, mesh, **how):
+        what = row.what.removesuffix(": gradients") if row.dimension == "pipeline" else row.what
+        times = rf"{row.times} \|" if mesh == PLAN[1] else ""
+        assert re.search(rf"\| {what}.* {row.layer:,} \|.* {times}", page), row
 
 
 def test_the_examples_in_docstrings():

@@ -146,6 +146,8 @@ def wrong_uses_are_told():
     ]:
         with pytest.raises((TypeError, ValueError), match=f"^fully_shard: {message}$"):
             fully_shard(network, mesh=line())
+    with pytest.raises(TypeError, match=r"^fully_shard: mesh must be a DeviceMesh, got int$"):
+        fully_shard(model(), mesh=2)
     assert not any(isinstance(parameter, DTensor) for parameter in uneven.parameters())
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from mhc_ops import HyperConnection, HyperStack
+from mhc_ops import HyperConnection, HyperHead, HyperStack
 from mhc_ops.distributed import HyperParallel
 
 TOKENS = Shard(1)
@@ -112,15 +112,21 @@ def wrong_use():
     layer, plain = MLP(), connection(torch.tanh)
     parallelize_module(layer, mesh, {"up": ColwiseParallel(input_layouts=TOKENS), "down": RowwiseParallel()})
     gathering = connection(layer)
+    head, square = parallelize_module(HyperHead(N, D), mesh, HyperParallel()), init_device_mesh("cpu", (2, 1))
     for words, use in {
         "takes a HyperConnection, .* or ShortConv, got Linear$": lambda: HyperParallel()._apply(nn.Linear(D, D), mesh),
+        "the mesh must have one dimension, got 2: slice it$": lambda: HyperParallel()._apply(HyperHead(N, D), square),
+        "every rank must have a token, got 0$": lambda: plain(streams(0)),
         "every rank must have a token, got 1 on 2 ranks$": lambda: plain(distribute_tensor(streams(1), mesh, [TOKENS])),
         r"sequence_dim=1 is not a token dimension of x \[8, 3, 20\]$": lambda: plain(streams()[0]),
         r"the layer returned \[2, 16, 20\] where .* piece is \[2, 8, 20\]; .*Shard\(1\)": lambda: gathering(streams()),
+        "x must be given by its position$": lambda: head(x=streams()),
         "the plan must name the HyperStack, not its connections$": lambda: HyperStack(plain)(streams()),
     }.items():
         with pytest.raises((TypeError, ValueError), match=f"^HyperParallel: {words}"):
             use()
+    with pytest.raises(TypeError, match=r"^HyperConnection: x must be a torch.Tensor, got NoneType$"):
+        plain(None)
 
 
 @older_torch.MATRIX_PRODUCT

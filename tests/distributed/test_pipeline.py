@@ -228,6 +228,10 @@ def test_x_travels_alone():
 
 WRONG = [
     (lambda stack: HyperStage(stack, 0, 5), "HyperStage: cut 5 is outside of the stack, which has 4 connections"),
+    (lambda stack: HyperStage(stack, -1, 2), "HyperStage: cut -1 is outside of the stack, which has 4 connections"),
+    (lambda stack: pipeline_stages(stack, [2.0]), "pipeline_stages: a cut must be an int, got float"),
+    (lambda stack: HyperStage(nn.Sequential(), 0, 1), "HyperStage: stack must be a HyperStack, got Sequential"),
+    (lambda stack: boundary_bytes(4, 64, 2, send="x"), "boundary_bytes: send must be 'x_next' or 'carry', got 'x'"),
     (lambda stack: pipeline_stages(stack, [2, 2]), "pipeline_stages: a stage from connection 2 to 2 is empty"),
     (lambda stack: pipeline_stages(nn.Linear(2, 2), [1]), "pipeline_stages: model must be a HyperStack or an "
      "nn.Sequential with one in it, got Linear with 0"),

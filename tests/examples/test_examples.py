@@ -147,6 +147,20 @@ def test_equally_many_parameters(on_cpu, n, given):
         assert abs(count - counts["mHC"]) <= min(4 * found.depth * (2 * found.D + 1), counts["mHC"] / 100)
 
 
+def test_unconstrained_maps_are_what_mixes_the_streams():
+    """With a layer that returns 0, x_next is the product of the maps that the gain is measured of."""
+    torch.manual_seed(0)
+    connection, watch = study.Unconstrained(torch.zeros_like, 3, 32, layer_norm=True), study.Watched()
+    x = torch.randn(5, 3, 32)
+    assert torch.equal(connection(x), x)
+    torch.nn.init.normal_(connection.phi)
+    connection.register_forward_hook(watch.see)
+    torch.testing.assert_close(connection(x), watch.product @ x)
+    rows, columns = (watch.product.abs().sum(dim).amax(-1).mean().item() for dim in (-1, -2))
+    found = watch.result()
+    assert (found["gain_forward"], found["gain_backward"]) == (rows, columns) and rows != columns
+
+
 def test_sweep(tmp_path, given):
     rows = studied(given, tmp_path / "sweep.png", "--sweep", "--depth", 1, "--seeds", 1)
     assert len(rows) == len(study.SETTINGS) == len({(row["rate"], row["decay"], row["decayed"]) for row in rows})

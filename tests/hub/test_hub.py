@@ -157,6 +157,9 @@ def test_the_other_layers():
         assert_near([layer.forward(head, x)], [h_in], FP32)
     assert_near([layers.Glm5NextTextHyperHead.forward(nn.Module(), x)], [x.mean(-2)], FP32)
     assert layers.Glm5NextTextHyperConnection.forward is layers.DeepseekV4HyperConnection.forward
+    for layer in LAYERS:  # as the hub allows them: no constructor, nothing but forward and two flags
+        assert issubclass(layer, nn.Module) and layer.__init__ is nn.Module.__init__
+        assert set(dir(layer)) - set(dir(nn.Module)) == {"can_torch_compile", "has_backward"}
 
 
 @pytest.fixture
@@ -179,6 +182,21 @@ def test_kernels_load_it(folder, monkeypatch):
     assert found.__name__ == identity and found.mhc_pre.__module__ == f"{identity}.mhc.ops"
     x = torch.randn(3, N, D)
     assert torch.equal(found.HyperHead(N, D)(x), mhc_ops.HyperHead(N, D)(x))
+
+
+@NO_KERNELS
+def test_the_benchmark_runs(folder, without_cuda):
+    """By the runner of `kernels`, which compares each result with its reference."""
+    from kernels.cli.benchmark import run_benchmark_class
+
+    spec = importlib.util.spec_from_file_location("benchmark_of_the_hub", folder / "benchmarks" / "benchmark.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    module.HyperConnections.tokens = module.Convolution.length = 5
+    module.HyperConnections.D = module.Convolution.D = 64
+    options = {"iterations": 1, "warmup": 0, "repo_id": str(folder), "is_local": True, "revision": ""}
+    timed = run_benchmark_class(module.HyperConnections, **options)[0]
+    timed |= run_benchmark_class(module.Convolution, **options)[0]
+    assert sorted(timed) == ["post", "post_pre", "pre", "silu"] and all(result.verified for result in timed.values())
 
 
 def kernelized(model, folder, *names, mode="TRAINING"):

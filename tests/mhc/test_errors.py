@@ -1,6 +1,7 @@
 """Every message for bad input, raised before any launch."""
 
 import inspect
+import math
 import re
 from functools import partial
 
@@ -90,6 +91,7 @@ OPTIONS = [
     ({"sinkhorn_iters": 0}, ValueError, "sinkhorn_iters must be at least 1, got 0"),
     ({"sinkhorn_iters": 20.0}, TypeError, "sinkhorn_iters must be an int, got float"),
     ({"post_mult": NAN}, ValueError, "post_mult must be finite, got nan"),
+    ({"post_mult": -math.inf}, ValueError, "post_mult must be finite, got -inf"),
     ({"transposed": None}, TypeError, "transposed must be a bool, got NoneType"),
     ({"residual": None}, TypeError, "residual must be a str, got NoneType"),
     ({"residual": "none"}, ValueError, "residual must be 'sinkhorn', 'identity' or 'logits', got 'none'"),
@@ -207,6 +209,7 @@ def test_stacks():
     for call, error, message in (
         (lambda: HyperStack(one, other), ValueError, "HyperStack: connection 1 has n=4, D=8"),
         (lambda: HyperStack(one, another).__setitem__(1, other), ValueError, "HyperStack: connection 1 has n=4, D=8"),
+        (lambda: HyperStack(linear), TypeError, "HyperStack: connection 0 must be a HyperConnection"),
         (lambda: HyperStack(one).insert(0, linear), TypeError, "HyperStack: connection 0 must be a HyperConnection"),
         (lambda: HyperStack(one, recompute=-1), ValueError, "HyperStack: recompute must be 0 or more"),
         (lambda: HyperStack(one, recompute=True), TypeError, "HyperStack: recompute must be an int"),
@@ -271,6 +274,7 @@ def test_warmup(monkeypatch):
         patch.setattr(backends, "_INTERPRETED", False)
         for given, error, message in (
             ({"device": "cuda:0"}, ValueError, ": device must be there, got cuda:0"),
+            ({"device": "cuda:0", "backend": "triton"}, ValueError, ": device must be there, got cuda:0"),
             ({"backend": "triton"}, RuntimeError, ": backend 'triton' cannot run here: "),
             ({"dtype": "bfloat16"}, TypeError, ": dtype must be a torch.dtype"),
             ({"parameter_dtype": "bfloat16"}, TypeError, ": parameter_dtype must be a torch.dtype"),

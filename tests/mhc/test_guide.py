@@ -65,3 +65,9 @@ def test_tilelang(tensors):
     message = r"^MHCForwardPreTileLang: x must be \[2, 128, 4, 256\], got \[1, 128, 4, 256\]$"
     with pytest.raises(ValueError, match=message):
         op(x[:1], *parameters)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+def test_tilelang_without_a_gpu():
+    with pytest.raises(RuntimeError, match=r"^mhc_forward_pre: backend 'tilelang' cannot run here: "):
+        MHCForwardPreTileLang(B, S, n, D)

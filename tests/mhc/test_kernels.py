@@ -235,6 +235,16 @@ def test_bad_values_stay_in_their_token(subject, value, kernels):
         assert not dx[5].isfinite().all()
 
 
+def test_no_cotangent_at_all(kernels):
+    backend, device = kernels
+    leaves = {
+        name: t.requires_grad_() for name, t in cases.Case(cases.MHC_POST, (3,), 3, 40, fp32).inputs(device).items()
+    }
+    drop = torch._C._functions.UndefinedGrad()  # the identity, whose gradient is None
+    drop(cases.MHC_POST.call(**leaves, backend=backend)[0]).sum().backward()
+    assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
+
+
 @by_any_subject
 def test_double_backward_raises(subject, kernels):
     backend, device = kernels

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_ops
 from mhc_ops import HyperStack, MHCBlock
+from mhc_ops.mhc import prepare
+from mhc_ops.mhc.contracts import mhc_next_fwd
 from mhc_ops.testing import accuracy, cases
 
 by_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -149,6 +151,16 @@ def test_fsdp2(backend, kind):
 
 
 # The ops
+
+
+def test_the_link_stays_one_element(kernel_device):
+    """A copy of it would be as large as x."""
+    x = torch.zeros(6, N, D, device=kernel_device)
+    maps = {"h_out": x[:, 0], "h_post": x[:, :, 0], "h_res": torch.zeros(6, N, N, device=kernel_device)}
+    link = torch.empty_strided(x.shape, (0, 0, 0), device=kernel_device)
+    request = prepare.leave(function="mhc_layer", link=link, x=x, **maps, backend="triton")
+    assert request.op.laid_out(request.inputs)["link"] is link
+    assert mhc_next_fwd.taken("link", link) is link
 
 
 class Recorded(TorchDispatchMode):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import mhc_ops
 from mhc_ops import HyperStack
+from mhc_ops.core import private
 
 CPU, CUDA = ("reference", "cpu"), ("triton", "cuda")
 PARAMETERS = ("phi", "alpha", "bias")
@@ -228,6 +229,17 @@ def test_calls_that_fail_or_have_no_tokens(stack):
     assert health.result() == pytest.approx(seen(HyperStack(*connections()), [x]), rel=1e-6)
 
 
+def test_shapes_that_change():
+    """As from an encoder to a decoder: two maps; the gain is the mean over the tokens of both."""
+    (x, y), (one, other) = batches(), connections(depth=2)
+    both = nn.ModuleList([one, other])
+    both.forward = lambda x, y: one(x).sum() + other(y).sum()
+    with mhc_ops.metrics(both) as health:
+        both(x, y)
+    gains = [seen(connection, [z])["gain_backward"] for connection, z in ((one, x), (other, y))]
+    assert health.result()["gain_backward"] == pytest.approx((6 * gains[0] + 4 * gains[1]) / 10, rel=1e-6)
+
+
 # The host does not wait.
 
 
@@ -277,6 +289,33 @@ def test_torch_compile(stack):
         connection.layer = torch.compile(connection.layer, backend="eager", fullgraph=True)
     stack.zero_grad()
     assert seen(stack, [x]) == expected
+
+
+@pytest.mark.parametrize("own", [None, "eager_on_recompile"])
+def test_contexts_in_any_order(own):
+    """Of two contexts the first ends first: torch.compile works again after the last. A stance set within stays."""
+    one, other = (mhc_ops.metrics(connections(depth=1)[0]) for _ in range(2))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    now = torch.compiler.set_stance("default")
+    now.__exit__(None, None, None)
+    assert now.prev.stance == "force_eager"
+    if own is not None:
+        torch.compiler.set_stance(own)
+    other.__exit__(None, None, None)
+    assert torch.compiler.set_stance("default").prev.stance == (own or "default")
+
+
+def test_connections_that_are_compiled_within(monkeypatch):
+    """As by a torch.compile that is imported within: what it compiles is not seen, which is no result without it."""
+    monkeypatch.setattr(private, "may_have_compiled", lambda: False)
+    stack, (x, _) = nn.Sequential(*connections()), batches()
+    with mhc_ops.metrics(stack) as health:
+        stack[1].compile(backend="eager", fullgraph=True)
+        stack(x)
+    with pytest.raises(RuntimeError, match=r"torch.compile compiled 1 within the context.*: compile before"):
+        health.result()
 
 
 def test_torch_func(stack):

@@ -34,13 +34,14 @@ def test_modules_are_the_functions(place):
 
 
 MAPS, LAYER = {"phi": (8, 16), "alpha": (3,), "bias": (8,)}, {"layer.weight": (8, 8), "layer.bias": (8,)}
+IDENTITY = {"phi": (4, 16), "alpha": (2,), "bias": (4,)}
 NORMS = {"gamma": (2, 8), "layer_norm_weight": (8,)}
 KEPT = {
     "block": (MHCBlock, {}, MAPS),
     "head": (HyperHead, {"gamma": True}, {"phi": (2, 16), "alpha": (1,), "bias": (2,), "gamma": (2, 8)}),
     "connection": (connection, {}, MAPS | LAYER),
-    "norms": (connection, {"gamma": True, "layer_norm": True}, MAPS | NORMS | LAYER),
-    "identity": (connection, {"residual": "identity"}, {"phi": (4, 16), "alpha": (2,), "bias": (4,)} | LAYER),
+    "norms": (connection, {"gamma": True, "layer_norm": True, "transposed": True}, MAPS | NORMS | LAYER),
+    "identity": (connection, {"residual": "identity", "checkpoint": True, "backend": "reference"}, IDENTITY | LAYER),
 }
 
 
@@ -48,7 +49,7 @@ KEPT = {
 def test_state(module, options, shapes, tmp_path):
     """It survives a file. Where parameters are reset, norms are 1. A stack has the keys of a sequential."""
     one, other = (module(2, 8, **options) for _ in range(2))
-    assert "n=2, D=8" in repr(one)
+    assert all(f"{name}={value!r}" in repr(one) for name, value in {"n": 2, "D": 8, **options}.items())
     assert [(name, tuple(tensor.shape)) for name, tensor in one.state_dict().items()] == [*shapes.items()]
     for parameter in one.parameters():
         nn.init.normal_(parameter)
@@ -136,6 +137,7 @@ def test_dtype_and_device_of_parameters(dtype):
     found = (*maps.parameters(), conv.norm_weight)
     assert {parameter.dtype for parameter in found} == {torch.promote_types(dtype, torch.float32)}
     assert all(parameter.isfinite().all() for parameter in (*found, conv.weight))
+    assert {parameter.dtype for parameter in made(dtype=torch.float16).parameters()} == {torch.float16}
     asked = {(parameter.device.type, parameter.dtype) for parameter in made(device="meta", dtype=dtype).parameters()}
     assert asked == {("meta", dtype)}
 

@@ -32,6 +32,7 @@ def test_nan_and_inf_stay_in_their_matrix(anywhere):
     wrong[[3, 5, -2]] = True
     assert torch.equal(found.isnan().flatten(1).any(1), wrong)
     assert torch.equal(found[~wrong], right[~wrong])
+    assert mhc_ops.sinkhorn(z.bfloat16(), backend=backend).dtype == torch.float32
 
 
 def test_pre_has_the_sinkhorn_of_its_logits(kernels):

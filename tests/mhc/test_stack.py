@@ -193,6 +193,10 @@ def test_slices():
     x = streams(REFERENCE)
     assert HyperStack()(x) is x
     assert torch.equal(HyperStack(shifted=True)(x), x[..., 0, :])
+    same, p = HyperStack(shifted=True, last=False)(x)
+    later = HyperStack(shifted=True, first=False, recompute=2)
+    assert same is x and p.dtype == fp32 and torch.equal(later(x, p.roll(1, -1)), x[..., 1, :])
+    assert "recompute=2, shifted=True, first=False" in repr(later)
     assert torch.equal(copy.deepcopy(stack)(x), stack(x))
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import mhc_ops
 from mhc_ops import HyperStack
+from mhc_ops.mhc import recompute
 from mhc_ops.testing import cases
 
 T, D = 5, 7  # sizes that are a multiple of nothing
@@ -124,13 +125,13 @@ def test_sublayers_of_different_options(shifted, place, on):
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in ("standard", "identity of Hy4", "all else")], ids=str)
 @pytest.mark.parametrize("tokens", [7, 66], ids=["one launch", "several"])
 @pytest.mark.parametrize(("dtype", "norm"), [(bf16, True), (bf16, False), (fp16, True)], ids=str)
-def test_types_on_kernels(dtype, norm, tokens, options, kernel_device):
+def test_types(dtype, norm, tokens, options, place, on):
     """One shifted sublayer around a layer whose output is given. Few tokens are one launch in bf16."""
-    x, (own,) = sublayers([options], (tokens,), 4, 33, dtype, norm=norm, device=kernel_device)
+    x, (own,) = sublayers([options], (tokens,), 4, 33, dtype, norm=norm, device=on)
     generator = torch.Generator().manual_seed(cases.SEED + 5)
-    read = torch.sigmoid(torch.randn(tokens, 4, generator=generator)).to(kernel_device).requires_grad_()
-    h_out = torch.randn(tokens, 33, generator=generator).to(kernel_device, dtype).requires_grad_()
-    with mhc_ops.use_backend("triton"):
+    read = torch.sigmoid(torch.randn(tokens, 4, generator=generator)).to(on).requires_grad_()
+    h_out = torch.randn(tokens, 33, generator=generator).to(on, dtype).requires_grad_()
+    with mhc_ops.use_backend(place[0]):
         h_in, carry = mhc_ops.mhc_enter(x, **own, **options, shifted=True, read=read)
         outputs = (h_in, *mhc_ops.mhc_leave(carry, h_out))
         results = gradients(outputs, leaves_of(x, [own], read, h_out))
@@ -206,6 +207,15 @@ def test_bits_of_a_stack(options, shifted, place, on):
     expected = gradients(in_a_loop(x, own, [given] * 3, shifted)[-1], leaves)
     for network in (*ways, *(HyperStack(*made, recompute=k, shifted=shifted) for k in (0, 2))):
         assert_equal(gradients(network(x), leaves), expected)
+
+
+@by_options
+def test_x_is_made_again_as_it_was_written(options):
+    """What recompute does in the backward of kernels."""
+    x, (own,) = sublayers([options], (T,), 3, D, bf16)
+    h_in, carry = mhc_ops.mhc_enter(x, **own, **options)
+    remade = recompute.Remade(x.detach(), carry, h_in, "reference")
+    assert torch.equal(remade.x(), mhc_ops.mhc_leave(carry, h_in))
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
-"""The guide's names have the signatures of the ops that they are, and the program that mypy reads uses every name.
-mypy itself holds overloads to their implementations."""
+"""The guide's names have the signatures of the ops that they are, overloads those of their implementations, and the
+program that mypy reads uses every name."""
 
 import ast
 from pathlib import Path
@@ -30,6 +30,26 @@ def test_the_guide_has_the_signatures_of_the_ops(protocol, name):
     guide, ops = (ast.parse((PACKAGE / file).read_text()) for file in ("guide.py", "mhc/ops.py"))
     (of_guide,) = (node for node in guide.body if isinstance(node, ast.ClassDef) and node.name == protocol)
     assert signatures(of_guide, "__call__") == signatures(ops, name)
+
+
+def defaults(function):
+    of = function.args
+    arguments, values = [*of.posonlyargs, *of.args, *of.kwonlyargs], [*of.defaults, *of.kw_defaults]
+    values = [None] * (len(arguments) - len(values)) + [value and ast.unparse(value) for value in values]
+    return {argument.arg: value for argument, value in zip(arguments, values)}
+
+
+def test_overloads_have_the_parameters_of_their_implementation():
+    """All of them in the same order, with the same defaults or none: mypy compares types alone."""
+    files = [path for path in PACKAGE.rglob("*.py") if "@overload" in path.read_text("utf-8")]
+    for path in files:
+        functions = [node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
+        implemented = {function.name: defaults(function) for function in functions}  # the last of each name
+        for function in functions:
+            found, meant = defaults(function), implemented[function.name]
+            assert list(found) == list(meant), function.name
+            assert all(found[name] in (None, meant[name]) for name in found), function.name
+    assert len(files) >= 4
 
 
 def test_the_typed_program_uses_every_name():

@@ -79,6 +79,14 @@ def test_ranks_do_not_all_compile(cache, stub, tmp_path):
     assert len(made) == 1 and calls(tmp_path) == 1
 
 
+def test_without_locks_each_compiles(cache, stub, monkeypatch):
+    def refuse(*_):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(build.fcntl, "flock", refuse)
+    assert build.compiled((stub(), "-x")).exists()
+
+
 def test_a_compiler_that_does_not_work_is_said(cache, monkeypatch):
     for compiler in ("false", "no-such-compiler"):
         monkeypatch.setattr(backend, "_CXX", compiler)
@@ -107,10 +115,13 @@ def planted(cache, stub):
 
 def test_what_others_write_is_refused(cache, planted, tmp_path):
     command, library = planted
-    for path, modes in {cache: (0o777, 0o775, 0o1777, 0o757), library: (0o666, 0o664, 0o646)}.items():
+    for path, remedy, modes in (
+        (cache, "chmod go-w", (0o777, 0o775, 0o1777, 0o757)),
+        (library, "delete", (0o666, 0o664, 0o646)),
+    ):
         for mode in modes:
             path.chmod(mode)
-            with refused(f"{path} can be written by other users"):
+            with refused(f"{path} can be written by other users, .*; {remedy} {path}"):
                 build.compiled(command)
         path.chmod(0o755)
     assert not (tmp_path / "calls").exists() and len(list(cache.iterdir())) == 1
@@ -123,6 +134,9 @@ def test_what_belongs_to_another_user_is_refused(cache, planted, monkeypatch):
         other.setattr(build.os, "geteuid", lambda: os.getuid() + 1)
         if os.getuid() == 0:
             assert build.compiled(command) == library
+            os.chown(library, 1234, -1)
+            with refused(f"{library} belongs to user 1234, not to you"):
+                build.compiled(command)
             os.chown(cache, 1234, -1)
         with refused(rf"{cache} belongs to user \d+, not to you \(user \d+\) or root"):
             build.compiled(command)

@@ -8,6 +8,7 @@ import torch
 from conv_oracle import assert_accurate
 
 import mhc_ops
+from mhc_ops.conv import hip
 from mhc_ops.core import backend
 from mhc_ops.testing.cases import LAYOUTS
 from mhc_ops.testing.conv_cases import CHECK, ConvCase
@@ -79,6 +80,14 @@ def test_what_is_missing_is_named():
         conv(x.double(), weight)
     with pytest.raises(RuntimeError, match="hip runs on ROCm devices and on CPU tensors, not on meta"):
         conv(x.to("meta"), weight.to("meta"))
+
+
+def test_a_pointer_that_is_missing_or_unknown():
+    x, weight = torch.randn(1, 4, 8), torch.randn(8, 4)
+    every = dict.fromkeys([field for field, _ in hip.Forward._fields_[:7]], x)
+    for tensors in ({"x": x, "weight": weight}, {**every, "z": x}):
+        with pytest.raises(TypeError, match=r"conv_forward: takes \['x', 'weight', 'bias', "):
+            hip._run(None, "conv_forward", hip.Forward, tensors, silu=True)
 
 
 def test_where_it_cannot_run(monkeypatch):

@@ -1,5 +1,6 @@
 """The boundary's backward as one kernel, in Gluon: its source run on a CPU, compiled for Hopper, and run there."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -207,3 +208,12 @@ def test_otherwise_the_composition(monkeypatch):
         of_post = {name: given[name] for name in ("x", "h_out", "h_post", "h_res", "x_next", "phi")} | {"read": None}
         assert boundary_launchers.is_fused(**of_post)
         assert not boundary_launchers.is_fused(**of_post | {"h_res": other["h_res"]})
+
+
+def test_without_gluon_the_composition(monkeypatch):
+    monkeypatch.setattr(device, "of", lambda _: HOPPER)
+    for name in ("boundary_fwd", "boundary_bwd"):
+        monkeypatch.delitem(sys.modules, f"mhc_ops.mhc.triton.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)  # as where there is none
+    for launcher in (boundary_launchers.boundary_pass, boundary_launchers.post_project):
+        assert launcher.__wrapped__() is None

@@ -46,6 +46,14 @@ def test_plans(on):
             assert len(shapes) == 1, "slices, bundles and groups depend on n and D alone"
 
 
+def test_how_k_is_split():
+    """Few tokens fill the device, some store bundles, many store groups; one launch takes few where it is faster."""
+    pieces = {blocks: configs.split_k(4, 4096, 128, blocks, 132).pieces for blocks in (1, 64, 128, 1000)}
+    assert pieces == {1: 32, 64: 4, 128: 4, 1000: 4}
+    assert configs.split_k(4, 4096, 128, 16, 132) == configs.split_k_in_bundles(4, 4096)
+    assert configs.few(4, 7168, 16, HOPPER).together and configs.few(4, 7168, 64, HOPPER) is None
+
+
 @by_device
 def test_few_tokens_are_taken_by_programs_that_run_at_once(on):
     """Those that wait for one another do run at once, and there are enough of them to finish all tokens."""
@@ -74,6 +82,17 @@ def test_boundary_fwd():
         split = configs.split_k_in_bundles(4, D)
         assert (split.slice_steps, split.bundle_steps, split.steps) == (4, 8, 8)
         assert (split.pieces, split.bundle_pieces) == (D // configs.BUNDLE, 1)
+
+
+def test_boundaries_are_for_hopper_with_many_tokens():
+    def taken(n=4, D=4096, T=8192, dtype=bf16, on=HOPPER):
+        return configs.boundary_fwd(n, D, T, on), configs.boundary_bwd(n, D, dtype, T == 8192, on)
+
+    assert taken() == (configs.BOUNDARY_FWD, configs.BOUNDARY_BWD)
+    elsewhere = [taken(on=on) for on in DEVICES.values() if on is not HOPPER]
+    other_sizes = [taken(n=n) for n in STREAMS if n != 4] + [taken(T=64), taken(D=4096 + 32)]
+    assert {*elsewhere, *other_sizes} == {(None, None)}
+    assert {taken(dtype=dtype)[1] for dtype in (fp16, fp32)} == {None}
 
 
 @by_device

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -131,6 +132,13 @@ def test_every_stream_has_its_tickets(gpu):
     assert len(set(found.values())) == len(places)
     assert found == {place: tickets.tickets(*place).data_ptr() for place in places}
     assert gpu.made == [((8, tickets.SET), False)] * 2, "one reserve for each GPU"
+
+
+def test_what_stays_is_allocated_by_a_thread_of_its_own(monkeypatch):
+    """Whose allocations belong to no pool, as those of this thread may while CUDA graphs are made."""
+    threads = []
+    monkeypatch.setattr(tickets, "_reserved", lambda index: threads.append(threading.get_ident()) or [index])
+    assert tickets._filled(3) == [3] and threads != [threading.get_ident()]
 
 
 def test_every_captured_launch_has_its_tickets_where_torch_cannot_name_the_graph(gpu):
