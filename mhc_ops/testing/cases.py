@@ -67,10 +67,37 @@ class Subject:
         return dict(zip(self.outputs, self.call(**tensors, backend=backend)))
 
     def truth(self, tensors: Tensors, results: Tensors) -> Tensors:
-        """The outputs in fp64, from fp64 inputs and the results under test, of which some are stored in between."""
+        """The outputs in fp64, from fp64 inputs and the results under test.
+
+        Of a post and the pre after it, or a layer with a norm, the steps: what is stored in between is read as it was
+        stored, x_next in the forward, and with a link its gradient too. scaled: h_in as its norm scales it. Its
+        gradient and the one through the norm cancel (all of dh_pre if n is 1), so the terms of both are known apart.
+        """
         if "layer_norm_weight" not in self.inputs and not {"h_post", "phi"} <= {*self.inputs}:
             return self.run(tensors, "reference")
-        found = _in_steps(tensors, results, **dict(self.options))
+        options, linked, found = dict[str, Any](self.options), "link" in tensors, dict[str, Any]()
+        post: Any = partial(mhc_ops.mhc_post, transposed=options.get("transposed", False), backend="reference")
+        layer_norm_eps, x, h_out = options.pop("layer_norm_eps", 1e-6), tensors["x"], tensors.get("h_out")
+        if "h_post" in tensors:
+            options |= {} if "h_res" in tensors else {"residual": "identity"}
+            x_next = post(x.detach() if linked else x, h_out, tensors["h_post"], tensors.get("h_res"))
+            if "dlink" in results:
+                x_next.register_hook(lambda gradient: results["dlink"].double())
+            if linked:
+                x_next = x_next + tensors["link"]
+            found["x_next"], x = x_next, x_next + (results["x_next"].double() - x_next).detach()
+        options |= {name: tensors[name] for name in _OWN.split() if name in tensors}
+        h_pre, h_post, h_res = mhc_ops.mhc_maps(x, **options, backend="reference")
+        h_in = mhc_ops.mhc_read(x, tensors.get("read", h_pre), backend="reference")
+        if "layer_norm_weight" in tensors:
+            found["scaled"] = h_in.clone()
+            factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
+            h_in = tensors["layer_norm_weight"] * found["scaled"] * factor
+        if linked:
+            found["x_after"] = post(x, tensors["h_out"].detach(), h_post, h_res)
+        elif h_out is not None and "h_post" not in tensors:
+            found["x_next"] = post(x, h_out, h_post, h_res)
+        found |= {"h_in": h_in, "h_pre": h_pre, "h_post": h_post, "h_res": h_res}
         return {name: found[name] for name in (*self.outputs, "scaled") if name in found}
 
     def with_options(self, **options: float) -> "Subject":
@@ -85,37 +112,6 @@ def public(name: str, **options: Any) -> Call:
         return tuple(o for o in outputs if o is not None) if isinstance(outputs, tuple) else (outputs,)
 
     return call
-
-
-def _in_steps(tensors: Tensors, results: Tensors, layer_norm_eps: float = 1e-6, **options: Any) -> dict[str, Any]:
-    """The outputs of a post and the pre after it, or of a pre and, if h_out is given, the post after that.
-
-    What is stored in between is read as it was stored: x_next in the forward, and with a link its gradient too.
-    scaled: h_in as its norm scales it. Its gradient and the one through the norm's factor cancel (all of dh_pre if n is
-    1), so the terms of both must be known apart.
-    """
-    post: Any = partial(mhc_ops.mhc_post, transposed=options.get("transposed", False), backend="reference")
-    x, h_out, linked, found = tensors["x"], tensors.get("h_out"), "link" in tensors, {}
-    if "h_post" in tensors:
-        options |= {} if "h_res" in tensors else {"residual": "identity"}
-        x_next = post(x.detach() if linked else x, h_out, tensors["h_post"], tensors.get("h_res"))
-        if "dlink" in results:
-            x_next.register_hook(lambda gradient: results["dlink"].double())
-        if linked:
-            x_next = x_next + tensors["link"]
-        found["x_next"], x = x_next, x_next + (results["x_next"].double() - x_next).detach()
-    parameters: Any = {name: tensors[name] for name in _OWN.split() if name in tensors}
-    h_pre, h_post, h_res = mhc_ops.mhc_maps(x, **parameters, **options, backend="reference")
-    h_in = mhc_ops.mhc_read(x, tensors.get("read", h_pre), backend="reference")
-    if "layer_norm_weight" in tensors:
-        found["scaled"] = h_in.clone()
-        factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
-        h_in = tensors["layer_norm_weight"] * found["scaled"] * factor
-    if linked:
-        found["x_after"] = post(x, tensors["h_out"].detach(), h_post, h_res)
-    elif h_out is not None and "h_post" not in tensors:
-        found["x_next"] = post(x, h_out, h_post, h_res)
-    return found | {"h_in": h_in, "h_pre": h_pre, "h_post": h_post, "h_res": h_res}
 
 
 def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[Tensor, ...]:
