@@ -18,8 +18,6 @@ from ..mhc.options import NOT_IN_TILELANG as OPTIONS_NOT_IN_TILELANG
 Tensors = dict[str, Tensor]
 Call = Callable[..., tuple[Tensor, ...]]
 STEEP_LOGITS = 8.0
-
-
 LARGEST_SEED = 2**62  # torch takes larger ones, which leaves room to count on from a seed
 
 
