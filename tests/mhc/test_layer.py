@@ -1,15 +1,12 @@
-"""HyperConnection and HyperStack in what torch puts around them: autocast, compile, checkpoint, export, FSDP2.
-tests/core/test_graphs.py has CUDA graphs."""
+"""HyperConnection and HyperStack in what torch puts around them: autocast, compile, checkpoint, export.
+tests/core/test_graphs.py has CUDA graphs, tests/distributed/test_fsdp.py FSDP2."""
 
-import processes
 import pytest
 import torch
 from mhc_kernels import bf16, fp32
 from networks import MODELS, D, N, step, streams, trained_maps
 from stack_results import assert_close, assert_equal, gradients, random_cotangents
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -117,35 +114,6 @@ def test_the_host_does_not_wait(model):
         network(x).square().sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def backward(network, x):
-    """Gradients of x and of the parameters, and what metrics says."""
-    with mhc_ops.metrics(network) as health:
-        network(x).square().sum().backward()
-    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in network.parameters()]
-    return [x.grad, *gradients], health.result()
-
-
-def sharded(kind, backend):
-    """On each process; the same x everywhere, so the mean over processes is the gradient."""
-    network = MODELS[kind]((backend, "cpu"), depth=2)
-    mesh, policy = torch.distributed.init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(cast_forward_inputs=False)
-    for part in (*network, network):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-    return backward(network, streams((backend, "cpu")))
-
-
-@pytest.mark.parametrize("kind", ["layers", "recompute"])
-@pytest.mark.parametrize(
-    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreted, id="interpreted")]
-)
-def test_fsdp2(backend, kind):
-    """Two processes, every connection sharded over them."""
-    (found, numbers), _ = processes.run(2, sharded, kind, backend)
-    expected, expected_numbers = backward(MODELS[kind]((backend, "cpu"), depth=2), streams((backend, "cpu")))
-    assert_close(found, expected)
-    assert numbers == pytest.approx(expected_numbers, rel=1e-5, abs=1e-6)
 
 
 # The ops
