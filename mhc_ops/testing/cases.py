@@ -121,12 +121,14 @@ def _next(x: Tensor, h_out: Tensor, link: Tensor, backend: str, **own: Any) -> t
     """One boundary, and the end after a sublayer that costs nothing. The gradient of x_next is dlink as it is stored;
     the gradient of x is made from that, but not here."""
     h_post, h_res, read = (own.pop(name, None) for name in ("h_post", "h_res", "read"))
+    transposed = own.get("transposed", False)
     if backend == "reference":  # whose link is x itself
-        x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend=backend) + link
+        x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, transposed=transposed, backend=backend) + link
         own |= {} if read is None else {"shifted": True, "read": read}
         h_in, carry = mhc_ops.mhc_enter(x_next, **own, backend=backend)
     else:
-        h_in, carry = mhc_ops.mhc_next(mhc_ops.Carry(x, h_post, h_res, read, link), h_out, **own, backend=backend)
+        ended = mhc_ops.Carry(x, h_post, h_res, read, link, transposed)
+        h_in, carry = mhc_ops.mhc_next(ended, h_out, **own, backend=backend)
     left = mhc_ops.mhc_leave(carry, h_out.detach(), backend=backend)
     return h_in, *(left if isinstance(left, tuple) else (left,)), carry.x
 

@@ -11,7 +11,6 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import mhc_ops
 from mhc_ops import HyperStack, MHCBlock
 from mhc_ops.testing import accuracy, cases
 
