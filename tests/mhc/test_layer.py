@@ -5,10 +5,10 @@ import pytest
 import torch
 from mhc_kernels import bf16, fp32
 from networks import MODELS, D, N, step, streams, trained_maps
+from recorded import Recorded
 from stack_results import assert_close, assert_equal, gradients, random_cotangents
 from torch import nn
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mhc_ops import HyperStack, MHCBlock
@@ -111,19 +111,6 @@ def test_the_host_does_not_wait(model):
 # The ops
 
 
-class Recorded(TorchDispatchMode):
-    """The calls of our ops, in the forward and in the backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "mhc_ops":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 OF_EACH_OP = (*cases.SUBJECTS[2:], *cases.OF_THE_STACK[:4], *cases.VARIANTS)
 WITHOUT_GAMMA = (cases.MHC_PRE, cases.MHC_LAYER.with_options(transposed=True))
 OPS = [cases.Case(subject, (6,), N, D, fp32) for subject in OF_EACH_OP]
@@ -133,7 +120,7 @@ OPS += [cases.Case(subject, (6,), N, D, fp32, gamma=False) for subject in WITHOU
 @pytest.mark.parametrize("case", OPS, ids=str)
 def test_opcheck(case, kernel_device):
     """Each op that a call and its gradient are made of, as they call it."""
-    with Recorded() as recorded:
+    with Recorded("mhc_ops") as recorded:
         accuracy.run_case(case, "triton", kernel_device)
     assert recorded.calls
     for op, given in recorded.calls:
