@@ -120,11 +120,12 @@ def random_cotangents(subject: Subject, outputs: Tensors, seed: int = SEED, unus
     return cotangents
 
 
-def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> Ran:
+def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu", differentiated: bool = True) -> Ran:
     """Runs a case forward, and backward with random cotangents."""
     subject, tensors = case.subject, case.inputs(device)
-    outputs, gradients = _forward(subject, partial(subject.run, backend=backend), tensors, bool(subject.differentiable))
-    cotangents = random_cotangents(subject, outputs, case.seed, case.unused)
+    differentiated = differentiated and bool(subject.differentiable)
+    outputs, gradients = _forward(subject, partial(subject.run, backend=backend), tensors, differentiated)
+    cotangents = random_cotangents(subject, outputs, case.seed, case.unused) if differentiated else []
     results = {name: output.detach() for name, output in outputs.items()} | gradients(cotangents)
     return Ran(tensors, cotangents, results)
 

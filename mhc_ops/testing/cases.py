@@ -18,8 +18,6 @@ from ..mhc.options import NOT_IN_TILELANG as OPTIONS_NOT_IN_TILELANG
 Tensors = dict[str, Tensor]
 Call = Callable[..., tuple[Tensor, ...]]
 STEEP_LOGITS = 8.0
-
-
 LARGEST_SEED = 2**62  # torch takes larger ones, which leaves room to count on from a seed
 
 
@@ -67,10 +65,37 @@ class Subject:
         return dict(zip(self.outputs, self.call(**tensors, backend=backend)))
 
     def truth(self, tensors: Tensors, results: Tensors) -> Tensors:
-        """The outputs in fp64, from fp64 inputs and the results under test, of which some are stored in between."""
+        """The outputs in fp64, from fp64 inputs and the results under test.
+
+        Of a post and the pre after it, or a layer with a norm, the steps: what is stored in between is read as it was
+        stored, x_next in the forward, and with a link its gradient too. scaled: h_in as its norm scales it. Its
+        gradient and the one through the norm cancel (all of dh_pre if n is 1), so the terms of both are known apart.
+        """
         if "layer_norm_weight" not in self.inputs and not {"h_post", "phi"} <= {*self.inputs}:
             return self.run(tensors, "reference")
-        found = _in_steps(tensors, results, **dict(self.options))
+        options, linked, found = dict[str, Any](self.options), "link" in tensors, dict[str, Any]()
+        post: Any = partial(mhc_ops.mhc_post, transposed=options.get("transposed", False), backend="reference")
+        layer_norm_eps, x, h_out = options.pop("layer_norm_eps", 1e-6), tensors["x"], tensors.get("h_out")
+        if "h_post" in tensors:
+            options |= {} if "h_res" in tensors else {"residual": "identity"}
+            x_next = post(x.detach() if linked else x, h_out, tensors["h_post"], tensors.get("h_res"))
+            if "dlink" in results:
+                x_next.register_hook(lambda gradient: results["dlink"].double())
+            if linked:
+                x_next = x_next + tensors["link"]
+            found["x_next"], x = x_next, x_next + (results["x_next"].double() - x_next).detach()
+        options |= {name: tensors[name] for name in _OWN.split() if name in tensors}
+        h_pre, h_post, h_res = mhc_ops.mhc_maps(x, **options, backend="reference")
+        h_in = mhc_ops.mhc_read(x, tensors.get("read", h_pre), backend="reference")
+        if "layer_norm_weight" in tensors:
+            found["scaled"] = h_in.clone()
+            factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
+            h_in = tensors["layer_norm_weight"] * found["scaled"] * factor
+        if linked:
+            found["x_after"] = post(x, tensors["h_out"].detach(), h_post, h_res)
+        elif h_out is not None and "h_post" not in tensors:
+            found["x_next"] = post(x, h_out, h_post, h_res)
+        found |= {"h_in": h_in, "h_pre": h_pre, "h_post": h_post, "h_res": h_res}
         return {name: found[name] for name in (*self.outputs, "scaled") if name in found}
 
     def with_options(self, **options: float) -> "Subject":
@@ -87,37 +112,6 @@ def public(name: str, **options: Any) -> Call:
     return call
 
 
-def _in_steps(tensors: Tensors, results: Tensors, layer_norm_eps: float = 1e-6, **options: Any) -> dict[str, Any]:
-    """The outputs of a post and the pre after it, or of a pre and, if h_out is given, the post after that.
-
-    What is stored in between is read as it was stored: x_next in the forward, and with a link its gradient too.
-    scaled: h_in as its norm scales it. Its gradient and the one through the norm's factor cancel (all of dh_pre if n is
-    1), so the terms of both must be known apart.
-    """
-    post: Any = partial(mhc_ops.mhc_post, transposed=options.get("transposed", False), backend="reference")
-    x, h_out, linked, found = tensors["x"], tensors.get("h_out"), "link" in tensors, {}
-    if "h_post" in tensors:
-        options |= {} if "h_res" in tensors else {"residual": "identity"}
-        x_next = post(x.detach() if linked else x, h_out, tensors["h_post"], tensors.get("h_res"))
-        if "dlink" in results:
-            x_next.register_hook(lambda gradient: results["dlink"].double())
-        if linked:
-            x_next = x_next + tensors["link"]
-        found["x_next"], x = x_next, x_next + (results["x_next"].double() - x_next).detach()
-    parameters: Any = {name: tensors[name] for name in _OWN.split() if name in tensors}
-    h_pre, h_post, h_res = mhc_ops.mhc_maps(x, **parameters, **options, backend="reference")
-    h_in = mhc_ops.mhc_read(x, tensors.get("read", h_pre), backend="reference")
-    if "layer_norm_weight" in tensors:
-        found["scaled"] = h_in.clone()
-        factor = torch.rsqrt(h_in.square().mean(-1, keepdim=True) + layer_norm_eps)
-        h_in = tensors["layer_norm_weight"] * found["scaled"] * factor
-    if linked:
-        found["x_after"] = post(x, tensors["h_out"].detach(), h_post, h_res)
-    elif h_out is not None and "h_post" not in tensors:
-        found["x_next"] = post(x, h_out, h_post, h_res)
-    return found | {"h_in": h_in, "h_pre": h_pre, "h_post": h_post, "h_res": h_res}
-
-
 def _layer(x: Tensor, h_out: Tensor, backend: str, **parameters: Any) -> tuple[Tensor, ...]:
     """A layer that costs nothing: its output and the gradient of its input are given."""
     return mhc_ops.mhc_layer(x, lambda h_in: (h_out, h_in), **parameters, backend=backend)
@@ -127,12 +121,14 @@ def _next(x: Tensor, h_out: Tensor, link: Tensor, backend: str, **own: Any) -> t
     """One boundary, and the end after a sublayer that costs nothing. The gradient of x_next is dlink as it is stored;
     the gradient of x is made from that, but not here."""
     h_post, h_res, read = (own.pop(name, None) for name in ("h_post", "h_res", "read"))
+    transposed = own.get("transposed", False)
     if backend == "reference":  # whose link is x itself
-        x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, backend=backend) + link
+        x_next = mhc_ops.mhc_post(x.detach(), h_out, h_post, h_res, transposed=transposed, backend=backend) + link
         own |= {} if read is None else {"shifted": True, "read": read}
         h_in, carry = mhc_ops.mhc_enter(x_next, **own, backend=backend)
     else:
-        h_in, carry = mhc_ops.mhc_next(mhc_ops.Carry(x, h_post, h_res, read, link), h_out, **own, backend=backend)
+        ended = mhc_ops.Carry(x, h_post, h_res, read, link, transposed)
+        h_in, carry = mhc_ops.mhc_next(ended, h_out, **own, backend=backend)
     left = mhc_ops.mhc_leave(carry, h_out.detach(), backend=backend)
     return h_in, *(left if isinstance(left, tuple) else (left,)), carry.x
 

@@ -26,6 +26,7 @@ ALIKE = 4  # cases in a row that share what kernels are compiled for, which on a
 A_FEW = 16
 SHORTEST_NORM = 3  # channels: a norm over one or two leaves almost nothing to differentiate
 LARGEST_IN_FP16 = 30.0  # scale of x where gradients are stored in fp16, which ends at 65504
+ROWS = ("x", "y", "residual", "seq_idx")  # of a convolution
 PER_TOKEN = ("x", "h_out", "h_post", "h_res", "logits", "link", "h_pre", "read")
 # Tokens: kernels change at 64 and at about 256 and 512. Interpreted, most are few.
 BATCHES, BATCHES_ON_CPU = (9, 70, 300, 600), (9, 9, 9, 70)
@@ -96,54 +97,48 @@ def said(error: Exception) -> str:
 
 def in_any_batch(case: AnyCase, backend: str, device: torch.device) -> list[str]:
     """Outputs, and gradients of what is not a parameter, whose bits depend on what else is in the batch."""
-    draw, differentiated, wrong = random.Random(case.seed), bool(case.subject.differentiable), set[str]()
+    draw, filled, wrong = random.Random(case.seed), False, set[str]()
     if isinstance(case, Case):
         T = draw.choice(BATCHES_ON_CPU if device.type == "cpu" else BATCHES)
         filled = device.type != "cpu" and case.D > 0 and draw.random() < 1 / 8
-        differentiated = differentiated and not filled
         case = replace(case, **(FILLED if filled else {"outer": (T,)}))
-    subject, tensors = case.subject, case.inputs(device)
-    outputs = accuracy.run(subject, tensors, backend)
-    given = accuracy.random_cotangents(subject, outputs, case.seed, case.unused) if differentiated else []
-    whole = accuracy.run(subject, tensors, backend, given)
-    for part, with_gradients in _parts(case, tensors, draw):
-        some = {name: tensor[part.get(name, ...)] for name, tensor in tensors.items() if name not in part.get("", ())}
-        of_some = [None if c is None else c[part.get(name, ...)] for name, c in zip(subject.differentiable, given)]
-        alone = accuracy.run(subject, some, backend, of_some if with_gradients else None)
-        for name, result in alone.items():
-            of = name if name in subject.outputs else name[1:]
-            if of in part and differ(result + 0, whole[name][part[of]] + 0):  # −0 is 0: packed, masked taps add 0
+    whole = accuracy.run_case(case, backend, device, differentiated=not filled)
+
+    def alone(part: dict[str, Any], differentiated: bool = True, **others: Tensor | None) -> Tensors:
+        """Runs these parts of the inputs, others in place of theirs, and compares the same parts of the outputs."""
+        some = {name: tensor[part.get(name, ...)] for name, tensor in whole.tensors.items()} | others
+        cotangents = zip(case.subject.differentiable, whole.cotangents if differentiated else ())
+        of_some = [None if c is None else c[part.get(name, ...)] for name, c in cotangents]
+        given = {name: tensor for name, tensor in some.items() if tensor is not None}
+        results = accuracy.run(case.subject, given, backend, of_some)
+        for name, result in results.items():
+            of = name if name in case.subject.outputs else name[1:]
+            if of in part and differ(result + 0, whole.results[name][part[of]] + 0):  # −0 is 0: masked taps add 0
                 wrong.add(name)
-        if "final_state" in alone and "y" in part and not with_gradients:  # the rest, from that state on
-            rest = {name: (slice(None), slice(alone["y"].shape[1], None)) for name in ("x", "residual", "y")}
-            some = {name: tensor[rest.get(name, ...)] for name, tensor in tensors.items()}
-            after = accuracy.run(subject, some | {"initial_state": alone["final_state"]}, backend)
-            wrong |= {name for name in after if differ(after[name] + 0, whole[name][rest.get(name, ...)] + 0)}
-    return [name for name in whole if name in wrong]
+        return results
 
-
-def _parts(case: AnyCase, tensors: Tensors, draw: random.Random) -> Iterator[tuple[dict[str, Any], bool]]:
-    """What runs alone: the part of each input and output by name, under "" the inputs that are left out; and whether it
-    has gradients of its own."""
     if isinstance(case, Case):
         T = case.outer[0]
         tokens = draw.choice([count for count in SHARES if count < T])
         begin = draw.randint(0, T - tokens)
-        part = dict.fromkeys((*PER_TOKEN, *case.subject.outputs), slice(begin, begin + tokens))
-        yield from ((part, True), (part, False))
-    elif "cu_seqlens" in tensors:
-        bounds = tensors["cu_seqlens"].tolist()
-        for s, (begin, end) in enumerate(pairwise(bounds)):
-            rows = dict.fromkeys(("x", "residual", "y"), (slice(None), slice(begin, end)))
-            yield rows | dict.fromkeys(("initial_state", "final_state"), slice(s, s + 1)) | {"": ("cu_seqlens",)}, True
+        for differentiated in (True, False):
+            alone(dict.fromkeys((*PER_TOKEN, *case.subject.outputs), slice(begin, begin + tokens)), differentiated)
+    elif "cu_seqlens" in whole.tensors:
+        for s, (begin, end) in enumerate(pairwise(whole.tensors["cu_seqlens"].tolist())):
+            states = dict.fromkeys(("initial_state", "final_state"), slice(s, s + 1))
+            alone(dict.fromkeys(ROWS, (slice(None), slice(begin, end))) | states, cu_seqlens=None)
     else:
         of_state = "conv_state_indices" if case.places == "slots" else "conv_state"
-        of_batch = ("x", "y", "residual", "seq_idx", "initial_state", "final_state", "cache_seqlens", of_state)
         for b in range(case.B if case.B > 1 else 0):
-            yield dict.fromkeys(of_batch, slice(b, b + 1)), True
+            of_batch = (*ROWS, "initial_state", "final_state", "cache_seqlens", of_state)
+            alone(dict.fromkeys(of_batch, slice(b, b + 1)))
         if case.L > 1 and not case.update:
-            first = slice(None), slice(draw.randint(1, case.L - 1))
-            yield dict.fromkeys(("x", "y", "residual", "seq_idx"), first), False
+            end = draw.randint(1, case.L - 1)
+            first = alone(dict.fromkeys(ROWS, (slice(None), slice(end))), differentiated=False)
+            if "final_state" in first:  # the rest, from that state on
+                rest = dict.fromkeys(ROWS, (slice(None), slice(end, None))) | {"final_state": ...}
+                alone(rest, differentiated=False, initial_state=first["final_state"])
+    return [name for name in whole.results if name in wrong]
 
 
 def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:

@@ -135,8 +135,13 @@ def misuse_of(seed: int, number: int, backend: str, device: torch.device) -> Mis
     if draw.random() < 0.5:
         return _any_value(draw, device)
     case = _small_case(draw, seed, number, backend, device)
-    how = draw.choice((_other_tensor, _other_tensor, _shared_memory, _hooks))
-    return how(draw, case, device, backend)
+    change = draw.choice((_other_tensors, _other_tensors, _shared_memory, None))
+    given = dict[str, Any](case.inputs(device))
+    if change:
+        return _of_case(change(draw, given), case, given)
+    # torch itself believes what hooks return, so the reference gets only hooks that keep the values.
+    name, hook = draw.choice(list((KEEPING if backend == "reference" else HOOKS).items()))
+    return _of_case(f"hooks: {name}", case, given, hook)
 
 
 def _small_case(draw: random.Random, seed: int, number: int, backend: str, device: torch.device) -> AnyCase:
@@ -179,40 +184,31 @@ def _of_case(words: str, case: AnyCase, given: dict[str, Any], hook: Any = None)
     return Misuse(f"{case}: {words}", call, None if refused else exact, case)
 
 
-def _other_tensor(draw: random.Random, case: AnyCase, device: torch.device, backend: str) -> Misuse:
+def _other_tensors(draw: random.Random, given: dict[str, Any]) -> str:
     """One or two tensors have another layout or kind."""
-    given: dict[str, Any] = dict(case.inputs(device))
-    words = []
+    names, words = [name for name in given if name != "link"], []
     # The truth of a boundary is made of tensors only; an x that is alone may be on any device.
     of_any = "link" not in given
     kinds = [k for k in LAYOUTS_AND_KINDS if k in OF_LAYOUT or (of_any and (k != "meta" or len(given) > 1))]
-    names = [name for name in given if name != "link"]
     for name in draw.sample(names, draw.choice((1, 1, 2)) if len(names) > 1 else 1):
         kind = draw.choice(kinds)
         given[name] = LAYOUTS_AND_KINDS[kind](given[name])
         words.append(f"{name} {kind}")
-    return _of_case(" ".join(words), case, given)
+    return " ".join(words)
 
 
-def _shared_memory(draw: random.Random, case: AnyCase, device: torch.device, backend: str) -> Misuse:
+def _shared_memory(draw: random.Random, given: dict[str, Any]) -> str:
     """One tensor is another, or lies within it."""
-    given: dict[str, Any] = dict(case.inputs(device))
     names = [name for name in given if name != "link"]
     pairs = [(a, b) for a in names for b in names if a != b and given[a].dtype == given[b].dtype]
     pairs = [(a, b) for a, b in pairs if 0 < given[b].numel() <= given[a].numel()]
     if not pairs:
-        return _other_tensor(draw, case, device, backend)
+        return _other_tensors(draw, given)
     a, b = draw.choice(pairs)
     given[a] = given[a].contiguous()
     within = given[a].flatten()[: given[b].numel()].view_as(given[b])
     given[b] = given[a] if given[a].shape == given[b].shape else within
-    return _of_case(f"{b} within {a}", case, given)
-
-
-def _hooks(draw: random.Random, case: AnyCase, device: torch.device, backend: str) -> Misuse:
-    """torch itself believes what hooks return, so the reference gets only hooks that keep the values."""
-    name, hook = draw.choice(list((KEEPING if backend == "reference" else HOOKS).items()))
-    return _of_case(f"hooks: {name}", case, dict(case.inputs(device)), hook)
+    return f"{b} within {a}"
 
 
 def _any_value(draw: random.Random, device: torch.device) -> Misuse:

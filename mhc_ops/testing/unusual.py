@@ -27,9 +27,8 @@ class Wrapped(Tensor):
 
     @staticmethod
     def __new__(cls, within: Tensor) -> "Wrapped":
-        made = Tensor._make_wrapper_subclass(
-            cls, within.shape, strides=within.stride(), dtype=within.dtype, device=within.device
-        )
+        alike: Any = {"strides": within.stride(), "dtype": within.dtype, "device": within.device}
+        made = Tensor._make_wrapper_subclass(cls, within.shape, **alike)
         made.within = within
         return made
 
@@ -70,13 +69,13 @@ def _or_itself(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
-    "sliced": partial(laid_out, "x", layout="sliced"),
-    "strided": partial(laid_out, "x", layout="strided"),
-    "transposed": partial(laid_out, "x", layout="transposed"),
+    **{layout: partial(laid_out, "x", layout=layout) for layout in ("sliced", "strided", "transposed")},
     "negated": lambda t: torch._neg_view(-t),
     "imaginary part": lambda t: torch.complex(torch.zeros_like(t), -t).conj().imag,
     "channels last": lambda t: t.contiguous(memory_format=_CHANNELS_LAST[t.dim()]),
 }
+_TYPES = {"complex": torch.complex64, "double": torch.float64, "half": torch.float16}
+_TYPES |= {"of 8 bits": torch.float8_e4m3fn, "whole numbers": torch.int64, "flags": torch.bool}
 _KINDS: dict[str, Callable[[Tensor], Any]] = {
     "expanded": lambda t: t.narrow(0, 0, 1).expand_as(t),
     # every element but the first lies where another one does
@@ -94,12 +93,7 @@ _KINDS: dict[str, Callable[[Tensor], Any]] = {
     "mkldnn": Tensor.to_mkldnn,
     "meta": lambda t: t.to("meta"),
     "quantized": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.quint8),
-    "complex": lambda t: t.to(torch.complex64),
-    "double": Tensor.double,
-    "half": Tensor.half,
-    "of 8 bits": lambda t: t.to(torch.float8_e4m3fn),
-    "whole numbers": Tensor.long,
-    "flags": Tensor.bool,
+    **{name: partial(Tensor.to, dtype=dtype) for name, dtype in _TYPES.items()},
     "one dimension more": lambda t: t[None],
     "one dimension less": lambda t: t[0],
     "cut": lambda t: t[..., :-1],
@@ -113,9 +107,8 @@ LAYOUTS_AND_KINDS = {name: _or_itself(change) for name, change in (_LAYOUTS | _K
 OF_LAYOUT = (*_LAYOUTS, "of a subclass")
 # Hooks that keep the values; torch itself does not see that an index is negated.
 KEEPING = {name: LAYOUTS_AND_KINDS[name] for name in OF_LAYOUT if name != "negated"}
-HOOKS = {
-    name: LAYOUTS_AND_KINDS[name] for name in (*OF_LAYOUT, "nested", "sparse", "sparse rows", "cut", "half", "meta")
-}
+_CHANGING = ("nested", "sparse", "sparse rows", "cut", "half", "meta")
+HOOKS = {name: LAYOUTS_AND_KINDS[name] for name in (*OF_LAYOUT, *_CHANGING)}
 
 
 def values() -> dict[str, Any]:
@@ -146,17 +139,16 @@ def calls(device: torch.device) -> dict[str, dict[str, Any]]:
     pre, post = {"x": x, **maps}, {"x": x, "h_out": h_out, "h_post": h_post, "h_res": h_res}
     cotangents = {"dh_in": h_out, "dh_post": h_post, "dh_res": h_res}
     back = {**pre, "inv_rms": normal(T).abs(), "h_mix": normal(T, M), "h_pre": None, "h_post": None, **cotangents}
-    carry, sizes, shape = mhc_ops.Carry(x, h_post, h_res, None, None, False), {"n": n, "D": D}, {"B": 1, "S": T}
+    carry, made = mhc_ops.Carry(x, h_post, h_res, None, None, False), {"n": n, "D": D, "device": device}
     packed = {"cu_seqlens": torch.tensor([0, 2, 5]), "conv_state_indices": torch.tensor([2, 0])}
     packed = {name: tensor.to(device) for name, tensor in packed.items()}
-    made, made_for_shape = {**sizes, "device": device}, {**shape, **sizes, "device": device}
     return {
         **{name: pre for name in PUBLIC if name.startswith(("mhc_forward_pre", "mhc_maps", "mhc_enter"))},
         **{name: back for name in PUBLIC if name.startswith("mhc_backward")},
-        **dict.fromkeys(("MHCForwardPreTileLang", "MHCBackwardTileLang"), made_for_shape),
+        **{name: {"B": 1, "S": T, **made} for name in ("MHCForwardPreTileLang", "MHCBackwardTileLang")},
         **dict.fromkeys(("HyperHead", "MHCBlock", "ShortConv"), made),
         "mhc_pre": pre,
-        "HyperConnection": {"layer": nn.Identity(), **sizes, "device": device},
+        "HyperConnection": {"layer": nn.Identity(), **made},
         "HyperStack": {},
         "causal_conv1d": {"x": normal(2, 5, 4), "weight": normal(4, 3)},
         "causal_conv1d_prefill": {"x": normal(5, 4), "conv_state": normal(3, 4, 2), "weight": normal(4, 3), **packed},
@@ -176,7 +168,7 @@ def calls(device: torch.device) -> dict[str, dict[str, Any]]:
         "short_conv": {"x": normal(2, 5, n, 4), "gamma": normal(n, 4), "weight": normal(n * 4, 3)},
         "sinkhorn": {"logits": h_res},
         "use_backend": {"name": "reference"},
-        "warmup": {**sizes, "tokens": 2, "device": device, "backend": "reference"},
+        "warmup": {**made, "tokens": 2, "backend": "reference"},
     }
 
 

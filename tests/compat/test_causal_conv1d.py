@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from stack_results import assert_equal, gradients
 
 import mhc_ops
 from mhc_ops.compat import causal_conv1d as compat
@@ -36,12 +37,6 @@ def leaf(tensor):
     return None if tensor is None else tensor.detach().requires_grad_()
 
 
-def gradients(outputs, leaves):
-    generator = torch.Generator().manual_seed(1)
-    cotangents = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
-    return torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf is not None], cotangents)
-
-
 # has_initial, has_final, has_bias, packed, activation; and b, d, length, W
 FORMS = [
     (False, False, True, False, None),
@@ -66,13 +61,12 @@ def test_fn(b, d, length, W, has_initial, has_final, has_bias, packed, activatio
     weight, bias = leaf(torch.randn(d, W)), leaf(torch.randn(d)) if has_bias else None
     initial = leaf(torch.randn(b, W - 1, d).to(dtype).mT) if has_initial else None
     ids = torch.tensor([0, 0, *[1] * (L - 5), -1, -1, -1], dtype=torch.int32)[:length].repeat(b, 1) if packed else None
-    leaves = [x, weight, bias, initial]
+    leaves = [leaf for leaf in (x, weight, bias, initial) if leaf is not None]
     out = causal_conv1d_fn(x, weight, bias, ids, initial, has_final, activation=activation)
     outputs, expected = out if has_final else (out,), ours(x, weight, bias, ids, initial, has_final, activation)
     assert {output.dtype for output in outputs} == {dtype} and is_dense(outputs[0], layout)
     assert not has_final or outputs[1].stride(1) == 1 or W == 1
-    found, exact = [*outputs, *gradients(outputs, leaves)], [*expected, *gradients(expected, leaves)]
-    assert all(map(torch.equal, found, exact))
+    assert_equal(gradients(outputs, leaves), gradients(expected, leaves))
 
 
 def test_varlen_states_of_no_tokens():
@@ -90,7 +84,7 @@ def test_out_can_be_added_to_in_place(layout, each_backend):
     out += torch.sigmoid(final).sum(-1, keepdim=True)
     exact, exact_final = ours(x, weight, has_final=True, activation="silu")
     exact = exact + torch.sigmoid(exact_final).sum(-1, keepdim=True)
-    found, expected = ((y, *gradients([y], [x, weight])) for y in (out, exact))
+    found, expected = (gradients([y], [x, weight]) for y in (out, exact))
     torch.testing.assert_close(found, expected)
 
 
@@ -109,7 +103,7 @@ def test_final_states_out(layout, each_backend):
         outputs = causal_conv1d_fn(*leaves, return_final_states=True, final_states_out=buffer)
         assert outputs[1].data_ptr() == memory and not buffer.requires_grad
         assert torch.equal(buffer, x[..., -3:])
-        assert all(map(torch.equal, gradients(outputs, leaves), gradients(ours(*leaves, has_final=True), leaves)))
+        assert_equal(gradients(outputs, leaves), gradients(ours(*leaves, has_final=True), leaves))
     kept = buffer.fill_(1).clone()
     out = causal_conv1d_fn(x, weight, final_states_out=buffer)  # ignored, as no state is asked for
     assert torch.equal(out, causal_conv1d_fn(x, weight)) and torch.equal(buffer, kept)

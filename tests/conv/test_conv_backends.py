@@ -23,23 +23,6 @@ def skip_unless_there(case, backend):
         pytest.skip(f"the {backend} backend does not have it")
 
 
-TWICE = [
-    ConvCase(2, 37, 65),
-    ConvCase(1, 37, 65, places="cu_seqlens states"),
-    ConvCase(1, 20, 40, n=3, residual=True),
-    ConvCase(3, 2, 65, update=True),
-]
-OTHERS = {"hip": [ConvCase(2, 700, 257, 4, dtype, places="states") for dtype in TYPES], "triton": TWICE}
-
-
-def test_same_bits_twice(anywhere):
-    backend, device = anywhere
-    for case in OTHERS.get(backend, TWICE):
-        ran = accuracy.run_case(case, backend, device)
-        again = accuracy.run(case.subject, ran.tensors, backend, ran.cotangents)
-        assert not any(fuzz.differ(ran.results[name], again[name]) for name in again), case
-
-
 @pytest.mark.parametrize("places", ["states", "seq_idx", "cu_seqlens states"])
 def test_a_sequence_has_the_same_bits_in_any_batch(places, anywhere):
     """Packed, with others in a batch, and in two pieces: outputs and gradients of all but the parameters."""

@@ -196,8 +196,13 @@ def test_what_hooks_bring_back_is_looked_at(kernel, scaled):
 
     same, copied = (lambda t: t, torch.Tensor.detach), (lambda t: t.mT.contiguous().mT, lambda t: torch._neg_view(-t))
     assert [step(hook) for hook in (*same, *copied, elsewhere)] == [2, 2, 3, 3, 4], "copies need no gradient"
-    for hook, error in ((lambda t: t.view(16, 4), ValueError), (torch.Tensor.half, TypeError)):
-        with pytest.raises(error, match="scaled_fwd: x must "):
+    for hook, error, message in (
+        (lambda t: t.view(16, 4), ValueError, r"come back .* as it was kept, \[4, 16\] on cpu, got \[16, 4\]"),
+        (torch.Tensor.half, TypeError, "be float32 as it was kept, got float16"),
+        (lambda t: t.to("meta"), ValueError, "come back .* on cpu, got .* on meta"),
+        (lambda t: torch.nested.nested_tensor(list(t)), TypeError, r"be a dense .*, got nested"),
+    ):
+        with pytest.raises(error, match=f"^scaled_fwd: x must {message}"):
             step(hook)
 
 

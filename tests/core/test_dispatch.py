@@ -7,10 +7,10 @@ import processes
 import pytest
 import torch
 from no_launches import launching_nothing, no_launches  # noqa: F401 (the second is a fixture)
+from recorded import Recorded
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperHead, HyperStack, ShortConv
@@ -56,24 +56,14 @@ def test_a_call_without_gradients_passes_the_dispatcher_once(no_launches):  # no
     assert mean(x).requires_grad and "backend_impl" in functions_called(mean, x)
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap
 def test_what_watches_sees_the_op(no_launches):  # noqa: F811
     """A mode, fake tensors, functionalization and vmap; a view that is negated by a bit is resolved first."""
     x = streams(8)
     mean(x)
-    with Seen() as seen:
+    with Recorded() as recorded:
         mean(x)
-    assert OP in seen.ops
+    assert OP in [func for func, _ in recorded.calls]
     with FakeTensorMode() as mode:
         assert isinstance(mean(mode.from_tensor(x)), FakeTensor)
     traced = torch.fx.experimental.proxy_tensor.make_fx(torch.func.functionalize(mean))(x)

@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import mhc_ops
 from mhc_ops.conv import contracts as conv_contracts
-from mhc_ops.mhc import contracts
 from mhc_ops.testing import accuracy, cases
 from mhc_ops.testing.cases import Case
 from mhc_ops.testing.conv_cases import ConvCase
@@ -86,34 +85,6 @@ def test_zeros_without_memory():
     y = mhc_ops.mhc_read(x, h, backend="triton")
     (dx,) = torch.autograd.grad(y, x, torch._efficientzerotensor((3, 16)))
     assert torch.equal(dx, torch.zeros_like(x))
-
-
-CHANGED = [
-    (lambda t: t[..., :1], ValueError, r"x must come back .* as it was kept, \[3, 2, 16\] on cpu, got"),
-    (lambda t: t.bfloat16(), TypeError, "x must be float32 as it was kept, got bfloat16"),
-    (lambda t: t.to("meta"), ValueError, "x must come back .* on cpu, got .* on meta"),
-    (lambda t: torch.nested.nested_tensor(list(t)), TypeError, r"x must be a dense .*, got nested"),
-]
-
-
-@pytest.mark.interpreted
-def test_what_a_hook_may_not_change():
-    x, h = torch.randn(3, 2, 16, requires_grad=True), torch.randn(3, 2)
-    mhc_ops.mhc_read(x, h, backend="triton").sum().backward()  # the others are kept calls
-    for change, error, message in CHANGED:
-        with saved_tensors_hooks(lambda tensor: tensor, change):
-            y = mhc_ops.mhc_read(x, h, backend="triton")
-        with pytest.raises(error, match=f"^mhc_read_fwd: {message}"):
-            y.sum().backward()
-
-
-@pytest.mark.interpreted
-def test_torch_may_call_the_op_with_any_layout():
-    """The custom op, as compiled graphs and exported programs call it."""
-    x, h = torch.randn(3, 2, 16), torch.randn(3, 2)
-    (expected,) = contracts.mhc_read_fwd(x=x, h_pre=h, backend="triton")
-    for change in OTHERWISE:
-        assert torch.equal(torch.ops.mhc_ops.mhc_read_fwd(change(x), change(h), "triton"), expected)
 
 
 @pytest.mark.interpreted

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from one_process import close_in_parts
 from processes import run, run_each
+from recorded import Recorded
 from sending import Sending
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhc_ops
 from mhc_ops import distributed
@@ -194,19 +194,10 @@ def test_sent_bytes():
     run(3, sent_bytes)
 
 
-class Order(TorchDispatchMode):
-    """What is begun, in order: an exchange, the wait for it, and calls of the convolution by the rows they take."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "_c10d_functional":
-            self.seen.append({"all_to_all_single": "send", "wait_tensor": "wait"}[function._opname])
-        elif function.namespace == "mhc_ops":
-            self.seen.append(args[0].shape[1])
-        return function(*args, **(kwargs or {}))
+def order(recorded):
+    """What was begun, in order: an exchange, the wait for it, and calls of the convolution by the rows they take."""
+    words = {"all_to_all_single": "send", "wait_tensor": "wait"}
+    return [args[0].shape[1] if func.namespace == "mhc_ops" else words[func._opname] for func, args in recorded.calls]
 
 
 def rows_are_computed_while_others_travel():
@@ -215,14 +206,15 @@ def rows_are_computed_while_others_travel():
     L, S, rank = 20, 2, dist.get_rank()
     x, weight = torch.randn(1, L, 3, requires_grad=True), torch.randn(3, S + 1, requires_grad=True)
     for layout in LAYOUTS:
-        with Order() as forward:
+        with Recorded("_c10d_functional", "mhc_ops") as forward:
             y = distributed.causal_conv1d(x, weight, group=dist.group.WORLD, layout=layout, backend="hip")
-        with Order() as backward:
+        with Recorded("_c10d_functional", "mhc_ops") as backward:
             y.sum().backward()
         # A zigzag's two pieces are two rows of a batch. All pieces of a sequence but the first have a history.
         length, pieces = (L, rank) if layout == "contiguous" else (L // 2, 1 + rank)
-        assert forward.seen == ["send", length, "wait", *[2 * S] * pieces], forward.seen
-        assert backward.seen == [*[3 * S] * pieces, "send", length, *[2 * S] * pieces, "wait"], backward.seen
+        assert order(forward) == ["send", length, "wait", *[2 * S] * pieces], order(forward)
+        expected = [*[3 * S] * pieces, "send", length, *[2 * S] * pieces, "wait"]
+        assert order(backward) == expected, order(backward)
 
 
 def wrong_use_is_told():

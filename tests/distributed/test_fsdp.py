@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from mhc_ops.distributed import fully_shard
 
 
-def model(streams=fp32):
-    return language_model(streams, **one_of_each())
+def model(streams=fp32, **own):
+    return language_model(streams, **one_of_each(**own))
 
 
 def line():
@@ -51,23 +51,30 @@ def gradients_of(network):
     return {name: whole(parameter.grad) for name, parameter in network.named_parameters()}
 
 
-def trained():
-    """Output and gradients; of four also the gradients if two pairs of processes hold the model twice."""
-    network = fully_shard(model(), mesh=line())
-    out, gradients, twice = backward(network), gradients_of(network), {}
+def trained(own):
+    """Output and gradients; and those of another way: two pairs of four processes hold the model twice, and of two
+    torch shards each connection."""
+    network = fully_shard(model(**own), mesh=line())
+    out, gradients = backward(network), gradients_of(network)
     if dist.get_world_size() == 4:
         network = fully_shard(model(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-        backward(network)
-        twice = gradients_of(network)
-    return out, gradients, twice
+    else:
+        network = model(**own)
+        for part in (*network.stack, network):
+            torch_fully_shard(part, mesh=line())
+    backward(network)
+    return out, gradients, gradients_of(network)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_are_one(world):
+ON_KERNELS = pytest.param(2, {"backend": "triton", "recompute": 2}, marks=pytest.mark.interpreted, id="2-interpreted")
+
+
+@pytest.mark.parametrize(("world", "own"), [(2, {"recompute": 2}), (4, {}), ON_KERNELS])
+def test_processes_are_one(world, own):
     out, gradients = exact_step(model(torch.float64))
-    outs, *found = zip(*run(world, trained))
+    outs, *found = zip(*run(world, trained, own))
     assert_close({"out": torch.cat(outs)}, {"out": out})
-    for each in (*found[0], *filter(None, found[1])):
+    for each in (*found[0], *found[1]):
         assert_close(each, gradients)
 
 

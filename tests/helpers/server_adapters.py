@@ -5,15 +5,6 @@ import torch
 BF16 = 2**-8  # one rounding
 
 
-def filtered(inputs, weight, bias, silu=True):
-    """The convolution of a whole sequence [L, D] that begins with zeros."""
-    W = weight.shape[1]
-    padded = torch.cat([inputs.new_zeros(W - 1, inputs.shape[1]), inputs]).double()
-    taps = [weight[:, k].double() * padded[k : k + len(inputs)] for k in range(W)]
-    z = sum(taps) + (0 if bias is None else bias.double())
-    return z * z.sigmoid() if silu else z
-
-
 def window(inputs, W):
     """The last W − 1 inputs of a sequence, [D, W − 1]."""
     return torch.cat([inputs.new_zeros(W - 1, inputs.shape[1]), inputs])[len(inputs) :].T

@@ -1,5 +1,7 @@
 """Where a stack is tested, what it gives, and what that is held to."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -36,10 +38,7 @@ def exact(out, leaves, scaled=(), dtypes=None):
     if dtypes is not None:
         cotangents = [c.to(dtype).double() for c, dtype in zip(cotangents, dtypes, strict=True)]
 
-    def by_place(cotangents):
-        found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, materialize_grads=True)
-        return dict(enumerate(found))
-
+    by_place = partial(accuracy.gradients_of, dict(enumerate(outputs)), dict(enumerate(leaves)), again=True)
     found = accuracy.exact_gradients(by_place, [*outputs, *scaled], cotangents)
     return [*(accuracy.Exact(output.detach()) for output in outputs), *found.values()]
 

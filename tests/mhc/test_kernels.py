@@ -298,12 +298,6 @@ def test_compositions(kernels):
             assert_equal(cases.MHC_LAYER.call(**own, h_out=tensors["h_out"], backend=backend), expected)
 
 
-def test_pre_options(kernels):
-    options = {"norm_eps": 1e-2, "hc_eps": 1e-2, "post_mult": 1.3, "sinkhorn_iters": 3, "sinkhorn_eps": 1e-3}
-    case = cases.Case(cases.MHC_PRE.with_options(**options), (9,), 3, 40, fp32)
-    assert failures(case, *kernels) == []
-
-
 def test_h_out_of_another_type(kernels):
     """Under autocast a layer returns bf16 beside fp32 streams."""
     backend, device = kernels

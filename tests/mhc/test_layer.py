@@ -1,20 +1,16 @@
-"""HyperConnection and HyperStack in what torch puts around them: autocast, compile, checkpoint, export, FSDP2.
-tests/core/test_graphs.py has CUDA graphs."""
+"""HyperConnection and HyperStack in what torch puts around them: autocast, compile, checkpoint, export.
+tests/core/test_graphs.py has CUDA graphs, tests/distributed/test_fsdp.py FSDP2."""
 
-import processes
 import pytest
 import torch
 from mhc_kernels import bf16, fp32
 from networks import MODELS, D, N, step, streams, trained_maps
+from recorded import Recorded
 from stack_results import assert_close, assert_equal, gradients, random_cotangents
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import mhc_ops
 from mhc_ops import HyperStack, MHCBlock
 from mhc_ops.mhc import prepare
 from mhc_ops.mhc.contracts import mhc_next_fwd
@@ -23,13 +19,6 @@ from mhc_ops.testing import accuracy, cases
 by_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 MODULES = {**MODELS, "block": lambda place, **_: trained_maps(MHCBlock(N, D, backend=place[0]).to(place[1]))[0]}
 by_module = pytest.mark.parametrize("model", MODULES.values(), ids=MODULES)
-
-
-@by_module
-def test_gradients(model, place):
-    """Against the reference in fp64."""
-    exact = model(("reference", place[1]), depth=2).double()
-    assert_close(step(model(place, depth=2), streams(place)), step(exact, streams(place, torch.float64)))
 
 
 COMPILED = [("block", 1, "aot_eager"), ("block", 1, "inductor"), ("layers", 1, "aot_eager"), ("layers", 2, "inductor")]
@@ -121,35 +110,6 @@ def test_the_host_does_not_wait(model):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def backward(network, x):
-    """Gradients of x and of the parameters, and what metrics says."""
-    with mhc_ops.metrics(network) as health:
-        network(x).square().sum().backward()
-    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in network.parameters()]
-    return [x.grad, *gradients], health.result()
-
-
-def sharded(kind, backend):
-    """On each process; the same x everywhere, so the mean over processes is the gradient."""
-    network = MODELS[kind]((backend, "cpu"), depth=2)
-    mesh, policy = torch.distributed.init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(cast_forward_inputs=False)
-    for part in (*network, network):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-    return backward(network, streams((backend, "cpu")))
-
-
-@pytest.mark.parametrize("kind", ["layers", "recompute"])
-@pytest.mark.parametrize(
-    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreted, id="interpreted")]
-)
-def test_fsdp2(backend, kind):
-    """Two processes, every connection sharded over them."""
-    (found, numbers), _ = processes.run(2, sharded, kind, backend)
-    expected, expected_numbers = backward(MODELS[kind]((backend, "cpu"), depth=2), streams((backend, "cpu")))
-    assert_close(found, expected)
-    assert numbers == pytest.approx(expected_numbers, rel=1e-5, abs=1e-6)
-
-
 # The ops
 
 
@@ -163,19 +123,6 @@ def test_the_link_stays_one_element(kernel_device):
     assert mhc_next_fwd.taken("link", link) is link
 
 
-class Recorded(TorchDispatchMode):
-    """The calls of our ops, in the forward and in the backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "mhc_ops":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 OF_EACH_OP = (*cases.SUBJECTS[2:], *cases.OF_THE_STACK[:4], *cases.VARIANTS)
 WITHOUT_GAMMA = (cases.MHC_PRE, cases.MHC_LAYER.with_options(transposed=True))
 OPS = [cases.Case(subject, (6,), N, D, fp32) for subject in OF_EACH_OP]
@@ -185,7 +132,7 @@ OPS += [cases.Case(subject, (6,), N, D, fp32, gamma=False) for subject in WITHOU
 @pytest.mark.parametrize("case", OPS, ids=str)
 def test_opcheck(case, kernel_device):
     """Each op that a call and its gradient are made of, as they call it."""
-    with Recorded() as recorded:
+    with Recorded("mhc_ops") as recorded:
         accuracy.run_case(case, "triton", kernel_device)
     assert recorded.calls
     for op, given in recorded.calls:

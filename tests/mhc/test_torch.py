@@ -55,14 +55,6 @@ def test_double_backward_of_the_traced_op_raises(kernel_device):
         dx.sum().backward()
 
 
-@pytest.mark.parametrize("frozen", [("x",), ("phi",), ("phi", "alpha", "bias", "gamma")], ids=str)
-def test_frozen_inputs(frozen, kernel_device):
-    tensors = leaves(kernel_device)
-    expected = results(forward, tensors)
-    wanted = [*expected[:3], *(g for name, g in zip(tensors, expected[3:]) if name not in frozen)]
-    assert_equal(results(forward, {k: t.detach() if k in frozen else t for k, t in tensors.items()}), wanted)
-
-
 def test_autocast(place):
     """It changes nothing."""
     tensors = detached(place[1])

@@ -30,19 +30,11 @@ def on_hopper(test):
     return pytest.mark.gpu(pytest.mark.skipif(not there, reason="needs a Hopper GPU")(test))
 
 
-def call(x, h_out, link, h_post, backend, h_res=None, read=None, transposed=False, **own):
-    """As that of cases.MHC_NEXT, also where the sublayer before has a transposed map."""
-    carry = mhc_ops.Carry(x, h_post, h_res, read, link, transposed)
-    h_in, carry = mhc_ops.mhc_next(carry, h_out, **own, transposed=transposed, backend=backend)
-    left = mhc_ops.mhc_leave(carry, h_out.detach(), backend=backend)
-    return h_in, *(left if isinstance(left, tuple) else (left,)), carry.x
-
-
 def forms_of(subject):
     """With a map, transposed or not, and without."""
-    inputs, of_identity = tuple(name for name in subject.inputs if name != "h_res"), partial(call, residual="identity")
-    identity = replace(subject, name=f"{subject.name} identity", inputs=inputs, call=of_identity)
-    return subject, replace(subject, call=call).with_options(transposed=True), identity
+    inputs, call = tuple(name for name in subject.inputs if name != "h_res"), partial(subject.call, residual="identity")
+    identity = replace(subject, name=f"{subject.name} identity", inputs=inputs, call=call)
+    return subject, subject.with_options(transposed=True), identity
 
 
 STANDARD = (cases.MHC_NEXT, cases.MHC_NEXT_NORMED)
