@@ -59,7 +59,7 @@ class World:
     def __init__(self, seed):
         draw = random.Random(seed)
         self.notes, self.fails = [], None
-        misaligned = torch.ones(9)[draw.randint(0, 3) :]
+        misaligned = torch.ones(9)[draw.randint(0, 4) :]
         kinds = (None, torch.ones(0), torch.ones(3), torch.ones(3)[2:], torch.ones(8), misaligned)
         self.tensors = [torch.ones(4), *draw.choices(kinds[draw.choice((0, 4)) :], k=draw.randint(0, 4))]
         self.current = draw.choice(("1000", "2000", "2000", "no number"))
@@ -274,6 +274,9 @@ def test_what_is_no_plan_is_refused():
         run({None: World(SEED).plan._replace(given=7)}, print, print, [x])
     with pytest.raises(AttributeError, match="data_ptr"):
         run({}, print, print, [3])
+    for address, error in ("no number", TypeError), (-1, OverflowError):
+        with pytest.raises(error):
+            run({(15,): None}, print, print, [SimpleNamespace(data_ptr=lambda address=address: address)])
     assert run({None: None}, len, print, [x, x]) == 2, "a call that cannot be replayed"
 
 
