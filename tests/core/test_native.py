@@ -253,6 +253,14 @@ def test_calls_are_found_alike(number):
             assert_alike("find_call", {key: alike.Alike(kept) for key, kept in calls.items()}, *rest)
 
 
+@pytest.mark.parametrize("find", [alike.find_call, CODE.find_call])
+def test_what_cannot_be_hashed_is_refused(find):
+    odd = type("Odd", (type,), {"__hash__": None})("odd", (), {})()
+    for chosen, arguments in ([], {}), (None, {"x": odd}):
+        with pytest.raises(TypeError, match="unhashable"):
+            find({}, print, chosen, arguments, alike.KINDS)
+
+
 @pytest.mark.parametrize("number", range(100))
 def test_backwards_are_found_alike(number):
     draw = random.Random(SEED + number)
@@ -270,10 +278,12 @@ def test_what_is_no_plan_is_refused():
     for plans, *arguments in ({}, print), ([], print, [x]), ({}, print, 3), ({None: 3}, print, [x]):
         with pytest.raises(TypeError):
             run(plans, print, *arguments)
-    with pytest.raises(TypeError, match="no plan for these tensors"):
-        run({None: World(SEED).plan._replace(given=7)}, print, print, [x])
+    for plan in World(SEED).plan._replace(given=7), (1,):
+        with pytest.raises(TypeError, match="no plan for these tensors"):
+            run({None: plan}, print, print, [x])
     with pytest.raises(AttributeError, match="data_ptr"):
         run({}, print, print, [3])
+    assert_nothing_stays(lambda: outcome(run, {}, print, print, [x, 3]), [x])
     for address, error in ("no number", TypeError), (-1, OverflowError):
         with pytest.raises(error):
             run({(15,): None}, print, print, [SimpleNamespace(data_ptr=lambda address=address: address)])
