@@ -165,7 +165,7 @@ def run_info(options: argparse.Namespace) -> int:
         for index in range(torch.cuda.device_count()):
             lines.append(f"{f'cuda:{index}':9} {_described(torch.device('cuda', index))}")
         reason = native.why_not()
-        lines.append(f"{'replay':9} {'in C' if reason is None else f'in Python: {reason}'}")
+        lines.append(f"{'replay':9} {'in C' if reason is None else f'not in C: {reason}'}")
     lines.append("")
     for family in backends.families():
         for backend in backends.BACKENDS:

@@ -1,11 +1,14 @@
 """native.c, compiled when the first call is replayed by the compiler that Triton needs anyway, and kept in its cache.
 
-Without a compiler, or with a Triton that compiles in another way, the Python code does the same, more slowly.
+Without a compiler, or with a Triton that compiles in another way, the Python code does the same, more slowly. Where no
+call is replayed (MHC_OPS_REPLAY=0, Triton's interpreter), nothing is compiled.
 """
 
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from . import backend, private
 
 SOURCE = Path(__file__).with_name("native.c")
 
@@ -20,18 +23,18 @@ def load() -> Any:
 
 
 def why_not() -> str | None:
-    """Why calls are replayed in Python here."""
+    """Why calls are not replayed in C here."""
     return found if isinstance(found := compiled(), str) else None
 
 
 @cache
 def compiled() -> Any:
     """The module, or why there is none."""
+    if not private.keeps_calls or backend._INTERPRETED:
+        return "no call is replayed"
     try:
         from triton.runtime.build import compile_module_from_src
-    except ImportError as error:
-        return str(error)
-    try:
+
         return compile_module_from_src(SOURCE.read_text(encoding="utf-8"), "mhc_ops_native")
-    except Exception as error:  # of compilers, caches and hooks that others may have set
+    except Exception as error:  # of Triton, compilers, caches and hooks that others may have set
         return f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mhc_ops.core import alike, launch, native, replay
+from mhc_ops.core import alike, backend, launch, native, private, replay
 from mhc_ops.testing.cases import SEED
 from mhc_ops.testing.unusual import Subclass
 
@@ -45,7 +45,11 @@ class Runtime:
 class Parts(dict):
     """Those of a descriptor, made anew each time."""
 
+    def __init__(self, note):
+        self.note = note
+
     def __missing__(self, address):
+        self.note("parts", address)
         return [address, "part"]
 
 
@@ -55,7 +59,7 @@ class World:
     def __init__(self, seed):
         draw = random.Random(seed)
         self.notes, self.fails = [], None
-        misaligned = torch.ones(9)[draw.randint(0, 3) :]
+        misaligned = torch.ones(9)[draw.randint(0, 4) :]
         kinds = (None, torch.ones(0), torch.ones(3), torch.ones(3)[2:], torch.ones(8), misaligned)
         self.tensors = [torch.ones(4), *draw.choices(kinds[draw.choice((0, 4)) :], k=draw.randint(0, 4))]
         self.current = draw.choice(("1000", "2000", "2000", "no number"))
@@ -101,7 +105,7 @@ class World:
             spread=kind == KINDS[2],
             slowly=lambda *given: self.note("slowly", *given),
             runtime=Runtime(draw.choice(list(HOOKS)), draw.choice(("none", "none", "set"))),
-            described=tuple((place, Parts()) for place in described),
+            described=tuple((place, Parts(self.note)) for place in described),
         ), places
 
     @contextlib.contextmanager
@@ -176,7 +180,7 @@ def assert_nothing_stays(function, held):
         for _ in range(REPEATS):
             function()
         gc.collect()
-        more = [sys.getrefcount(each) - count for each, count in zip(SINGLE, singles)]
+        more = [abs(sys.getrefcount(each) - count) for each, count in zip(SINGLE, singles)]
         grown.append(max((tracemalloc.get_traced_memory()[0] - size) / 16, *more))
         if grown[-1] < REPEATS:
             break
@@ -220,7 +224,7 @@ def same(one, other):
 def outcome(function, *arguments):
     try:
         return function(*arguments)
-    except (ZeroDivisionError, IndexError) as error:
+    except (AttributeError, IndexError, ZeroDivisionError) as error:
         return repr(error)
 
 
@@ -244,16 +248,26 @@ def test_calls_are_found_alike(number):
     rest = print, "chosen", dict(zip("abcdef", draw.sample(values, draw.randint(0, 6)))), alike.KINDS
     if found := assert_alike("find_call", {}, *rest):
         _, tensors, key = found
-        kept = [(Guards(first), str(i)) for i, first in enumerate([None, *tensors])]
+        kept = [(Guards(first), str(i)) for i, first in enumerate([None, *tensors, *tensors[:1]])]
         for calls in ({key: kept}, {key: kept[:1]}, {key[:-1]: kept}):
             assert_alike("find_call", {key: alike.Alike(kept) for key, kept in calls.items()}, *rest)
+
+
+@pytest.mark.parametrize("find", [alike.find_call, CODE.find_call])
+def test_what_cannot_be_hashed_is_refused(find):
+    odd = type("Odd", (type,), {"__hash__": None})("odd", (), {})()
+    for chosen, arguments in ([], {}), (None, {"x": odd}):
+        with pytest.raises(TypeError, match="unhashable"):
+            find({}, print, chosen, arguments, alike.KINDS)
 
 
 @pytest.mark.parametrize("number", range(100))
 def test_backwards_are_found_alike(number):
     draw = random.Random(SEED + number)
-    kept = tuple(drawn_tensor(draw) for _ in range(draw.randint(1, 4)))
-    cotangents = tuple(draw.choice((None, torch.ones(3, 2).mT, torch.ones(3, 4))) for _ in range(draw.randint(0, 3)))
+    odd = draw.choice((3, SimpleNamespace(layout=torch.strided)))
+    kept = tuple(draw.choice([drawn_tensor(draw)] * 9 + [odd]) for _ in range(draw.randint(1, 4)))
+    cotangent = (None, torch.ones(3, 2).mT, torch.ones(3, 4)) * 3 + (odd,)
+    cotangents = tuple(draw.choices(cotangent, k=draw.randint(0, 3)))
     for firsts in ((), (None,), (None, kept[0])):
         of = alike.Alike((Guards(first), str(first is None)) for first in firsts)
         assert_alike("find_like", of, kept, cotangents, torch.strided)
@@ -264,11 +278,26 @@ def test_what_is_no_plan_is_refused():
     for plans, *arguments in ({}, print), ([], print, [x]), ({}, print, 3), ({None: 3}, print, [x]):
         with pytest.raises(TypeError):
             run(plans, print, *arguments)
-    with pytest.raises(TypeError, match="no plan for these tensors"):
-        run({None: World(SEED).plan._replace(given=7)}, print, print, [x])
+    for plan in World(SEED).plan._replace(given=7), (1,):
+        with pytest.raises(TypeError, match="no plan for these tensors"):
+            run({None: plan}, print, print, [x])
     with pytest.raises(AttributeError, match="data_ptr"):
         run({}, print, print, [3])
+    assert_nothing_stays(lambda: outcome(run, {}, print, print, [x, 3]), [x])
+    for address, error in ("no number", TypeError), (-1, OverflowError):
+        with pytest.raises(error):
+            run({(15,): None}, print, print, [SimpleNamespace(data_ptr=lambda address=address: address)])
     assert run({None: None}, len, print, [x, x]) == 2, "a call that cannot be replayed"
+
+
+@pytest.mark.parametrize("function, kinds", {"replay": "d...", "find_call": "d..dt", "find_like": "ltt."}.items())
+def test_wrong_arguments_are_refused(function, kinds):
+    """Too few, too many, and one of another type. d, l and t: a dict, a list, a tuple."""
+    right = [{"d": {}, "l": [], "t": (), ".": ()}[kind] for kind in kinds]
+    changed = [[*right[:i], 3, *right[i + 1 :]] for i, kind in enumerate(kinds) if kind != "."]
+    for wrong in ([], right[:-1], [*right, ()], *changed):
+        with pytest.raises(TypeError, match="takes "):
+            getattr(CODE, function)(*wrong)
 
 
 def test_fields_are_read_by_their_places():
@@ -276,18 +305,26 @@ def test_fields_are_read_by_their_places():
     assert len(launch.Quick._fields) == CODE.OF_QUICK
 
 
-@pytest.mark.parametrize("missing", ["a compiler", "the function of Triton"])
+WITHOUT = {
+    "a compiler": (lambda patch: patch.setenv("CC", "no-such-compiler"), "no-such-compiler"),
+    "the function": (lambda patch: patch.delattr("triton.runtime.build.compile_module_from_src"), "cannot import"),
+    "kept calls": (lambda patch: patch.setattr(private, "keeps_calls", False), "no call is replayed"),
+    "compiled kernels": (lambda patch: patch.setattr(backend, "_INTERPRETED", True), "no call is replayed"),
+}
+
+
+@pytest.mark.parametrize("missing", WITHOUT)
 def test_without_it_python_replays(missing, monkeypatch, tmp_path):
+    """What would not be used is not compiled."""
+    take, why = WITHOUT[missing]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     native.compiled.cache_clear()
-    if missing == "a compiler":
-        monkeypatch.setenv("CC", "no-such-compiler")
-    else:
-        monkeypatch.delattr("triton.runtime.build.compile_module_from_src")
+    take(monkeypatch)
     try:
-        assert native.load() is None
-        assert ("no-such-compiler" if missing == "a compiler" else "cannot import") in native.why_not()
+        assert native.load() is None and why in native.why_not()
         assert isinstance(replay.replayed(print), replay.Replay)
+        assert not list(tmp_path.rglob("*.so"))
     finally:
+        monkeypatch.undo()
         native.compiled.cache_clear()
         native.load()
