@@ -72,7 +72,7 @@ def find_op(calls: dict[Any, Alike], op: Any, arguments: Sequence[Any], are_tens
     by. native.c does the same."""
     tensors = [argument for argument, is_tensor in zip(arguments, are_tensors) if is_tensor and argument is not None]
     words = [argument is None if is_tensor else argument for argument, is_tensor in zip(arguments, are_tensors)]
-    key = (op, *words, tensors[0].numel())
+    key = (op, *words, *[tensor.numel() for tensor in tensors[:1]])
     return next((found for guards, found in calls.get(key, ()) if guards.check(*tensors)), None), tensors, key
 
 

@@ -224,7 +224,7 @@ def same(one, other):
 def outcome(function, *arguments):
     try:
         return function(*arguments)
-    except (AttributeError, IndexError, ZeroDivisionError) as error:
+    except (AttributeError, IndexError, TypeError, ZeroDivisionError) as error:
         return repr(error)
 
 
@@ -245,12 +245,15 @@ def assert_alike(function, *given):
 def test_calls_are_found_alike(number):
     draw = random.Random(SEED + number)
     values = [*(drawn_tensor(draw) for _ in range(3)), 1, True, 1.0, "word", None, draw.choice((None, [1]))]
-    rest = print, "chosen", dict(zip("abcdef", draw.sample(values, draw.randint(0, 6)))), alike.KINDS
-    if found := assert_alike("find_call", {}, *rest):
-        _, tensors, key = found
-        kept = [(Guards(first), str(i)) for i, first in enumerate([None, *tensors, *tensors[:1]])]
-        for calls in ({key: kept}, {key: kept[:1]}, {key[:-1]: kept}):
-            assert_alike("find_call", {key: alike.Alike(kept) for key, kept in calls.items()}, *rest)
+    arguments = dict(zip("abcdef", draw.sample(values, draw.randint(0, 6))))
+    are_tensors = tuple(isinstance(value, (torch.Tensor, type(None))) for value in arguments.values())
+    of_op = print, tuple(arguments.values()), are_tensors
+    for function, rest in ("find_call", (print, "chosen", arguments, alike.KINDS)), ("find_op", of_op):
+        if isinstance(found := assert_alike(function, {}, *rest), tuple):
+            _, tensors, key = found
+            kept = [(Guards(first), str(i)) for i, first in enumerate([None, *tensors, *tensors[:1]])]
+            for calls in ({key: kept}, {key: kept[:1]}, {key[:-1]: kept}):
+                assert_alike(function, {key: alike.Alike(kept) for key, kept in calls.items()}, *rest)
 
 
 @pytest.mark.parametrize("find", [alike.find_call, CODE.find_call])
@@ -290,7 +293,10 @@ def test_what_is_no_plan_is_refused():
     assert run({None: None}, len, print, [x, x]) == 2, "a call that cannot be replayed"
 
 
-@pytest.mark.parametrize("function, kinds", {"replay": "d...", "find_call": "d..dt", "find_like": "ltt."}.items())
+KINDS_OF = {"replay": "d...", "find_call": "d..dt", "find_op": "d.tt", "find_like": "ltt."}
+
+
+@pytest.mark.parametrize("function, kinds", KINDS_OF.items())
 def test_wrong_arguments_are_refused(function, kinds):
     """Too few, too many, and one of another type. d, l and t: a dict, a list, a tuple."""
     right = [{"d": {}, "l": [], "t": (), ".": ()}[kind] for kind in kinds]
@@ -298,6 +304,8 @@ def test_wrong_arguments_are_refused(function, kinds):
     for wrong in ([], right[:-1], [*right, ()], *changed):
         with pytest.raises(TypeError, match="takes "):
             getattr(CODE, function)(*wrong)
+    with pytest.raises(TypeError, match="takes "):
+        CODE.find_op({}, print, (1,), ())
 
 
 def test_fields_are_read_by_their_places():
