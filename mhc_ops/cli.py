@@ -197,12 +197,12 @@ def run_check(options: argparse.Namespace) -> int:
         for case, backend in report.progress(work, "check"):
             with found.failures_of(case, backend):
                 found.accuracy += accuracy.measure(case, backend, options.device)
-            results.save(found, options.json)
+            results.write(found, options.json, last=False)
         found.complete = True
     except KeyboardInterrupt:
         report.say("interrupted")
-    report.show(*page.of_check(found, options.rows))
-    results.save(found, options.json, last=True)
+    report.show(*page.printed(found, options.rows))
+    results.write(found, options.json)
     if not found.complete:
         return INTERRUPTED
     if not work:
@@ -245,12 +245,12 @@ def run_bench(options: argparse.Namespace) -> int:
     found = results.begin("bench")
     interrupted = False
     try:
-        bench.run(options, found, partial(results.save, found, options.json))
+        bench.run(options, found, partial(results.write, found, options.json, last=False))
     except KeyboardInterrupt:
         interrupted = True
         report.say("interrupted")
-    report.show(*page.of_bench(found))
-    results.save(found, options.json, last=True)
+    report.show(*page.printed(found))
+    results.write(found, options.json)
     if options.html:
         files.write(options.html, page.draw(found))
     if interrupted:

@@ -188,21 +188,6 @@ def _liger(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
 # post alone, so every prepared subject owns a copy of the streams.
 
 
-class _NextPost(torch.autograd.Function):
-    """The identity; its backward leaves the cotangent where the post of the next layer would."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        x.untyped_storage().grad_from_mhc_post = cotangent = cotangents[0].contiguous()
-        return cotangent
-
-
 def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
     """Without gamma; four streams in bf16 with nD a multiple of its blocks; logits in fp32."""
     options = {"norm_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
@@ -222,7 +207,16 @@ def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
 
     def post_pre(**tensors: Tensor) -> Outputs:
         x_next, *maps = composed["mhc_post_pre"](**tensors)
-        return _NextPost.apply(x_next), *maps  # last, so that its backward runs before that of pre
+
+        def leave(cotangent: Tensor) -> Tensor:
+            storage: Any = x_next.untyped_storage()
+            storage.grad_from_mhc_post = cotangent.contiguous()
+            return storage.grad_from_mhc_post
+
+        next_post = x_next.view_as(x_next)  # last, so that its backward runs before that of pre
+        if next_post.requires_grad:
+            next_post.register_hook(leave)
+        return next_post, *maps
 
     def head(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Outputs:
         # The parts of its mhc_head, which itself neither takes more than one token (a strided slice goes to a kernel

@@ -87,7 +87,7 @@ def test_check_goes_on_after_a_crash_and_keeps_what_it_has(small, run, monkeypat
     assert code == 130 and said.endswith("interrupted\n")
     assert saved()["complete"] is False and len(saved()["accuracy"]) == 11
     assert "sinkhorn 9x2x2 float32: reference did not run: OSError: no luck" in printed
-    assert printed.endswith("11 passed, 0 failed, 1 cases crashed\n")
+    assert printed.endswith("11 passed, 0 failed, 1 did not run\n")
     assert run(f"{CHECK} --case sinkhorn")[0] == 1
     assert run(f"{CHECK} --case mhc_forward_pre")[0] == 0
 

@@ -79,8 +79,8 @@ def test_files_that_do_not_go_together(command, line, refused, nothing_may_run):
     assert refused(command).startswith(line)
 
 
-TIMED = {"subject": "op", "case": "op 8x8", "provider": "triton", "direction": "both"}
-TIMED |= {"microseconds": 2.0, "bandwidth": 3.0, "copy_microseconds": 1.0}
+TIMED = {"case": "op 8x8", "provider": "triton", "direction": "both"}
+TIMED |= {"microseconds": 2.0, "bytes": 3.0, "copy_microseconds": 1.0}
 ROW = {"case": "op 8x8", "backend": "triton", "output": "y", "passed": True}
 ROW |= {"max_error": 1.0, "relative_error": 0.1, "tolerance": 1.0}
 
