@@ -57,7 +57,7 @@ def compare(before: Results, after: Results) -> tuple[list[Change], int]:
     changes: list[Change] = []
     common = 0
     for entries, differences in ((_kernels, _slower), (_steps, _slower), (_rows, _less_exact)):
-        old, new = entries(before), entries(after)
+        old, new = dict[Key, Any](entries(before)), dict[Key, Any](entries(after))
         both = {key: (old[key], new[key]) for key in old if key in new}
         changes += [*differences(both), *_only_in_one(old, new, after)]
         common += len(both)
@@ -75,27 +75,23 @@ def _only_in_one(old: Mapping[Key, Any], new: Mapping[Key, Any], after: Results)
             yield Change("missing", of, f"only in the {file} file: {parts}")
 
 
-def _kernels(results: Results) -> dict[Key, Timed]:
-    found: dict[Key, Timed] = {}
+def _kernels(results: Results) -> Iterator[tuple[Key, Timed]]:
     for m in results.measurements:
         times = (m.microseconds, m.spread), (m.copy_microseconds, m.copy_spread)
         parts = [max(s / QUARTILES_OF_NORMAL, RESOLUTION) / time for time, s in times if s is not None]
         noise = math.hypot(*parts) if len(parts) == len(times) else None
-        found[m.case, m.provider, m.direction] = Timed(1 / m.of_copy, noise, "the copy's time", m.peak_megabytes)
-    return found
+        yield (m.case, m.provider, m.direction), Timed(1 / m.of_copy, noise, "the copy's time", m.peak_megabytes)
 
 
-def _steps(results: Results) -> dict[Key, Timed]:
-    found: dict[Key, Timed] = {}
+def _steps(results: Results) -> Iterator[tuple[Key, Timed]]:
     for s in results.steps:
         for kind, (ratio, *quartiles) in ((k, r) for k, r in (("step", s.ratio), ("steps in a row", s.in_a_row)) if r):
             noise = (quartiles[1] - quartiles[0]) / QUARTILES_OF_NORMAL / ratio if quartiles else None
-            found[s.case, s.provider, kind] = Timed(ratio, noise, "plain residuals", s.peak_megabytes)
-    return found
+            yield (s.case, s.provider, kind), Timed(ratio, noise, "plain residuals", s.peak_megabytes)
 
 
-def _rows(results: Results) -> dict[Key, Row]:
-    return {(row.case, row.backend, row.output): row for row in results.accuracy}
+def _rows(results: Results) -> Iterator[tuple[Key, Row]]:
+    return (((row.case, row.backend, row.output), row) for row in results.accuracy)
 
 
 def _slower(pairs: Pairs) -> Iterator[Change]:

@@ -205,11 +205,6 @@ def sections(r: Results) -> list[Section]:
     return [section for section in every if any(table.rows for table in section.tables)]
 
 
-def share(cell: str) -> str:
-    """The percentage that a cell ends with: "20.0 · 85%" -> "85%\""""
-    return "".join(re.findall(r"\d+%$", cell))
-
-
 def draw(results: Results) -> str:
     """A page that needs no other file."""
     return _render("page.html", sections=sections(results), r=results)
@@ -252,5 +247,5 @@ def _render(template: str, **values: Any) -> str:
 
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(loader=jinja2.PackageLoader("mhc_ops.measure"), autoescape=True, **options)
-    environment.filters |= {"backend_of": backend_of, "percent": percent, "share": share}
+    environment.filters |= {"backend_of": backend_of, "percent": percent, "share": re.compile(r"\d+%$").findall}
     return environment.get_template(template).render(**values, OURS=BACKENDS).strip() + "\n"

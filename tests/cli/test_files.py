@@ -50,12 +50,12 @@ def test_a_pipe_gets_one_text(command, text, small, run, monkeypatch):
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        ("nowhere/file", "there is no folder"),
+        ("nowhere/file", "No such file or directory"),
         ("folder", "is a folder"),
         ("file/file", "Not a directory"),
         ("loop", "symbolic links"),
         ("", "is a folder"),
-        ("/proc/self/file", "nothing can be written to /proc/"),  # refuses even root
+        ("/proc/self/file", "No such file or directory"),  # refuses even root
     ],
 )
 def test_a_place_that_cannot_be_written(command, place, reason, refused, nothing_may_run):

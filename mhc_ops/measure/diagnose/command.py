@@ -17,7 +17,6 @@ from . import Diagnosis, diagnose
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in selection.CHECK))
 SHAPES = {"sinkhorn": "TxNxN", "short_conv": "BxLxNxD"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 OUTPUTS = f"{page.ACCURACY.partition('backend, ')[2]}, finding"
 
 
@@ -48,7 +47,6 @@ def run_diagnose(options: argparse.Namespace) -> int:
                 raise
             raise Refused(str(error)) from error
         if found.findings:  # one cause is enough for one command
-            report.clear()
             off = sum(not output.passed for output in found.outputs)
             print(f"{case}, {backend}: {off} of {len(found.outputs)} outputs are off")
             print("\n".join(_lines(found)))
