@@ -189,7 +189,7 @@ def _liger(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
 
 
 def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
-    """Without gamma; four streams in bf16 with nD a multiple of its blocks; logits in fp32."""
+    """Without gamma; four streams in bf16 with nD a multiple of its blocks."""
     options = {"norm_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
     options |= {"sinkhorn_repeat": OURS.sinkhorn_iters, "post_mult_value": OURS.post_mult}
 
@@ -203,7 +203,8 @@ def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
         mixes = ops.mhc_pre_norm_fn(x, phi, None, OURS.norm_eps, fuse_grad_acc=False)
         split = ops.mhc_pre_split_mixes(mixes, alpha, bias, x.shape[-2], OURS.post_mult, OURS.hc_eps)
         h_pre, h_post, logits = split
-        return ops.mhc_pre_apply_mix(x, h_pre), h_post, sinkhorn(logits)
+        h_res = ops.sinkhorn_normalize(logits, repeat=OURS.sinkhorn_iters, eps=OURS.sinkhorn_eps)
+        return ops.mhc_pre_apply_mix(x, h_pre), h_post, h_res
 
     def post_pre(**tensors: Tensor) -> Outputs:
         x_next, *maps = composed["mhc_post_pre"](**tensors)
@@ -228,9 +229,6 @@ def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
         mix = ops.mhc_head_compute_mix(mixes[..., :n].contiguous(), alpha, bias, OURS.hc_eps)
         return (ops.mhc_pre_apply_mix(x, mix.unsqueeze(-1)),)
 
-    def sinkhorn(logits: Tensor) -> Tensor:
-        return ops.sinkhorn_normalize(logits, repeat=OURS.sinkhorn_iters, eps=OURS.sinkhorn_eps)
-
     def layout(name: str, tensor: Tensor) -> Tensor:
         if name in ("phi", "alpha", "bias"):
             return torch.atleast_1d(tensor).float()
@@ -242,16 +240,13 @@ def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
 
     composed = _composed(fused_pre, lambda x, h_out, h_post, h_res: (ops.mhc_post(h_out, x, h_post, h_res),))
     calls = composed | {"mhc_pre": pre, "mhc_post_pre": post_pre, "mhc_head": head}
-    calls |= {"sinkhorn": lambda logits: (sinkhorn(logits),)}
     if subject not in calls or "gamma" in ours:
         return None
-    n, D = ours["logits" if subject == "sinkhorn" else "x"].shape[-2:]
-    types = {"logits": torch.float32, "x": torch.bfloat16, "h_out": torch.bfloat16}
-    fits = all(ours[name].dtype == dtype for name, dtype in types.items() if name in ours)
-    if n != 4 or not fits or (subject != "sinkhorn" and n * D % 256):
+    n, D = ours["x"].shape[-2:]
+    if n != 4 or n * D % 256 or any(ours[name].dtype != torch.bfloat16 for name in ("x", "h_out") if name in ours):
         return None
     theirs = {name: layout(name, tensor).contiguous().clone() for name, tensor in ours.items()}
-    return Prepared(theirs, call, ("x", "h_out", "logits"))
+    return Prepared(theirs, call, ("x", "h_out"))
 
 
 # flash-linear-attention: causal_conv1d on the same tensors; weights of any type.

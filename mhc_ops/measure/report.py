@@ -48,10 +48,7 @@ def open_streams() -> None:
 def discard() -> None:
     """Drops what is buffered for a closed pipe, so that Python does not fail as it ends."""
     for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

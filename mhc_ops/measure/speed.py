@@ -149,8 +149,14 @@ def _host_sample(call: Function, device: torch.device, prepare: Function = tuple
     return (time.perf_counter() - begin) * 1e6
 
 
-def summary(samples: Sequence[float]) -> Timing:
+def quartiles(samples: Sequence[float]) -> list[float]:
+    """The median, the lower and the upper quartile."""
     lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
+    return [median, lower, upper]
+
+
+def summary(samples: Sequence[float]) -> Timing:
+    median, lower, upper = quartiles(samples)
     return Timing(median, upper - lower, len(samples))
 
 

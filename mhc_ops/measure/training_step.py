@@ -1,7 +1,6 @@
 """The cost of hyper-connections in use: a training step of a small transformer, beside plain residuals; and stacks of
 layers, of which its model is made and whose boundaries `bench` times. docs/measure.md says what a step is."""
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from ..testing import cases
 from . import peers, selection
 from .peers import Layer
 from .results import COMPILED, EAGER, GRAPHS, MODES, PLAIN, Results, StepTime, Wrong, name_of
-from .speed import SAMPLES, peak_memory, summary
+from .speed import SAMPLES, peak_memory, quartiles, summary
 
 N = 4
 ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 of it, a wrong term far more
@@ -251,21 +250,17 @@ class Training:
         timed(1)
         return [timed(1), timed(IN_A_ROW)]
 
-    def difference(self, provider: str, found: Sequence[Tensor]) -> float:
-        """The relative difference of the loss or of dx, whichever is larger; Wrong if the model or one of its layers is
-        another function."""
-        selection.check(self.size.case(provider, self.size.tokens), backend_of(provider), self.device, [])
-        formula = self.step(f"eager {SHIFTED}" if provider.endswith(SHIFTED) else "eager")
-        pairs = [(a.double(), b.double()) for a, b in zip(found, formula())]
-        worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
-        if not worst <= ALLOWED:
-            raise Wrong(f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})")
-        return worst
-
     def checked(self, provider: str) -> tuple[TakeStep, dict[str, Any]]:
-        """A step that is right, and what is known of it. The memory of a graph is taken when it is captured."""
-        step = self.step(provider, self.mode)
-        difference = None if provider == PLAIN else self.difference(provider, step())
+        """A step, and what is known of it: the relative difference of the loss or of dx, whichever is larger, and the
+        memory, which a graph takes when it is captured. Wrong if the model or one of its layers is another function."""
+        step, difference = self.step(provider, self.mode), None
+        if provider != PLAIN:
+            selection.check(self.size.case(provider, self.size.tokens), backend_of(provider), self.device, [])
+            formula = self.step(f"eager {SHIFTED}" if provider.endswith(SHIFTED) else "eager")
+            pairs = [(a.double(), b.double()) for a, b in zip(step(), formula())]
+            difference = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
+            if not difference <= ALLOWED:
+                raise Wrong(f"its step is off by {difference:.1e} (allowed {ALLOWED:.0e})")
         peak = None if self.mode == GRAPHS else peak_memory(step, self.device)
         return step, {"peak_megabytes": peak, "difference": difference}
 
@@ -279,16 +274,11 @@ class Training:
         found = []
         for name, (_, known) in steps.items():
             kinds = [] if name == PLAIN else zip(zip(*rounds[name]), zip(*rounds[PLAIN]))  # from idle, in a row
-            known["ratio"], known["in_a_row"] = [_of_plain(*kind) for kind in kinds] or ([], [])
+            ratios = [quartiles([*map(truediv, own, plain)]) for own, plain in kinds] or [[], []]
+            known["ratio"], known["in_a_row"] = ratios
             idle = summary([idle for idle, _ in rounds[name]])
             found.append(StepTime(str(self.size), name, self.mode, *idle, **known, rounds=rounds[name]))
         return found
-
-
-def _of_plain(own: Sequence[float], plain: Sequence[float]) -> list[float]:
-    """Median and quartiles of the ratio in the same round."""
-    lower, median, upper = statistics.quantiles(map(truediv, own, plain), n=4, method="inclusive")
-    return [median, lower, upper]
 
 
 def captured(step: TakeStep) -> TakeStep:

@@ -109,7 +109,7 @@ def test_our_forms_are_the_same_model(form, monkeypatch):
     monkeypatch.setattr(training_step, "connect", lambda *a, **kw: built.append(connect(*a, **kw)) or built[-1])
     inside = form not in (f" {APART}", f" {NO_NORM}")
     training, provider = Training(SMALL, EAGER, CPU), f"reference{form}"
-    assert 0 < training.difference(provider, training.step(provider)()) <= 1e-2 or not inside
+    assert 0 < training.checked(provider)[1]["difference"] <= 1e-2 or not inside
     connected = built[0]
     assert getattr(connected, "recompute", None) == FORMS[form]
     assert [c.layer_norm_weight is not None for c in connected] == [inside] * SMALL.sublayers

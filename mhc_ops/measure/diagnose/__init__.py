@@ -95,13 +95,11 @@ class Output:
         truth = replace(self.truth, value=candidate.reshape(self.exact.shape))
         return accuracy.judge(self.case, "", self.name, self.stored, truth).passed
 
-    def share(self, candidate: Tensor) -> float:
-        """How much of the error a candidate removes."""
+    def explained(self, candidate: Tensor) -> float:
+        """How much of the error a candidate removes; 0 unless it is nearly all and the rest is within the tolerance."""
         left = (self.result - candidate.reshape(self.exact.shape)).norm()
-        return float(1 - left / self.error.norm()) if bool(left.isfinite()) else 0.0
-
-    def explained_by(self, candidate: Tensor) -> bool:
-        return self.share(candidate) >= NEARLY_ALL and self.close(candidate)
+        share = float(1 - left / self.error.norm()) if bool(left.isfinite()) else 0.0
+        return share if share >= NEARLY_ALL and self.close(candidate) else 0.0
 
     def details(self) -> dict[str, str]:
         """What is known beyond the verdict: the place, result / truth where elements are wrong, and the terms."""
@@ -196,12 +194,12 @@ def _hypothesis(
     lead, best, most = wrong[0], None, -math.inf
     for sentence, changes in every:
         candidate = model.value(lead.name, changes)
-        if candidate is not model.right[lead.name] and lead.explained_by(candidate):
+        if candidate is not model.right[lead.name] and (share := lead.explained(candidate)):
             values = model.run(changes)
-            names = [output.name for output in wrong if output.explained_by(values[output.name])]
+            names = tuple(output.name for output in wrong if output.explained(values[output.name]))
             score = len(names) - sum(not o.close(values[o.name]) for o in outputs if o.passed)
             if score > most:
-                best, most = Finding(sentence, tuple(names), lead.share(values[lead.name])), score
+                best, most = Finding(sentence, names, share), score
     return best
 
 
@@ -225,10 +223,10 @@ def _fit(lead: Output) -> Finding | None:
         involved = [name for name in terms if abs(solved[name]) * terms[name].norm() > SMALL * lead.error.norm()]
         times = {name: _rounded(1 + solved[name]) for name in involved}
         candidate = lead.exact + sum((factor - 1) * terms[name] for name, factor in times.items())
-        if 0 < len(times) <= MOST_TERMS and lead.explained_by(candidate):
+        if 0 < len(times) <= MOST_TERMS and (share := lead.explained(candidate)):
             words = {name: _counted(factor, lead.case) for name, factor in times.items()}
             sentences = [f"{name} is {counted}" if name else lead.place.has(counted) for name, counted in words.items()]
-            return Finding(" and ".join(sentences), (lead.name,), lead.share(candidate))
+            return Finding(" and ".join(sentences), (lead.name,), share)
     return None
 
 
