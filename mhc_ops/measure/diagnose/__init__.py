@@ -3,7 +3,7 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -139,8 +139,12 @@ def diagnose(
         zeros = [torch.zeros_like(tensor) for tensor in (*made.values(), *tensors.values()) for _ in range(SPARE)]
         del zeros  # the memory that is taken next holds no NaN of an earlier run
         first = run(cotangents)
-        with _fresh_memory_is_nan():
-            results = run(cotangents)
+        # From here on fresh memory is NaN: what is never written shows, even where memory still holds the right value.
+        afterwards.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of algorithms that are not deterministic
+        afterwards.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        results = run(cotangents)
         exact = accuracy.truth(case.subject, tensors, cotangents, results)
         judged = {name: Output(case, name, results[name], first[name], exact[name]) for name in exact}
         if all(output.passed for output in judged.values()):
@@ -151,19 +155,6 @@ def diagnose(
             terms = {} if output.passed else terms_of(case, model, output.name)
             output.terms = {words: term.reshape(output.exact.shape) for words, term in terms.items()}
         return Diagnosis(outputs, findings(outputs, model, list(hypotheses(case, model))))
-
-
-@contextlib.contextmanager
-def _fresh_memory_is_nan() -> Iterator[None]:
-    """An element that is never written shows, even where the memory still holds the right value of another run."""
-    before = torch.get_deterministic_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of algorithms that are not deterministic
-        torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it, unless told not to
-        try:
-            yield
-        finally:
-            torch.set_deterministic_debug_mode(before)
 
 
 def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypothesis]) -> list[Finding]:
