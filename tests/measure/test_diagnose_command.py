@@ -37,14 +37,6 @@ def test_something_is_off(capsys, monkeypatch):
     assert lines[-1] == "0 of 8 cases right, 1 off, 7 not run"
 
 
-@pytest.mark.parametrize(("arguments", "words"), [("mhc_psot", "mhc_post_pre"), ("mhc_post --shape=2xx3", "--shape")])
-def test_a_wrong_command_line(arguments, words, capsys):
-    with pytest.raises(SystemExit) as exit:
-        cli.main(["diagnose", *arguments.split()])
-    assert exit.value.code == 2
-    assert words in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

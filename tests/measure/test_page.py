@@ -59,6 +59,7 @@ def test_the_page_stands_alone_and_shows_everything():
     assert "script" not in parser.tags and "peer" not in parser.tags
     assert all(link.startswith(("#", "data:")) for link in parser.links)
     assert "http" not in text and "@import" not in text and "url(" not in text
+    assert set(re.findall(r' style="(.*?)"', text)) == {f"--share:{percent}%" for percent in (200, 67, 50, 17)}
     titles = ["A training step", "In short", "Training sizes", "All times"]
     titles += ["Outside their tolerance", "Not measured", "Environment"]
     assert [section.title for section in page.sections(a_run())] == titles

@@ -76,10 +76,20 @@ def test_adapters(peer, case, tolerance, stand_ins):
     assert {row.output for row in rows} >= expected
 
 
-def measured(peer, case, device):
-    if peers.version(peer) is None:
-        pytest.skip(f"needs {peer.package}")
-    return peers.measure(peer, case, device)
+def test_tile_kernels_finds_the_gradient_of_the_next_post(stand_ins, monkeypatch):
+    """At the storage of x_next, when the backward of pre begins."""
+    ours, found = importlib.import_module("mhc_ops.compat.tile_kernels"), []
+    right = ours.mhc_pre
+
+    def pre(x, *arguments, **options):
+        h_in, maps = right(x, *arguments, **options)
+        if h_in.requires_grad:
+            h_in.register_hook(lambda _: found.append(x.untyped_storage().grad_from_mhc_post.shape))
+        return h_in, maps
+
+    monkeypatch.setattr(ours, "mhc_pre", pre)
+    peers.measure(peers.TILE_KERNELS, small_case(cases.MHC_POST_PRE))
+    assert found == [(1, 8, 4, 64)]
 
 
 ON_A_GPU = [
@@ -93,7 +103,9 @@ ON_A_GPU = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("peer", "case"), ON_A_GPU, **named)
 def test_computes_the_same_function(peer, case):
-    assert all(row.passed for row in measured(peer, case, "cuda"))
+    if peers.version(peer) is None:
+        pytest.skip(f"needs {peer.package}")
+    assert all(row.passed for row in peers.measure(peer, case, "cuda"))
 
 
 def test_a_wrong_peer_is_found():
