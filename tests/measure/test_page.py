@@ -63,7 +63,7 @@ def test_the_page_stands_alone_and_shows_everything():
     titles = ["A training step", "In short", "Training sizes", "All times"]
     titles += ["Outside their tolerance", "Not measured", "Environment"]
     assert [section.title for section in page.sections(a_run())] == titles
-    said = ["20.0 · 50%", "60.0 (3.0×)", "12", "nan", "FAIL", "+50.0"]
+    said = ["20.0 · 50%", "60.0 (3.0×)", "0.33", "12", "nan", "FAIL", "+50.0"]
     said += ["roundings <galore>", "case 0", "case 1", "case 2", "1 of 2", *titles]
     assert [words for words in said if words not in parser.words] == []
 

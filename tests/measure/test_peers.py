@@ -77,7 +77,6 @@ def test_adapters(peer, case, tolerance, stand_ins):
 
 
 def test_tile_kernels_finds_the_gradient_of_the_next_post(stand_ins, monkeypatch):
-    """At the storage of x_next, when the backward of pre begins."""
     ours, found = importlib.import_module("mhc_ops.compat.tile_kernels"), []
     right = ours.mhc_pre
 

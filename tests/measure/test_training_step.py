@@ -95,7 +95,7 @@ def test_what_is_planned(monkeypatch):
         own = [form for form in forms if mode != COMPILED or RECOMPUTE not in form]
         expected += [Race(size, mode, (*own, "right", formula)) for size in training_step.SIZES]
     assert bench.plan("training_step", present, cuda) == expected
-    assert bench.plan("training_step", ["eager"], CPU) == [Race(SMALL, EAGER, ("eager",))]
+    assert bench.plan("training_step", ["right", "eager"], CPU) == [Race(SMALL, EAGER, ("right", "eager"))]
 
 
 FORMS = {"": 0, f" {APART}": None, f" {NO_NORM}": 0, f" {RECOMPUTE}": 4}
