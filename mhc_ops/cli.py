@@ -50,7 +50,6 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             return _run(words)
         finally:
-            report.clear()  # the terminal keeps no progress
             sys.stdout.flush()  # here, since Python cannot handle a closed pipe as it ends
     except BrokenPipeError:
         report.discard()
@@ -197,12 +196,12 @@ def run_check(options: argparse.Namespace) -> int:
         for case, backend in report.progress(work, "check"):
             with found.failures_of(case, backend):
                 found.accuracy += accuracy.measure(case, backend, options.device)
-            results.save(found, options.json)
+            results.write(found, options.json, last=False)
         found.complete = True
     except KeyboardInterrupt:
         report.say("interrupted")
-    report.show(*page.of_check(found, options.rows))
-    results.save(found, options.json, last=True)
+    report.show(*page.printed(found, options.rows))
+    results.write(found, options.json)
     if not found.complete:
         return INTERRUPTED
     if not work:
@@ -229,12 +228,10 @@ def run_fuzz(options: argparse.Namespace) -> int:
             total += 1
             if not outcome.passed:
                 failed += 1
-                report.clear()
                 print(f"FAIL: {outcome.case} {outcome.backend}: {outcome.detail} (--seed {seed})", flush=True)
     except KeyboardInterrupt:
         report.say("interrupted")
         interrupted = True
-    report.clear()
     print(f"{total} cases, {failed} failed, seed {seed}")
     if interrupted:
         return INTERRUPTED
@@ -245,12 +242,12 @@ def run_bench(options: argparse.Namespace) -> int:
     found = results.begin("bench")
     interrupted = False
     try:
-        bench.run(options, found, partial(results.save, found, options.json))
+        bench.run(options, found, partial(results.write, found, options.json, last=False))
     except KeyboardInterrupt:
         interrupted = True
         report.say("interrupted")
-    report.show(*page.of_bench(found))
-    results.save(found, options.json, last=True)
+    report.show(*page.printed(found))
+    results.write(found, options.json)
     if options.html:
         files.write(options.html, page.draw(found))
     if interrupted:

@@ -1,15 +1,12 @@
 """Words of a command line as values; argparse turns an error into one line and exit code 2."""
 
-import math
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import torch
 
 from ..testing.cases import seed_of
 from . import files
-
-MOST_ELEMENTS = 2**40
+from .report import Refused
 
 
 def device(text: str) -> torch.device:
@@ -18,7 +15,7 @@ def device(text: str) -> torch.device:
         torch.ones(1, device=text).item()
     except Exception as error:  # builds of torch raise different errors for a device that they do not know
         reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise ArgumentTypeError(f"{text}: {reason}") from error
+        raise Refused(f"{text}: {reason}") from error
     return torch.device(text)
 
 
@@ -28,14 +25,13 @@ def default_device() -> torch.device:
 
 def output(text: str) -> Path:
     """A file that can be written, tried before the work begins."""
-    if reason := files.why_not(Path(text)):
-        raise ArgumentTypeError(f"{text}: {reason}")
+    files.refuse_unwritable(Path(text))
     return Path(text)
 
 
 def seconds(text: str) -> float:
     if not float(text) > 0:
-        raise ArgumentTypeError(f"{text} is not a time")
+        raise Refused(f"{text} is not a time")
     return float(text)
 
 
@@ -47,7 +43,5 @@ def shape(text: str) -> tuple[int, ...]:
     """2x128x4x256"""
     sizes = tuple(int(size) for size in text.split("x"))
     if min(sizes) < 1:
-        raise ArgumentTypeError(f"{text}: sizes must be at least 1")
-    if math.prod(sizes) > MOST_ELEMENTS:
-        raise ArgumentTypeError(f"{text}: no device holds so many elements")
+        raise Refused(f"{text}: sizes must be at least 1")
     return sizes

@@ -16,7 +16,7 @@ import torch
 from ..testing.cases import Call, Stack, Tensors
 from ..testing.conv_cases import AnyCase, runs
 from . import peers, report, selection, speed, training_step
-from .results import COMPILED, EAGER, GRAPHS, NotMeasured, Results
+from .results import COMPILED, GRAPHS, NotMeasured, Results
 from .selection import KERNELS, OF_TORCH
 from .speed import Unit
 from .training_step import Race
@@ -29,7 +29,7 @@ def run(options: Namespace, results: Results, save: Callable[[], object]) -> Non
     if no case has the name that was asked for."""
     device = options.device
     kernels = [case for group in cases_on(device).values() for case in group]
-    selection.named(options.case, [*training_step.named("", device), *kernels])
+    selection.named(options.case, [*training_step.sizes_on(device), *kernels])
     asked = {"providers": options.providers, "case": [options.case] if options.case else []}
     results.selection = {name: list(words) for name, words in asked.items() if words}
     left = plan(options.case, find_providers(options, results), device)
@@ -56,30 +56,25 @@ def cases_on(device: torch.device) -> dict[str, Sequence[AnyCase]]:
 def find_providers(options: Namespace, results: Results) -> list[str]:
     """The providers that were asked for and are there; the results name the others."""
     wanted = options.providers or [p for p in PROVIDERS if options.peers or not peers.by_name(p)]
-    kernels = [backend for backend in KERNELS if backend in wanted]
-    results.not_measured += selection.absent(kernels, options.device)
-    reasons = {peer.name: peers.why_not(peer) for peer in peers.PEERS if peer.name in wanted}
-    results.precision = {peer.name: peer.precision for peer in peers.PEERS if reasons.get(peer.name, "") is None}
-    reasons |= {name: speed.why_no_compiler() if name == COMPILED else None for name in OF_TORCH if name in wanted}
+    libraries = {name: peer for name in wanted if (peer := peers.by_name(name))}
+    reasons = {name: peers.why_not(peer) for name, peer in libraries.items()}
+    reasons |= {name: speed.why_no_compiler() for name in wanted if name == COMPILED}
+    results.not_measured += selection.absent([name for name in wanted if name in KERNELS], options.device)
     results.not_measured += [NotMeasured("", name, reason) for name, reason in reasons.items() if reason is not None]
-    return [*kernels, *(name for name, reason in reasons.items() if reason is None)]
+    results.precision = {name: peer.precision for name, peer in libraries.items() if reasons[name] is None}
+    return [name for name in wanted if reasons.get(name) is None]
 
 
 def plan(text: str, present: Sequence[str], device: torch.device) -> list[Unit | Race]:
     """What is measured with this text in its name, in this order."""
-
-    def there(case: AnyCase, provider: str) -> bool:
-        return runs(case, provider, device) if provider in KERNELS else case.runs_on(provider)
-
-    kernels, of_torch = ([p for p in present if p in names] for names in (KERNELS, OF_TORCH))
-    libraries = [p for p in present if p not in (*kernels, *of_torch)]
-    order = [*product((kernels, libraries), ("training", "decode")), (of_torch, "training")]
-    units: list[Unit | Race] = []
-    for providers, group in order:
-        named = [case for case in cases_on(device)[group] if text in str(case)]
-        units += [Unit(case, p, group) for p in providers for case in named if there(case, p)]
-    eager, graphs, compiled = (training_step.plan(text, present, device, mode) for mode in (EAGER, GRAPHS, COMPILED))
-    return [*eager, *graphs, *units, *compiled]
+    of_ours, of_torch = ([p for p in present if p in names] for names in (KERNELS, OF_TORCH))
+    libraries = [p for p in present if p not in (*of_ours, *of_torch)]
+    units: list[Unit | Race] = [*training_step.plan(text, present, device)]
+    for providers, group in (*product((of_ours, libraries), ("training", "decode")), (of_torch, "training")):
+        for provider, case in product(providers, cases_on(device)[group]):
+            there = runs(case, provider, device) if provider in of_ours else case.runs_on(provider)
+            units += [Unit(case, provider, group)] if there and text in str(case) else []
+    return sorted(units, key=lambda unit: COMPILED in str(unit))
 
 
 def measure(unit: Unit, device: torch.device, results: Results) -> None:
@@ -88,9 +83,7 @@ def measure(unit: Unit, device: torch.device, results: Results) -> None:
         prepared = prepare(case, provider, case.inputs(device, drawn_on=device), device)
         if prepared is None:
             return
-        rows = selection.check(case, provider, device)
-        results.accuracy += rows
-        selection.refuse_if_wrong(provider, rows)
+        selection.check(case, provider, device, results.accuracy)
         timed = speed.measure_stack if isinstance(case, Stack) else speed.measure
         for found in timed(unit, *prepared, device):
             results.measurements.append(found)

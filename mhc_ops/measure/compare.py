@@ -57,7 +57,7 @@ def compare(before: Results, after: Results) -> tuple[list[Change], int]:
     changes: list[Change] = []
     common = 0
     for entries, differences in ((_kernels, _slower), (_steps, _slower), (_rows, _less_exact)):
-        old, new = entries(before), entries(after)
+        old, new = dict[Key, Any](entries(before)), dict[Key, Any](entries(after))
         both = {key: (old[key], new[key]) for key in old if key in new}
         changes += [*differences(both), *_only_in_one(old, new, after)]
         common += len(both)
@@ -75,27 +75,23 @@ def _only_in_one(old: Mapping[Key, Any], new: Mapping[Key, Any], after: Results)
             yield Change("missing", of, f"only in the {file} file: {parts}")
 
 
-def _kernels(results: Results) -> dict[Key, Timed]:
-    found: dict[Key, Timed] = {}
+def _kernels(results: Results) -> Iterator[tuple[Key, Timed]]:
     for m in results.measurements:
         times = (m.microseconds, m.spread), (m.copy_microseconds, m.copy_spread)
         parts = [max(s / QUARTILES_OF_NORMAL, RESOLUTION) / time for time, s in times if s is not None]
         noise = math.hypot(*parts) if len(parts) == len(times) else None
-        found[m.case, m.provider, m.direction] = Timed(1 / m.of_copy, noise, "the copy's time", m.peak_megabytes)
-    return found
+        yield (m.case, m.provider, m.direction), Timed(1 / m.of_copy, noise, "the copy's time", m.peak_megabytes)
 
 
-def _steps(results: Results) -> dict[Key, Timed]:
-    found: dict[Key, Timed] = {}
+def _steps(results: Results) -> Iterator[tuple[Key, Timed]]:
     for s in results.steps:
         for kind, (ratio, *quartiles) in ((k, r) for k, r in (("step", s.ratio), ("steps in a row", s.in_a_row)) if r):
             noise = (quartiles[1] - quartiles[0]) / QUARTILES_OF_NORMAL / ratio if quartiles else None
-            found[s.case, s.provider, kind] = Timed(ratio, noise, "plain residuals", s.peak_megabytes)
-    return found
+            yield (s.case, s.provider, kind), Timed(ratio, noise, "plain residuals", s.peak_megabytes)
 
 
-def _rows(results: Results) -> dict[Key, Row]:
-    return {(row.case, row.backend, row.output): row for row in results.accuracy}
+def _rows(results: Results) -> Iterator[tuple[Key, Row]]:
+    return (((row.case, row.backend, row.output), row) for row in results.accuracy)
 
 
 def _slower(pairs: Pairs) -> Iterator[Change]:
@@ -109,33 +105,29 @@ def _slower(pairs: Pairs) -> Iterator[Change]:
         else:
             allowed = SURE * math.hypot(a.noise, b.noise, scatter)
             words = f"{a.ratio:.3g} × {a.unit}, now {b.ratio:.3g} ({b.ratio / a.ratio - 1:+.1%}, noise {allowed:.1%})"
-            yield from _changed(key, words, b.ratio / a.ratio, allowed, "slower", "faster")
+            yield from _changed(key, words, a.ratio, b.ratio, allowed, "slower", "faster")
         if a.megabytes and b.megabytes is not None:
             words = f"{a.megabytes:.0f} MB, now {b.megabytes:.0f} MB"
-            yield from _changed(key, words, b.megabytes / a.megabytes, MEMORY_ROUNDING, "more memory", "less memory")
-
-
-def _changed(key: Key, words: str, ratio: float, allowed: float, more: str, less: str) -> Iterator[Change]:
-    if ratio > 1 + allowed:
-        yield Change(more, key, words)
-    elif ratio * (1 + allowed) < 1:
-        yield Change(less, key, words)
+            yield from _changed(key, words, a.megabytes, b.megabytes, MEMORY_ROUNDING, "more memory", "less memory")
 
 
 def _less_exact(pairs: Pairs) -> Iterator[Change]:
+    """The norm of N random errors has a relative standard deviation of 1/√(2N)."""
     for key, (a, b) in pairs.items():
         words = f"off by {a.relative_error:.1e}, now {b.relative_error:.1e} (allowed {b.tolerance:.0e})"
-        if a.passed and not b.passed:
-            yield Change("fails", key, words)
-        elif _lost_a_bit(a, b):
-            yield Change("less exact", key, words)
-        elif _lost_a_bit(b, a) or (b.passed and not a.passed):
-            yield Change("more exact", key, words)
+        dtype = getattr(torch, b.dtype, None)
+        rounding = torch.finfo(dtype).eps / 2 if isinstance(dtype, torch.dtype) and dtype.is_floating_point else 0.0
+        old, new = (max(row.relative_error, rounding) for row in (a, b))
+        luck = 1 + SURE / (2 * max(1, b.elements)) ** 0.5
+        if a.passed != b.passed:
+            yield Change("fails" if a.passed else "more exact", key, words)
+        else:
+            yield from _changed(key, words, old, new, A_BIT * luck - 1, "less exact", "more exact")
 
 
-def _lost_a_bit(a: Row, b: Row) -> bool:
-    """The norm of N random errors has a relative standard deviation of 1/√(2N)."""
-    dtype = getattr(torch, b.dtype, None)
-    rounding = torch.finfo(dtype).eps / 2 if isinstance(dtype, torch.dtype) and dtype.is_floating_point else 0.0
-    luck = 1 + SURE / (2 * max(1, b.elements)) ** 0.5
-    return b.relative_error > A_BIT * luck * max(a.relative_error, rounding)
+def _changed(key: Key, words: str, old: float, new: float, allowed: float, more: str, less: str) -> Iterator[Change]:
+    """allowed: the relative difference that is no change."""
+    if new > old * (1 + allowed):
+        yield Change(more, key, words)
+    elif new * (1 + allowed) < old:
+        yield Change(less, key, words)

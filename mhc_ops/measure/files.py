@@ -19,20 +19,15 @@ from .report import Refused
 DIRECT = ("/dev/", "/proc/")  # names of devices, pipes and open files
 
 
-def why_not(path: Path) -> str | None:
-    """Why a file cannot be written."""
-    folder = None
-    try:
-        if not is_replaced(path):
-            return "is a folder" if path.is_dir() else None
-        if path.exists() and not os.access(path, os.W_OK):
-            return "is read-only"
-        if not (folder := Path(os.path.realpath(path)).parent).is_dir():
-            return f"there is no folder {folder}"
-        _unfinished(folder).cleanup()
-    except OSError as error:
-        return f"nothing can be written to {folder}: {error.strerror}" if folder else error.strerror
-    return None
+def refuse_unwritable(path: Path) -> None:
+    """Tries the folder of a file, before the work begins."""
+    with refusing(path):
+        if path.is_dir():
+            raise Refused(f"{path}: is a folder")
+        if is_replaced(path):
+            _unfinished(Path(os.path.realpath(path)).parent).cleanup()
+            if path.exists() and not os.access(path, os.W_OK):
+                raise Refused(f"{path}: is read-only")
 
 
 def is_replaced(path: Path) -> bool:

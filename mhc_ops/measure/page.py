@@ -12,7 +12,7 @@ import torch
 from ..core.backend import BACKENDS
 from ..testing.accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row
 from .report import Refused, Table, refuse_without
-from .results import DIRECTIONS, EAGER, PLAIN, Measurement, Results
+from .results import EAGER, PLAIN, Measurement, Results
 from .selection import OF_TORCH, op_of
 from .training_step import backend_of
 
@@ -34,8 +34,8 @@ PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
 STEP_NOTE = """A small transformer in bf16 with plain residuals and with hyper-connections of 4 streams on the same
 weights: wall clock of a forward and backward, host included, from idle to idle, in ms; the percentage over the plain
 model that took turns with it, with quartiles, and the same for steps in a row; peak memory above weights and input;
-difference of the loss or of dx from the formula in PyTorch."""
-FORMS = """A backend alone is a HyperStack, in Triton with the norms inside; HyperConnection and layer_norm=False have
+difference of the loss or of dx from the formula in PyTorch. \
+A backend alone is a HyperStack, in Triton with the norms inside; HyperConnection and layer_norm=False have
 them in front of their layers."""
 SHORT_NOTE = """Over all training sizes: the share of a copy's speed that the faster of our kernels reaches, its
 bandwidth, and the time of the others over its time."""
@@ -43,7 +43,8 @@ TIME_NOTE = """Ours: µs · of a copy. Others: µs (times the faster of ours). m
 iterations; mhc_layer, which HyperConnection calls, stands around a layer that costs nothing. The convolution has a
 bias, short_conv (which ShortConv calls) a residual."""
 ALL_NOTE = """Median and interquartile range in µs; GB/s of the bytes that an op must move; the time of a copy of them,
-and of the formula in torch, over its time; µs until the call returns; the peak above the inputs in MB."""
+and of the formula in torch, over its time; µs until the call returns; the peak above the inputs in MB. The bar of a
+share is full where an op is as fast as a copy."""
 BOUNDARY = """mhc_next is a boundary of a HyperStack: what 12 connections take beyond 4, divided by 8; so is its
 memory."""
 MARKDOWN_HEAD = """# Measured
@@ -75,17 +76,16 @@ def percent(ratio: Sequence[float]) -> str:
     return f"{median} ({' to '.join(quartiles)})" if quartiles else median
 
 
-def of_check(results: Results, rows: bool) -> Iterator[Table | str]:
-    """What `check` prints. rows: all of them, not only those that failed."""
-    if shown := results.accuracy if rows else results.failed:
-        yield table(shown, ACCURACY)
-    if results.accuracy:
-        yield table(_summary(results.accuracy), SUMMARY)
-        yield WORST + " --rows shows every result." * (not rows)
-    if results.not_measured:
-        yield "\n".join(map(str, results.not_measured))
-    crashed, failed = sum(entry.failed for entry in results.not_measured), len(results.failed)
-    yield f"{len(results.accuracy) - failed} passed, {failed} failed" + f", {crashed} cases crashed" * bool(crashed)
+def printed(r: Results, rows: bool = False) -> Iterator[Table | str]:
+    """What `check` and `bench` print. rows: every result, not only those that failed."""
+    judged = table(r.accuracy if rows else r.failed, ACCURACY), table(_summary(r.accuracy), SUMMARY)
+    yield from filter(lambda table: table.rows, (table(r.steps, STEPS), table(_timed(r.measurements), SPEED), *judged))
+    if r.accuracy:
+        yield WORST + " --rows shows every result." * (r.command == "check" and not rows)
+    texts = [f"{name} computes with: {words}" for name, words in r.precision.items()], map(str, r.not_measured)
+    yield from filter(None, map("\n".join, texts))
+    lost, failed = sum(entry.failed for entry in r.not_measured), len(r.failed)
+    yield f"{len(r.accuracy) - failed} passed, {failed} failed" + f", {lost} did not run" * bool(lost)
 
 
 def _summary(rows: Iterable[Row]) -> Iterator[SimpleNamespace]:
@@ -99,37 +99,6 @@ def _summary(rows: Iterable[Row]) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(op=op, backend=backend, worst=largest, **found)
 
 
-def of_bench(results: Results) -> Iterator[Table | str]:
-    """What `bench` prints."""
-    if results.steps:
-        yield table(results.steps, STEPS)
-    if results.measurements or not results.steps:
-        yield table(_timed(results.measurements), SPEED)
-    yield from (f"{name} computes with: {words}" for name, words in results.precision.items())
-    failed = results.failed
-    yield f"{len(results.accuracy) - len(failed)} results within their tolerance of fp64, {len(failed)} not"
-    if failed:
-        yield table(failed, ACCURACY)
-    if results.not_measured:
-        yield "\n".join(map(str, results.not_measured))
-
-
-def _timed(measurements: Iterable[Measurement]) -> Iterator[SimpleNamespace]:
-    """By case and direction; and how many times faster than the formula in torch each provider is."""
-    for of in _by_case(measurements):
-        known = {m.provider: m.microseconds for m in of}
-        for m in of:
-            faster = {name: known[name] / m.microseconds for name in OF_TORCH if name in known and name != m.provider}
-            yield SimpleNamespace(**vars(m), **(dict.fromkeys(OF_TORCH) | faster))
-
-
-def _by_case(measurements: Iterable[Measurement]) -> Iterator[list[Measurement]]:
-    """Those of one case in one direction."""
-    for of_case in _grouped(measurements, lambda m: m.case).values():
-        of = _grouped(of_case, lambda m: m.direction)
-        yield from (of[direction] for direction in DIRECTIONS if direction in of)
-
-
 def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
     found: dict[Any, list[Any]] = {}
     for entry in entries:
@@ -138,79 +107,58 @@ def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, lis
 
 
 class Line(NamedTuple):
-    """A case in one direction. bars: provider -> its time, as they are shown; ours: the fastest of our kernels."""
+    """A case in one direction. times: provider -> its measurement; words: the direction's; ours: the fastest kernel."""
 
     subject: str
     size: str
-    direction: str
-    bars: dict[str, Measurement]
+    words: str
+    times: dict[str, Measurement]
     ours: Measurement | None
 
     def over_ours(self, provider: str) -> float | None:
-        bar = self.bars.get(provider)
-        return bar.microseconds / self.ours.microseconds if bar and self.ours else None
+        other = self.times.get(provider)
+        return other.microseconds / self.ours.microseconds if other and self.ours else None
 
     def time(self, provider: str) -> str:
         """Ours: µs · share of a copy; others: µs (times the faster of ours)."""
-        if (bar := self.bars.get(provider)) is None:
+        if (m := self.times.get(provider)) is None:
             return "–"
         over_ours = self.over_ours(provider) if provider not in BACKENDS else None
-        return f"{bar.microseconds:.1f}" + (f" ({over_ours:.1f}×)" if over_ours else f" · {bar.of_copy:.0%}")
+        return f"{m.microseconds:.1f}" + (f" ({over_ours:.1f}×)" if over_ours else f" · {m.of_copy:.0%}")
 
 
-def _line(measurements: Sequence[Measurement]) -> Line:
+def _lines(measurements: Iterable[Measurement]) -> Iterator[Line]:
     """mhc_pre 8192x4x4096 bfloat16 no gamma has the size 8192 × 4 × 4096 bfloat16 no gamma."""
-    first, bars = measurements[0], {m.provider: m for m in measurements}
-    size = re.sub(r"(?<=\d)x(?=\d)", " × ", first.case.removeprefix(first.subject).strip())
-    ours = min((m for m in bars.values() if m.provider in BACKENDS), key=lambda m: m.microseconds, default=None)
-    return Line(first.subject, size, first.direction, {name: bars[name] for name in _in_order(bars)}, ours)
+    for case, of_case in _grouped(measurements, lambda m: m.case).items():
+        for direction, of in _grouped(of_case, lambda m: m.direction).items():
+            subject, ours = op_of(case), [m for m in of if m.provider in BACKENDS]
+            size = re.sub(r"(?<=\d)x(?=\d)", " × ", case.removeprefix(subject).strip())
+            fastest = min(ours, key=lambda m: m.microseconds, default=None)
+            yield Line(subject, size, WORDS.get(direction, direction), {m.provider: m for m in of}, fastest)
 
 
-def _in_order(providers: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(dict.fromkeys(providers), key=lambda name: (*PROVIDER_ORDER, name).index(name)))
+def _timed(measurements: Iterable[Measurement]) -> Iterator[SimpleNamespace]:
+    """By case and direction; and how many times faster than the formula in torch each provider is."""
+    for line in _lines(measurements):
+        for m in line.times.values():
+            others = {name: line.times.get(name) if name != m.provider else None for name in OF_TORCH}
+            faster = {name: other and other.microseconds / m.microseconds for name, other in others.items()}
+            yield SimpleNamespace(**vars(m), **faster)
 
 
-class Section(NamedTuple):
-    """bars: the lines of each case, which HTML draws; brief: Markdown has the section too."""
-
-    title: str
-    note: str
-    tables: Sequence[Table]
-    brief: bool = False
-    bars: dict[Any, list[Line]] | None = None
-
-
-def sections(results: Results) -> Iterator[Section]:
-    """Those that have content."""
-    r, lines = results, [_line(of) for of in _by_case(m for m in results.measurements if m.group == "training")]
-    if r.steps:
-        several = any(backend_of(step.provider) != step.provider for step in r.steps)
-        yield Section("A training step", f"{STEP_NOTE} {FORMS * several}", [table(r.steps, STEPS)], True)
-    if lines:
-        bars = _grouped(lines, lambda line: (line.subject, line.size))
-        yield Section("In short", SHORT_NOTE, [_overview(lines)], True, bars)
-        boundary = any(line.subject.startswith("mhc_next") for line in lines)
-        yield Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", list(_times(lines)), True)
-    if r.measurements:
-        yield Section("All times", ALL_NOTE, [table(_timed(r.measurements), SPEED)])
-    if r.failed:
-        yield Section("Outside their tolerance", "", [table(r.failed, ACCURACY)])
-    if r.not_measured:
-        yield Section("Not measured", "", [table(r.not_measured, NOT_MEASURED)])
-    found = {"date": r.date, **r.versions, "complete": "yes" if r.complete else "no"}
-    found["results within their tolerance of fp64"] = f"{len(r.accuracy) - len(r.failed)} of {len(r.accuracy)}"
-    found |= {f"{name} computes with": words for name, words in r.precision.items()}
-    yield Section("Environment", "", [Table(["", ""], list(found.items()))])
+def _providers(lines: Iterable[Line]) -> tuple[str, ...]:
+    names = dict.fromkeys(name for line in lines for name in line.times)
+    return tuple(sorted(names, key=lambda name: (*PROVIDER_ORDER, name).index(name)))
 
 
 def _overview(lines: Sequence[Line]) -> Table:
-    others = [name for name in _in_order(name for line in lines for name in line.bars) if name not in BACKENDS]
+    others = [name for name in _providers(lines) if name not in BACKENDS]
     rows = []
-    for (subject, direction), of in _grouped(lines, lambda line: (line.subject, line.direction)).items():
+    for key, of in _grouped(lines, lambda line: (line.subject, line.words)).items():
         if ours := [line.ours for line in of if line.ours]:
             share, bandwidth = extent((100 * m.of_copy for m in ours), ".0f", "%"), (m.bandwidth for m in ours)
             ratios = [extent((line.over_ours(name) for line in of), ".1f", "×") for name in others]
-            rows.append([subject, WORDS[direction], share, extent(bandwidth, ".0f"), *ratios])
+            rows.append([*key, share, extent(bandwidth, ".0f"), *ratios])
     return Table(["op", "", "of a copy", "GB/s", *others], rows)
 
 
@@ -223,18 +171,43 @@ def extent(values: Iterable[float | None], form: str, unit: str = "") -> str:
 
 def _times(lines: Sequence[Line]) -> Iterator[Table]:
     """Ops that the same providers have share a table."""
-    names_of = {
-        subject: _in_order(name for line in of for name in line.bars)
-        for subject, of in _grouped(lines, lambda line: line.subject).items()
-    }
+    names_of = {op: _providers(of) for op, of in _grouped(lines, lambda line: line.subject).items()}
     for names, of in _grouped(lines, lambda line: names_of[line.subject]).items():
-        rows = [[line.subject, line.size, WORDS[line.direction], *map(line.time, names)] for line in of]
+        rows = [[line.subject, line.size, line.words, *map(line.time, names)] for line in of]
         yield Table(["op", "size", "", *names], rows)
+
+
+class Section(NamedTuple):
+    """brief: Markdown has the section too."""
+
+    title: str
+    note: str
+    tables: Sequence[Table]
+    brief: bool = False
+
+
+def sections(r: Results) -> list[Section]:
+    """Those that have content."""
+    lines = list(_lines(m for m in r.measurements if m.group == "training"))
+    boundary = any(line.subject.startswith("mhc_next") for line in lines)
+    environment = {"date": r.date, **r.versions, "complete": "yes" if r.complete else "no"}
+    environment["results within their tolerance of fp64"] = f"{len(r.accuracy) - len(r.failed)} of {len(r.accuracy)}"
+    environment |= {f"{name} computes with": words for name, words in r.precision.items()}
+    every = [
+        Section("A training step", STEP_NOTE, [table(r.steps, STEPS)], True),
+        Section("In short", SHORT_NOTE, [_overview(lines)], True),
+        Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", list(_times(lines)), True),
+        Section("All times", ALL_NOTE, [table(_timed(r.measurements), SPEED)]),
+        Section("Outside their tolerance", "", [table(r.failed, ACCURACY)]),
+        Section("Not measured", "", [table(r.not_measured, NOT_MEASURED)]),
+        Section("Environment", "", [Table(["", ""], list(environment.items()))]),
+    ]
+    return [section for section in every if any(table.rows for table in section.tables)]
 
 
 def draw(results: Results) -> str:
     """A page that needs no other file."""
-    return _render("page.html", sections=sections(results), r=results, WORDS=WORDS)
+    return _render("page.html", sections=sections(results), r=results)
 
 
 def markdown(files: Sequence[Results]) -> str:
@@ -274,5 +247,5 @@ def _render(template: str, **values: Any) -> str:
 
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(loader=jinja2.PackageLoader("mhc_ops.measure"), autoescape=True, **options)
-    environment.filters |= {"backend_of": backend_of, "percent": percent}
+    environment.filters |= {"backend_of": backend_of, "percent": percent, "share": re.compile(r"\d+%$").findall}
     return environment.get_template(template).render(**values, OURS=BACKENDS).strip() + "\n"

@@ -145,16 +145,16 @@ def _composed(pre: Function, post: Function) -> dict[str, Function]:
     return {"mhc_pre": pre, "mhc_post": post, "mhc_post_pre": post_pre, "mhc_layer": layer}
 
 
-# Liger: phi is [nD, M] in the type of x (its tensor-core path), alpha three scalars.
-#
-# Its maps are ours, its mix is transposed: x_next[o] = Σ_i h_res[o, i]·x[i]. So its post takes h_res transposed. In
-# the layer, where h_res goes from its pre straight into its post, the res rows of phi and bias are transposed instead.
-# That leaves the Sinkhorn of transposed logits, which is the transposed Sinkhorn only as far as both have converged:
-# with four streams they differ by 1e-5 in norm at logits of σ=1, by 8e-3 at σ=3 (single entries by up to 0.1).
-
-
 def _liger(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
-    """Without gamma; streams must be a power of two."""
+    """Without gamma; streams must be a power of two. phi is [nD, M] in the type of x (its tensor-core path), alpha
+    three scalars.
+
+    Its maps are ours, its mix is transposed: x_next[o] = Σ_i h_res[o, i]·x[i]. So its post takes h_res transposed. In
+    the layer, where h_res goes from its pre straight into its post, the res rows of phi and bias are transposed
+    instead. That leaves the Sinkhorn of transposed logits, which is the transposed Sinkhorn only as far as both have
+    converged: with four streams they differ by 1e-5 in norm at logits of σ=1, by 8e-3 at σ=3 (single entries by up to
+    0.1).
+    """
     options = {"rms_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
     options |= {"allow_fp32": True, "tmax": OURS.sinkhorn_iters, "post_mult": OURS.post_mult}
 
@@ -178,33 +178,16 @@ def _liger(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
     return Prepared(theirs, calls[subject], ("x", "h_out"))
 
 
-# TileKernels: [1, T, ...] tensors, and h_post [..., n, 1]. The same function as ours, with the projection in tf32 (3e-4
-# off in norm).
-#
-# Its pre adds to the gradient of the streams in place, in a buffer that the backward of the same layer's post has left
-# at the storage of the streams; so does mhc_layer here. mhc_post_pre ends before that post: a stand-in leaves the
-# cotangent of x_next there, as in a model. In mhc_pre and mhc_head no other gradient reaches the streams, and pre takes
-# its unfused path, which clears and adds whole gradients: more than a model pays. The buffer outlives a backward of
-# post alone, so every prepared subject owns a copy of the streams.
-
-
-class _NextPost(torch.autograd.Function):
-    """The identity; its backward leaves the cotangent where the post of the next layer would."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        x.untyped_storage().grad_from_mhc_post = cotangent = cotangents[0].contiguous()
-        return cotangent
-
-
 def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
-    """Without gamma; four streams in bf16 with nD a multiple of its blocks; logits in fp32."""
+    """Without gamma; four streams in bf16 with nD a multiple of its blocks; tensors are [1, T, ...], h_post [..., n,
+    1]. The same function as ours, with the projection in tf32 (3e-4 off in norm).
+
+    Its pre adds to the gradient of the streams in place, in a buffer that the backward of the same layer's post has
+    left at the storage of the streams; so does mhc_layer here. mhc_post_pre ends before that post: a stand-in leaves
+    the cotangent of x_next there, as in a model. In mhc_pre and mhc_head no other gradient reaches the streams, and pre
+    takes its unfused path, which clears and adds whole gradients: more than a model pays. The buffer outlives a
+    backward of post alone, so every prepared subject owns a copy of the streams.
+    """
     options = {"norm_eps": OURS.norm_eps, "pre_eps": OURS.hc_eps, "sinkhorn_eps": OURS.sinkhorn_eps}
     options |= {"sinkhorn_repeat": OURS.sinkhorn_iters, "post_mult_value": OURS.post_mult}
 
@@ -218,11 +201,21 @@ def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
         mixes = ops.mhc_pre_norm_fn(x, phi, None, OURS.norm_eps, fuse_grad_acc=False)
         split = ops.mhc_pre_split_mixes(mixes, alpha, bias, x.shape[-2], OURS.post_mult, OURS.hc_eps)
         h_pre, h_post, logits = split
-        return ops.mhc_pre_apply_mix(x, h_pre), h_post, sinkhorn(logits)
+        h_res = ops.sinkhorn_normalize(logits, repeat=OURS.sinkhorn_iters, eps=OURS.sinkhorn_eps)
+        return ops.mhc_pre_apply_mix(x, h_pre), h_post, h_res
 
     def post_pre(**tensors: Tensor) -> Outputs:
         x_next, *maps = composed["mhc_post_pre"](**tensors)
-        return _NextPost.apply(x_next), *maps  # last, so that its backward runs before that of pre
+
+        def leave(cotangent: Tensor) -> Tensor:
+            storage: Any = x_next.untyped_storage()
+            storage.grad_from_mhc_post = cotangent.contiguous()
+            return storage.grad_from_mhc_post
+
+        next_post = x_next.view_as(x_next)  # last, so that its backward runs before that of pre
+        if next_post.requires_grad:
+            next_post.register_hook(leave)
+        return next_post, *maps
 
     def head(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Outputs:
         # The parts of its mhc_head, which itself neither takes more than one token (a strided slice goes to a kernel
@@ -233,9 +226,6 @@ def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
         mixes = ops.mhc_pre_norm_fn(x, padded, None, OURS.norm_eps, fuse_grad_acc=False)
         mix = ops.mhc_head_compute_mix(mixes[..., :n].contiguous(), alpha, bias, OURS.hc_eps)
         return (ops.mhc_pre_apply_mix(x, mix.unsqueeze(-1)),)
-
-    def sinkhorn(logits: Tensor) -> Tensor:
-        return ops.sinkhorn_normalize(logits, repeat=OURS.sinkhorn_iters, eps=OURS.sinkhorn_eps)
 
     def layout(name: str, tensor: Tensor) -> Tensor:
         if name in ("phi", "alpha", "bias"):
@@ -248,33 +238,26 @@ def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
 
     composed = _composed(fused_pre, lambda x, h_out, h_post, h_res: (ops.mhc_post(h_out, x, h_post, h_res),))
     calls = composed | {"mhc_pre": pre, "mhc_post_pre": post_pre, "mhc_head": head}
-    calls |= {"sinkhorn": lambda logits: (sinkhorn(logits),)}
     if subject not in calls or "gamma" in ours:
         return None
-    n, D = ours["logits" if subject == "sinkhorn" else "x"].shape[-2:]
-    types = {"logits": torch.float32, "x": torch.bfloat16, "h_out": torch.bfloat16}
-    fits = all(ours[name].dtype == dtype for name, dtype in types.items() if name in ours)
-    if n != 4 or not fits or (subject != "sinkhorn" and n * D % 256):
+    n, D = ours["x"].shape[-2:]
+    if n != 4 or n * D % 256 or any(ours[name].dtype != torch.bfloat16 for name in ("x", "h_out") if name in ours):
         return None
     theirs = {name: layout(name, tensor).contiguous().clone() for name, tensor in ours.items()}
-    return Prepared(theirs, call, ("x", "h_out", "logits"))
-
-
-# flash-linear-attention: causal_conv1d on the same tensors; weights of any type.
+    return Prepared(theirs, call, ("x", "h_out"))
 
 
 def _fla(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
+    """On the same tensors; weights of any type."""
     op, _, silu = subject.partition(" ")
     if op != "causal_conv1d" or not {"x", "weight", "bias"} >= set(ours):
         return None
     return Prepared(ours, lambda **tensors: (ops.causal_conv1d(**tensors, activation=silu or None)[0],), ours)
 
 
-# causal-conv1d, the CUDA package: x is [B, D, L] there; ours transposed is its channel-last layout, without a copy. It
-# takes widths of 2 to 4, channels in multiples of 8, and a bias in the type of the weight.
-
-
 def _causal_conv1d(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
+    """x is [B, D, L] there; ours transposed is its channel-last layout, without a copy. It takes widths of 2 to 4,
+    channels in multiples of 8, and a bias in the type of the weight."""
     op, _, silu = subject.partition(" ")
 
     def train(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Outputs:
@@ -294,13 +277,12 @@ def _causal_conv1d(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
     return Prepared(ours, calls[op], ours)
 
 
-_liger_precision = "phi and the projection in the type of x (bf16, else tf32)"
-LIGER = Peer("Liger", "liger-kernel", "liger_kernel.transformers.functional", _liger_precision, TENSOR_CORES, _liger)
+_liger_precision, _sums = "phi and the projection in the type of x (bf16, else tf32)", "sums in fp32"
 _functions = "tile_kernels.modeling.mhc.functional"  # whose namespace has its ops too
 _unrun = ("tile_kernels", "tile_kernels.modeling")
-TILE_KERNELS = Peer(
-    "TileKernels", "tile-kernels", _functions, "projection in tf32", TENSOR_CORES, _tile_kernels, _unrun
+PEERS = LIGER, TILE_KERNELS, FLA, CAUSAL_CONV1D = (
+    Peer("Liger", "liger-kernel", "liger_kernel.transformers.functional", _liger_precision, TENSOR_CORES, _liger),
+    Peer("TileKernels", "tile-kernels", _functions, "projection in tf32", TENSOR_CORES, _tile_kernels, _unrun),
+    Peer("fla", "flash-linear-attention", "fla.modules.causal_conv1d", _sums, NO_TENSOR_CORES, _fla),
+    Peer("causal-conv1d", "causal-conv1d", "causal_conv1d", _sums, NO_TENSOR_CORES, _causal_conv1d),
 )
-FLA = Peer("fla", "flash-linear-attention", "fla.modules.causal_conv1d", "sums in fp32", NO_TENSOR_CORES, _fla)
-CAUSAL_CONV1D = Peer("causal-conv1d", "causal-conv1d", "causal_conv1d", "sums in fp32", NO_TENSOR_CORES, _causal_conv1d)
-PEERS: tuple[Peer, ...] = (LIGER, TILE_KERNELS, FLA, CAUSAL_CONV1D)

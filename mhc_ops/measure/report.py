@@ -2,10 +2,12 @@
 
 import importlib
 import importlib.util
+import io
 import os
 import platform
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -16,12 +18,12 @@ import mhc_ops
 Item = TypeVar("Item")
 
 VERSION = mhc_ops.__version__
-BETWEEN_LINES = 10.0  # seconds between two lines of a status without a terminal
-ERASE = "\x1b[K"  # a terminal clears from the cursor to the end of the line
+BETWEEN_LINES = 10.0  # seconds between two lines of a status
 
 
-class Refused(Exception):
-    """The command cannot run like this. The message is the one line that the user sees before exit code 2."""
+class Refused(ArgumentTypeError):
+    """The command cannot run like this. The message is the one line that the user sees before exit code 2, whether
+    argparse reads the command line or the work is about to begin."""
 
 
 class Table(NamedTuple):
@@ -37,20 +39,16 @@ def refuse_without(package: str, purpose: str) -> None:
 
 def open_streams() -> None:
     """The shell may have closed a stream (`>&-`), and a terminal may lack a letter: neither ends a run."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        if hasattr(stream := getattr(sys, name), "reconfigure"):
+    sys.stdout, sys.stderr = (s or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") for s in (sys.stdout, sys.stderr))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def discard() -> None:
     """Drops what is buffered for a closed pipe, so that Python does not fail as it ends."""
     for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -69,49 +67,28 @@ def show(*parts: Table | str) -> None:
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     """Yields the items and says on stderr how far it is."""
-    say_place = status(label, between=0.0)
     for nth, item in enumerate(items, 1):
-        say_place(f"{nth}/{len(items)}: {' '.join(map(str, item)) if isinstance(item, tuple) else item}")
+        say(f"{label} {nth}/{len(items)}: {' '.join(map(str, item)) if isinstance(item, tuple) else item}")
         yield item
-    clear()
 
 
-def status(label: str, between: float | None = None) -> Callable[[object], None]:
-    """Call the result with the current place: a terminal has one line, which each overwrites, and without a terminal
-    it prints rarely, because the length of the work is unknown."""
-    last, pause = time.monotonic(), BETWEEN_LINES if between is None else between
+def status(label: str) -> Callable[[object], None]:
+    """Call the result with the current place: now and then it is said, because the length of the work is unknown."""
+    last = time.monotonic()
 
     def say_place(place: object) -> None:
         nonlocal last
-        if not _overwrite(f"{label} {place}") and time.monotonic() - last >= pause:
+        if time.monotonic() - last >= BETWEEN_LINES:
             last = time.monotonic()
-            print(f"{label} {place}", file=sys.stderr, flush=True)
+            say(f"{label} {place}")
 
     return say_place
-
-
-def _overwrite(text: str) -> bool:
-    """Overwrites the line of a terminal; returns False and writes nothing if the cursor cannot move."""
-    try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns - 1  # at the last one, some wrap
-    except (OSError, ValueError):  # no terminal, or none that is a file, as in a notebook
-        return False
-    moves = columns > 0 and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-    if moves:
-        print(f"\r{text[:columns]}{ERASE}", end="", file=sys.stderr, flush=True)
-    return moves
-
-
-def clear() -> None:
-    """Takes the progress off the terminal."""
-    _overwrite("")
 
 
 def say(text: object) -> None:
     """Prints a line on stderr, after all that was printed."""
     sys.stdout.flush()
-    clear()
-    print(printable(str(text)), file=sys.stderr)
+    print(printable(str(text)), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -17,8 +17,7 @@ from .report import Refused
 
 FORMAT = 2
 LONGEST_REASON = 300  # characters that a table shows of what a compiler says
-DIRECTIONS = ("forward", "backward", "both")  # without gradients; the gradients alone; a training step
-EAGER, COMPILED, GRAPHS = MODES = ("eager", "torch.compile", "graphs")  # of a model
+EAGER, GRAPHS, COMPILED = MODES = ("eager", "graphs", "torch.compile")  # of a model, in the order of `bench`
 PLAIN = "plain"  # residuals without streams
 
 
@@ -41,25 +40,25 @@ class NotMeasured:
 
 @dataclass
 class Measurement:
-    """One provider on one case in one direction."""
+    """One provider on one case in one direction: "forward" without gradients, "backward" alone, "both"."""
 
-    subject: str
     case: str
     provider: str
     direction: str
     microseconds: float
-    bandwidth: float
+    bytes: float
     copy_microseconds: float
     host_microseconds: float | None = None
     peak_megabytes: float | None = None
     group: str = "training"  # or "decode"
-    bytes: float | None = None
     spread: float | None = None
     copy_spread: float | None = None
     samples: int | None = None
+    bandwidth: float = field(init=False)
     of_copy: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.bandwidth = self.bytes / self.microseconds / 1e3
         self.of_copy = self.copy_microseconds / self.microseconds
 
 
@@ -130,8 +129,11 @@ def begin(command: str) -> Results:
     return Results(command, datetime.date.today().isoformat(), versions=versions)
 
 
-def write(results: Results, path: Path) -> None:
-    """Writes an entry a line: easy to compare, and faster than json.dumps(indent=1) for a run that writes often."""
+def write(results: Results, path: Path | None, last: bool = True) -> None:
+    """Writes an entry a line: easy to compare, and faster than json.dumps(indent=1) for a run that writes often. A pipe
+    or a device gets the last text alone."""
+    if path is None or not (last or files.is_replaced(path)):
+        return
     finite = partial(json.loads, parse_constant=lambda constant: None)  # JSON has neither NaN nor infinity
     fields = []
     for name, value in {"format": FORMAT, **vars(results)}.items():
@@ -139,12 +141,6 @@ def write(results: Results, path: Path) -> None:
         text = "[\n  " + ",\n  ".join(entries) + "\n ]" if entries else json.dumps(value)
         fields.append(f' "{name}": {text}')
     files.write(path, "{\n" + ",\n".join(fields) + "\n}\n")
-
-
-def save(results: Results, path: Path | None, last: bool = False) -> None:
-    """Writes to a regular file each time, to a pipe or a device once."""
-    if path is not None and (last or files.is_replaced(path)):
-        write(results, path)
 
 
 def read(path: Path) -> Results:

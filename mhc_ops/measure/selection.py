@@ -50,18 +50,16 @@ def absent(wanted: Sequence[str], device: torch.device) -> list[NotMeasured]:
     return [NotMeasured(family, backend, reason) for family, backend, reason in found if reason is not None]
 
 
-def check(case: AnyCase, provider: str, device: torch.device) -> list[accuracy.Row]:
-    """Outputs and gradients against fp64 on few tokens; each provider is held to its own precision."""
+def check(case: AnyCase, provider: str, device: torch.device, found: list[accuracy.Row]) -> None:
+    """Adds outputs and gradients against fp64 on few tokens; each provider is held to its own precision. Wrong if one
+    fails; but eager is timed all the same: it is the formula itself in fewer bits, and its errors are shown."""
     if provider == "torch.compile":
-        return []  # eager's formula; another compilation for every case would cost more than all the rest
+        return  # eager's formula; another compilation for every case would cost more than all the rest
     if peer := peers.by_name(provider):
-        return peers.measure(peer, case.layer() if isinstance(case, Stack) else case.smaller(), device) or []
-    rows = accuracy.measure(case.smaller(), "reference" if provider == "eager" else provider, device)
-    return [replace(row, backend=provider) for row in rows]
-
-
-def refuse_if_wrong(provider: str, rows: list[accuracy.Row]) -> None:
-    """Eager is timed all the same: it is the formula itself in fewer bits, and its errors are shown."""
+        rows = peers.measure(peer, case.layer() if isinstance(case, Stack) else case.smaller(), device) or []
+    else:
+        rows = accuracy.measure(case.smaller(), "reference" if provider == "eager" else provider, device)
+    found += [replace(row, backend=provider) for row in rows]
     failed = [row for row in rows if not row.passed]
     if failed and provider != "eager":
         worst = accuracy.worst(failed)

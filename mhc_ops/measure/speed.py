@@ -78,22 +78,13 @@ def measure(
         return torch.autograd.grad(outputs, wanted, cotangents)
 
     def row(direction: str, timed: Function, prepare: Function = tuple) -> Measurement:
-        timing, size = device_time(timed, device, prepare), case.bytes_moved()[direction]
-        copy, whole_call = copy_time(int(size), device), direction != "backward"
-        return Measurement(
-            subject=case.subject.name,
-            case=str(case),
-            provider=unit.provider,
-            direction=direction,
-            **timing._asdict(),
-            bandwidth=size / timing.microseconds / 1e3,
-            copy_microseconds=copy.microseconds,
-            host_microseconds=host_time(timed, device) if whole_call else None,
-            peak_megabytes=peak_memory(timed, device) if whole_call else None,
-            group=unit.group,
-            bytes=size,
-            copy_spread=copy.spread,
-        )
+        size = case.bytes_moved()[direction]
+        timing, copy = device_time(timed, device, prepare), copy_time(int(size), device)
+        own: dict[str, Any] = {"group": unit.group, **timing._asdict(), "bytes": size, "copy_spread": copy.spread}
+        if direction != "backward" and device.type == "cuda":  # on a CPU, call and work are one
+            host = summary([_host_sample(timed, device) for _ in range(SAMPLES)])
+            own |= {"host_microseconds": host.microseconds, "peak_megabytes": peak_memory(timed, device)}
+        return Measurement(str(case), unit.provider, direction, copy_microseconds=copy.microseconds, **own)
 
     yield row("forward", forward)
     if differentiable:
@@ -115,9 +106,7 @@ def measure_stack(unit: Unit, tensors: Tensors, build: Function, device: torch.d
         shares = {name: None if None in pair else (pair[0] - pair[1]) / count for name, pair in pairs.items()}
         if (shares["microseconds"] or 0) <= 0:
             raise RuntimeError(f"{DEPTHS} connections took {many.microseconds}, {few.microseconds} µs, which is noise")
-        spread = math.hypot(many.spread or 0, few.spread or 0) / count
-        bandwidth = many.bandwidth * many.microseconds / shares["microseconds"]
-        yield replace(many, **shares, spread=spread, bandwidth=bandwidth)
+        yield replace(many, **shares, spread=math.hypot(many.spread or 0, few.spread or 0) / count)
 
 
 @cache
@@ -150,15 +139,8 @@ def device_time(call: Function, device: torch.device, prepare: Function = tuple)
     return summary([sample() for _ in range(SAMPLES)])
 
 
-def host_time(call: Function, device: torch.device) -> float | None:
-    """Median µs until the call returns, from an idle device; None on a CPU, where call and work are one."""
-    if device.type != "cuda":
-        return None
-    return summary([_host_sample(call, device) for _ in range(SAMPLES)]).microseconds
-
-
 def _host_sample(call: Function, device: torch.device, prepare: Function = tuple) -> float:
-    """The device is idle when the time begins."""
+    """µs until the call returns, from an idle device."""
     prepared = prepare()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -167,8 +149,14 @@ def _host_sample(call: Function, device: torch.device, prepare: Function = tuple
     return (time.perf_counter() - begin) * 1e6
 
 
-def summary(samples: Sequence[float]) -> Timing:
+def quartiles(samples: Sequence[float]) -> list[float]:
+    """The median, the lower and the upper quartile."""
     lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
+    return [median, lower, upper]
+
+
+def summary(samples: Sequence[float]) -> Timing:
+    median, lower, upper = quartiles(samples)
     return Timing(median, upper - lower, len(samples))
 
 

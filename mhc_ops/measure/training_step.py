@@ -1,7 +1,6 @@
 """The cost of hyper-connections in use: a training step of a small transformer, beside plain residuals; and stacks of
 layers, of which its model is made and whose boundaries `bench` times. docs/measure.md says what a step is."""
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,8 @@ from ..core import backend as backends
 from ..testing import cases
 from . import peers, selection
 from .peers import Layer
-from .results import COMPILED, EAGER, GRAPHS, PLAIN, Results, StepTime, Wrong, name_of
-from .speed import SAMPLES, peak_memory, summary
+from .results import COMPILED, EAGER, GRAPHS, MODES, PLAIN, Results, StepTime, Wrong, name_of
+from .speed import SAMPLES, peak_memory, quartiles, summary
 
 N = 4
 ALLOWED = 5e-2  # of the relative difference to the reference: bf16 leaves 1e-2 of it, a wrong term far more
@@ -176,23 +175,23 @@ class Race:
             results.steps += training.measure(steps)
 
 
-def named(case: str, device: torch.device) -> list[Size]:
-    return [size for size in (SIZES if device.type == "cuda" else SIZES_CPU) if case in str(size)]
+def sizes_on(device: torch.device) -> Sequence[Size]:
+    return SIZES if device.type == "cuda" else SIZES_CPU
 
 
-def plan(case: str, present: Sequence[str], device: torch.device, mode: str) -> list[Race]:
+def plan(text: str, present: Sequence[str], device: torch.device) -> list[Race]:
     """The formula in torch is "eager" or, if the model is compiled, "torch.compile". Nothing is compiled unless
     "torch.compile" is present, and only a GPU has graphs."""
-    if (mode == COMPILED and COMPILED not in present) or (mode == GRAPHS and device.type != "cuda"):
-        return []
-    formula = COMPILED if mode == COMPILED else EAGER
-    forms = [form for form in FORMS if mode != COMPILED or form != RECOMPUTE]  # it decides itself what is kept
     races = []
-    for size in named(case, device):
+    for mode in MODES:
+        formula = COMPILED if mode == COMPILED else EAGER
         possible = [p for p in present if p == formula or p not in selection.OF_TORCH]
-        there = [p for p in possible if connects(p, size.case(p), device)]
-        named_forms = [(p, form) for p in there for form in (forms if p == selection.KERNELS[0] else [""])]
-        races += [Race(size, mode, tuple(f"{p} {form}".strip() for p, form in named_forms))] if there else []
+        forms = [form for form in FORMS if mode != COMPILED or form != RECOMPUTE]  # it decides itself what is kept
+        runs = {GRAPHS: device.type == "cuda", COMPILED: COMPILED in present}.get(mode, True)
+        for size in (size for size in sizes_on(device) if runs and text in str(size)):
+            there = [p for p in possible if connects(p, size.case(p), device)]
+            named = [f"{p} {form}".strip() for p in there for form in (forms if p == selection.KERNELS[0] else [""])]
+            races += [Race(size, mode, tuple(named))] if there else []
     return races
 
 
@@ -203,7 +202,6 @@ class Training:
         torch.compiler.reset()
         torch.manual_seed(cases.SEED)
         self.size, self.mode, self.device = size, mode, device
-        self.expected: dict[str, tuple[Tensor, Tensor]] = {}  # no cycle that would hold the memory of a GPU
         self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         with torch.device(device):
             self.layers = [(Attention, SwiGLU)[i % 2](size).to(DTYPE) for i in range(size.sublayers)]
@@ -252,24 +250,17 @@ class Training:
         timed(1)
         return [timed(1), timed(IN_A_ROW)]
 
-    def difference(self, provider: str, found: Sequence[Tensor]) -> float:
-        """The relative difference of the loss or of dx, whichever is larger; Wrong if the model or one of its layers is
-        another function."""
-        layer = self.size.case(provider, self.size.tokens)
-        selection.refuse_if_wrong(provider, selection.check(layer, backend_of(provider), self.device))
-        formula = f"eager {SHIFTED}" if provider.endswith(SHIFTED) else "eager"
-        if formula not in self.expected:
-            self.expected[formula] = self.step(formula)()
-        pairs = [(a.double(), b.double()) for a, b in zip(found, self.expected[formula])]
-        worst = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
-        if not worst <= ALLOWED:
-            raise Wrong(f"its step is off by {worst:.1e} (allowed {ALLOWED:.0e})")
-        return worst
-
     def checked(self, provider: str) -> tuple[TakeStep, dict[str, Any]]:
-        """A step that is right, and what is known of it. The memory of a graph is taken when it is captured."""
-        step = self.step(provider, self.mode)
-        difference = None if provider == PLAIN else self.difference(provider, step())
+        """A step, and what is known of it: the relative difference of the loss or of dx, whichever is larger, and the
+        memory, which a graph takes when it is captured. Wrong if the model or one of its layers is another function."""
+        step, difference = self.step(provider, self.mode), None
+        if provider != PLAIN:
+            selection.check(self.size.case(provider, self.size.tokens), backend_of(provider), self.device, [])
+            formula = self.step(f"eager {SHIFTED}" if provider.endswith(SHIFTED) else "eager")
+            pairs = [(a.double(), b.double()) for a, b in zip(step(), formula())]
+            difference = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
+            if not difference <= ALLOWED:
+                raise Wrong(f"its step is off by {difference:.1e} (allowed {ALLOWED:.0e})")
         peak = None if self.mode == GRAPHS else peak_memory(step, self.device)
         return step, {"peak_megabytes": peak, "difference": difference}
 
@@ -283,16 +274,11 @@ class Training:
         found = []
         for name, (_, known) in steps.items():
             kinds = [] if name == PLAIN else zip(zip(*rounds[name]), zip(*rounds[PLAIN]))  # from idle, in a row
-            known["ratio"], known["in_a_row"] = [_of_plain(*kind) for kind in kinds] or ([], [])
+            ratios = [quartiles([*map(truediv, own, plain)]) for own, plain in kinds] or [[], []]
+            known["ratio"], known["in_a_row"] = ratios
             idle = summary([idle for idle, _ in rounds[name]])
             found.append(StepTime(str(self.size), name, self.mode, *idle, **known, rounds=rounds[name]))
         return found
-
-
-def _of_plain(own: Sequence[float], plain: Sequence[float]) -> list[float]:
-    """Median and quartiles of the ratio in the same round."""
-    lower, median, upper = statistics.quantiles(map(truediv, own, plain), n=4, method="inclusive")
-    return [median, lower, upper]
 
 
 def captured(step: TakeStep) -> TakeStep:

@@ -87,7 +87,7 @@ def test_check_goes_on_after_a_crash_and_keeps_what_it_has(small, run, monkeypat
     assert code == 130 and said.endswith("interrupted\n")
     assert saved()["complete"] is False and len(saved()["accuracy"]) == 11
     assert "sinkhorn 9x2x2 float32: reference did not run: OSError: no luck" in printed
-    assert printed.endswith("11 passed, 0 failed, 1 cases crashed\n")
+    assert printed.endswith("11 passed, 0 failed, 1 did not run\n")
     assert run(f"{CHECK} --case sinkhorn")[0] == 1
     assert run(f"{CHECK} --case mhc_forward_pre")[0] == 0
 
@@ -161,6 +161,8 @@ def test_no_command(command, run):
     ("command", "line"),
     [
         ("bench --providers trition", "argument --providers: invalid choice: 'trition'"),
+        ("diagnose mhc_psot", "argument OP: invalid choice: 'mhc_psot'"),
+        ("diagnose mhc_post --shape=2xx3", "argument --shape: "),
         *((f"diagnose mhc_post --seed={n}", "argument --seed: ") for n in ("9" * 20, "-1", "0.5", "")),
         *((f"check --fuzz={seconds}", "argument --fuzz: ") for seconds in ("0", "nan")),
         ("check --fuzz=1 --case=mhc", "--fuzz draws cases of its own"),

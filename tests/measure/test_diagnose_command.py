@@ -29,20 +29,12 @@ def test_something_is_off(capsys, monkeypatch):
     assert cli.main(["diagnose", "mhc_post", *SMALL]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "mhc_post 12x4x24 float32, reference: 5 of 5 outputs are off"
-    assert lines[1].startswith("  1. x_next: streams 1 to 3 are zero: masked, or never added to")
+    assert lines[1].startswith("  1. x_next: zero (masked, or never added to) in streams 1 to 3")
     of_dx_next = "streams 1 to 3 of dx_next are read as zero for dh_res"
     assert lines[2].startswith(f"  2. dx, dh_res, dh_out, dh_post: {of_dx_next}")
     assert "x_next  [12 tokens, 4 streams, 24 channels]" in lines
     assert "  place               streams 1 to 3, 100.0% of it wrong" in lines
     assert lines[-1] == "0 of 8 cases right, 1 off, 7 not run"
-
-
-@pytest.mark.parametrize(("arguments", "words"), [("mhc_psot", "mhc_post_pre"), ("mhc_post --shape=2xx3", "--shape")])
-def test_a_wrong_command_line(arguments, words, capsys):
-    with pytest.raises(SystemExit) as exit:
-        cli.main(["diagnose", *arguments.split()])
-    assert exit.value.code == 2
-    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

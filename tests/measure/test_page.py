@@ -11,7 +11,7 @@ from mhc_ops.measure.results import PLAIN, Measurement, NotMeasured, StepTime
 from mhc_ops.testing.accuracy import Row
 
 VOID = {"meta", "link", "input"}
-TIMED = Measurement("op", "op 8x8", "triton", "both", 20.0, 3.0, 10.0, 4.0, 12.5, spread=1.0, copy_spread=1.0)
+TIMED = Measurement("op 8x8", "triton", "both", 20.0, 3e5, 10.0, 4.0, 12.5, spread=1.0, copy_spread=1.0)
 ROW = Row("op 8x8", "triton", "y", 1.0, 1.5e-4, 2e-3, True, "float32", 7)
 STEP = StepTime("training_step 8x4x8", PLAIN, "eager", 2.0)
 
@@ -59,10 +59,11 @@ def test_the_page_stands_alone_and_shows_everything():
     assert "script" not in parser.tags and "peer" not in parser.tags
     assert all(link.startswith(("#", "data:")) for link in parser.links)
     assert "http" not in text and "@import" not in text and "url(" not in text
+    assert set(re.findall(r' style="(.*?)"', text)) == {f"--share:{percent}%" for percent in (200, 67, 50, 17)}
     titles = ["A training step", "In short", "Training sizes", "All times"]
     titles += ["Outside their tolerance", "Not measured", "Environment"]
     assert [section.title for section in page.sections(a_run())] == titles
-    said = ["20.0 · 50%", "60.0 (3.0×)", "12", "nan", "FAIL", "+50.0"]
+    said = ["20.0 · 50%", "60.0 (3.0×)", "0.33", "12", "nan", "FAIL", "+50.0"]
     said += ["roundings <galore>", "case 0", "case 1", "case 2", "1 of 2", *titles]
     assert [words for words in said if words not in parser.words] == []
 

@@ -3,9 +3,9 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -81,21 +81,25 @@ class Output:
             what = "NaN" if bool(self.result[lost].isnan().all()) else "NaN or infinite"
             only_now = int((lost & self.first.isfinite()).sum())
             unwritten = 2 * only_now > int(lost.sum())  # not all: old memory may hold NaN by chance
-            return place_of(lost, self.axes, self.case.sections).are("never written" if unwritten else what)
-        return "" if bool(self.result[self.off].any()) else self.place.are("zero: masked, or never added to")
+            return place_of(lost, self.axes, self.case.sections).has("never written" if unwritten else what)
+        return "" if bool(self.result[self.off].any()) else self.place.has("zero (masked, or never added to)")
+
+    @property
+    def unexplained(self) -> str:
+        """All that is known without a cause."""
+        race = "" if self.close(self.first.double()) else "; different in each run: a race, or memory read too early"
+        return "no simple explanation" + race + f"; wrong: {self.place.words}" * bool(self.place.words)
 
     def close(self, candidate: Tensor) -> bool:
         """Whether the result passes with the candidate as the truth."""
         truth = replace(self.truth, value=candidate.reshape(self.exact.shape))
         return accuracy.judge(self.case, "", self.name, self.stored, truth).passed
 
-    def share(self, candidate: Tensor) -> float:
-        """How much of the error a candidate removes."""
+    def explained(self, candidate: Tensor) -> float:
+        """How much of the error a candidate removes; 0 unless it is nearly all and the rest is within the tolerance."""
         left = (self.result - candidate.reshape(self.exact.shape)).norm()
-        return float(1 - left / self.error.norm()) if bool(left.isfinite()) else 0.0
-
-    def explained_by(self, candidate: Tensor) -> bool:
-        return self.share(candidate) >= NEARLY_ALL and self.close(candidate)
+        share = float(1 - left / self.error.norm()) if bool(left.isfinite()) else 0.0
+        return share if share >= NEARLY_ALL and self.close(candidate) else 0.0
 
     def details(self) -> dict[str, str]:
         """What is known beyond the verdict: the place, result / truth where elements are wrong, and the terms."""
@@ -124,18 +128,23 @@ def diagnose(
 ) -> Diagnosis:
     """call: what to examine instead of the op, called as Subject.call is."""
     subject, tensors = replace(case.subject, call=call or case.subject.call), case.inputs(device)
+    run = partial(accuracy.run, subject, tensors, backend)
     with contextlib.ExitStack() as afterwards:
         if max(tensor.numel() for tensor in tensors.values()) < ENOUGH_FOR_THREADS:
             # Hundreds of models run; on a busy CPU, threads that wait for each other take ten times as long.
             afterwards.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-        made = accuracy.run(subject, tensors, backend)
+        made = run()
         cotangents = accuracy.random_cotangents(subject, made, case.seed, case.unused)
         zeros = [torch.zeros_like(tensor) for tensor in (*made.values(), *tensors.values()) for _ in range(SPARE)]
         del zeros  # the memory that is taken next holds no NaN of an earlier run
-        first = accuracy.run(subject, tensors, backend, cotangents)
-        with _fresh_memory_is_nan():
-            results = accuracy.run(subject, tensors, backend, cotangents)
+        first = run(cotangents)
+        # From here on fresh memory is NaN: what is never written shows, even where memory still holds the right value.
+        afterwards.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of algorithms that are not deterministic
+        afterwards.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        results = run(cotangents)
         exact = accuracy.truth(case.subject, tensors, cotangents, results)
         judged = {name: Output(case, name, results[name], first[name], exact[name]) for name in exact}
         if all(output.passed for output in judged.values()):
@@ -146,19 +155,6 @@ def diagnose(
             terms = {} if output.passed else terms_of(case, model, output.name)
             output.terms = {words: term.reshape(output.exact.shape) for words, term in terms.items()}
         return Diagnosis(outputs, findings(outputs, model, list(hypotheses(case, model))))
-
-
-@contextlib.contextmanager
-def _fresh_memory_is_nan() -> Iterator[None]:
-    """An element that is never written shows, even where the memory still holds the right value of another run."""
-    before = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it, unless told not to
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of algorithms that are not deterministic
-            yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
 
 
 def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypothesis]) -> list[Finding]:
@@ -175,7 +171,7 @@ def findings(outputs: Sequence[Output], model: Computation, every: Sequence[Hypo
             or _hypothesis(wrong, outputs, given, model)
             or _hypothesis(wrong, outputs, every, model)
             or _fit(lead)
-            or _unexplained(lead)
+            or Finding(lead.unexplained, (lead.name,), 0.0)
         )
         found.append(finding)
         wrong = [output for output in wrong if output.name not in finding.outputs]
@@ -189,24 +185,13 @@ def _hypothesis(
     lead, best, most = wrong[0], None, -math.inf
     for sentence, changes in every:
         candidate = model.value(lead.name, changes)
-        if candidate is not model.right[lead.name] and lead.explained_by(candidate):
+        if candidate is not model.right[lead.name] and (share := lead.explained(candidate)):
             values = model.run(changes)
-            names = [output.name for output in wrong if output.explained_by(values[output.name])]
+            names = tuple(output.name for output in wrong if output.explained(values[output.name]))
             score = len(names) - sum(not o.close(values[o.name]) for o in outputs if o.passed)
             if score > most:
-                best, most = Finding(sentence, tuple(names), lead.share(values[lead.name])), score
+                best, most = Finding(sentence, names, share), score
     return best
-
-
-def _unexplained(lead: Output) -> Finding:
-    """All that is known."""
-    race = (
-        ""
-        if lead.close(lead.first.double())
-        else "; different in each run: a race, or memory read before it is written"
-    )
-    where = f"; wrong: {lead.place.words}" * bool(lead.place.words)
-    return Finding(f"no simple explanation{race}{where}", (lead.name,), 0.0)
 
 
 def coefficients(error: Tensor, terms: Tensors) -> dict[str, float]:
@@ -229,10 +214,10 @@ def _fit(lead: Output) -> Finding | None:
         involved = [name for name in terms if abs(solved[name]) * terms[name].norm() > SMALL * lead.error.norm()]
         times = {name: _rounded(1 + solved[name]) for name in involved}
         candidate = lead.exact + sum((factor - 1) * terms[name] for name, factor in times.items())
-        if 0 < len(times) <= MOST_TERMS and lead.explained_by(candidate):
+        if 0 < len(times) <= MOST_TERMS and (share := lead.explained(candidate)):
             words = {name: _counted(factor, lead.case) for name, factor in times.items()}
-            sentences = [f"{name} is {counted}" if name else lead.place.are(counted) for name, counted in words.items()]
-            return Finding(" and ".join(sentences), (lead.name,), lead.share(candidate))
+            sentences = [f"{name} is {counted}" if name else lead.place.has(counted) for name, counted in words.items()]
+            return Finding(" and ".join(sentences), (lead.name,), share)
     return None
 
 

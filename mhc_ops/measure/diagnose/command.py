@@ -17,7 +17,6 @@ from . import Diagnosis, diagnose
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in selection.CHECK))
 SHAPES = {"sinkhorn": "TxNxN", "short_conv": "BxLxNxD"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 OUTPUTS = f"{page.ACCURACY.partition('backend, ')[2]}, finding"
 
 
@@ -48,7 +47,6 @@ def run_diagnose(options: argparse.Namespace) -> int:
                 raise
             raise Refused(str(error)) from error
         if found.findings:  # one cause is enough for one command
-            report.clear()
             off = sum(not output.passed for output in found.outputs)
             print(f"{case}, {backend}: {off} of {len(found.outputs)} outputs are off")
             print("\n".join(_lines(found)))
@@ -90,15 +88,14 @@ def _work(options: argparse.Namespace) -> tuple[list[AnyCase], str]:
         raise Refused(f"{op} has no --width")
     given = {"dtype": DTYPES.get(options.dtype), "W": options.width, "seed": options.seed}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if shape:
-        axes = SHAPES.get(op, "Tx…xNxD" if family == "mhc" else "BxLxD")
-        names = axes.replace("N", "n").split("x")
-        fits = len(shape) >= 2 if family == "mhc" else len(shape) == len(names)
-        if not fits or (op == "sinkhorn" and shape[-1] != shape[-2]):
-            raise Refused(f"--shape of {op} must be {axes}, got {'x'.join(map(str, shape))}")
-        of_mhc = {"outer": shape[:-2], "n": shape[-2], "D": shape[-1]}
-        changes |= of_mhc if family == "mhc" else dict(zip(names, shape))
+    if shape and family == "mhc":
+        changes |= {"outer": shape[:-2], "n": shape[-2:][0], "D": shape[-1]}
+    elif shape:
+        changes |= dict(zip(("B", "L", "n", "D") if own[0].n else ("B", "L", "D"), shape))
     changed = [replace(case, **changes) for case in own]
+    if shape and changed[0].sizes != shape:
+        axes = SHAPES.get(op, "Tx…xNxD" if family == "mhc" else "BxLxD")
+        raise Refused(f"--shape of {op} must be {axes}, got {'x'.join(map(str, shape))}")
     possible = {str(case): case for case in changed if "cu_seqlens" not in str(case) or case.sizes[0] == 1}  # one row
     work = sorted(possible.values(), key=lambda case: case.dtype != torch.float32)
     backend = backends.choose(op, family, options.backend, options.device)

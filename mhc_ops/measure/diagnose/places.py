@@ -12,7 +12,7 @@ from ...testing.conv_cases import AnyCase
 
 FILLED = 0.5  # of the elements in a place must be wrong for the place to say anything
 BLOCKED = ("channel", "token")  # axes that kernels go through in blocks
-FEW = 6  # indices that are listed one by one
+FEW = 6  # indices that are listed
 
 # Axes, and the tensors that have them; a gradient has the axes of its tensor.
 MHC = {"token, stream, channel": "x x_next x_after stored link", "token, channel": "h_in h_read h_out out"}
@@ -40,30 +40,26 @@ class Place(NamedTuple):
     """words: "" if the error is everywhere or scattered. box: the elements meant, shaped as the output."""
 
     words: str
-    several: bool  # whether the words are a plural
     box: Tensor
     filled: float  # share of the box that is wrong
 
-    def are(self, what: str) -> str:
-        return f"{self.words or 'everything'} {'are' if self.several else 'is'} {what}"
+    def has(self, what: str) -> str:
+        return f"{what} {f'in {self.words}' if self.words else 'everywhere'}"
 
 
 def place_of(off: Tensor, axes: dict[str, int], sections: Mapping[str, range]) -> Place:
     """The smallest product of index sets that holds every wrong element."""
     view = off.reshape(tuple(axes.values()))
-    box, words, several = torch.ones_like(view), "", False
+    box, words = torch.ones_like(view), list[str]()
     for axis, (name, size) in enumerate(axes.items()):
         hit = view.movedim(axis, 0).reshape(size, -1).any(1)
         if not bool(hit.all()):
             box &= hit.reshape(size, *[1] * (view.dim() - axis - 1))
-            indices = hit.nonzero().flatten().tolist()
-            here = words_of(indices, size, name, sections)
-            words = f"{here} of {words}" if words else here  # channels of streams of tokens
-            several = len(indices) > 1 and not here.endswith(" section")
+            words.insert(0, words_of(hit.nonzero().flatten().tolist(), size, name, sections))
     filled = float(view.sum() / box.sum().clamp(min=1))
     if filled < FILLED:
-        return Place("", False, torch.ones_like(off), float(off.double().mean()))
-    return Place(words, several, box.reshape(off.shape), filled)
+        return Place("", torch.ones_like(off), float(off.double().mean()))
+    return Place(" of ".join(words), box.reshape(off.shape), filled)  # channels of streams of tokens
 
 
 def words_of(indices: Sequence[int], size: int, axis: str, sections: Mapping[str, range]) -> str:
@@ -78,10 +74,4 @@ def words_of(indices: Sequence[int], size: int, axis: str, sections: Mapping[str
         return f"{axis} {first}"
     if last - first + 1 == many:
         return f"{axis}s {first} {'and up' if last == size - 1 and axis in BLOCKED else f'to {last}'}"
-    begins = [i for i in indices if i - 1 not in indices]
-    period, run = begins[1] - first, indices.index(begins[1])
-    if len(begins) > 2 and indices == [i for i in range(first, last + 1) if (i - first) % period < run]:
-        return f"{f'{run} {axis}s' if run > 1 else f'one {axis}'} in every {period}, from {axis} {first} on,"
-    if many <= FEW:
-        return f"{axis}s {', '.join(map(str, indices[:-1]))} and {last}"
-    return f"{many} of {size} {axis}s ({', '.join(map(str, indices[:3]))}, …)"
+    return f"{many} of {size} {axis}s ({', '.join(map(str, indices[:FEW]))}{', …' * (many > FEW)})"
