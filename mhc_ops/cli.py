@@ -50,6 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             return _run(words)
         finally:
+            report.clear()  # the terminal keeps no progress
             sys.stdout.flush()  # here, since Python cannot handle a closed pipe as it ends
     except BrokenPipeError:
         report.discard()
@@ -228,10 +229,12 @@ def run_fuzz(options: argparse.Namespace) -> int:
             total += 1
             if not outcome.passed:
                 failed += 1
+                report.clear()
                 print(f"FAIL: {outcome.case} {outcome.backend}: {outcome.detail} (--seed {seed})", flush=True)
     except KeyboardInterrupt:
         report.say("interrupted")
         interrupted = True
+    report.clear()
     print(f"{total} cases, {failed} failed, seed {seed}")
     if interrupted:
         return INTERRUPTED

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import os
 import platform
+import shutil
 import sys
 import time
 from argparse import ArgumentTypeError
@@ -18,7 +19,8 @@ import mhc_ops
 Item = TypeVar("Item")
 
 VERSION = mhc_ops.__version__
-BETWEEN_LINES = 10.0  # seconds between two lines of a status
+BETWEEN_LINES = 10.0  # seconds between two lines of a status without a terminal
+ERASE = "\x1b[K"  # a terminal clears from the cursor to the end of the line
 
 
 class Refused(ArgumentTypeError):
@@ -67,27 +69,45 @@ def show(*parts: Table | str) -> None:
 
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     """Yields the items and says on stderr how far it is."""
+    say_place = status(label, between=0.0)
     for nth, item in enumerate(items, 1):
-        say(f"{label} {nth}/{len(items)}: {' '.join(map(str, item)) if isinstance(item, tuple) else item}")
+        say_place(f"{nth}/{len(items)}: {' '.join(map(str, item)) if isinstance(item, tuple) else item}")
         yield item
+    clear()
 
 
-def status(label: str) -> Callable[[object], None]:
-    """Call the result with the current place: now and then it is said, because the length of the work is unknown."""
-    last = time.monotonic()
+def status(label: str, between: float | None = None) -> Callable[[object], None]:
+    """Call the result with the current place: a terminal has one line, which each overwrites. Elsewhere a line comes
+    after so many seconds, because the length of the work may be unknown."""
+    last, pause = time.monotonic(), BETWEEN_LINES if between is None else between
 
     def say_place(place: object) -> None:
         nonlocal last
-        if time.monotonic() - last >= BETWEEN_LINES:
+        if not _overwrite(f"{label} {place}") and time.monotonic() - last >= pause:
             last = time.monotonic()
             say(f"{label} {place}")
 
     return say_place
 
 
+def _overwrite(text: str) -> bool:
+    """Overwrites the line of a terminal; returns False and writes nothing if the cursor cannot move."""
+    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return False
+    columns = shutil.get_terminal_size().columns - 1  # at the last one, some terminals wrap
+    print(f"\r{text[:columns]}{ERASE}", end="", file=sys.stderr, flush=True)
+    return True
+
+
+def clear() -> None:
+    """Takes the progress off the terminal."""
+    _overwrite("")
+
+
 def say(text: object) -> None:
     """Prints a line on stderr, after all that was printed."""
     sys.stdout.flush()
+    clear()
     print(printable(str(text)), file=sys.stderr, flush=True)
 
 

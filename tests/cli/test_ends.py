@@ -90,3 +90,16 @@ def test_fuzz_draws_a_seed_and_takes_the_backends_that_run_here(drawn, run, refu
     assert len({seed for *_, seed in asked}) > 1
     assert "conv: tilelang did not run: there are no tilelang kernels" in refused(f"{FUZZ} tilelang")
     assert len(asked) == 3
+
+
+@pytest.mark.parametrize("terminal, moves", [("xterm", True), ("dumb", False)])
+def test_progress_on_a_terminal(terminal, moves, monkeypatch, capsys):
+    """Each place overwrites the last one, and what follows begins on a clean line."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", terminal)
+    monkeypatch.setenv("COLUMNS", "20")
+    for _ in report.progress(["a long name", "b"], "check"):
+        pass
+    report.say("done")
+    lines = "\rcheck 1/2: a long n\x1b[K\rcheck 2/2: b\x1b[K\r\x1b[K\r\x1b[Kdone\n"
+    assert capsys.readouterr().err == (lines if moves else "check 1/2: a long name\ncheck 2/2: b\ndone\n")
