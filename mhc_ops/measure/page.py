@@ -32,11 +32,13 @@ WORDS = {"forward": "forward", "backward": "backward", "both": "training step"}
 PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
 
 STEP_NOTE = """A small transformer in bf16 with plain residuals and with hyper-connections of 4 streams on the same
-weights: wall clock of a forward and backward, host included, from idle to idle, in ms; the percentage over the plain
-model that took turns with it, with quartiles, and the same for steps in a row; peak memory above weights and input;
-difference of the loss or of dx from the formula in PyTorch. \
-A backend alone is a HyperStack, in Triton with the norms inside; HyperConnection and layer_norm=False have
-them in front of their layers."""
+weights: wall clock of a forward and backward, host included, from idle to idle, in ms; the percentage over plain; peak
+memory above weights and input; difference of the loss or of dx from the formula in PyTorch. A backend alone is a
+HyperStack, in Triton with the norms inside; HyperConnection and layer_norm=False have them in front of their layers."""
+IN_ROUNDS = (
+    """All rows took turns. A percentage is the median over the rounds, with quartiles; also for steps in a row."""
+)
+IN_PAIRS = """Each row took turns with a plain model of its own, so no percentage follows from the row of plain."""
 SHORT_NOTE = """Over all training sizes: the share of a copy's speed that the faster of our kernels reaches, its
 bandwidth, and the time of the others over its time."""
 TIME_NOTE = """Ours: µs · of a copy. Others: µs (times the faster of ours). mHC has 4 streams and 20 Sinkhorn
@@ -54,7 +56,8 @@ results. -->
 
 Times are medians of device time in µs, with a cold L2. *Of a copy*: the time that a copy of the same bytes takes in the
 same run, over the operator's time; 100% is the memory limit. Kernels and libraries were checked against fp64 before
-they were timed. [How it is measured](measure.md). The [page of a run](report.md) has small sizes and memory.
+they were timed. [How it is measured](measure.md). The [page of a run](report.md) has small sizes and memory. Figures
+are of the code of their date. What has changed since then was not timed again.
 """
 
 
@@ -190,11 +193,12 @@ def sections(r: Results) -> list[Section]:
     """Those that have content."""
     lines = list(_lines(m for m in r.measurements if m.group == "training"))
     boundary = any(line.subject.startswith("mhc_next") for line in lines)
+    turns = IN_ROUNDS if any(step.in_a_row for step in r.steps) else IN_PAIRS
     environment = {"date": r.date, **r.versions, "complete": "yes" if r.complete else "no"}
     environment["results within their tolerance of fp64"] = f"{len(r.accuracy) - len(r.failed)} of {len(r.accuracy)}"
     environment |= {f"{name} computes with": words for name, words in r.precision.items()}
     every = [
-        Section("A training step", STEP_NOTE, [table(r.steps, STEPS)], True),
+        Section("A training step", f"{STEP_NOTE} {turns}", [table(r.steps, STEPS)], True),
         Section("In short", SHORT_NOTE, [_overview(lines)], True),
         Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", list(_times(lines)), True),
         Section("All times", ALL_NOTE, [table(_timed(r.measurements), SPEED)]),
@@ -215,8 +219,14 @@ def markdown(files: Sequence[Results]) -> str:
     parts = [MARKDOWN_HEAD]
     for r in files:
         versions = [f"{n} {v}" for n, v in r.versions.items() if n not in ("device", "python") and v != "-"]
-        parts += [f"## {literal(r.device)}", f"{literal(', '.join([r.date, *versions]))}."]
-        parts += [] if r.complete else ["The run was interrupted."]
+        ops = dict.fromkeys(
+            str(name).split()[0] for name in [m.case for m in r.measurements] + [s.size for s in r.steps]
+        )
+        title = f"{r.device}, {r.date}: {', '.join(ops)}"
+        parts += [f"## {literal(title)}", f"{literal(', '.join(versions))}."]
+        parts += (
+            [] if r.complete else ["The run was interrupted: it lacks some cases. The times that it has are whole."]
+        )
         for section in filter(lambda section: section.brief, sections(r)):
             parts += [f"### {section.title}", literal(section.note.strip())]
             for header, rows in section.tables:
