@@ -219,9 +219,7 @@ def markdown(files: Sequence[Results]) -> str:
     parts = [MARKDOWN_HEAD]
     for r in files:
         versions = [f"{n} {v}" for n, v in r.versions.items() if n not in ("device", "python") and v != "-"]
-        ops = dict.fromkeys(
-            str(name).split()[0] for name in [m.case for m in r.measurements] + [s.size for s in r.steps]
-        )
+        ops = dict.fromkeys(op_of(name) for name in [m.case for m in r.measurements] + [s.size for s in r.steps])
         title = f"{r.device}, {r.date}: {', '.join(ops)}"
         parts += [f"## {literal(title)}", f"{literal(', '.join(versions))}."]
         parts += (
