@@ -15,6 +15,13 @@ PACKAGE = Path(mhc_ops.__file__).parent
 ROOT = Path(__file__).parents[2]
 KERNEL_FOLDERS = {"triton", "tilelang", "hip"}
 MOST_POSITIONAL = 9  # of a call: what small helpers within kernels take, one line of code
+MOST_LINES = 100  # of a function, with its decorators
+LONGER = {
+    "mhc/tilelang/pre_dmaps.py": {"mhc_pre_dmaps_kernel"},
+    "mhc/tilelang/pre_dx.py": {"mhc_pre_dx_kernel", "mhc_pre_dx"},
+    "mhc/tilelang/pre_fwd.py": {"mhc_pre_finish_kernel"},
+    "mhc/triton/few_tokens.py": {"mhc_few_fwd_kernel"},
+}
 FOR_TYPE_CHECKERS = ("compat", "convert", "distributed", "hub")  # test_one_import
 # A layer imports from itself and from those before it.
 LAYERS = [
@@ -75,6 +82,15 @@ def test_long_lists_of_arguments_are_named():
     """In kernels too, where no type checker sees that two pointers are swapped."""
     calls = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert [f"{path}:{call.lineno}" for path, call in calls if len(call.args) > MOST_POSITIONAL] == []
+
+
+def test_functions_are_short():
+    """But for those named above."""
+    for path, tree in TREES.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        begins = [min(node.lineno, *(each.lineno for each in node.decorator_list), node.lineno) for node in functions]
+        lines = {node.name: node.end_lineno - begin + 1 for node, begin in zip(functions, begins)}
+        assert {name for name, of_it in lines.items() if of_it > MOST_LINES} == LONGER.get(str(path), set()), path
 
 
 def test_launchers_are_typed():

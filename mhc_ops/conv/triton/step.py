@@ -97,9 +97,9 @@ def step_tree(
 def shift_state(tokens, slots, W: tl.constexpr):
     for s in range(slots.length - (W - 1)):
         later = s + tokens.count
-        is_old, is_new = tokens.own & (later < slots.length), tokens.own & (later >= slots.length)
-        old = tl.load(slots.old_ptr + later * slots.place, mask=is_old, other=0.0)
-        new = tl.load(tokens.x_ptr + (later - slots.length) * tokens.x_row, mask=is_new, other=0.0)
+        old = tl.load(slots.old_ptr + later * slots.place, mask=tokens.own & (later < slots.length), other=0.0)
+        x_ptr = tokens.x_ptr + (later - slots.length) * tokens.x_row
+        new = tl.load(x_ptr, mask=tokens.own & (later >= slots.length), other=0.0)
         tl.store(slots.new_ptr + s * slots.place, tl.where(later < slots.length, old, new), mask=slots.written)
 
 
