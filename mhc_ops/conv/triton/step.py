@@ -80,27 +80,27 @@ def store_window(taps, t, windows, W: tl.constexpr):
 # The steps of a tree, which leave the state as it is
 @triton.jit
 def step_tree(
-    tokens, slots, windows, parents_ptr, weight, bias, SILU: tl.constexpr, CUDA: tl.constexpr, W: tl.constexpr
+    tokens,
+    slots,
+    windows,
+    parents_ptr,
+    sequence,
+    T,
+    weight,
+    bias,
+    SILU: tl.constexpr,
+    CUDA: tl.constexpr,
+    W: tl.constexpr,
 ):
     newest_ptr = slots.old_ptr + (slots.begin + W - 2) * slots.place
     for t in range(tokens.count.to(tl.int32)):
+        own_ptr = parents_ptr + sequence * T
         taps = along_parents(
-            tokens.x_ptr, tokens.x_row, newest_ptr, slots.place, parents_ptr=parents_ptr, t=t, present=tokens.own, W=W
+            tokens.x_ptr, tokens.x_row, newest_ptr, slots.place, parents_ptr=own_ptr, t=t, present=tokens.own, W=W
         )
         y = result_of(taps, weight, bias, tokens.y_ptr, SILU, CUDA, W)
         tl.store(tokens.y_ptr + t * tokens.y_row, y, mask=tokens.own)
         store_window(taps, t, windows, W)
-
-
-# What the state has before its last W − 1 places takes part in the shift.
-@triton.jit
-def shift_state(tokens, slots, W: tl.constexpr):
-    for s in range(slots.length - (W - 1)):
-        later = s + tokens.count
-        old = tl.load(slots.old_ptr + later * slots.place, mask=tokens.own & (later < slots.length), other=0.0)
-        x_ptr = tokens.x_ptr + (later - slots.length) * tokens.x_row
-        new = tl.load(x_ptr, mask=tokens.own & (later >= slots.length), other=0.0)
-        tl.store(slots.new_ptr + s * slots.place, tl.where(later < slots.length, old, new), mask=slots.written)
 
 
 # The steps of a sequence. DRAFTS: the slot that is written then has the window, without its first input, and all tokens
@@ -115,8 +115,13 @@ def step_window(
     if DRAFTS:
         for j in tl.static_range(1, W - 1):
             tl.store(slots.new_ptr + (j - 1) * slots.place, window[j], mask=slots.written)
-    else:
-        shift_state(tokens, slots, W)
+    else:  # places before the window take part in the shift
+        for s in range(slots.length - (W - 1)):
+            later = s + tokens.count
+            old = tl.load(slots.old_ptr + later * slots.place, mask=tokens.own & (later < slots.length), other=0.0)
+            x_ptr = tokens.x_ptr + (later - slots.length) * tokens.x_row
+            new = tl.load(x_ptr, mask=tokens.own & (later >= slots.length), other=0.0)
+            tl.store(slots.new_ptr + s * slots.place, tl.where(later < slots.length, old, new), mask=slots.written)
     for t in range(tokens.count.to(tl.int32)):
         row = tl.load(tokens.x_ptr + t * tokens.x_row, mask=tokens.own, other=0.0)
         taps = window + (row,)
@@ -256,7 +261,7 @@ def causal_conv1d_step_kernel(
         windows_ptr += line * windows_line + wide * windows_channel
     windows = Windows(ptr=windows_ptr, step=windows_step, place=windows_place, own=in_window)
     if parents_ptr is not None:
-        step_tree(tokens, both, windows, parents_ptr + b * T, weight, bias, SILU=SILU, CUDA=CUDA, W=W)
+        step_tree(tokens, both, windows, parents_ptr, b, T, weight, bias, SILU=SILU, CUDA=CUDA, W=W)
     else:
         step_window(tokens, both, windows, weight, bias, accepted_ptr is not None, SILU=SILU, CUDA=CUDA, W=W)
     if not IN_PLACE:
