@@ -119,8 +119,8 @@ def step_window(
         for s in range(slots.length - (W - 1)):
             later = s + tokens.count
             old = tl.load(slots.old_ptr + later * slots.place, mask=tokens.own & (later < slots.length), other=0.0)
-            x_ptr = tokens.x_ptr + (later - slots.length) * tokens.x_row
-            new = tl.load(x_ptr, mask=tokens.own & (later >= slots.length), other=0.0)
+            is_new = tokens.own & (later >= slots.length)
+            new = tl.load(tokens.x_ptr + (later - slots.length) * tokens.x_row, mask=is_new, other=0.0)
             tl.store(slots.new_ptr + s * slots.place, tl.where(later < slots.length, old, new), mask=slots.written)
     for t in range(tokens.count.to(tl.int32)):
         row = tl.load(tokens.x_ptr + t * tokens.x_row, mask=tokens.own, other=0.0)
