@@ -85,6 +85,7 @@ def test_imports_are_relative_or_of_torch(folder):
 def test_every_kernel_source_is_there(folder):
     variant = folder / "build" / "torch-cuda"
     assert not list(variant.rglob("tilelang")) and not list(variant.rglob("__pycache__"))
+    assert (variant / "core" / "native.c").exists(), "without it calls are repeated in Python"
     package = Path(mhc_ops.__file__).parent
     for name in ("mhc/triton", "conv/triton", "conv/hip"):
         there = {path.name for path in (package / name).iterdir() if path.suffix in hub.KINDS}
