@@ -134,8 +134,8 @@ def test_x_next_is_remade_with_the_bits_of_post(monkeypatch):
     accuracy.run_case(drawn(cases.MHC_NEXT, 1040, 512), "triton", "cuda")
     x_next = mhc_ops.mhc_post(*(given[name] for name in ("x", "h_out", "h_post", "h_res")), backend="triton")
     for token in (0, 17, 1039):
-        given["dh_mix"].zero_()
-        given["dh_mix"][0, token, 3] = 1
+        given["pass_b"].dh_mix.zero_()
+        given["pass_b"].dh_mix[0, token, 3] = 1
         A, *_ = launcher(**given)
         assert torch.equal(A.sum(0)[3], x_next[token].flatten().float())
 
