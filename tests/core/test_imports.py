@@ -82,6 +82,10 @@ def test_long_lists_of_arguments_are_named():
     """In kernels too, where no type checker sees that two pointers are swapped."""
     calls = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert [f"{path}:{call.lineno}" for path, call in calls if len(call.args) > MOST_POSITIONAL] == []
+    of_warps = [(path, call.args[0].elts) for path, call in calls if ast.unparse(call.func) == "gl.warp_specialize"]
+    given = [(path, arguments) for path, functions in of_warps for _, arguments in (pair.elts for pair in functions)]
+    assert [f"{path}:{tuple_.lineno}" for path, tuple_ in given if len(tuple_.elts) > MOST_POSITIONAL] == []
+    assert len(given) == 4, "of the boundary's two kernels, which take a tuple for each function of theirs"
 
 
 def test_functions_are_short():

@@ -179,18 +179,15 @@ def compute(
     parameters,
     outputs,
     stages,
-    phi_1,
-    weights,
-    dlink_out,
-    dh_out_out,
-    read_dots,
+    memory,
     barriers,
-    T,
-    D,
+    sizes,
     MAPS: gl.constexpr,
     DOTS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
+    T, D = sizes
+    phi_1, weights, dlink_out, dh_out_out, read_dots = memory
     phi_ptr, layer_norm_weight_ptr = parameters
     dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr = outputs
     full, empty, phi_full = barriers
@@ -343,28 +340,11 @@ def mhc_boundary_bwd_kernel(
     descriptors = (x_desc, dlink_next_desc, h_out_desc, dh_in_desc, dh_mix_desc, h_post_desc, h_res_desc, table_desc)
     parameters = (phi_ptr, layer_norm_weight_ptr)
     outputs = (dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr)
+    memory = (phi_1, weights, dlink_out, dh_out_out, read_dots)
     barriers = (full, empty, phi_full)
     gl.warp_specialize(
         [
-            (
-                compute,
-                (
-                    parameters,
-                    outputs,
-                    stages,
-                    phi_1,
-                    weights,
-                    dlink_out,
-                    dh_out_out,
-                    read_dots,
-                    barriers,
-                    T,
-                    D,
-                    MAPS,
-                    DOTS,
-                    TRANSPOSED,
-                ),
-            ),
+            (compute, (parameters, outputs, stages, memory, barriers, (T, D), MAPS, DOTS, TRANSPOSED)),
             (copy_in, (descriptors, phi_desc, stages, phi_1, barriers, T, D, MAPS, TABLE)),
         ],
         [1],
