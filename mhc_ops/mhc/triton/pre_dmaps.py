@@ -67,13 +67,6 @@ def through_sinkhorn(
     return dz
 
 
-# Σ_t dz and, M further on, Σ_t dz·m of these rows of phi
-@triton.jit
-def store_sums(sums_ptr, dz, normed, present, M: tl.constexpr):
-    tl.store(sums_ptr, tl.sum(dz, axis=0), mask=present)
-    tl.store(sums_ptr + M, tl.sum(dz * normed, axis=0), mask=present)
-
-
 # m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
 # dz_res = dh_res back through Sinkhorn, or dh_res where iters is 0; absent where M is 2n
 # dh_mix = dz·inv_rms, stored in parts;  x_factor = −inv_rms³/(nD)·Σ_M alpha·dz·h_mix
@@ -112,8 +105,7 @@ def mhc_pre_dmaps_kernel(
     BLOCK_M: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_batch = (t < T)[:, None]
-    rows = t[:, None]
+    in_batch, rows = (t < T)[:, None], t[:, None]
     inv_rms = tl.load(inv_rms_ptr + rows, mask=in_batch, other=0.0).to(tl.float32)
     sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * M)
 
@@ -139,8 +131,9 @@ def mhc_pre_dmaps_kernel(
         h_pre = tl.load(read_ptr + rows * n + g, mask=in_batch & (g < n), other=0.0).to(tl.float32)
     tl.store(h_pre_at, h_pre, mask=in_batch & (g < n))
     store_parts(dh_mix_ptr, rows, m, dz * inv_rms, in_batch & (m < BLOCK_M), T, PARTS, BLOCK_M)
-    of_gate = tl.arange(0, BLOCK_G)
-    store_sums(sums + of_gate, dz, normed, of_gate < GATES, M)
+    in_sums = tl.arange(0, BLOCK_G) < GATES
+    tl.store(sums + tl.arange(0, BLOCK_G), tl.sum(dz, axis=0), mask=in_sums)
+    tl.store(sums + M + tl.arange(0, BLOCK_G), tl.sum(dz * normed, axis=0), mask=in_sums)
 
     if M > 2 * n:
         at, present = matrices(t, T, n, N)
@@ -173,7 +166,9 @@ def mhc_pre_dmaps_kernel(
         dinv += alpha_res * tl.sum(tl.sum(dz * h_mix, axis=2), axis=1)[:, None]
         store_parts(dh_mix_ptr, token, m, dz * inv_rms[:, :, None], present, T, PARTS, BLOCK_M)
         row, col = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-        store_sums(sums + 2 * n + row * n + col, dz, normed, (row < n) & (col < n), M)
+        in_sums = (row < n) & (col < n)
+        tl.store(sums + 2 * n + row * n + col, tl.sum(dz, axis=0), mask=in_sums)
+        tl.store(sums + M + 2 * n + row * n + col, tl.sum(dz * normed, axis=0), mask=in_sums)
 
     x_factor_at = x_factor_ptr + (rows if TABLE == 0 else rows * TABLE + RES + n)
     tl.store(x_factor_at, -dinv * inv_rms * inv_rms * inv_rms / (n * D), mask=in_batch)
