@@ -53,7 +53,7 @@ def test_metadata(folder, backend, archs):
 
 @NO_KERNELS
 def test_kernels_accept_metadata_and_build_toml(folder):
-    """By their own parsers: the names and types of all keys, and the hash of each file, of which none is missing."""
+    """`kernels` parses them itself: names and types of all keys, and the hash of each file, of which none is missing."""
     from kernels._rust import Build, Digest, Metadata
 
     for backend, archs in ARCHS.items():
@@ -169,7 +169,7 @@ def without_cuda(monkeypatch):
 
 @NO_KERNELS
 def test_kernels_load_it(folder, monkeypatch):
-    """By its path, and in the place of a repository of the hub; the same module, under its id."""
+    """`kernels` loads it by its path and as a repository of the hub: the same module, under its id."""
     import kernels
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -234,7 +234,7 @@ def test_stacks():
 
 @pytest.mark.parametrize("checked", [prepare.check_kernel_limits, pytest.param(None, marks=pytest.mark.interpreted)])
 def test_limits_of_kernels(checked):
-    """By their check, and on the way to the kernels. The reference takes any n."""
+    """The check raises them, and so does a call on its way to the kernels. The reference takes any n."""
     for n, dtype, error, message in (
         (4, torch.float64, TypeError, "x must be bfloat16, float16 or float32 for backend 'triton', got float64"),
         (9, torch.float32, ValueError, "n must be 1 to 8 for backend 'triton', got 9"),

@@ -46,7 +46,7 @@ def layer_by_layer(x, parameters, options):
 
 
 def unfused(x, parameters, options):
-    """By mhc_pre, mhc_post_pre at the boundaries, and mhc_post; all options are the same."""
+    """Runs mhc_pre, mhc_post_pre at the boundaries, and mhc_post; all options are the same."""
     (first, *others), given = parameters, options[0]
     h_in, *maps = mhc_ops.mhc_pre(x, **first, **given)
     assert (maps[1] is None) == (given.get("residual") == "identity")
@@ -56,7 +56,7 @@ def unfused(x, parameters, options):
 
 
 def by_parts(x, parameters, options, shifted):
-    """By mhc_maps, mhc_read and mhc_post, where nothing is fused."""
+    """Runs mhc_maps, mhc_read and mhc_post, where nothing is fused."""
     p = torch.eye(x.shape[-2], device=x.device)[0].expand(x.shape[:-1])
     for own, given in zip(parameters, options):
         own, given = dict(own), dict(given)

@@ -64,7 +64,7 @@ def test_frozen_inputs(frozen, kernel_device):
 
 
 def test_autocast(place):
-    """It changes nothing."""
+    """Autocast changes no result."""
     tensors = detached(place[1])
     mean, maps = mhc_ops.mhc_mean(tensors["x"], backend=place[0]), mhc_ops.mhc_forward_pre(**tensors, backend=place[0])
     with torch.autocast(place[1], torch.bfloat16):
@@ -100,7 +100,7 @@ def gradient_of(call, x):
 
 
 def test_func_grad(energy):
-    """Also of a module by its parameters, layer and all."""
+    """A module's derivative by its parameters is taken too, with its layer."""
     call, x, backend = energy
     expected = gradient_of(call, x)
     assert torch.equal(torch.func.grad(call)(x), expected)

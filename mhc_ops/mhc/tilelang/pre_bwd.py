@@ -87,7 +87,7 @@ def mhc_pre_bwd(**arguments: Any) -> None:
 
 
 def mhc_head_bwd(*, hc_eps: float, dout: Tensor, **arguments: Any) -> None:
-    """As pre's, with h_in alone."""
+    """Pre's backward with h_in alone."""
     options = PreOptions(hc_eps=hc_eps, sinkhorn_iters=0)
     pre_bwd(PreBackward(**arguments, options=options, dh_in=dout, dh_post=None, dh_res=None, dx_next=None))
 

@@ -43,7 +43,7 @@ def lowered(functions, target):
 
 
 def compiled(kernels, target):
-    """By nvcc, without spills."""
+    """nvcc compiles them without spills."""
     if DEVICES[target].kind == "cuda":
         if nvcc() is None:
             pytest.skip("there is no nvcc to compile with")
@@ -52,7 +52,7 @@ def compiled(kernels, target):
 
 @pytest.mark.parametrize(("target", "case"), [(target, case) for target in CASES for case in CASES[target]], ids=str)
 def test_kernels_compile(target, case):
-    """But for those that the tests of products compile."""
+    """Every kernel compiles but for those that the tests of products compile."""
     functions = launched(case, DEVICES[target])
     compiled(lowered([function for function in functions if name_of(function) not in PRODUCTS], target), target)
 

@@ -188,7 +188,7 @@ def boundary(T, D=4096, dtype=bf16, on="meta", **form):
 
 
 def test_otherwise_the_composition(monkeypatch):
-    """Also of sublayers with and without a residual map (each kernel knows one kind), and of unaligned tensors."""
+    """The kernel takes no unaligned tensors, and no boundary of one sublayer with a residual map and one without."""
     monkeypatch.setattr(device, "of", lambda _: HOPPER)
     taken, identity, aligned = boundary(4096), boundary(4096, mixed=False), boundary(1024, D=64, on="cpu")
     assert all(boundary_launchers.is_one_kernel(**given) for given in (taken, identity, aligned))
