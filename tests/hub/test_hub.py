@@ -53,7 +53,7 @@ def test_metadata(folder, backend, archs):
 
 @NO_KERNELS
 def test_kernels_accept_metadata_and_build_toml(folder):
-    """`kernels` parses them itself: names and types of all keys, and the hash of each file, of which none is missing."""
+    """`kernels` parses them: names and types of all keys, and the hash of each file, of which none is missing."""
     from kernels._rust import Build, Digest, Metadata
 
     for backend, archs in ARCHS.items():

@@ -1,8 +1,10 @@
 """Every message for bad input, raised before any launch."""
 
+import ast
 import inspect
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch import zeros
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
 from mhc_ops.core import backend as backends
-from mhc_ops.mhc import prepare
+from mhc_ops.core.op import Op
+from mhc_ops.mhc import contracts, prepare
 from mhc_ops.mhc.options import DEFAULTS
 from mhc_ops.testing import cases
 
@@ -261,6 +264,17 @@ def test_tilelang_says_what_it_lacks():
         message = f"{words}: backend 'tilelang' does not have it, 'triton' and 'reference' do"
         assert_said(partial(call, "tilelang"), NotImplementedError, message)
         call("triton")
+    source = {name: inspect.getsource(function) for name, function in inspect.getmembers(prepare, inspect.isfunction)}
+    functions = {f"mhc_{name}" for name, text in source.items() if "check_not_tilelang(function, name)" in text}
+    package = ast.parse(Path(prepare.__file__).with_name("tilelang").joinpath("__init__.py").read_text())
+    exported = {alias.name for node in package.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    ops = {name for name, op in vars(contracts).items() if isinstance(op, Op)}
+    assert {name.rpartition("_")[0] for name in ops - exported} == functions
+    lacking = {"layer_norm", "shifted", *prepare.NOT_IN_TILELANG, *functions}
+    for name, lacks in (("README.md", "TileLang lacks"), ("README.zh.md", "TileLang 没有")):
+        text = (Path(mhc_ops.__file__).parents[1] / name).read_text(encoding="utf-8")
+        (line,) = re.findall(rf"^- \*\*{lacks}.*?(?=^- )", text, re.MULTILINE | re.DOTALL)
+        assert {word.split("=")[0] for word in re.findall(r"`([^`]+)`", line)} == lacking, name
 
 
 def test_warmup(monkeypatch):
