@@ -73,17 +73,15 @@ def test_what_is_missing_is_named():
             NotImplementedError, match=f"^causal_conv1d: the hip backend has no {name}; use backend=.tri"
         ):
             conv(**{"x": x, "weight": weight, **wanted})
-    state, of_prefill = torch.zeros(4, 8, 3), {"cu_seqlens": torch.tensor([0, 4]), "conv_state_indices": torch.zeros(1)}
-    of_prefill = {name: tensor.int() for name, tensor in of_prefill.items()}
-    for call, *given, others in (
-        (mhc_ops.causal_conv1d_update, x[0], state, weight, {}),
-        (mhc_ops.causal_conv1d_update, x[0], state, weight, {"out": torch.empty_like(x[0])}),
-        (mhc_ops.causal_conv1d_prefill, x[0], state, weight, of_prefill),
-        (mhc_ops.short_conv, x[:, :, None], torch.ones(1, 8), weight, {}),
+    state, bounds = torch.zeros(4, 8, 3), torch.tensor([0, 4], dtype=torch.int32)
+    for name, *given, others in (
+        ("causal_conv1d_update", x[0], state, weight, {}),
+        ("causal_conv1d_update", x[0], state, weight, {"out": torch.empty_like(x[0])}),
+        ("causal_conv1d_prefill", x[0], state, weight, {"cu_seqlens": bounds, "conv_state_indices": bounds[:1]}),
+        ("short_conv", x[:, :, None], torch.ones(1, 8), weight, {}),
     ):
-        said = f"^{call.__name__}: backend 'hip' does not have it, 'triton' and 'reference' do$"
-        with pytest.raises(NotImplementedError, match=said):
-            call(*given, **others, backend="hip")
+        with pytest.raises(NotImplementedError, match=f"^{name}: backend 'hip' does not have it, 'triton' and 'ref"):
+            getattr(mhc_ops, name)(*given, **others, backend="hip")
     with pytest.raises(TypeError, match="x must be bfloat16, float16 or float32 for backend 'hip', got float64"):
         conv(x.double(), weight)
     with pytest.raises(RuntimeError, match="hip runs on ROCm devices and on CPU tensors, not on meta"):
