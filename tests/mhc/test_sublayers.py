@@ -324,6 +324,6 @@ def test_links_are_made_for_gradients_only(place, on):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("backends", [("reference", "triton"), ("triton", "reference")], ids="-".join)
 def test_a_carry_of_another_backend(backends):
-    """The link of such a carry means something else; x then gets the gradient of mhc_post. The last backend is Triton."""
+    """The link of a carry means something else; x then gets the gradient of mhc_post. Triton is the last backend."""
     with mhc_ops.use_backend("triton"):
         assert_like_the_oracle([{"backend": backend} for backend in backends], dtype=fp32, shifted=False)
