@@ -2,8 +2,8 @@
 # Lint, types and tests: ./run_tests.sh [--all] [options of pytest]
 # Without --all: every op, backend, command and adapter, in minutes. With it: also the tests marked `thorough`.
 # Every step runs, whatever failed before it; the exit code is 0 only if none did.
-# INSTALL_CLANG=1 ./run_tests.sh first installs clang-22 and lld-22 from Debian's packages (as root), which compile the
-# HIP kernels for AMD GPUs; without them those tests are skipped.
+# INSTALL_CLANG=1 ./run_tests.sh first installs clang-22 and lld-22 from Debian's packages (as root or with sudo), which
+# compile the HIP kernels for AMD GPUs; without them those tests are skipped.
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/venv.sh
@@ -14,7 +14,9 @@ if [ "${1:-}" = --all ]; then
 fi
 make_venv test
 if [ "${INSTALL_CLANG:-}" = 1 ] && ! command -v clang++-22 >/dev/null; then
-    { apt-get update -qq && apt-get install -y -qq clang-22 lld-22; } >/dev/null ||
+    as_root=()
+    [ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
+    { "${as_root[@]}" apt-get update -qq && "${as_root[@]}" apt-get install -y -qq clang-22 lld-22; } >/dev/null ||
         echo "clang-22 could not be installed: the HIP kernels are not compiled for AMD GPUs" >&2
 fi
 trap 'exit 130' INT # Ctrl-C ends all steps, not one

@@ -69,7 +69,7 @@ def config_of(arguments, streams):
 
 
 def build(variant, arguments, weights):
-    """The model of a variant, with these weights where it has them; of none, with random ones."""
+    """Builds the model of a variant, with the given weights where it has them, else with random ones."""
     streams = 1 if variant == "plain" else 4
     dtype = getattr(torch, arguments.dtype)
     with torch.device(arguments.device):

@@ -43,7 +43,7 @@ def to_restructured_text(lines: Iterable[str], arguments: Iterable[str]) -> list
 
 
 def _parts(lines: list[str], item: re.Pattern[str]) -> Iterator[str]:
-    """What belongs together, each in one line."""
+    """Joins the lines that belong together."""
     part, before = "", ""
     for line in lines:
         ended = line[0].isupper() and len(before) + 1 + len(line.split()[0]) <= WIDTH
@@ -55,7 +55,7 @@ def _parts(lines: list[str], item: re.Pattern[str]) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """`name` is code, all else is what it says. What follows a name without a space is kept from it by a backslash."""
+    """Marks `name` as code and escapes the rest. A backslash separates a name from text directly after it."""
     found = ""
     for part in re.split(r"(`[^`]+`)", text.strip()):
         if part.startswith("`"):

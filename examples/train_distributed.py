@@ -337,7 +337,7 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # Without Python's own end: a thread of torch that then waits for Python's lock aborts the process, now and then.
+    # Skips Python's shutdown, in which a torch thread waiting for the interpreter lock sometimes aborts the process.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -53,7 +53,8 @@ else:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES})
+    helpers = {"MODULES", "ModuleType", "TYPE_CHECKING", "importlib", "read_environment"}
+    return sorted({*globals(), *MODULES} - helpers)
 
 
 __all__ = [

@@ -9,5 +9,5 @@ fail() { echo "release $tag: $1" >&2; exit 1; }
 for file in "mhc_ops-$version-py3-none-any.whl" "mhc_ops-$version.tar.gz"; do
     [ -f "$folder/$file" ] || fail "$folder has no $file: set __version__ in mhc_ops/__init__.py"
 done
-grep -q "^## $version – [0-9-]*$" "$(dirname "$0")/../CHANGELOG.md" ||
+grep -q -E "^## ${version//./\\.} – [0-9]{4}-[0-9]{2}-[0-9]{2}$" "$(dirname "$0")/../CHANGELOG.md" ||
     fail "CHANGELOG.md has no line '## $version – <year-month-day>'"

@@ -21,7 +21,7 @@ tests=(
     tests/conv/test_conv_modules.py
     tests/conv/triton/test_conv_kernels.py tests/mhc/test_kernel_bits.py tests/mhc/test_kernels.py
     tests/mhc/test_reference.py tests/mhc/test_sinkhorn.py tests/mhc/test_stack.py tests/mhc/test_sublayers.py
-    tests/mhc/triton/test_boundary_fwd.py tests/mhc/triton/test_boundary_bwd.py tests/mhc/triton/test_few.py
+    tests/mhc/triton/test_boundary_fwd.py tests/mhc/triton/test_boundary_bwd.py tests/mhc/triton/test_few_tokens.py
     tests/mhc/triton/test_pre.py
     tests/compat tests/distributed/test_context_parallel.py tests/distributed/test_sharding.py
     tests/measure/test_accuracy.py tests/measure/test_fuzz.py tests/test_convert.py

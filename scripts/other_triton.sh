@@ -10,6 +10,6 @@ shift
 into=.venv/triton-$version
 [ -d "$into" ] || pip install --quiet --no-deps --target "$into" "triton==$version"
 export PYTHONPATH=$into OMP_NUM_THREADS=1
-pytest -n auto tests/mhc/triton/test_compile.py tests/mhc/triton/test_boundary_bwd.py tests/mhc/triton/test_few.py \
+pytest -n auto tests/mhc/triton/test_compile.py tests/mhc/triton/test_boundary_bwd.py tests/mhc/triton/test_few_tokens.py \
     tests/conv/triton/test_conv_compile.py tests/core/test_driver.py "$@"
 TRITON_INTERPRET=1 pytest -n auto -m interpreted tests/mhc/triton/test_boundary_{fwd,bwd}.py "$@"

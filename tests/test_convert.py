@@ -258,7 +258,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("formats", "state", "message"), WRONG)
 def test_what_does_not_fit(formats, state, message):
-    """Of one format to ours, or to another."""
+    """A conversion from a format to ours, or to another, says what does not fit."""
     source, _, target = formats.partition(" ")
     with pytest.raises(ValueError, match=f"^convert: .*{message}"):
         convert.between(drawn(state), source, target or "mhc_ops")

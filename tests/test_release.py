@@ -119,7 +119,6 @@ def test_the_release_is_refused(tmp_path):
     script, changelog = tmp_path / "scripts" / "check_release.sh", tmp_path / "CHANGELOG.md"
     script.parent.mkdir()
     shutil.copy(ROOT / "scripts" / "check_release.sh", script)
-    changelog.write_text("## 1.2.3 – unreleased\n", encoding="utf-8")
 
     def said(tag):
         done = subprocess.run([script, tag, tmp_path], capture_output=True, text=True)
@@ -128,6 +127,8 @@ def test_the_release_is_refused(tmp_path):
     wheel = tmp_path / "mhc_ops-1.2.3-py3-none-any.whl"
     assert "a tag is v and a version" in said("1.2.3") and f"has no {wheel.name}" in said("v1.2.3")
     (tmp_path / "mhc_ops-1.2.3.tar.gz").touch(), wheel.touch()
-    assert "CHANGELOG.md has no line '## 1.2.3" in said("v1.2.3")
+    for line in ("1.2.3 – unreleased", "1.2.3 – ", "1.2.3 – 2026", "1.2.3 – 2026-12", "1x2.3 – 2026-12-01"):
+        changelog.write_text(f"## {line}\n", encoding="utf-8")
+        assert "CHANGELOG.md has no line '## 1.2.3" in said("v1.2.3"), line
     changelog.write_text("## 1.2.3 – 2026-12-01\n", encoding="utf-8")
     assert said("v1.2.3") == 0

@@ -191,7 +191,7 @@ def test_what_does_not_fit(which, changes, message, plain):
 
 @pytest.mark.parametrize("n", [1, 2, 8, 40])
 def test_a_fresh_model_of_any_seed_and_options(n):
-    """Also where a random h_pre was cut off, and after its maps were rounded"""
+    """This holds where a random h_pre was cut off too, and after the maps were rounded."""
     options = {"hc_eps": 0.001, "post_mult": 1.0}, {"hc_eps": 0.0, "post_mult": 3.0, "post_eps": 0.1}, {}
     for seed, own in enumerate(options * 8):
         torch.manual_seed(seed)

@@ -80,8 +80,11 @@ def say(server: str, names: Collection[str]) -> None:
 def prefill(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, **given: Any
 ) -> Tensor:
-    """`causal_conv1d_prefill` of x [D, tokens], computed in the type of the state. Slot i for sequence i without
-    conv_state_indices; None as pad_slot_id: there is no padding. What has an entry for each sequence may have more."""
+    """`causal_conv1d_prefill` of x [D, tokens], computed in the type of the state.
+
+    Without conv_state_indices, sequence i uses slot i. pad_slot_id=None means no padding. Arguments with one entry per
+    sequence may be longer.
+    """
     check_tensors("causal_conv1d_fn", x=x, conv_states=conv_state)
     count = len(given["cu_seqlens"]) - 1
     for name, value in given.items():

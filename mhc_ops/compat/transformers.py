@@ -92,7 +92,7 @@ def patched(model: nn.Module | None = None, *, exact_as_eager: bool = False) -> 
             module.__class__ = original
 
 
-class _Maps(KeepsMaps):
+class _WideMaps(KeepsMaps):
     """Maps that are fp32, also where transformers makes or loads a model in a narrower type."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -100,7 +100,7 @@ class _Maps(KeepsMaps):
         self.widen_maps()
 
 
-class _Connection(_Maps, ReadsStreams):
+class _Connection(_WideMaps, ReadsStreams):
     """`attn_hc` and `ffn_hc`, which read the streams for a sublayer."""
 
     map_names = ("fn", "scale", "base")
@@ -223,7 +223,7 @@ def _sublayers(layer: Any, x: Tensor, attention: Any, feed_forward: Any) -> tupl
     return mhc_leave(carry, feed_forward(h_in)), rest
 
 
-class _LearnedHead(_Maps):
+class _LearnedHead(_WideMaps):
     map_names = ("hc_fn", "hc_scale", "hc_base")
     hc_fn: Tensor
     hc_scale: Tensor

@@ -114,6 +114,7 @@ def causal_conv1d_update(
     if not torch.compiler.is_compiling():  # the op itself checks again
         check_writable(function, "conv_state", conv_state)
     name = choose(function, "conv", backend, x.device)
+    check_not_hip(function, name)
     if name == "reference":
         with torch.no_grad():
             state, places = conv_state.transpose(1, 2), (cache_seqlens, conv_state_indices)
@@ -144,6 +145,7 @@ def short_conv(
     check_flag(function, "residual", residual)
     dilation = within(x.shape[1], dilation)
     name = choose(function, "conv", backend, x.device)
+    check_not_hip(function, name)
     if name == "reference":
         return reference.short_conv(x, gamma, weight, norm_eps, dilation, residual)
     check_kernel_limits(function, x, weight, name)
@@ -253,6 +255,11 @@ def check_index(function: str, name: str, index: object, x: Tensor, allowed: tup
 def exclude(function: str, **two: object) -> None:
     if all(value is not None for value in two.values()):
         raise ValueError(f"{function}: {' and '.join(two)} exclude each other")
+
+
+def check_not_hip(function: str, backend: str) -> None:
+    if backend == "hip":
+        raise NotImplementedError(f"{function}: backend 'hip' does not have it, 'triton' and 'reference' do")
 
 
 def check_kernel_limits(function: str, x: Tensor, weight: Tensor, backend: str) -> None:

@@ -95,7 +95,7 @@ def packed(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, W: int, dilation
     begin, end = bounds[:-1], bounds[1:]
 
     def at(time: Tensor, sequence: Tensor, start: Tensor) -> Tensor:
-        """Rows of everything: the token at this time, before the start of its sequence the state."""
+        """The row of the input at `time`: a token, or a row of the state if `time` is before the sequence starts."""
         return torch.where(time >= start, 1 + N * S + time, 1 + sequence * S + S + time - start)
 
     t = torch.arange(L, device=x.device)

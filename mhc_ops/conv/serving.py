@@ -20,7 +20,7 @@ from ..core.check import (
 )
 from ..core.modes import is_plain
 from . import contracts, prepare, serving_reference
-from .prepare import INTEGERS, check_filter, check_index, check_kernel_limits, exclude
+from .prepare import INTEGERS, check_filter, check_index, check_kernel_limits, check_not_hip, exclude
 
 # What only a step of `causal_conv1d_step_` has. Without all of these a step is `causal_conv1d_update_`.
 OF_STEPS = (
@@ -83,6 +83,7 @@ def causal_conv1d_prefill(
     check_whole(function, "pad_slot_id", pad_slot_id)
     _check_written(function, conv_state=conv_state)
     name = choose(function, "conv", backend, x.device)
+    check_not_hip(function, name)
     indices: dict[str, Any] = {"cu_seqlens": cu_seqlens, "has_initial_state": has_initial_state, **columns}
     numbers: dict[str, Any] = {"block_size": block_size or 0, "silu": silu, "pad_slot_id": pad_slot_id}
     if name == "reference":
@@ -210,6 +211,7 @@ def causal_conv1d_step(
         raise ValueError(f"{function}: out must not require a gradient, which y does not have")
     _check_written(function, conv_state=conv_state, out=target, windows=windows)
     name = choose(function, "conv", backend, x.device)
+    check_not_hip(function, name)
     numbers: dict[str, Any] = {"max_seqlen": T, "silu": silu, "pad_slot_id": pad_slot_id}
     indices: dict[str, Any] = {"num_accepted_tokens": num_accepted_tokens, **columns}
     indices |= {"windows": windows, "window_indices": window_indices, "parents": parents}

@@ -165,7 +165,7 @@ def before(time: Tensor, parents: Tensor) -> Tensor:
     return torch.where(time >= 0, parent, time - 1)
 
 
-class Step(NamedTuple):
+class SteppedState(NamedTuple):
     """y; state and windows after it; which rows of x are no padding."""
 
     y: Tensor
@@ -190,7 +190,7 @@ def causal_conv1d_step(
     max_seqlen: int,
     silu: bool,
     pad_slot_id: int,
-) -> Step:
+) -> SteppedState:
     """A few tokens of each sequence. windows [lines, steps, D, W − 1].
 
     Without num_accepted_tokens the newest input is last in a slot and older ones shift out. With it, the window of a
@@ -230,4 +230,4 @@ def causal_conv1d_step(
                 taps[1:], -1
             )
         windows = spare[:-1]
-    return Step(y, state, windows, is_real)
+    return SteppedState(y, state, windows, is_real)

@@ -43,8 +43,8 @@ class Alike(list[tuple[Any, Any]]):
 
 
 def find_call(calls: dict[Any, Alike], prepare: Any, chosen: Any, arguments: dict[str, Any], kinds: Any) -> Any:
-    """What is kept for a call of `prepare` like this one, or None; its tensors; and the key of what else it is told
-    apart by. None alone if such a call is not kept. native.c does the same."""
+    """Returns what is kept for this call or None, its tensors, and the key of everything else. Returns None alone if
+    such calls are never kept. native.c does the same."""
     words: list[Any] = [prepare, chosen]
     tensors: list[Any] = []
     for name, argument in arguments.items():
@@ -95,7 +95,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def keep(key: Any, tensors: Sequence[Tensor], found: Any) -> None:
-    """In `calls`, for tensors like these."""
+    """Keeps `found` in `calls` for tensors like these."""
     if not private.keeps_calls:
         return
     if len(calls) >= MOST_KEYS:

@@ -93,8 +93,7 @@ def families() -> tuple[str, ...]:
     return tuple(_FOLDERS)
 
 
-@contextlib.contextmanager
-def use_backend(name: str | None = None, **families: str) -> Iterator[None]:
+def use_backend(name: str | None = None, **families: str) -> "contextlib._GeneratorContextManager[None]":
     """Use a backend for every call in a with block that does not name its own: `with mhc_ops.use_backend("triton"):`
 
     A family, mhc or conv, can have its own: `use_backend(conv="hip")` or `use_backend("triton", conv="hip")`. A family
@@ -102,6 +101,12 @@ def use_backend(name: str | None = None, **families: str) -> Iterator[None]:
     thread's, so overlapping tasks of one thread pass `backend` to what they compile. Functions under
     torch.utils.checkpoint pass it too: autograd's threads run them again.
     """
+    _merge("use_backend", (), name, families)  # a wrong name raises here, not first when the block is entered
+    return _using(name, families)
+
+
+@contextlib.contextmanager
+def _using(name: str | None, families: dict[str, str]) -> Iterator[None]:
     with scope(_merge("use_backend", chosen(), name, families)):
         yield
 

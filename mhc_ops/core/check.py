@@ -44,7 +44,7 @@ def check_tensor(function: str, name: str, value: object, allowed: Sequence[torc
 
 
 def check_memory(function: str, name: str, tensor: Tensor) -> None:
-    """The tensor has its storage: FSDP frees it between two uses."""
+    """Checks that the tensor has its storage. FSDP frees it between two uses."""
     if not tensor.data_ptr() and tensor.numel() and tensor.device.type != "meta":
         raise ValueError(f"{function}: {name} must have memory, but its storage was freed")
 
@@ -73,8 +73,8 @@ def check_apart(function: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_in_memory(function: str, name: str, tensor: Tensor, context: str) -> None:
-    """A tensor that kernels write to holds its values in memory. torch.compile cannot ask; it refuses such a tensor
-    when it traces the op."""
+    """Refuses a lazily negated or zero tensor that kernels would write to. torch.compile refuses it when it traces the
+    op."""
     if not torch.compiler.is_compiling() and (tensor.is_neg() or private.is_zerotensor(tensor)):
         raise ValueError(f"{function}: {name} must be no negated view{context}: pass {name}.resolve_neg()")
 

@@ -27,7 +27,7 @@ static PyObject *selected(PyObject *places, PyObject **values) {
 /* As Quick.with_descriptors. */
 static PyObject *with_descriptors(PyObject *described, PyObject *arguments) {
     PyObject *all = PySequence_List(arguments);
-    for (Py_ssize_t i = PyTuple_GET_SIZE(described) - 1; all && i >= 0; i--) { /* the last first: places stay */
+    for (Py_ssize_t i = PyTuple_GET_SIZE(described) - 1; all && i >= 0; i--) { /* earlier places stay valid */
         Py_ssize_t place = PyLong_AsSsize_t(at(at(described, i), 0));
         PyObject *parts = PyObject_GetItem(at(at(described, i), 1), at(arguments, place));
         if (!parts || PyList_SetSlice(all, place, place + 1, parts) < 0)
@@ -111,7 +111,7 @@ static PyObject *address_of(PyObject *tensor) {
     return tensor == Py_None ? Py_NewRef(zero) : PyObject_CallMethodNoArgs(tensor, data_ptr);
 }
 
-/* The plan's stream; NULL with *results set if another device is current, where Python runs the plan. */
+/* Returns the plan's stream. If another device is current, it returns NULL and *results has the result of Plan.run. */
 static PyObject *stream_of(PyObject *plan, PyObject *tensors, PyObject **addresses, PyObject **results) {
     PyObject *device = at(plan, DEVICE);
     if (device == Py_None)
@@ -145,7 +145,7 @@ static PyObject *results_of(PyObject *plan, PyObject *tensors, PyObject *made) {
     return results;
 }
 
-/* Allocates tensors and scratch memory, and writes their addresses behind those that are there. values: room for all.
+/* Allocates the tensors and the scratch memory, and appends their addresses to `values`, which has room for all of them.
    *workspace: the tensor with the scratch memory. Returns the tensors. *held counts the addresses, also after an error. */
 static PyObject *allocated(PyObject *plan, PyObject **values, Py_ssize_t *held, PyObject **workspace) {
     PyObject *layouts = at(plan, LAYOUTS), *offsets = at(plan, OFFSETS), *base = NULL;
@@ -209,7 +209,7 @@ static PyObject *run(PyObject *plan, PyObject *tensors, PyObject **addresses) {
     return results;
 }
 
-/* As in Replay.__call__: None if every tensor is there and aligned. */
+/* The key of Replay.__call__: None if every tensor is there and aligned. */
 static PyObject *key_of(PyObject **addresses, Py_ssize_t count) {
     PyObject *key = PyTuple_New(count);
     int usual = 1;

@@ -118,7 +118,7 @@ class Plan(NamedTuple):
 
 
 def plan(recorded: list[Any], given: Tensors, made: list[Tensor], results: Tensors) -> Plan:
-    """Of the launches that a call recorded. LookupError if an argument belongs to no tensor of the call."""
+    """Makes a plan of recorded launches. Raises LookupError if an argument belongs to no tensor of the call."""
     wanted = [result for result in results if result is not None]
     found = {result.data_ptr(): result for result in wanted if result.numel()}
     there = {tensor.data_ptr() for tensor in given if tensor is not None}

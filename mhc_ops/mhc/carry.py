@@ -28,8 +28,8 @@ class StackCarry(NamedTuple):
     """What stands in the place of x between two connections of a `HyperStack`.
 
     carry: of the sublayer that ended; a `Start` before the first connection   h_out: what that sublayer returned, to
-    be checked and written by the next connection   leaving: of the last connection in a pipeline's stage, called
-    when its maps are made, before its layer runs
+    be checked and written by the next connection   leaving: a function that the last connection of a pipeline
+    stage calls when its maps are made, before its layer runs
     """
 
     carry: Carry | Start

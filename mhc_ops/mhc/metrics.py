@@ -65,7 +65,7 @@ def metrics(model: nn.Module) -> Iterator["Metrics"]:
 
 
 class NotCollected(RuntimeError):
-    """There are no numbers, or not those of all connections that ran."""
+    """No numbers were collected, or not from all connections that ran."""
 
 
 class Metrics:

@@ -89,3 +89,15 @@ class PreBackward(NamedTuple):
             if gradient is not None:
                 gradient.zero_()
         return True
+
+
+class PassB(NamedTuple):
+    """What pass B of the sublayer after a boundary takes and fills: dx_next is dlink_next, dx is dlink."""
+
+    dh_in: Tensor
+    dx_next: Tensor
+    dh_mix: Tensor
+    parts: Tensor
+    layer_norm_weight: Tensor | None
+    table: Tensor
+    dx: Tensor

@@ -54,8 +54,8 @@ SIZES = [(B, D, L, 4), (2, 7, 23, 5), (1, 1, 9, 2), (2, 3, 1, 8), (3, 8, 2, 1), 
 @pytest.mark.parametrize(("has_initial", "has_final", "has_bias", "packed", "activation"), FORMS)
 @pytest.mark.parametrize(("b", "d", "length", "W"), SIZES)
 def test_fn(b, d, length, W, has_initial, has_final, has_bias, packed, activation, dtype, layout):
-    """Also widths and channels that the package refuses, and sequences shorter than the filter. Packed with padding, id
-    −1; initial states come before the first sequence of each row."""
+    """Widths and channels that the package refuses are here too, and sequences shorter than the filter. Packed with
+    padding, id −1; initial states come before the first sequence of each row."""
     torch.manual_seed(0)
     x = leaf(sliced(layout, B=b, D=d, L=length, dtype=dtype))
     weight, bias = leaf(torch.randn(d, W)), leaf(torch.randn(d)) if has_bias else None

@@ -166,7 +166,7 @@ def test_a_layer_takes_arguments_by_position(llama):
 
 
 def test_norms_that_others_watch_or_changed_are_called(llama):
-    """Also where the hook is one of all modules"""
+    """A hook of all modules counts as one of theirs."""
     llama.model.layers[1].input_layernorm.register_forward_hook(lambda module, inputs, output: 0 * output)
     llama.model.layers[2].post_attention_layernorm = nn.RMSNorm(D, eps=0.5)
     expected, seen = llama(IDS).logits, []
@@ -210,7 +210,7 @@ def test_what_moved_is_named(name, rows, which, llama):
 
 
 def test_a_fresh_model_of_any_seed_collapses(llama):
-    """Also where a random h_pre was cut off, as one of a hundred is with 8 streams; and after its maps were rounded."""
+    """So does one whose random h_pre was cut off, as one of a hundred is with 8 streams, and one with rounded maps."""
     for seed in range(40):
         torch.manual_seed(seed)
         collapse(hyperconnect(llama, 8))

@@ -202,7 +202,7 @@ UPDATES = [
 
 @pytest.mark.parametrize(("T", "ring", "with_slots", "extra", "dilation", "W"), UPDATES)
 def test_update_is_the_whole_sequence(T, ring, with_slots, extra, dilation, W, where):
-    """Bitwise, as is the state at the end; also for more tokens at once than the state is long."""
+    """y and the final state have the bits of the whole sequence, also for more tokens than the state is long."""
     backend, device = where
     B, L, D, length = 3, 12, 7, (W - 1) * dilation + extra
     slots = torch.tensor([4, 0, 2], dtype=torch.int32, device=device) if with_slots else None

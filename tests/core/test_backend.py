@@ -44,6 +44,8 @@ def test_scope_by_family():
         assert (chosen("mhc", CUDA), chosen("conv")) == ("triton", "reference")
     with mhc_ops.use_backend("hip"), pytest.raises(RuntimeError, match="there are no hip kernels for mhc"):
         chosen("mhc")
+    with pytest.raises(ValueError, match=r"^use_backend: backend must be one of reference, triton, .*, got 'cuda'$"):
+        mhc_ops.use_backend("cuda")  # not first when it is entered
 
 
 def test_scopes_of_tasks_are_their_own():

@@ -282,7 +282,7 @@ def test_a_descriptor_is_of_the_tensor_of_its_call():
 
 
 def test_a_descriptor_is_gone_with_its_call():
-    """Also without a search for cycles, as in training loops that switch gc off."""
+    """This holds without a search for cycles too, as in training loops that switch gc off."""
     gc.disable()
     try:
         descriptor = weakref.ref(Descriptor(64, {"shape": [4]}))
@@ -292,7 +292,7 @@ def test_a_descriptor_is_gone_with_its_call():
 
 
 def test_calls_that_are_prepared_each_time(kernel, scaled, monkeypatch):
-    """Of a subclass, within a mode, and where another backend is chosen."""
+    """Calls of a subclass, within a mode, and where another backend is chosen are prepared anew."""
     for attempt in range(2):
         scaled(torch.zeros(64).as_subclass(type("Own", (torch.Tensor,), {})))
         with torch.overrides.BaseTorchFunctionMode():

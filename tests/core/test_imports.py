@@ -15,6 +15,8 @@ PACKAGE = Path(mhc_ops.__file__).parent
 ROOT = Path(__file__).parents[2]
 KERNEL_FOLDERS = {"triton", "tilelang", "hip"}
 MOST_POSITIONAL = 9  # of a call: what small helpers within kernels take, one line of code
+MOST_LINES = 100  # of a function, with its decorators; but for mhc/triton/few_tokens.py and TileLang's:
+LONGER = ["mhc_few_fwd_kernel", "mhc_pre_dmaps_kernel", "mhc_pre_dx", "mhc_pre_dx_kernel", "mhc_pre_finish_kernel"]
 FOR_TYPE_CHECKERS = ("compat", "convert", "distributed", "hub")  # test_one_import
 # A layer imports from itself and from those before it.
 LAYERS = [
@@ -75,6 +77,16 @@ def test_long_lists_of_arguments_are_named():
     """In kernels too, where no type checker sees that two pointers are swapped."""
     calls = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert [f"{path}:{call.lineno}" for path, call in calls if len(call.args) > MOST_POSITIONAL] == []
+    of_warps = [call.args[0].elts for _, call in calls if ast.unparse(call.func) == "gl.warp_specialize"]
+    counts = [len(pair.elts[1].elts) for functions in of_warps for pair in functions]  # of the tuple for a function
+    assert len(counts) == 4 and max(counts) <= MOST_POSITIONAL
+
+
+def test_functions_are_short():
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    begins = [min(part.lineno for part in (node, *node.decorator_list)) for node in functions]
+    assert sorted(f.name for f, line in zip(functions, begins) if f.end_lineno - line >= MOST_LINES) == LONGER
 
 
 def test_launchers_are_typed():
@@ -95,7 +107,8 @@ import operator, sys
 import mhc_ops
 from mhc_ops.core import backend
 slow, offered, names = (words.split() for words in sys.argv[1:])
-print([name for name in slow if name in sys.modules], backend.chosen(), set(offered) <= set(dir(mhc_ops)))
+of_its_own = {"MODULES", "ModuleType", "TYPE_CHECKING", "importlib", "read_environment"} & {*dir(mhc_ops)}
+print([name for name in slow if name in sys.modules], backend.chosen(), {*offered} <= {*dir(mhc_ops)}, of_its_own)
 print([name for name in names if not operator.attrgetter(name)(mhc_ops)])
 """
 
@@ -111,4 +124,4 @@ def test_one_import():
     command = [sys.executable, "-c", WITH_ONE_IMPORT, *map(" ".join, (slow, mhc_ops.MODULES, names))]
     environment = {**os.environ, "MHC_OPS_BACKEND": "conv:hip"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout == "[] (('conv', 'hip'),) True\n[]\n", done.stdout + done.stderr
+    assert done.stdout == "[] (('conv', 'hip'),) True set()\n[]\n", done.stdout + done.stderr

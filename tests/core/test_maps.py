@@ -90,7 +90,7 @@ def test_other_casts_and_moves():
 
 
 def test_what_is_asked_for():
-    """By cast_maps, at construction or later, or by a narrow dtype."""
+    """cast_maps rounds them, at construction or later, or a narrow dtype does."""
     assert types(model(cast_maps=True)) == ({FP32}, {FP32})
     assert types(model(cast_maps=True).bfloat16()) == ({BF16}, {BF16})
     assert types(model(dtype=BF16).half()) == ({FP16}, {FP16})

@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def names_in(groups, network):
-    """By group; each once."""
+    """The names by group; each is there once."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     found = [names[id(parameter)] for group in groups for parameter in group["params"]]
     assert len(found) == len(set(found))

@@ -56,7 +56,7 @@ def test_this_torch_has_every_name():
 
 
 def test_no_other_file_uses_private_names():
-    """Of what `import mhc_ops` and its ops need; commands and DTensor rules name more."""
+    """The files that `import mhc_ops` and its ops need are searched; commands and DTensor rules name more."""
     files = [path for folder in ("core", "mhc", "conv") for path in (PACKAGE / folder).rglob("*.py")]
     used = [path.name for path in files if re.search(r"\btorch(\.\w+)*\._[A-Za-z]", path.read_text(encoding="utf-8"))]
     assert used == ["private.py"]

@@ -203,7 +203,7 @@ def test_a_carry_with_a_wrong_link(backend):
 
 @pytest.mark.interpreted
 def test_wrappers_without_a_class_of_their_own():
-    """Of functionalization and of a transform that ended: they have no memory, so torch calls the op."""
+    """Wrappers of functionalization and of a transform that ended have no memory, so torch calls the op."""
     x, h = torch.randn(3, 2, 16), torch.randn(3, 2)
     expected = mhc_ops.mhc_read(x, h, backend="triton")
     wrapped = torch._to_functional_tensor(x)

@@ -158,7 +158,7 @@ def one_step(stages, place, group):
 
 
 def a_rank_that_is_gone():
-    """Its connections in the group are gone."""
+    """The connections of that process in the group are gone."""
     group = dist.new_group()
     conv(group=group)
     if dist.get_rank() == 1:

@@ -93,7 +93,7 @@ def _all_counted(cases):
 @pytest.mark.parametrize("world", [2, 4])
 @older_torch.MATRIX_PRODUCT
 def test_counted_bytes(world):
-    """Of the process that sends most in a direction."""
+    """The process that sends most in a direction counts."""
     cases = [case for case in CASES if math.prod(case[1]) == world]
     for (model, mesh, layout), *ranks in zip(cases, *run(world, _all_counted, cases)):
         directions = [reduce(operator.or_, counted) for counted in zip(*ranks)]  # | takes the larger counts

@@ -46,7 +46,7 @@ def on_one(network):
 
 
 def sharded():
-    """By FSDP2, which takes the mean of gradients."""
+    """FSDP2 trains it, which takes the mean of gradients."""
     network = fully_shard(model(), mesh=init_device_mesh("cpu", (WORLD,)))
     return seen(network, lambda: (WORLD * loss(network(own_x()))).backward())
 

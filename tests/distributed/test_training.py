@@ -150,7 +150,7 @@ def test_a_run_goes_on_with_fewer_processes_in_another_mesh(ran):
 
 
 def test_every_window_is_taken_once_in_a_pass():
-    """Also if batches do not divide the passes, and if a run continues with other batches."""
+    """This holds if batches do not divide the passes too, and if a run continues with other batches."""
     text = torch.arange(10 * 7 + 4)
     first, others = example.Windows(text, 7, seed=1), example.Windows(text, 7, seed=1)
     taken = torch.cat([first.take(4) for _ in range(5)])

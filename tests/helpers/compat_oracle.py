@@ -11,7 +11,7 @@ BF16 = 2**-8  # one rounding
 
 
 def signature(function):
-    """Its arguments as they are written, without their types."""
+    """The arguments of a function as they are written, without their types."""
     parameters = inspect.signature(function).parameters.values()
     return str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))[1:-1]
 

@@ -80,7 +80,7 @@ def unlike_connections(backend="reference", layer=MLP, last=None):
 
 
 def one_of_each(backend="reference", recompute=0):
-    """By name: a convolution; a stack whose second layer is a function; a connection outside of it; a head."""
+    """Modules by name: a convolution; a stack whose second layer is a function; a connection outside of it; a head."""
     first, third, alone, second = unlike_connections(backend, last=torch.tanh)
     stack = HyperStack(first, second, third, recompute=recompute)
     (head,) = trained_maps(HyperHead(N, D, gamma=True, backend=backend))

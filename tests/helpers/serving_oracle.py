@@ -31,7 +31,7 @@ def prefill(
     x, conv_state, weight, *, cu_seqlens, conv_state_indices, has_initial_state=None, pad_slot_id=-1, read_columns=None,
     write_columns=None, first_columns=None, tokens_before=None, block_size=None, **_,
 ):  # fmt: skip
-    """By the row of each token, the W inputs under its taps; and conv_state after it."""
+    """Returns the W inputs under the taps of each token, by its row, and conv_state after it."""
     S, old, after, taps = weight.shape[1] - 1, conv_state.clone(), conv_state.clone(), {}
     for i, (begin, end) in enumerate(bounds_of(cu_seqlens, len(x))):
         slot = slot_at(conv_state_indices, i, read_columns, conv_state, pad_slot_id)
@@ -54,7 +54,7 @@ def step(
     x, conv_state, weight, *, conv_state_indices=None, pad_slot_id=-1, num_accepted_tokens=None, cu_seqlens=None,
     max_seqlen=None, read_columns=None, write_columns=None, windows=None, window_indices=None, parents=None, **_,
 ):  # fmt: skip
-    """By the row of each token, the W inputs under its taps; conv_state and windows after it."""
+    """Returns the W inputs under the taps of each token, by its row, and conv_state and windows after it."""
     S, length, old, after = weight.shape[1] - 1, conv_state.shape[2], conv_state.clone(), conv_state.clone()
     rows, taps, windows = x.reshape(-1, x.shape[-1]), {}, None if windows is None else windows.clone()
     if cu_seqlens is None:

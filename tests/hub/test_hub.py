@@ -53,7 +53,7 @@ def test_metadata(folder, backend, archs):
 
 @NO_KERNELS
 def test_kernels_accept_metadata_and_build_toml(folder):
-    """By their own parsers: the names and types of all keys, and the hash of each file, of which none is missing."""
+    """`kernels` parses them: names and types of all keys, and the hash of each file, of which none is missing."""
     from kernels._rust import Build, Digest, Metadata
 
     for backend, archs in ARCHS.items():
@@ -85,6 +85,7 @@ def test_imports_are_relative_or_of_torch(folder):
 def test_every_kernel_source_is_there(folder):
     variant = folder / "build" / "torch-cuda"
     assert not list(variant.rglob("tilelang")) and not list(variant.rglob("__pycache__"))
+    assert (variant / "core" / "native.c").exists(), "without it calls are repeated in Python"
     package = Path(mhc_ops.__file__).parent
     for name in ("mhc/triton", "conv/triton", "conv/hip"):
         there = {path.name for path in (package / name).iterdir() if path.suffix in hub.KINDS}
@@ -171,7 +172,7 @@ def without_cuda(monkeypatch):
 
 @NO_KERNELS
 def test_kernels_load_it(folder, monkeypatch):
-    """By its path, and in the place of a repository of the hub; the same module, under its id."""
+    """`kernels` loads it by its path and as a repository of the hub: the same module, under its id."""
     import kernels
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import zeros
 import mhc_ops
 from mhc_ops import HyperConnection, HyperStack
 from mhc_ops.core import backend as backends
-from mhc_ops.mhc import prepare
+from mhc_ops.core.op import Op
+from mhc_ops.mhc import contracts, prepare
 from mhc_ops.mhc.options import DEFAULTS
 from mhc_ops.testing import cases
 
@@ -237,7 +239,7 @@ def test_stacks():
 
 @pytest.mark.parametrize("checked", [prepare.check_kernel_limits, pytest.param(None, marks=pytest.mark.interpreted)])
 def test_limits_of_kernels(checked):
-    """By their check, and on the way to the kernels. The reference takes any n."""
+    """The check raises them, and so does a call on its way to the kernels. The reference takes any n."""
     for n, dtype, error, message in (
         (4, torch.float64, TypeError, "x must be bfloat16, float16 or float32 for backend 'triton', got float64"),
         (9, torch.float32, ValueError, "n must be 1 to 8 for backend 'triton', got 9"),
@@ -264,6 +266,16 @@ def test_tilelang_says_what_it_lacks():
         message = f"{words}: backend 'tilelang' does not have it, 'triton' and 'reference' do"
         assert_said(partial(call, "tilelang"), NotImplementedError, message)
         call("triton")
+    source = {name: inspect.getsource(function) for name, function in inspect.getmembers(prepare, inspect.isfunction)}
+    functions = {f"mhc_{name}" for name, text in source.items() if "check_not_tilelang(function, name)" in text}
+    exported = re.findall(r'"(\w+)",', Path(prepare.__file__).with_name("tilelang").joinpath("__init__.py").read_text())
+    ops = {name for name, op in vars(contracts).items() if isinstance(op, Op)}
+    assert {name.rpartition("_")[0] for name in ops - {*exported}} == functions
+    lacking = {"layer_norm", "shifted", *prepare.NOT_IN_TILELANG, *functions}
+    for name, lacks in (("README.md", "TileLang lacks"), ("README.zh.md", "TileLang 没有")):
+        text = (Path(mhc_ops.__file__).parents[1] / name).read_text(encoding="utf-8")
+        (line,) = re.findall(rf"^- \*\*{lacks}.*?(?=^- )", text, re.MULTILINE | re.DOTALL)
+        assert {word.split("=")[0] for word in re.findall(r"`([^`]+)`", line)} == lacking, name
 
 
 def test_warmup(monkeypatch):

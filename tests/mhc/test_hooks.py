@@ -27,7 +27,7 @@ def seen_on_layers(made, network, x):
 
 @pytest.mark.parametrize("recompute", [0, 2])
 def test_on_the_layers_they_see_what_they_do_in_a_sequential(recompute, place):
-    """Also the number of calls: recompute does not run layers again."""
+    """The number of calls is the same too: recompute does not run layers again."""
     (made, others), x = (connections(place) for _ in range(2)), streams(place)
     found, results = seen_on_layers(made, HyperStack(*made, recompute=recompute), x)
     expected, of_sequential = seen_on_layers(others, nn.Sequential(*others), x)

@@ -146,7 +146,7 @@ def test_dtype_and_device_of_parameters(dtype):
 
 
 def test_checkpoint_runs_again_on_the_same_backend():
-    """Also where the backward is run by another thread, as autograd does on a GPU."""
+    """This holds where another thread runs the backward too, as autograd does on a GPU."""
     seen = []
 
     def layer(h):

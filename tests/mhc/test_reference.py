@@ -42,7 +42,7 @@ GRADCHECK = [*cases.SUBJECTS, *cases.NORMED[:3], cases.MHC_MAPS, cases.MHC_READ]
 
 @pytest.mark.parametrize("subject", GRADCHECK, ids=lambda subject: subject.name)
 def test_gradcheck(subject):
-    """Also of second derivatives; mhc_forward_pre with gamma and without."""
+    """Second derivatives are checked too, and mhc_forward_pre with gamma and without."""
     for gamma in (False, True) if subject is SUBJECT else (True,):
         tensors = doubles(cases.Case(subject, (2,), 3, 4, gamma=gamma))
         leaves, names = [tensor.requires_grad_() for tensor in tensors.values()], list(tensors)

@@ -47,7 +47,7 @@ def layer_by_layer(x, parameters, options):
 
 
 def unfused(x, parameters, options):
-    """By mhc_pre, mhc_post_pre at the boundaries, and mhc_post; all options are the same."""
+    """Runs mhc_pre, mhc_post_pre at the boundaries, and mhc_post; all options are the same."""
     (first, *others), given = parameters, options[0]
     h_in, *maps = mhc_ops.mhc_pre(x, **first, **given)
     assert (maps[1] is None) == (given.get("residual") == "identity")
@@ -57,7 +57,7 @@ def unfused(x, parameters, options):
 
 
 def by_parts(x, parameters, options, shifted):
-    """By mhc_maps, mhc_read and mhc_post, where nothing is fused."""
+    """Runs mhc_maps, mhc_read and mhc_post, where nothing is fused."""
     p = torch.eye(x.shape[-2], device=x.device)[0].expand(x.shape[:-1])
     for own, given in zip(parameters, options):
         own, given = dict(own), dict(given)
@@ -334,6 +334,6 @@ def test_links_are_made_for_gradients_only(place, on):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("backends", [("reference", "triton"), ("triton", "reference")], ids="-".join)
 def test_a_carry_of_another_backend(backends):
-    """Its link means something else there; x then gets the gradient of mhc_post. The last backend is Triton."""
+    """The link of a carry means something else; x then gets the gradient of mhc_post. Triton is the last backend."""
     with mhc_ops.use_backend("triton"):
         assert_like_the_oracle([{"backend": backend} for backend in backends], dtype=fp32, shifted=False)

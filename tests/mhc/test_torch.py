@@ -56,7 +56,7 @@ def test_double_backward_of_the_traced_op_raises(kernel_device):
 
 
 def test_autocast(place):
-    """It changes nothing."""
+    """Autocast changes no result."""
     tensors = detached(place[1])
     mean, maps = mhc_ops.mhc_mean(tensors["x"], backend=place[0]), mhc_ops.mhc_forward_pre(**tensors, backend=place[0])
     with torch.autocast(place[1], torch.bfloat16):
@@ -92,7 +92,7 @@ def gradient_of(call, x):
 
 
 def test_func_grad(energy):
-    """Also of a module by its parameters, layer and all."""
+    """A module's derivative by its parameters is taken too, with its layer."""
     call, x, backend = energy
     expected = gradient_of(call, x)
     assert torch.equal(torch.func.grad(call)(x), expected)

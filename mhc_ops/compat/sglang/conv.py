@@ -95,8 +95,8 @@ def causal_conv1d_update(
 def parents_in(next_token: Tensor, next_sibling: Tensor) -> Tensor:
     """The parent of each token [B, T] of a tree, 0 where there is none. The host reads no values.
 
-    A token comes after another one, either as its first child or as its next sibling. Siblings pass on where they come
-    from, twice as far in each round.
+    A token comes after another one, either as its first child or as its next sibling. Each round follows the
+    sibling links twice as far, until every token has its parent.
     """
     B, T = next_token.shape
     t = torch.arange(T, device=next_token.device).expand(B, T)

@@ -60,7 +60,7 @@ __device__ inline void walk_back(const T* __restrict__ x, const float* __restric
         load_past<S>(channels, x, initial_state, shape, b, t, window[r]);
         if constexpr (SEQ) id[r] = id_b[t < 0 ? 0 : t];  // a state is of the sequence of token 0
 #pragma unroll
-        for (int i = 0; i < V; i++) g[r][i] = 0.0f;  // of tokens whose dx is another wave's
+        for (int i = 0; i < V; i++) g[r][i] = 0.0f;  // tokens whose dx another wave computes
     }
 
     // MASKED: the step is the first or one of the last of a walk, or crosses into another sequence.

@@ -14,8 +14,8 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .slots import BOUNDS, Table, column_of, sequence_of, slot_in
-from .walk import filtered, load_filter, load_row, sigmoid
+from .slots import BOUNDS, SlotTable, column_of, sequence_of, slot_in
+from .walk import filtered, load_filter, load_row, sigmoid, widened
 
 
 # The inputs of the W − 1 tokens up to x_ptr
@@ -92,7 +92,7 @@ def causal_conv1d_prefill_kernel(
     if rows <= 0:
         return
     sequence, present = i.to(tl.int64), (i >= 0) & (i < N)
-    table = Table(
+    table = SlotTable(
         ptr=table_ptr, row=table_row, column=table_column, columns=columns, slots=slots, pad_slot_id=pad_slot_id
     )
     slot, real = slot_in(table, sequence, column_of(read_ptr, sequence, present), present)
@@ -129,9 +129,7 @@ def causal_conv1d_prefill_kernel(
                 store_state(state, state_ptr + slot * state_slot, state_place, in_row & is_kept, W)
         is_last = in_row & there & (length >= W - 1)
         store_state(rows_up_to(x_ptr + length * x_step, x_step, is_last, W), last_ptr, state_place, is_last, W)
-    window = ()
-    for j in tl.static_range(W - 1):
-        window = window + (before[j].to(tl.float32),)
+    window = widened(before, W - 1)
     weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
     for r0 in tl.range(0, rows, STEP, num_stages=STAGES):
         all_rows = window
@@ -146,7 +144,7 @@ def causal_conv1d_prefill_kernel(
         window = all_rows[STEP:]
 
 
-# The states at multiples of block_size that x alone has the inputs of: those W − 1 or more tokens after the start
+# Stores the states at multiples of block_size whose W − 1 inputs all lie in x.
 @triton.jit(
     do_not_specialize=[
         "L", "N", "columns", "slots", "pad_slot_id", "block_size", "table_row", "table_column", "x_row",
@@ -183,7 +181,7 @@ def block_states_kernel(
     sequence, present = i.to(tl.int64), (i >= 0) & (i < N)
     length = (k.to(tl.int64) + 1) * block_size - begun_of(before_ptr, sequence, block_size, present)
     present &= (length >= W - 1) & (length <= end - begin)
-    table = Table(
+    table = SlotTable(
         ptr=table_ptr, row=table_row, column=table_column, columns=columns, slots=slots, pad_slot_id=pad_slot_id
     )
     _, real = slot_in(table, sequence, column_of(read_ptr, sequence, present), present)

@@ -11,7 +11,7 @@ from .states import greater
 BOUNDS = 128
 
 
-class Table(NamedTuple):
+class SlotTable(NamedTuple):
     """The slots of each sequence, as kernels see them."""
 
     ptr: Any

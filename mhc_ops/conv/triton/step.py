@@ -1,5 +1,7 @@
 """Causal conv1d, one decoding step of a server: drafts, packed rows, slots to read and to write, trees."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -8,17 +10,45 @@ from ...core import device
 from ...core.launch import launch
 from ...core.sizes import cdiv
 from . import configs
-from .slots import BOUNDS, Table, column_of, rows_of, slot_in
-from .walk import filtered, load_filter, sigmoid
+from .slots import BOUNDS, SlotTable, column_of, rows_of, slot_in
+from .walk import filtered, load_filter, sigmoid, widened
+
+
+class Tokens(NamedTuple):
+    """The tokens of a sequence, as kernels see them."""
+
+    count: Any
+    x_ptr: Any
+    x_row: Any
+    y_ptr: Any
+    y_row: Any
+    own: Any
+
+
+class Slots(NamedTuple):
+    """The slots that a sequence reads and writes, as kernels see them."""
+
+    old_ptr: Any
+    new_ptr: Any
+    place: Any
+    length: Any
+    begin: Any  # the place of the window in the slot that is read
+    written: Any
+
+
+class Windows(NamedTuple):
+    """Where the taps of each token of a sequence are stored, as kernels see it. ptr: None if they are not asked for"""
+
+    ptr: Any
+    step: Any
+    place: Any
+    own: Any
 
 
 # bias + Σ_k weight[k]·taps[k], and SiLU of it, as y
 @triton.jit
 def result_of(taps, weight, bias, y_ptr, SILU: tl.constexpr, CUDA: tl.constexpr, W: tl.constexpr):
-    wide = ()
-    for k in tl.static_range(W):
-        wide = wide + (taps[k].to(tl.float32),)
-    y = filtered(wide, weight, bias, W)
+    y = filtered(widened(taps, W), weight, bias, W)
     if SILU:
         y *= sigmoid(y, CUDA)
     return y.to(y_ptr.dtype.element_ty)
@@ -40,9 +70,104 @@ def along_parents(x_ptr, x_row, newest_ptr, state_place, parents_ptr, t, present
 
 
 @triton.jit
-def store_window(taps, window_ptr, window_place, present, W: tl.constexpr):
+def store_window(taps, t, windows, W: tl.constexpr):
+    if windows.ptr is not None:
+        window_ptr = windows.ptr + t * windows.step
+        for j in tl.static_range(W - 1):
+            tl.store(window_ptr + j * windows.place, taps[j + 1], mask=windows.own)
+
+
+# The steps of a tree, which leave the state as it is
+@triton.jit
+def step_tree(
+    tokens,
+    slots,
+    windows,
+    parents_ptr,
+    sequence,
+    T,
+    weight,
+    bias,
+    SILU: tl.constexpr,
+    CUDA: tl.constexpr,
+    W: tl.constexpr,
+):
+    newest_ptr = slots.old_ptr + (slots.begin + W - 2) * slots.place
+    for t in range(tokens.count.to(tl.int32)):
+        own_ptr = parents_ptr + sequence * T
+        taps = along_parents(
+            tokens.x_ptr, tokens.x_row, newest_ptr, slots.place, parents_ptr=own_ptr, t=t, present=tokens.own, W=W
+        )
+        y = result_of(taps, weight, bias, tokens.y_ptr, SILU, CUDA, W)
+        tl.store(tokens.y_ptr + t * tokens.y_row, y, mask=tokens.own)
+        store_window(taps, t, windows, W)
+
+
+# The steps of a sequence. DRAFTS: the slot that is written then has the window, without its first input, and all tokens
+@triton.jit
+def step_window(
+    tokens, slots, windows, weight, bias, DRAFTS: tl.constexpr, SILU: tl.constexpr, CUDA: tl.constexpr, W: tl.constexpr
+):
+    window = ()
     for j in tl.static_range(W - 1):
-        tl.store(window_ptr + j * window_place, taps[j + 1], mask=present)
+        window = window + (tl.load(slots.old_ptr + (slots.begin + j) * slots.place, mask=tokens.own, other=0.0),)
+    tl.debug_barrier()  # all threads read their window before one writes
+    if DRAFTS:
+        for j in tl.static_range(1, W - 1):
+            tl.store(slots.new_ptr + (j - 1) * slots.place, window[j], mask=slots.written)
+    else:  # places before the window take part in the shift
+        for s in range(slots.length - (W - 1)):
+            later = s + tokens.count
+            old = tl.load(slots.old_ptr + later * slots.place, mask=tokens.own & (later < slots.length), other=0.0)
+            is_new = tokens.own & (later >= slots.length)
+            new = tl.load(tokens.x_ptr + (later - slots.length) * tokens.x_row, mask=is_new, other=0.0)
+            tl.store(slots.new_ptr + s * slots.place, tl.where(later < slots.length, old, new), mask=slots.written)
+    for t in range(tokens.count.to(tl.int32)):
+        row = tl.load(tokens.x_ptr + t * tokens.x_row, mask=tokens.own, other=0.0)
+        taps = window + (row,)
+        y = result_of(taps, weight, bias, tokens.y_ptr, SILU, CUDA, W)
+        tl.store(tokens.y_ptr + t * tokens.y_row, y, mask=tokens.own)
+        if DRAFTS:
+            tl.store(slots.new_ptr + (W - 2 + t) * slots.place, row, mask=slots.written)
+        store_window(taps, t, windows, W)
+        window = taps[1:]
+    if not DRAFTS:
+        for j in tl.static_range(W - 1):
+            tl.store(slots.new_ptr + (slots.length - (W - 1) + j) * slots.place, window[j], mask=slots.written)
+
+
+# Where sequence b begins in x, and how many rows it has; for b = B, how many rows of padding precede the first sequence
+@triton.jit
+def rows_given(bounds_ptr, b, T, L, B, BLOCK_N: tl.constexpr):
+    none = b * 0
+    begin, rows, outside = none, none + T, none
+    if bounds_ptr is not None:
+        begin, end = rows_of(bounds_ptr, tl.program_id(0), L, B, BLOCK_N)
+        rows = (end - begin).to(tl.int64)
+        begin = begin.to(tl.int64)
+        outside = tl.where(b < B, 0, tl.minimum(tl.maximum(tl.load(bounds_ptr), 0), L)).to(tl.int64)
+    return begin, rows, outside
+
+
+# The place where the window of sequence b begins in its slot, and whether the slot has one there
+@triton.jit
+def window_of(accepted_ptr, b, real, length, W: tl.constexpr):
+    begin = b * 0 + length - (W - 1)
+    if accepted_ptr is not None:
+        accepted = tl.load(accepted_ptr + b, mask=real, other=0).to(tl.int64)
+        real &= (accepted >= 1) & (accepted <= length - (W - 2))
+        begin = tl.where(real, accepted - 1, 0)
+    return begin, real
+
+
+# The line of sequence b, for its windows, and whether there is one
+@triton.jit
+def line_of(lines_ptr, b, real, lines):
+    line = b
+    if lines_ptr is not None:
+        line = tl.load(lines_ptr + b, mask=real, other=-1).to(tl.int64)
+    has_line = (line >= 0) & (line < lines)
+    return tl.where(has_line, line, 0), has_line
 
 
 # y[t] = act(bias + Σ_k weight[k]·input[t − (W−1−k)]). Before these tokens, inputs are in the slot that is read: a
@@ -105,83 +230,43 @@ def causal_conv1d_step_kernel(
     none = b * 0  # in 64 bits: offsets are
     x_row, y_row, state_place = none + x_row, none + y_row, none + state_place
     present = b < B
-    begin, rows, outside = none, none + T, none  # outside: rows of padding before the first sequence
-    if bounds_ptr is not None:
-        begin, end = rows_of(bounds_ptr, tl.program_id(0), L, B, BLOCK_N)
-        rows = (end - begin).to(tl.int64)
-        begin = begin.to(tl.int64)
-        outside = tl.where(present, 0, tl.minimum(tl.maximum(tl.load(bounds_ptr), 0), L)).to(tl.int64)
-    tokens = tl.minimum(rows, T)
-    slot, real = b, present & (tokens > 0)
+    begin, rows, outside = rows_given(bounds_ptr, b, T, L, B, BLOCK_N)
+    count = tl.minimum(rows, T)
+    slot, real = b, present & (count > 0)
     if table_ptr is not None:
-        table = Table(
+        table = SlotTable(
             ptr=table_ptr, row=table_row, column=table_column, columns=columns, slots=slots, pad_slot_id=pad_slot_id
         )
         slot, real = slot_in(table, b, column_of(read_ptr, b, real), real)
-    window_begin = none + length - (W - 1)
-    if accepted_ptr is not None:
-        accepted = tl.load(accepted_ptr + b, mask=real, other=0).to(tl.int64)
-        real &= (accepted >= 1) & (accepted <= length - (W - 2))
-        window_begin = tl.where(real, accepted - 1, 0)
+    window_begin, real = window_of(accepted_ptr, b, real, length, W)
     written_slot, is_written = slot, real
     if write_ptr is not None or read_ptr is not None:
         written_slot, is_written = slot_in(table, b, column_of(write_ptr, b, real), real)
-    tokens = tl.where(real, tokens, 0)
+    count = tl.where(real, count, 0)
     own, written = in_row & real, in_row & is_written
     x_ptr += b * x_batch + begin * x_row + wide * x_channel
     y_ptr += b * y_batch + begin * y_row + wide * y_channel
     old_ptr = state_ptr + tl.where(real, slot, 0) * state_slot + wide * state_channel
     new_ptr = state_ptr + tl.where(is_written, written_slot, 0) * state_slot + wide * state_channel
     weight, bias = load_filter(weight_ptr, bias_ptr, d, in_row, W)
-    in_window = in_row & real
+    tokens = Tokens(count=count, x_ptr=x_ptr, x_row=x_row, y_ptr=y_ptr, y_row=y_row, own=own)
+    both = Slots(
+        old_ptr=old_ptr, new_ptr=new_ptr, place=state_place, length=length, begin=window_begin, written=written
+    )
+    in_window = own
     if windows_ptr is not None:
-        line = b
-        if lines_ptr is not None:
-            line = tl.load(lines_ptr + b, mask=real, other=-1).to(tl.int64)
-        has_line = (line >= 0) & (line < lines)
+        line, has_line = line_of(lines_ptr, b, real, lines)
         windows_step, windows_place = none + windows_step, none + windows_place
         in_window &= has_line
-        windows_ptr += tl.where(has_line, line, 0) * windows_line + wide * windows_channel
+        windows_ptr += line * windows_line + wide * windows_channel
+    windows = Windows(ptr=windows_ptr, step=windows_step, place=windows_place, own=in_window)
     if parents_ptr is not None:
-        newest_ptr = old_ptr + (window_begin + W - 2) * state_place
-        for t in range(tokens.to(tl.int32)):
-            taps = along_parents(
-                x_ptr, x_row, newest_ptr, state_place, parents_ptr=parents_ptr + b * T, t=t, present=own, W=W
-            )
-            y = result_of(taps, weight, bias, y_ptr, SILU, CUDA, W)
-            tl.store(y_ptr + t * y_row, y, mask=own)
-            if windows_ptr is not None:
-                store_window(taps, windows_ptr + t * windows_step, windows_place, in_window, W)
+        step_tree(tokens, both, windows, parents_ptr, b, T, weight, bias, SILU=SILU, CUDA=CUDA, W=W)
     else:
-        window = ()
-        for j in tl.static_range(W - 1):
-            window = window + (tl.load(old_ptr + (window_begin + j) * state_place, mask=own, other=0.0),)
-        tl.debug_barrier()  # all threads read their window before one writes
-        if accepted_ptr is not None:
-            for j in tl.static_range(1, W - 1):
-                tl.store(new_ptr + (j - 1) * state_place, window[j], mask=written)
-        else:  # places before the window take part in the shift
-            for s in range(length - (W - 1)):
-                later = s + tokens
-                old = tl.load(old_ptr + later * state_place, mask=own & (later < length), other=0.0)
-                new = tl.load(x_ptr + (later - length) * x_row, mask=own & (later >= length), other=0.0)
-                tl.store(new_ptr + s * state_place, tl.where(later < length, old, new), mask=written)
-        for t in range(tokens.to(tl.int32)):
-            row = tl.load(x_ptr + t * x_row, mask=own, other=0.0)
-            taps = window + (row,)
-            y = result_of(taps, weight, bias, y_ptr, SILU, CUDA, W)
-            tl.store(y_ptr + t * y_row, y, mask=own)
-            if accepted_ptr is not None:
-                tl.store(new_ptr + (W - 2 + t) * state_place, row, mask=written)
-            if windows_ptr is not None:
-                store_window(taps, windows_ptr + t * windows_step, windows_place, in_window, W)
-            window = taps[1:]
-        if accepted_ptr is None:
-            for j in tl.static_range(W - 1):
-                tl.store(new_ptr + (length - (W - 1) + j) * state_place, window[j], mask=written)
+        step_window(tokens, both, windows, weight, bias, accepted_ptr is not None, SILU=SILU, CUDA=CUDA, W=W)
     if not IN_PLACE:
         zero = tl.zeros([BLOCK_D], y_ptr.dtype.element_ty)
-        for t in range(tokens, rows):
+        for t in range(count, rows):
             tl.store(y_ptr + t * y_row, zero, mask=in_row)
         if bounds_ptr is not None:
             for t in range(outside):
@@ -267,7 +352,7 @@ def causal_conv1d_step_(
 
 
 def _strides(name: str, tensor: Tensor, packed: bool) -> dict[str, int]:
-    """Of [B, D], [B, T, D], or [tokens, D] where sequences are packed."""
+    """The strides of a tensor [B, D], [B, T, D] or, packed, [tokens, D]."""
     batch = 0 if packed else tensor.stride(0)
     row = tensor.stride(0) if packed else tensor.stride(1) if tensor.dim() == 3 else 0
     return {f"{name}_batch": batch, f"{name}_row": row, f"{name}_channel": tensor.stride(-1)}

@@ -152,6 +152,15 @@ def under_taps(piece, rows, ids, r: tl.constexpr, state_ptr, bounds_ptr, t, HAS_
     return taps
 
 
+# The first COUNT rows in fp32
+@triton.jit
+def widened(rows, COUNT: tl.constexpr):
+    wide = ()
+    for k in tl.static_range(COUNT):
+        wide = wide + (rows[k].to(tl.float32),)
+    return wide
+
+
 # bias + Σ_k weight[k]·taps[k]
 @triton.jit
 def filtered(taps, weight, bias, W: tl.constexpr):

@@ -24,7 +24,7 @@ from . import configs
 from .build import F32, NAMES, grid, kernel, lane_sum, readable, thread, vector
 from .exact_products import phi_parts, weighted
 from .pre_dmaps import back_through_maps
-from .pre_dx import Residual, mhc_pre_dx_kernel
+from .pre_dx import DxNext, mhc_pre_dx_kernel
 from .pre_sums import sum_gradients
 
 
@@ -87,7 +87,7 @@ def mhc_pre_bwd(**arguments: Any) -> None:
 
 
 def mhc_head_bwd(*, hc_eps: float, dout: Tensor, **arguments: Any) -> None:
-    """As pre's, with h_in alone."""
+    """Pre's backward with h_in alone."""
     options = PreOptions(hc_eps=hc_eps, sinkhorn_iters=0)
     pre_bwd(PreBackward(**arguments, options=options, dh_in=dout, dh_post=None, dh_res=None, dx_next=None))
 
@@ -160,7 +160,7 @@ def pass_b(
         dtype=dtype,
         in_dtype=None if dh_in is None else NAMES[dh_in.dtype],
         dx_dtype=NAMES[pre.dx.dtype],
-        residual=Residual.NONE if dx_next is None else Residual.MIXED if mixed else Residual.ADDED,
+        residual=DxNext.NONE if dx_next is None else DxNext.MIXED if mixed else DxNext.ADDED,
         exact=exact,
         config=config,
     )

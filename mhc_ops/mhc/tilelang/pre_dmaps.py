@@ -1,5 +1,7 @@
 """mHC pre, backward, second step, per token: back through σ, Sinkhorn and the scales to dh_mix."""
 
+from typing import Any, NamedTuple
+
 import tilelang.language as T
 import torch
 from torch import Tensor
@@ -20,6 +22,16 @@ from .sinkhorn import (
     sinkhorn_logs_back,
     softmax_back,
 )
+
+
+class Token(NamedTuple):
+    """What the logits of h_res of a token are made of."""
+
+    t: Any
+    h_mix: Any
+    inv: Any
+    alpha: Any
+    bias: Any
 
 
 # m = h_mix·inv_rms;  z = alpha·m + bias;  dz_pre = dh_pre·σ(z)σ(−z);  dz_post = post_mult·dh_post·σ(z)σ(−z)
@@ -52,6 +64,46 @@ def mhc_pre_dmaps_kernel(*, n, M, K, parts, dtype, without_eps, threads):
         rest[0] = lane_sum(dz * (mix * inv), threads)
         if lane == 0 and group < groups:
             sums[1, m, group] = rest[0]
+
+    def logit(token, ij):
+        m = 2 * n + ij
+        return token.alpha[2] * (token.h_mix[token.t, m] * token.inv[0]) + token.bias[m]
+
+    @T.macro
+    def logits(c, token):
+        for ij in T.unroll(n * n):
+            c[ij] = logit(token, ij)
+
+    @T.macro
+    def through_sinkhorn(c, dc, divided, *, token, dh_res, factor, divisors, iters, sinkhorn_eps):
+        if iters > 0:
+            logits(c, token)
+            sinkhorn(
+                c,
+                iters=iters,
+                eps=sinkhorn_eps,
+                n=n,
+                divisors=divisors,
+                t=token.t,
+                divided=divided if without_eps else None,
+            )
+            for ij in T.unroll(n * n):
+                factor[token.t, 1 + n + ij] = c[ij]
+        for ij in T.unroll(n * n):
+            dc[ij] = dh_res[token.t, ij]
+        if iters > 0:
+            half_steps_back(c, dc, iters=iters, n=n, divisors=divisors, t=token.t)
+            logits(c, token)
+            softmax_back(c, dc, n)
+            if without_eps:
+                if least_of(divided, n) < LEAST:
+                    logits(c, token)
+                    sinkhorn_in_logs(c, iters=iters, n=n, divisors=divisors, t=token.t)
+                    for ij in T.unroll(n * n):
+                        factor[token.t, 1 + n + ij] = c[ij]
+                        dc[ij] = c[ij] * dh_res[token.t, ij]
+                        c[ij] = logit(token, ij)
+                    sinkhorn_logs_back(c, dc, iters=iters, n=n, divisors=divisors, t=token.t)
 
     @T.prim_func
     def mhc_pre_dmaps(
@@ -118,37 +170,17 @@ def mhc_pre_dmaps_kernel(*, n, M, K, parts, dtype, without_eps, threads):
                 for ij in T.unroll(n * n):
                     dc[ij] = 0.0
                 if t < tokens:
-                    if iters > 0:
-                        for ij in T.unroll(n * n):
-                            c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
-                        sinkhorn(
-                            c,
-                            iters=iters,
-                            eps=sinkhorn_eps,
-                            n=n,
-                            divisors=divisors,
-                            t=t,
-                            divided=divided if without_eps else None,
-                        )
-                        for ij in T.unroll(n * n):
-                            factor[t, 1 + n + ij] = c[ij]
-                    for ij in T.unroll(n * n):
-                        dc[ij] = dh_res[t, ij]
-                    if iters > 0:
-                        half_steps_back(c, dc, iters=iters, n=n, divisors=divisors, t=t)
-                        for ij in T.unroll(n * n):
-                            c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
-                        softmax_back(c, dc, n)
-                        if without_eps:
-                            if least_of(divided, n) < LEAST:
-                                for ij in T.unroll(n * n):
-                                    c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
-                                sinkhorn_in_logs(c, iters=iters, n=n, divisors=divisors, t=t)
-                                for ij in T.unroll(n * n):
-                                    factor[t, 1 + n + ij] = c[ij]
-                                    dc[ij] = c[ij] * dh_res[t, ij]
-                                    c[ij] = alpha[2] * (h_mix[t, 2 * n + ij] * inv[0]) + bias[2 * n + ij]
-                                sinkhorn_logs_back(c, dc, iters=iters, n=n, divisors=divisors, t=t)
+                    through_sinkhorn(
+                        c,
+                        dc,
+                        divided,
+                        token=Token(t, h_mix, inv, alpha, bias),
+                        dh_res=dh_res,
+                        factor=factor,
+                        divisors=divisors,
+                        iters=iters,
+                        sinkhorn_eps=sinkhorn_eps,
+                    )
                 for ij in T.unroll(n * n):
                     if t < tokens:
                         mix[0] = h_mix[t, 2 * n + ij]

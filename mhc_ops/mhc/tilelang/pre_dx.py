@@ -12,7 +12,7 @@ from .build import F32, kernel
 from .exact_products import fetch, fragments, release, split_bf16, tiles
 
 
-class Residual(Enum):
+class DxNext(Enum):
     """How dx_next, the gradient of what x becomes, is part of dx."""
 
     NONE = auto()
@@ -31,7 +31,7 @@ def mhc_pre_dx_kernel(*, n, D, M, dtype, in_dtype, dx_dtype, residual, exact, co
     x_parts, parts, part = exact.x_parts, exact.parts, exact.dtype
     block_t, block_d = config.block_t, config.block_d
     streams = tuple(range(config.streams))
-    mixed, added = residual is Residual.MIXED, residual is Residual.ADDED
+    mixed, added = residual is DxNext.MIXED, residual is DxNext.ADDED
     needed = tuple(range(n)) if mixed else streams if added else ()  # streams of dx_next
     from_in, read_dtype = in_dtype is not None, in_dtype or dtype
     columns = configs.mix_columns(M, parts)

@@ -3,6 +3,8 @@
 How K is split into slices depends on n and D only, so a token's bits do not depend on the batch.
 """
 
+from typing import Any, NamedTuple
+
 import tilelang.language as T
 import torch
 from torch import Tensor
@@ -11,6 +13,18 @@ from ...core import device
 from . import configs
 from .build import F32, NAMES, kernel
 from .exact_products import fetch, pairs, phi_parts, release, split_bf16, tiles, weighted
+
+
+class Held(NamedTuple):
+    """What a block adds up, and the tiles that it needs for that."""
+
+    x_part: Any
+    own: Any
+    squares: Any
+    square: Any
+    product: Any
+    mix: Any
+    mix_tile: Any
 
 
 # partials[slice, m, t] = Σ_{k in slice} phi[m, k]·x[t, k];  partials[slice, M, t] = Σ_{k in slice} x[t, k]²
@@ -24,41 +38,41 @@ def mhc_pre_project_kernel(*, M, K, dtype, exact, config):
     steps, slots = slice_k // block_k, tuple(range(config.stages))
 
     @T.macro
-    def load(program, step, *, x, phi, x_tile, phi_tile, loaded):
+    def load(program, step, x, phi, x_tile, phi_tile, loaded):
         k0 = program % slices * slice_k + step * block_k
         fetch(x[program // slices * block_t, k0], x_tile, loaded)
         fetch(phi[0, k0], phi_tile, loaded)
 
     @T.macro
-    def add(*, x_tile, phi_tile, x_part, own, squares, product, mix):
+    def add(x_tile, phi_tile, held):
         # A fresh product per step: matrix units truncate as they accumulate.
-        T.clear(product)
+        T.clear(held.product)
         for t, k in T.Parallel(block_t, block_k):
-            own[t, k] = T.cast(x_tile[t, k], F32)
-            squares[t, k] += own[t, k] * own[t, k]
+            held.own[t, k] = T.cast(x_tile[t, k], F32)
+            held.squares[t, k] += held.own[t, k] * held.own[t, k]
         if x_parts > 1:
-            split_bf16(own, x_part)
+            split_bf16(held.own, held.x_part)
         for i, j in products:
             T.gemm(
-                x_part[i] if x_parts > 1 else x_tile,
+                held.x_part[i] if x_parts > 1 else x_tile,
                 phi_tile[j * rows : (j + 1) * rows, :],
-                product,
+                held.product,
                 transpose_B=True,
             )
         for t, m in T.Parallel(block_t, rows):
-            mix[t, m] += product[t, m]
+            held.mix[t, m] += held.product[t, m]
 
     @T.macro
-    def store(program, *, squares, square, mix, mix_tile, partials):
+    def store(program, held, partials):
         k_slice, t0 = program % slices, program // slices * block_t
-        T.reduce_sum(squares, square, dim=1)
-        T.copy(mix, mix_tile)
+        T.reduce_sum(held.squares, held.square, dim=1)
+        T.copy(held.mix, held.mix_tile)
         for m, t in T.Parallel(M, block_t):
             if t0 + t < tokens:
-                partials[k_slice, m, t0 + t] = mix_tile[t, m]
+                partials[k_slice, m, t0 + t] = held.mix_tile[t, m]
         for t in T.Parallel(block_t):
             if t0 + t < tokens:
-                partials[k_slice, M, t0 + t] = square[t]
+                partials[k_slice, M, t0 + t] = held.square[t]
 
     @T.prim_func
     def mhc_pre_project(
@@ -77,21 +91,14 @@ def mhc_pre_project_kernel(*, M, K, dtype, exact, config):
             product = T.alloc_fragment((block_t, rows), F32)
             mix = T.alloc_fragment((block_t, rows), F32)
             mix_tile = T.alloc_shared((block_t, rows), F32)
+            held = Held(x_part, own, squares, square, product, mix, mix_tile)
             if not config.loaders:
                 T.clear(mix)
                 T.clear(squares)
                 for step in T.serial(steps):
-                    load(program, step, x=x, phi=phi, x_tile=x_tile[0], phi_tile=phi_tile[0], loaded=None)
-                    add(
-                        x_tile=x_tile[0],
-                        phi_tile=phi_tile[0],
-                        x_part=x_part,
-                        own=own,
-                        squares=squares,
-                        product=product,
-                        mix=mix,
-                    )
-                store(program, squares=squares, square=square, mix=mix, mix_tile=mix_tile, partials=partials)
+                    load(program, step, x, phi, x_tile[0], phi_tile[0], loaded=None)
+                    add(x_tile[0], phi_tile[0], held)
+                store(program, held, partials)
             else:
                 loaded = tuple(T.alloc_barrier(config.loaders) for _ in slots)
                 free = tuple(T.alloc_barrier(config.threads) for _ in slots)
@@ -103,15 +110,7 @@ def mhc_pre_project_kernel(*, M, K, dtype, exact, config):
                                 # The first wait ends at once: of a fresh barrier, the odd phase counts as over.
                                 T.barrier_wait(free[slot], (turn + 1) % 2)
                                 step = turn * config.stages + slot
-                                load(
-                                    program,
-                                    step,
-                                    x=x,
-                                    phi=phi,
-                                    x_tile=x_tile[slot],
-                                    phi_tile=phi_tile[slot],
-                                    loaded=loaded[slot],
-                                )
+                                load(program, step, x, phi, x_tile[slot], phi_tile[slot], loaded=loaded[slot])
                                 T.barrier_arrive(loaded[slot])
                 else:
                     T.inc_max_nreg(config.registers)
@@ -121,17 +120,9 @@ def mhc_pre_project_kernel(*, M, K, dtype, exact, config):
                         for slot in slots:
                             if turn * config.stages + slot < steps:
                                 T.barrier_wait(loaded[slot], turn % 2)
-                                add(
-                                    x_tile=x_tile[slot],
-                                    phi_tile=phi_tile[slot],
-                                    x_part=x_part,
-                                    own=own,
-                                    squares=squares,
-                                    product=product,
-                                    mix=mix,
-                                )
+                                add(x_tile[slot], phi_tile[slot], held)
                                 release(free[slot])
-                    store(program, squares=squares, square=square, mix=mix, mix_tile=mix_tile, partials=partials)
+                    store(program, held, partials)
 
     return mhc_pre_project
 

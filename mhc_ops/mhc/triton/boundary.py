@@ -19,7 +19,7 @@ from torch import Tensor
 from ...core import device
 from ..options import PreOptions
 from ..post_then_pre import apart, next_bwd, post_pre_bwd
-from ..records import Post, Pre, PreBackward
+from ..records import PassB, Post, Pre, PreBackward
 from . import configs, few_tokens
 from .post import mhc_post_bwd, mhc_post_fwd
 from .pre_bwd import maps_backward, mhc_pre_bwd, pass_a, scaled_phi, sum_up, token_table
@@ -149,10 +149,8 @@ def as_one_kernel(
     dh_mix, sums = maps_backward(pre, token, dh_pre)
     boundary = boundary_pass()
     assert boundary is not None, "is_one_kernel says so"
-    A, dweight, dots = boundary(
-        x=x,
-        **of_post,
-        transposed=options.transposed,
+    assert pre.dh_in is not None and token.table is not None, "is_one_kernel says so"
+    pass_b = PassB(
         dh_in=pre.dh_in,
         dx_next=dlink_next,
         dh_mix=dh_mix,
@@ -160,7 +158,13 @@ def as_one_kernel(
         layer_norm_weight=pre.layer_norm_weight,
         table=token.table,
         dx=dlink,
+    )
+    A, dweight, dots = boundary(
+        x=x,
+        **of_post,
+        transposed=options.transposed,
         dread=dread,
+        pass_b=pass_b,
     )
     sum_up(pre, A, sums, dweight, dots)
 

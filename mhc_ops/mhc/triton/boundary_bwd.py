@@ -19,7 +19,6 @@ on matrix units too; they are added after a barrier that the kernel needs anyway
 """
 
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...core import device
 from ...core.launch import launch
+from ..records import PassB
 from . import configs
 from .boundary_common import (
     advance,
@@ -179,18 +179,15 @@ def compute(
     parameters,
     outputs,
     stages,
-    phi_1,
-    weights,
-    dlink_out,
-    dh_out_out,
-    read_dots,
+    memory,
     barriers,
-    T,
-    D,
+    sizes,
     MAPS: gl.constexpr,
     DOTS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
+    T, D = sizes
+    phi_1, weights, dlink_out, dh_out_out, read_dots = memory
     phi_ptr, layer_norm_weight_ptr = parameters
     dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr = outputs
     full, empty, phi_full = barriers
@@ -275,8 +272,8 @@ def compute(
         gl.store(dweight_ptr + gl.program_id(1).to(gl.int64) * D + channel, total)
 
 
-# x_next[j]  = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], made again; without h_res x[j] is in the place of the sum, and
-#              below dlink_next[i]
+# x_next[j]  = h_post[j]·h_out + Σ_i h_res[i, j]·x[i], made again
+#              Without h_res, x[j] replaces the sum here, and dlink_next[i] replaces it in dlink.
 # dlink[i]   = Σ_m dh_mix[m]·alpha[m]·gamma[i]·phi[m, i] + x_factor·x_next[i] + h_pre[i]·dh_in
 #              + Σ_j h_res_next[i, j]·dlink_next[j], rounded; dh_in as in mhc_pre_dx_kernel
 # A[slice]   = Σ_{t in slice} dh_mix[t] ⊗ x_next[t];  dweight[slice] = Σ_{t in slice} r·h_in ⊙ dy, with the layer's norm
@@ -343,45 +340,16 @@ def mhc_boundary_bwd_kernel(
     descriptors = (x_desc, dlink_next_desc, h_out_desc, dh_in_desc, dh_mix_desc, h_post_desc, h_res_desc, table_desc)
     parameters = (phi_ptr, layer_norm_weight_ptr)
     outputs = (dlink_desc, dh_out_desc, A_ptr, dweight_ptr, dots_ptr)
+    memory = (phi_1, weights, dlink_out, dh_out_out, read_dots)
     barriers = (full, empty, phi_full)
     gl.warp_specialize(
         [
-            (
-                compute,
-                (
-                    parameters,
-                    outputs,
-                    stages,
-                    phi_1,
-                    weights,
-                    dlink_out,
-                    dh_out_out,
-                    read_dots,
-                    barriers,
-                    T,
-                    D,
-                    MAPS,
-                    DOTS,
-                    TRANSPOSED,
-                ),
-            ),
+            (compute, (parameters, outputs, stages, memory, barriers, (T, D), MAPS, DOTS, TRANSPOSED)),
             (copy_in, (descriptors, phi_desc, stages, phi_1, barriers, T, D, MAPS, TABLE)),
         ],
         [1],
         [COPYING_REGISTERS],
     )
-
-
-class PassB(NamedTuple):
-    """What pass B of the next sublayer takes and fills: dx_next is dlink_next, dx is dlink."""
-
-    dh_in: Tensor
-    dx_next: Tensor
-    dh_mix: Tensor
-    parts: Tensor
-    layer_norm_weight: Tensor | None
-    table: Tensor
-    dx: Tensor
 
 
 def boundary_pass(
@@ -394,12 +362,11 @@ def boundary_pass(
     dh_out: Tensor,
     dh_post: Tensor,
     dh_res: Tensor | None,
-    dread: Tensor | None = None,
-    **of_pass_b: Any,
+    dread: Tensor | None,
+    pass_b: PassB,
 ) -> tuple[Tensor, Tensor | None, Dots]:
-    """Fills dx and dh_out; returns A [slices, M, K], with the norm dweight, and the dots whose sums are dh_post, dh_res
-    and, where it is given, dread."""
-    pass_b = PassB(**of_pass_b)
+    """Fills pass_b.dx and dh_out; returns A [slices, M, K], with the norm dweight, and the dots whose sums are dh_post,
+    dh_res and, where it is given, dread."""
     layer_norm_weight, dh_mix, parts, table = pass_b.layer_norm_weight, pass_b.dh_mix, pass_b.parts, pass_b.table
     assert dread is None or layer_norm_weight is None, "the norm waits for pass A, which makes dread"
     streams, D = x.shape[-2:]

@@ -187,7 +187,8 @@ def share(T, D):
 # No warps wait for each other in a circle: before the copying warp waits for a stage, a slot or phi to become empty, it
 # has begun all copies that the computing warps need to empty it, those of the stage before (STAGES ≥ 2).
 @gluon.jit
-def copy_in(x_desc, h_out_desc, of_tokens, parts_desc, memory, full, empty, T, D, MAP_BLOCKS: gl.constexpr):
+def copy_in(inputs, memory, full, empty, T, D, MAP_BLOCKS: gl.constexpr):
+    x_desc, h_out_desc, of_tokens, parts_desc = inputs
     h_post_desc, h_res_desc, read_desc = of_tokens
     xs, outs, posts, ress, reads, phis = memory
     COLUMNS: gl.constexpr = n + (0 if h_res_desc is None else n * n) + (0 if read_desc is None else n)
@@ -233,18 +234,8 @@ def copy_in(x_desc, h_out_desc, of_tokens, parts_desc, memory, full, empty, T, D
 
 
 @gluon.jit
-def compute(
-    x_next_desc,
-    h_in_desc,
-    partials_ptr,
-    memory,
-    full,
-    empty,
-    T,
-    D,
-    MAP_BLOCKS: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-):
+def compute(outputs, memory, full, empty, T, D, MAP_BLOCKS: gl.constexpr, TRANSPOSED: gl.constexpr):
+    x_next_desc, h_in_desc, partials_ptr = outputs
     xs, outs, posts, ress, reads, phis = memory
     M: gl.constexpr = MAP_BLOCKS * MAPS
     stage_full, maps_full, phi_full = full
@@ -373,11 +364,12 @@ def mhc_boundary_fwd_kernel(
         mbarrier.init(full[2].index(s), count=1)
         mbarrier.init(empty[2].index(s), count=1)
     barrier()  # no warp waits for an mbarrier before it is initialised
-    of_tokens = (h_post_desc, h_res_desc, read_desc)
+    inputs = (x_desc, h_out_desc, (h_post_desc, h_res_desc, read_desc), parts_desc)
+    outputs = (x_next_desc, h_in_desc, partials_ptr)
     gl.warp_specialize(
         [
-            (compute, (x_next_desc, h_in_desc, partials_ptr, memory, full, empty, T, D, MAP_BLOCKS, TRANSPOSED)),
-            (copy_in, (x_desc, h_out_desc, of_tokens, parts_desc, memory, full, empty, T, D, MAP_BLOCKS)),
+            (compute, (outputs, memory, full, empty, T, D, MAP_BLOCKS, TRANSPOSED)),
+            (copy_in, (inputs, memory, full, empty, T, D, MAP_BLOCKS)),
         ],
         [1],
         [COPYING_REGISTERS],

@@ -28,7 +28,7 @@ CHANNELS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 # Of phi from memory [maps, channels]: 16 bytes a thread.
 FROM_MEMORY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# Of what there is one of a channel, before and after the loop. With another layout, 8 bytes spill.
+# Layout of one value per channel, before and after the loop. With another layout, 8 bytes spill.
 ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 Bases = dict[str, list[tuple[int, int, int]]]  # of registers, lanes and warps: where each bit of their number leads

@@ -496,6 +496,6 @@ BOUNDARY_TOKENS = 1024
 
 @cache
 def boundary_bwd(n: int, D: int, x_dtype: torch.dtype, enough_tokens: bool, on: Device) -> Tile | None:
-    """None where there is no kernel for it, or the composition is to be taken: pass B and post's backward apart."""
+    """None if there is no such kernel or two launches are faster: pass B, then post's backward."""
     there = on.kind == "cuda" and on.capability == HOPPER and n == BOUNDARY_STREAMS and x_dtype == BOUNDARY_DTYPE
     return BOUNDARY_BWD if there and enough_tokens and D % BOUNDARY_BWD.block_d == 0 else None

@@ -234,7 +234,7 @@ def mhc_pre_bwd(**arguments: Any) -> None:
 
 
 def mhc_maps_bwd(**arguments: Any) -> None:
-    """As pre's, without h_in."""
+    """Pre's backward without h_in."""
     pre_bwd(PreBackward(**arguments, dh_in=None, dx_next=None))
 
 

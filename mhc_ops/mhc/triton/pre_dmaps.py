@@ -105,8 +105,7 @@ def mhc_pre_dmaps_kernel(
     BLOCK_M: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_batch = (t < T)[:, None]
-    rows = t[:, None]
+    in_batch, rows = (t < T)[:, None], t[:, None]
     inv_rms = tl.load(inv_rms_ptr + rows, mask=in_batch, other=0.0).to(tl.float32)
     sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * M)
 

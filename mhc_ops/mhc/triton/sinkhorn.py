@@ -117,7 +117,7 @@ def divisors_at(divisors_ptr, step, t, T, axis: tl.constexpr, n: tl.constexpr, N
     return divisors_ptr + (step * T.to(tl.int64) + t) * n + at, (t < T) & (at < n)
 
 
-# c divided along an axis, the divisor kept; and the divisor
+# Divides c along an axis and keeps the divisor; returns both.
 @triton.jit
 def divide(c, divisors_ptr, step, t, T, axis: tl.constexpr, eps, n: tl.constexpr, N: tl.constexpr):
     divisor = divisor_of(c, axis, eps, n, N)

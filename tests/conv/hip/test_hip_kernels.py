@@ -74,8 +74,15 @@ def test_what_is_missing_is_named():
             NotImplementedError, match=f"^causal_conv1d: the hip backend has no {name}; use backend=.tri"
         ):
             conv(**{"x": x, "weight": weight, **wanted})
-    with pytest.raises(NotImplementedError, match="the hip backend of conv does not have it"):
-        mhc_ops.causal_conv1d_update(x[0], torch.zeros(4, 8, 3), weight, backend="hip")
+    state, bounds = torch.zeros(4, 8, 3), torch.tensor([0, 4], dtype=torch.int32)
+    for name, *given, others in (
+        ("causal_conv1d_update", x[0], state, weight, {}),
+        ("causal_conv1d_update", x[0], state, weight, {"out": torch.empty_like(x[0])}),
+        ("causal_conv1d_prefill", x[0], state, weight, {"cu_seqlens": bounds, "conv_state_indices": bounds[:1]}),
+        ("short_conv", x[:, :, None], torch.ones(1, 8), weight, {}),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{name}: backend 'hip' does not have it, 'triton' and 'ref"):
+            getattr(mhc_ops, name)(*given, **others, backend="hip")
     with pytest.raises(TypeError, match="x must be bfloat16, float16 or float32 for backend 'hip', got float64"):
         conv(x.double(), weight)
     with pytest.raises(RuntimeError, match="hip runs on ROCm devices and on CPU tensors, not on meta"):

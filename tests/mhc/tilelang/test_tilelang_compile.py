@@ -158,7 +158,7 @@ def compiled(kernels, target):
 
 @pytest.mark.parametrize(("target", "case"), [(target, case) for target in CASES for case in CASES[target]], ids=str)
 def test_kernels_compile(target, case):
-    """But for those that the tests of products compile."""
+    """Every kernel compiles but for those that the tests of products compile."""
     functions = launched(case, DEVICES[target])
     compiled(lowered([function for function in functions if name_of(function) not in PRODUCTS], target), target)
 

@@ -15,7 +15,7 @@ pytest.importorskip("tilelang")
 import mhc_ops
 from mhc_ops.core import backend
 from mhc_ops.mhc.tilelang import build, pre_bwd, pre_project, pre_sums
-from mhc_ops.mhc.tilelang.pre_dx import Residual
+from mhc_ops.mhc.tilelang.pre_dx import DxNext
 from mhc_ops.testing import accuracy, cases
 
 
@@ -39,10 +39,10 @@ def dx(*, n, D, M, in_dtype, residual, config, **constants):
         total = dh_mix @ phi + factor[:, :1] * x
         if in_dtype is not None:
             total += (factor[:, 1 : 1 + n, None] * dh_in[:, None]).flatten(1)
-        if residual is Residual.MIXED:
+        if residual is DxNext.MIXED:
             h_res = factor[:, 1 + n : 1 + n + n * n].unflatten(1, (n, n))
             total += (h_res @ dx_next.unflatten(1, (n, D))).flatten(1)
-        if residual is Residual.ADDED:
+        if residual is DxNext.ADDED:
             total += dx_next
         dx.copy_(total)
 

@@ -127,8 +127,8 @@ def test_x_next_is_remade_with_the_bits_of_post(monkeypatch):
     accuracy.run_case(drawn(cases.MHC_NEXT, 1040, 512), "triton", "cuda")
     x_next = mhc_ops.mhc_post(*(given[name] for name in ("x", "h_out", "h_post", "h_res")), backend="triton")
     for token in (0, 17, 1039):
-        given["dh_mix"].zero_()
-        given["dh_mix"][0, token, 3] = 1
+        given["pass_b"].dh_mix.zero_()
+        given["pass_b"].dh_mix[0, token, 3] = 1
         A, *_ = launcher(**given)
         assert torch.equal(A.sum(0)[3], x_next[token].flatten().float())
 
@@ -181,7 +181,7 @@ def boundary(T, D=4096, dtype=bf16, on="meta", **form):
 
 
 def test_otherwise_the_composition(monkeypatch):
-    """Also of sublayers with and without a residual map (each kernel knows one kind), and of unaligned tensors."""
+    """The kernel takes no unaligned tensors, and no boundary of one sublayer with a residual map and one without."""
     monkeypatch.setattr(device, "of", lambda _: HOPPER)
     taken, identity, aligned = boundary(4096), boundary(4096, mixed=False), boundary(1024, D=64, on="cpu")
     assert all(boundary_launchers.is_one_kernel(**given) for given in (taken, identity, aligned))

@@ -71,7 +71,7 @@ def test_few_tokens_are_taken_by_programs_that_run_at_once(on):
 
 
 def test_boundary_fwd():
-    """Its stages are slices of 128 channels, two to a bundle, as the projection's are on Hopper; bundles are pieces."""
+    """The stages are slices of 128 channels, two to a bundle, as the projection's are on Hopper; bundles are pieces."""
     tile = configs.BOUNDARY_FWD
     assert 2 * tile.block_d == configs.BUNDLE
     for D in CHANNELS:
