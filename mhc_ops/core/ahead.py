@@ -1,11 +1,14 @@
 """Compile the kernels of a computation ahead and side by side, and say what was compiled and how long it took."""
 
+import ast
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ def compile_ahead(function: str, run: Callable[[], None], device: torch.device, 
 
     if distinct:
         native.compiled()
+        parse_one_by_one()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for done, _ in enumerate(threads.map(compile_one, distinct.values()), 1):
             if verbose:
@@ -42,6 +46,21 @@ def compile_ahead(function: str, run: Callable[[], None], device: torch.device, 
         names = ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in counts.items())
         say(f"{function}: {len(distinct)} kernels in {time.monotonic() - begin:.1f} s: {names or 'none'}")
     return len(distinct)
+
+
+@cache
+def parse_one_by_one() -> None:
+    """Triton makes a syntax tree of each kernel. Python 3.11 before 3.11.8 raises a SystemError where threads make
+    several at once and one of them collects garbage, so there they take turns from now on."""
+    if not (3, 11) <= sys.version_info < (3, 11, 8):
+        return
+    parse, lock = ast.parse, threading.RLock()
+
+    def parse_alone(*arguments: Any, **options: Any) -> Any:
+        with lock:
+            return parse(*arguments, **options)
+
+    ast.parse = parse_alone
 
 
 def up_to(largest: int) -> list[int]:

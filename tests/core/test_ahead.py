@@ -1,7 +1,11 @@
 """Compiling ahead: each kernel once, and what is said about it."""
 
+import ast
+import gc
+import sys
 from functools import partial
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -45,6 +49,23 @@ def test_each_form_is_compiled_once(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     ahead.compile_ahead("warmup", work, torch.device("cpu"), verbose=True)
     assert "\rwarmup [############            ] 4/8" in capsys.readouterr().err
+
+
+def test_syntax_trees_of_several_threads(monkeypatch):
+    """Python 3.11.0 to 3.11.7 cannot make them at once where garbage is collected."""
+    kernels = [Kernel(f"kernel_{i}", "T") for i in range(4)]
+    source = Path(ast.__file__).read_text(encoding="utf-8")
+    monkeypatch.setattr(Kernel, "warmup", lambda self, *values, **options: [ast.parse(source) for _ in range(4)])
+    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.callbacks.append(within := lambda *_: sum(range(200)))  # in which another thread may go on
+    gc.set_threshold(50)
+    sys.setswitchinterval(1e-6)
+    try:
+        assert ahead.compile_ahead("warmup", partial(run, kernels, (1,)), torch.device("cpu"), verbose=False) == 8
+    finally:
+        gc.callbacks.remove(within)
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(interval)
 
 
 def test_sizes_have_the_kernels_of_their_neighbours():
