@@ -1,5 +1,6 @@
 """Words of a command line as values; argparse turns an error into one line and exit code 2."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -7,6 +8,8 @@ import torch
 from ..testing.cases import seed_of
 from . import files
 from .report import Refused
+
+MOST_ELEMENTS = 2**40
 
 
 def device(text: str) -> torch.device:
@@ -44,4 +47,6 @@ def shape(text: str) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in text.split("x"))
     if min(sizes) < 1:
         raise Refused(f"{text}: sizes must be at least 1")
+    if math.prod(sizes) > MOST_ELEMENTS:
+        raise Refused(f"{text}: no device holds so many elements")
     return sizes

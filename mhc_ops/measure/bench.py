@@ -55,7 +55,8 @@ def cases_on(device: torch.device) -> dict[str, Sequence[AnyCase]]:
 
 def find_providers(options: Namespace, results: Results) -> list[str]:
     """The providers that were asked for and are there; the results name the others."""
-    wanted = options.providers or [p for p in PROVIDERS if options.peers or not peers.by_name(p)]
+    asked = options.providers or [p for p in PROVIDERS if options.peers or not peers.by_name(p)]
+    wanted = list(dict.fromkeys(asked))  # a name that is given twice is measured once
     libraries = {name: peer for name in wanted if (peer := peers.by_name(name))}
     reasons = {name: peers.why_not(peer) for name, peer in libraries.items()}
     reasons |= {name: speed.why_no_compiler() for name in wanted if name == COMPILED}

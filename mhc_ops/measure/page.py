@@ -255,5 +255,9 @@ def _render(template: str, **values: Any) -> str:
 
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(loader=jinja2.PackageLoader("mhc_ops.measure"), autoescape=True, **options)
-    environment.filters |= {"backend_of": backend_of, "percent": percent, "share": re.compile(r"\d+%$").findall}
+    environment.filters |= {
+        "backend_of": backend_of,
+        "percent": percent,
+        "share": lambda cell: re.findall(r"\d+%$", str(cell)),
+    }
     return environment.get_template(template).render(**values, OURS=BACKENDS).strip() + "\n"

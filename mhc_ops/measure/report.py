@@ -5,7 +5,6 @@ import importlib.util
 import io
 import os
 import platform
-import shutil
 import sys
 import time
 from argparse import ArgumentTypeError
@@ -50,7 +49,10 @@ def open_streams() -> None:
 def discard() -> None:
     """Drops what is buffered for a closed pipe, so that Python does not fail as it ends."""
     for stream in (sys.stdout, sys.stderr):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -92,11 +94,14 @@ def status(label: str, between: float | None = None) -> Callable[[object], None]
 
 def _overwrite(text: str) -> bool:
     """Overwrites the line of a terminal; returns False and writes nothing if the cursor cannot move."""
-    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns - 1  # at the last one, some wrap
+    except (OSError, ValueError):  # no terminal, or none that is a file, as in a notebook
         return False
-    columns = shutil.get_terminal_size().columns - 1  # at the last one, some terminals wrap
-    print(f"\r{text[:columns]}{ERASE}", end="", file=sys.stderr, flush=True)
-    return True
+    moves = columns > 0 and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    if moves:
+        print(f"\r{text[:columns]}{ERASE}", end="", file=sys.stderr, flush=True)
+    return moves
 
 
 def clear() -> None:

@@ -163,6 +163,7 @@ def test_no_command(command, run):
         ("bench --providers trition", "argument --providers: invalid choice: 'trition'"),
         ("diagnose mhc_psot", "argument OP: invalid choice: 'mhc_psot'"),
         ("diagnose mhc_post --shape=2xx3", "argument --shape: "),
+        ("diagnose mhc_post --shape 9999999x4x9999999", "argument --shape: 9999999x4x9999999: no device holds so many"),
         *((f"diagnose mhc_post --seed={n}", "argument --seed: ") for n in ("9" * 20, "-1", "0.5", "")),
         *((f"check --fuzz={seconds}", "argument --fuzz: ") for seconds in ("0", "nan")),
         ("check --fuzz=1 --case=mhc", "--fuzz draws cases of its own"),

@@ -1,9 +1,14 @@
 """How a command ends: Ctrl-C, or a reader that has gone; and what it says meanwhile."""
 
+import fcntl
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import tty
 
 import pytest
 
@@ -93,13 +98,20 @@ def test_fuzz_draws_a_seed_and_takes_the_backends_that_run_here(drawn, run, refu
 
 
 @pytest.mark.parametrize("terminal, moves", [("xterm", True), ("dumb", False)])
-def test_progress_on_a_terminal(terminal, moves, monkeypatch, capsys):
+def test_progress_on_a_terminal(terminal, moves, monkeypatch):
     """Each place overwrites the last one, and what follows begins on a clean line."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    reading, writing = pty.openpty()
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("4H", 9, 20, 0, 0))
+    tty.setraw(writing)
     monkeypatch.setenv("TERM", terminal)
-    monkeypatch.setenv("COLUMNS", "20")
-    for _ in report.progress(["a long name", "b"], "check"):
-        pass
-    report.say("done")
+    with open(writing, "w", encoding="utf-8") as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        for _ in report.progress(["a long name", "b"], "check"):
+            pass
+        report.say("done")
+        said = ""
+        while "done\n" not in said:  # a read returns what has arrived
+            said += os.read(reading, 999).decode()
+    os.close(reading)
     lines = "\rcheck 1/2: a long n\x1b[K\rcheck 2/2: b\x1b[K\r\x1b[K\r\x1b[Kdone\n"
-    assert capsys.readouterr().err == (lines if moves else "check 1/2: a long name\ncheck 2/2: b\ndone\n")
+    assert said == (lines if moves else "check 1/2: a long name\ncheck 2/2: b\ndone\n")

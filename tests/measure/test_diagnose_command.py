@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mhc_ops import cli
+from mhc_ops.measure import report
 from mhc_ops.mhc import reference
 
 SMALL = ["--device", "cpu", "--shape", "12x4x24"]
@@ -24,6 +25,8 @@ def test_something_is_off(capsys, monkeypatch):
         x_next = right(x, *arguments)
         return x_next if x.dtype == torch.float64 else x_next * torch.tensor([1, 0, 0, 0])[:, None]
 
+    cleared = []
+    monkeypatch.setattr(report, "clear", lambda: cleared.append(None))
     monkeypatch.setattr(reference, "mhc_post", wrong)
     monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(["diagnose", "mhc_post", *SMALL]) == 1
@@ -35,6 +38,7 @@ def test_something_is_off(capsys, monkeypatch):
     assert "x_next  [12 tokens, 4 streams, 24 channels]" in lines
     assert "  place               streams 1 to 3, 100.0% of it wrong" in lines
     assert lines[-1] == "0 of 8 cases right, 1 off, 7 not run"
+    assert len(cleared) == 3, "for the place that is said, before the finding, and at the end"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from . import Diagnosis, diagnose
 OPS = tuple(dict.fromkeys(case.subject.name.split()[0] for case in selection.CHECK))
 SHAPES = {"sinkhorn": "TxNxN", "short_conv": "BxLxNxD"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as reports name them
 OUTPUTS = f"{page.ACCURACY.partition('backend, ')[2]}, finding"
 
 
@@ -48,6 +49,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
             raise Refused(str(error)) from error
         if found.findings:  # one cause is enough for one command
             off = sum(not output.passed for output in found.outputs)
+            report.clear()
             print(f"{case}, {backend}: {off} of {len(found.outputs)} outputs are off")
             print("\n".join(_lines(found)))
             left = f", {len(work) - done - 1} not run" * (done + 1 < len(work))
