@@ -2,6 +2,7 @@
 
 import shutil
 from functools import partial
+from itertools import repeat
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from written_driver import launches
 
 from mhc_ops import HyperConnection, HyperStack, causal_conv1d, causal_conv1d_update
+from mhc_ops.testing import accuracy, cases, conv_cases
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -47,12 +49,28 @@ def convolutions():
     return step
 
 
+def each_op():
+    """Forward and backward. The reference says what shapes the cotangents have."""
+    conv = partial(conv_cases.ConvCase, 1, 100, D)
+    every = [cases.Case(subject, (100,), n, D, torch.bfloat16) for subject in cases.ALL]
+    every += [conv(), conv(places="seq_idx"), conv(places=conv_cases.CACHE), conv(n=n), conv(update=True)]
+    given = [case.inputs() for case in every]
+    made = [case.subject.run(dict(tensors), "reference") for case, tensors in zip(every, given)]
+    cotangents = [accuracy.random_cotangents(case.subject, outputs) for case, outputs in zip(every, made)]
+
+    def step():
+        return [accuracy.run(case.subject, *rest) for case, *rest in zip(every, given, repeat("triton"), cotangents)]
+
+    return step
+
+
 STEPS = {
     "a stack": partial(step_of_stack, 100),
     "its fused boundary": partial(step_of_stack, 1024, layer_norm=True),  # with descriptors
     "few tokens": partial(step_of_stack, 16),  # all programs at once
     "shifted, made again": partial(step_of_stack, 1024, depth=4, shifted=True, recompute=2),
     "convolutions": convolutions,
+    "each op": each_op,
     "compiled": partial(step_of_stack, 100, compiled=True),
 }
 

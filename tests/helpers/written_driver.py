@@ -49,9 +49,9 @@ def written_driver():
         kept = _keep_memory(patch)
 
         def lines(function):
-            function()
-            numbers = {}
+            results, numbers = function(), {}
             found = ADDRESS.sub(lambda m: f"#{numbers.setdefault(m[0], len(numbers))}", library.launches().decode())
+            del results
             kept.clear()
             return found.splitlines()
 
