@@ -45,11 +45,10 @@ CONV = [
 TILELANG = """
 TileLang's two kernels with matrix products are compiled by nvcc for sm_80, sm_90a and sm_120 in the tests, without
 spills, and lowered to HIP source for gfx942 and gfx950 (`tests/mhc/tilelang/`)."""
-SERVING = list(itertools.product(test_conv_compile.SERVING, (4096,), (4,), (bf16,)))
-FAMILIES = {
-    "mhc": (partial(test_compile.launch_all, TOKENS), MHC),
-    "conv": (partial(test_conv_compile.launch_all, TOKENS), CONV),
-    "serving": (test_conv_compile.launch_serving, SERVING),
+FAMILIES = {  # what launches, its configs, and the names of the kernels if not all
+    "mhc": (partial(test_compile.launch_all, TOKENS), MHC, None),
+    "conv": (partial(test_conv_compile.launch_all, TOKENS), CONV, None),
+    "serving": (test_conv_compile.warm_up, [(4096, 4, bf16)], test_conv_compile.SERVING),
 }
 Item = tuple[str, str, tuple]
 
@@ -58,9 +57,10 @@ def compiled(item: Item) -> tuple[Item, list[Compiled] | str]:
     """The kernels that a family's launchers start for one config on one target, or why that failed."""
     target, family, config = item
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch, compiling_for(target, patch) as kernels:
+    launch, _, names = FAMILIES[family]
+    with pytest.MonkeyPatch.context() as patch, compiling_for(target, patch, names) as kernels:
         try:
-            FAMILIES[family][0](*config)
+            launch(*config)
         except Exception as error:
             return item, f"{type(error).__name__}: {error}".splitlines()[0]
     return item, kernels
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", choices=GPUS, default=list(GPUS))
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
     options = parser.parse_args()
-    items = [(t, family, c) for t in options.targets for family, (_, cs) in FAMILIES.items() for c in cs]
+    items = [(t, family, c) for t in options.targets for family, (_, cs, _) in FAMILIES.items() for c in cs]
     largest: dict[tuple[str, str], tuple[int, int, int]] = {}
     problems = []
     with multiprocessing.Pool(options.jobs) as pool:

@@ -1,6 +1,9 @@
 """Every kernel of the convolution compiles for GPUs that are not here, without spills, and once for all lengths."""
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +82,13 @@ def test_no_spills(D, W, dtype, places, target, monkeypatch):
 
 
 SERVING = ("causal_conv1d_prefill_kernel", "causal_conv1d_step_kernel", "block_states_kernel")
+
+
+def warm_up(D, W, dtype):
+    with mhc_ops.use_backend("triton"):
+        mhc_ops.conv_warmup(D, W, dtype, tokens=2048, bias=True, parameter_dtype=fp32, device="meta")
+
+
 TARGETS = ["sm_90", "gfx942", *(pytest.param(target, marks=pytest.mark.thorough) for target in GPUS)]
 
 
@@ -87,8 +97,8 @@ def test_serving_has_no_spills(target, monkeypatch, request):
     """Every form of a warm-up: of the usual filter, in the thorough run of the widest in the largest type."""
     cross_compile.skip_if_too_old(target)
     D, W, dtype = (4097, 8, fp32) if request.node.get_closest_marker("thorough") else (4096, 4, bf16)
-    with cross_compile.compiling_for(target, monkeypatch, SERVING) as kernels, mhc_ops.use_backend("triton"):
-        mhc_ops.conv_warmup(D, W, dtype, tokens=2048, bias=True, parameter_dtype=fp32, device="meta")
+    with cross_compile.compiling_for(target, monkeypatch, SERVING) as kernels:
+        warm_up(D, W, dtype)
     assert {kernel.name for kernel in kernels} == set(SERVING)
     cross_compile.check(target, kernels)
 
@@ -109,3 +119,10 @@ def test_rows_are_copied_ahead(monkeypatch):
     assembly = {kernel.name: kernel.assembly for kernel in kernels}
     assert "cp.async.cg.shared.global" in assembly["causal_conv1d_bwd_kernel"], "not 16 bytes at a time"
     assert "cp.async.ca.shared.global" in assembly["causal_conv1d_fwd_kernel"], "not asynchronously"
+
+
+def test_the_table_of_gpus_has_its_launches():
+    """scripts/compile_table.py takes them from these tests."""
+    script = Path(__file__).parents[3] / "scripts" / "compile_table.py"
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
