@@ -52,12 +52,12 @@ def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def train(mode: str, n: int, D: int, depth: int, tokens: int, steps: int, device: str) -> list[float]:
+def train(mode: str, n: int, D: int, depth: int, tokens: int, steps: int, lr: float, device: str) -> list[float]:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = Model(n, D, depth).to(device, dtype)
     x, y = torch.randn(tokens, D, device=device, dtype=dtype), torch.randn(tokens, D, device=device, dtype=dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=mode == "step")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, capturable=mode == "step")
     network: Callable[[Tensor], Tensor] = model
     if mode == "graphs":
         network = torch.cuda.make_graphed_callables(model, (x.clone(),))
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=12, help="sublayers")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = vars(parser.parse_args())
     if options["mode"] in GRAPHS and options["device"] == "cpu":

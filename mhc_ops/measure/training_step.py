@@ -291,7 +291,8 @@ def captured(step: TakeStep) -> TakeStep:
     with torch.cuda.graph(graph):
         found = step()
 
-    def replay() -> tuple[Tensor, Tensor]:
+    def replay(model: TakeStep = step) -> tuple[Tensor, Tensor]:
+        """The graph reads the parameters of the model, which live as long as this function holds its step."""
         graph.replay()
         return found
 

@@ -50,7 +50,7 @@ def step(network, x):
     x = x.clone().requires_grad_()
     out = network(x)
     out.float().square().sum().backward()
-    return [out.detach().clone(), x.grad, *(p.grad.clone() for p in network.parameters() if p.grad is not None)]
+    return [out.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in network.parameters() if p.grad is not None)]
 
 
 @by_model

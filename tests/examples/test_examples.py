@@ -49,7 +49,7 @@ def test_upcycle():
 @pytest.mark.parametrize("mode", ["graphs", "step", pytest.param("reduce-overhead", marks=pytest.mark.thorough)])
 def test_small_model(device, mode):
     """On a CPU it says that graphs need a GPU, and trains all the same."""
-    small = ("--D", 32, "--depth", 2, "--tokens", 64) if device == "cpu" else ()
+    small = ("--D", 32, "--depth", 2, "--tokens", 64, "--lr", 1e-3) if device == "cpu" else ()
     printed = run(EXAMPLES / "small_model.py", "--mode", mode, "--device", device, *small, "--steps", 20)
     assert (f"--mode {mode} uses CUDA graphs, which need a GPU" in printed) == (device == "cpu")
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]

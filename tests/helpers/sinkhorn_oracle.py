@@ -48,6 +48,12 @@ def assert_pre_has_the_sinkhorn_of_its_logits(case, iters, backend, device):
     apart = mhc_ops.sinkhorn(logits, iters, 0.0, backend=backend)
     assert h_res.isfinite().all() and accuracy.close(h_res, apart.double())
     dh_res = torch.randn(h_res.shape, generator=torch.Generator().manual_seed(cases.SEED)).to(device)
-    gradients = [torch.autograd.grad(out, list(leaves.values()), dh_res, allow_unused=True) for out in (h_res, apart)]
-    for one, other in zip(*gradients):
-        assert one.isfinite().all() and accuracy.close(one, other.double())
+
+    def gradients(cotangents):
+        found = accuracy.gradients_of({"h_res": apart}, leaves, cotangents, again=True)
+        return {name: gradient.double() for name, gradient in found.items()}
+
+    # A matrix near a corner has a gradient of terms that cancel, so the last bit of its logits decides.
+    exact = accuracy.exact_gradients(gradients, [apart], [dh_res])
+    for name, gradient in accuracy.gradients_of({"h_res": h_res}, leaves, [dh_res]).items():
+        assert gradient.isfinite().all() and accuracy.close(gradient, exact[name]), name

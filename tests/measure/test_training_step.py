@@ -1,8 +1,11 @@
 """Training steps: every provider's model computes the same, what is wrong is not timed, rows are kept."""
 
+import gc
 import statistics
+import weakref
 from argparse import Namespace
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -113,6 +116,20 @@ def test_our_forms_are_the_same_model(form, monkeypatch):
     connected = built[0]
     assert getattr(connected, "recompute", None) == FORMS[form]
     assert [c.layer_norm_weight is not None for c in connected] == [inside] * SMALL.sublayers
+
+
+def test_a_captured_step_keeps_its_model(monkeypatch):
+    """The graph reads the parameters in every replay."""
+    models, connect = [], training_step.connect
+    monkeypatch.setattr(training_step.torch, "cuda", MagicMock())
+    monkeypatch.setattr(training_step, "connect", lambda *a, **kw: models.append(connect(*a, **kw)) or models[-1])
+    step = Training(SMALL, GRAPHS, CPU).step("reference")
+    model = weakref.ref(models.pop())
+    gc.collect()
+    assert model() is not None
+    del step
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.interpreted
