@@ -91,6 +91,8 @@ class Op:
         self.reads: tuple[str, ...] = ()  # the inputs and outputs that the gradient needs
         self.varying: tuple[str, ...] = ()  # the outputs that carry a gradient
         self.function: type[Eager] = type(self.name, (Eager,), {})
+        # torch.autograd.Function.apply would look for transforms once more.
+        self.apply: Callable[..., Any] = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
         self.transformed = None if mutates else self._for_transforms(_setup_nothing, self._no_second_derivative)
         if family not in backends.families():
             backends.register_family(family)
@@ -337,8 +339,7 @@ class Call:
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The results, in the order of `returns`."""
         if self.differentiable and torch.is_grad_enabled():
-            # torch.autograd.Function.apply would look for transforms once more.
-            return super(torch.autograd.Function, self.op.function).apply(self, *tensors)  # type: ignore[misc]
+            return self.op.apply(self, *tensors)
         return self.forward(tensors)
 
     def launched(self, outputs: tuple[str, ...], tensors: Sequence[Tensor]) -> list[Tensor]:

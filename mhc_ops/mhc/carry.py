@@ -42,6 +42,10 @@ class StackCarry(NamedTuple):
         """x as the connection read it, for hooks."""
         return self.carry.x
 
+    def after(self, h_out: Any) -> "StackCarry":
+        """With what the sublayer returned."""
+        return StackCarry(self.carry, h_out, self.recompute, self.leaving)
+
     def __getattr__(self, name: str) -> Any:
         """A hook that takes a carry for a tensor is told where it belongs."""
         raise AttributeError(f"a carry of a HyperStack has no {name}; {WHERE_HOOKS_GO}")

@@ -1,6 +1,7 @@
 """Modules around the mHC functions."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from typing_extensions import Unpack
 from ..core import backend as backends
 from ..core.check import check_count, check_flag, check_tensors
 from ..core.maps import KeepsMaps, ReadsStreams, type_of_maps
-from .carry import StackCarry, boundary
+from .carry import StackCarry, Start, boundary
 from .ops import mhc_forward_pre, mhc_head, mhc_layer
 from .options import DEFAULTS, PreKeywords, Residual, checked, spelled_out
 
@@ -221,23 +222,15 @@ class HyperConnection(_Maps, ReadsStreams):
     def forward(self, x: Tensor | StackCarry, /, *args: Any, **kwargs: Any) -> Any:
         """x_next; in a `HyperStack`, which hands a carry over in the place of x, the next carry in that of x_next"""
 
-        def run(x: Any, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Any, layer_norm_weight: Any) -> Any:
-            layer = (lambda h_in: self.layer(h_in, *args, **kwargs)) if args or kwargs else self.layer
-            own: Any = {"layer_norm_weight": layer_norm_weight, "backend": self.backend, **self.further}
-            if not isinstance(x, StackCarry):
-                return mhc_layer(x, layer, phi, alpha, bias, gamma, **own)
-            h_in, carry = boundary(x, phi, alpha, bias, gamma, **own)
-            if x.leaving is not None:
-                h_in, carry = x.leaving(h_in, carry)
-            result = layer(h_in)
-            if isinstance(result, tuple) and result:
-                return carry._replace(h_out=result[0]), *result[1:]
-            return carry._replace(h_out=result)
-
-        self.check(x.carry.x if isinstance(x, StackCarry) else x)
-        parameters = (self.phi, self.alpha, self.bias, self.gamma, self.layer_norm_weight)
+        if not isinstance(x, StackCarry):
+            self.check(x)
+        elif isinstance(x.carry, Start):  # the x after it is made by these connections
+            self.check(x.carry.x)
+        own = self._parameters  # sooner than attributes, which torch looks up in Python
+        parameters = [own[name] if name in own else getattr(self, name) for name in self.map_names]
         if not self.checkpoint or not torch.is_grad_enabled():
-            return run(x, *parameters)
+            return self._run(args, kwargs, x, *parameters)
+        run = partial(self._run, args, kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(run, x, *parameters, use_reentrant=False)
         choice = backends.chosen()  # autograd runs it again in a thread without this context
@@ -247,6 +240,23 @@ class HyperConnection(_Maps, ReadsStreams):
                 return run(x, *parameters)
 
         return checkpoint(run_on_the_same, x, *parameters, use_reentrant=False)
+
+    def _run(
+        self, args: Any, kwargs: Any, x: Any, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Any, weight: Any
+    ) -> Any:
+        found = self._modules.get("layer")  # sooner, too
+        layer: Any = self.layer if found is None else found
+        wrapped = (lambda h_in: layer(h_in, *args, **kwargs)) if args or kwargs else layer
+        own: Any = {"layer_norm_weight": weight, "backend": self.backend, **self.further}
+        if not isinstance(x, StackCarry):
+            return mhc_layer(x, wrapped, phi, alpha, bias, gamma, **own)
+        h_in, carry = boundary(x, phi, alpha, bias, gamma, **own)
+        if x.leaving is not None:
+            h_in, carry = x.leaving(h_in, carry)
+        result = wrapped(h_in)
+        if isinstance(result, tuple) and result:
+            return carry.after(result[0]), *result[1:]
+        return carry.after(result)
 
 
 class HyperHead(_Maps):

@@ -279,8 +279,17 @@ def mhc_layer(
     """
     if not callable(layer):
         raise TypeError(f"mhc_layer: layer must be callable, got {type(layer).__name__}")
-    sublayer: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
-    h_in, carry = _enter("mhc_layer", x, layer_norm_weight=layer_norm_weight, backend=backend, **sublayer)
+    h_in, carry = _enter(
+        "mhc_layer",
+        x,
+        phi=phi,
+        alpha=alpha,
+        bias=bias,
+        gamma=gamma,
+        layer_norm_weight=layer_norm_weight,
+        backend=backend,
+        **options,
+    )
     result = layer(h_in)
     h_out, *rest = result if isinstance(result, tuple) and result else (result,)
     x_next = _leave("mhc_layer", carry, h_out, backend)
@@ -349,12 +358,21 @@ def mhc_next(
     """
     _check_carry("mhc_next", carry)
     linked = torch.is_grad_enabled()
-    sublayer: dict[str, Any] = {"phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, **options}
-    sublayer |= {"layer_norm_weight": layer_norm_weight, "backend": backend}
     shifted, transposed = carry.read is not None, bool(options.get("transposed"))
     if (linked and not prepare.is_link_of_kernels(carry.link)) or carry.transposed != transposed:
-        of_stack = {"shifted": True, "read": carry.read} if shifted else {}
-        return _enter("mhc_next", _leave("mhc_next", carry, h_out, backend), **sublayer, **of_stack)
+        return _enter(
+            "mhc_next",
+            _leave("mhc_next", carry, h_out, backend),
+            phi=phi,
+            alpha=alpha,
+            bias=bias,
+            gamma=gamma,
+            layer_norm_weight=layer_norm_weight,
+            backend=backend,
+            **({"shifted": True, "read": carry.read} if shifted else {}),
+            **options,
+        )
+    own: Any = {"read": carry.read, **options} if shifted else options
     parts = run(
         prepare.next_sublayer,
         link=carry.link if linked else None,
@@ -362,9 +380,14 @@ def mhc_next(
         h_out=h_out,
         h_post=carry.h_post,
         h_res=carry.h_res,
+        phi=phi,
+        alpha=alpha,
+        bias=bias,
+        gamma=gamma,
+        layer_norm_weight=layer_norm_weight,
         linked=linked,
-        **({"read": carry.read} if shifted else {}),
-        **sublayer,
+        backend=backend,
+        **own,
     )
     x_next, h_in, *parts = parts
     return h_in, _carried(x_next, parts, shifted, linked, transposed)

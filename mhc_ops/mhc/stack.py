@@ -105,14 +105,14 @@ class HyperStack(nn.Sequential):
         read = None
         if not self.first:
             (x, read), args = self._pair(x, *args)
-        carry, rests, any_rest, backend = between.begin(x, self.recompute, self.shifted, read), [], False, None
+        carry, rests, any_rest = between.begin(x, self.recompute, self.shifted, read), [], False
+        connection: nn.Module | None = None
         for name, connection in self._modules.items():
             result = connection(carry, *args, **kwargs)
             carry, rest = split(name, result)
             rests.append(rest or ())
             any_rest = any_rest or rest is not None
-            backend = getattr(connection, "backend", None)
-        out = between.end(carry, backend, contracted=self.shifted and self.last)
+        out = between.end(carry, getattr(connection, "backend", None), contracted=self.shifted and self.last)
         return (out, rests) if any_rest else out
 
     @staticmethod
