@@ -38,14 +38,8 @@ def leaf(tensor):
 
 
 # has_initial, has_final, has_bias, packed, activation; and b, d, length, W
-FORMS = [
-    (False, False, True, False, None),
-    (True, False, False, False, "silu"),
-    (False, True, True, False, "swish"),
-    (True, True, False, False, None),
-    (False, False, True, True, "silu"),
-    (True, False, False, True, "silu"),
-]
+FORMS = [(False, False, True, False, None), (True, False, False, False, "silu"), (False, True, True, False, "swish")]
+FORMS += [(True, True, False, False, None), (False, False, True, True, "silu"), (True, False, False, True, "silu")]
 SIZES = [(B, D, L, 4), (2, 7, 23, 5), (1, 1, 9, 2), (2, 3, 1, 8), (3, 8, 2, 1), (0, 4, 5, 3), (2, 4, 0, 3)]
 
 
@@ -69,11 +63,6 @@ def test_fn(b, d, length, W, has_initial, has_final, has_bias, packed, activatio
     assert_equal(gradients(outputs, leaves), gradients(expected, leaves))
 
 
-def test_varlen_states_of_no_tokens():
-    assert torch.equal(causal_conv1d_varlen_states(torch.ones(0, 3), torch.tensor([0, 0]), 2), torch.zeros(1, 3, 2))
-    assert causal_conv1d_varlen_states(torch.ones(4, 3), torch.tensor([0]), 2).shape == (0, 3, 2)
-
-
 @pytest.mark.parametrize("layout", [*LAYOUTS, "every second token"])
 def test_out_can_be_added_to_in_place(layout, each_backend):
     """The package's own test does this before its backward. out is contiguous where x has neither layout."""
@@ -95,12 +84,12 @@ def test_final_states_out(layout, each_backend):
     torch.manual_seed(0)
     x, weight, buffer = sliced("channel-last"), torch.randn(D, 4), sliced(layout, L=3)
     strides, memory, leaves = buffer.stride(), buffer.data_ptr(), (leaf(x), leaf(weight))
-    assert causal_conv1d_fn(x, weight, return_final_states=True, final_states_out=buffer)[1] is buffer
+    into_it = {"return_final_states": True, "final_states_out": buffer}
+    assert causal_conv1d_fn(x, weight, **into_it)[1] is buffer and torch.equal(buffer, x[..., -3:])
     assert (buffer.stride(), buffer.data_ptr()) == (strides, memory)
-    assert torch.equal(buffer, x[..., -3:])
     for _ in range(2):
         buffer.fill_(float("nan"))
-        outputs = causal_conv1d_fn(*leaves, return_final_states=True, final_states_out=buffer)
+        outputs = causal_conv1d_fn(*leaves, **into_it)
         assert outputs[1].data_ptr() == memory and not buffer.requires_grad
         assert torch.equal(buffer, x[..., -3:])
         assert_equal(gradients(outputs, leaves), gradients(ours(*leaves, has_final=True), leaves))
@@ -157,6 +146,8 @@ def test_varlen_states(state_len, index, dtype):
     assert states.dtype == dtype
     assert states.stride() == torch.empty(5, state_len, D).mT.stride()
     assert not states.requires_grad
+    assert torch.equal(causal_conv1d_varlen_states(torch.ones(0, 3), torch.tensor([0, 0]), 2), torch.zeros(1, 3, 2))
+    assert causal_conv1d_varlen_states(torch.ones(4, 3), torch.tensor([0]), 2).shape == (0, 3, 2)
 
 
 X, WEIGHT, STATE = torch.zeros(B, D, L), torch.zeros(D, 4), torch.zeros(B, D, 3)
@@ -166,13 +157,12 @@ GOOD = {
     "causal_conv1d_update": {"x": X[..., 0], "conv_state": STATE, "weight": WEIGHT},
     "causal_conv1d_varlen_states": {"x": X[0].mT, "cu_seqlens": CU, "state_len": 3},
 }
-FINAL = "final_states_out"
 WRONG = [  # what the functions of mhc_ops refuse stands in tests/conv/test_conv_errors.py
     ("causal_conv1d_fn", "activation", NotImplementedError, ["gelu"]),
     ("causal_conv1d_fn", "x", TypeError, [[1.0]]),
     ("causal_conv1d_fn", "x", ValueError, [X[0]]),
-    ("causal_conv1d_fn", FINAL, TypeError, [STATE.half()]),
-    ("causal_conv1d_fn", FINAL, ValueError, [STATE[:1], STATE.to("meta")]),
+    ("causal_conv1d_fn", "final_states_out", TypeError, [STATE.half()]),
+    ("causal_conv1d_fn", "final_states_out", ValueError, [STATE[:1], STATE.to("meta")]),
     ("causal_conv1d_update", "activation", NotImplementedError, ["relu"]),
     ("causal_conv1d_update", "x", ValueError, [X[0, 0]]),
     ("causal_conv1d_update", "conv_state", ValueError, [STATE[..., 1:]]),

@@ -104,20 +104,15 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "program.py").write_text(PROGRAM)
-    (tmp_path / "folder" / "beside.py").write_text("WORD = 'beside'\n")
-    return tmp_path / "folder"
-
-
 @pytest.mark.parametrize("words", [["folder/program.py"], ["-m", "program"]], ids=["script", "module"])
-def test_a_program_runs_with_it(words, folder):
+def test_a_program_runs_with_it(words, tmp_path):
     """In a process of its own: the arguments are the program's, modules beside it are found, its exit code is kept."""
+    (folder := tmp_path / "folder").mkdir()
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "beside.py").write_text("WORD = 'beside'\n")
     command = [sys.executable, "-m", "mhc_ops.compat.causal_conv1d", *words, "3", "-m", "--help"]
     environment = {"PYTHONPATH": f"{ROOT}:{folder}" if "-m" in words else str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout == "mhc_ops.compat.causal_conv1d.causal_conv1d_interface 3 -m --help beside\n"
 

@@ -49,26 +49,15 @@ def models(request, library):
     return SimpleNamespace(own=made[0], ours=made[1])
 
 
-@pytest.fixture
-def calls(called):
-    """The functions that were called: a test in which neither is would say nothing."""
-    return called(mhc_ops, "causal_conv1d", "causal_conv1d_update")
-
-
-def tokens(*shape):
-    return torch.randint(2, 64, shape, generator=torch.Generator().manual_seed(1))
-
-
-def test_logits_and_gradients(models, calls):
-    expected = results(models.own, tokens(2, 13))
+def test_logits_gradients_and_generated_tokens(models, called):
+    """It sees the functions that are called: where neither is, it would say nothing."""
+    calls, draw = called(mhc_ops, "causal_conv1d", "causal_conv1d_update"), torch.Generator().manual_seed(1)
+    ids, prompt = (torch.randint(2, 64, (2, length), generator=draw) for length in (13, 7))
+    options = {"max_new_tokens": 5, "do_sample": False}
+    expected, generated = results(models.own, ids), models.own.generate(prompt, **options)
     assert not calls
-    assert_same_results(results(models.ours, tokens(2, 13)), expected)
+    assert_same_results(results(models.ours, ids), expected)
     assert set(calls) == {"causal_conv1d"}
-
-
-def test_generated_tokens(models, calls):
-    prompt, options = tokens(2, 7), {"max_new_tokens": 5, "do_sample": False}
-    expected = models.own.generate(prompt, **options)
-    assert not calls
-    assert torch.equal(models.ours.generate(prompt, **options), expected)
+    calls.clear()
+    assert torch.equal(models.ours.generate(prompt, **options), generated)
     assert set(calls) == {"causal_conv1d", "causal_conv1d_update"}

@@ -143,17 +143,13 @@ def test_a_version_without_a_name(ours, module, lacks, text, server):
         assert function is None or "mhc_ops" not in function.__module__
 
 
-def test_a_server_lacks_a_package(server):
+def test_a_server_lacks_a_package_or_another_has_replaced_an_op(server):
     server(vllm, {file_of(CONV): "import a_package_of_vllm"})
     with says(ModuleNotFoundError, "No module named 'a_package_of_vllm'"):
         vllm.register()
-
-
-def test_another_package_has_replaced_an_op(server):
-    server(vllm)
     import_module("vllm.model_executor.custom_op").op_registry_oot["MHCPostOp"] = torch.nn.Identity
     with says(RuntimeError, "register: MHCPostOp is replaced already, by torch.nn.modules.linear"):
-        vllm.register()
+        vllm.register("mhc")
 
 
 @each_server

@@ -33,8 +33,13 @@ each_stand_in = pytest.mark.parametrize("ours", STAND_INS, ids=lambda ours: ours
 
 @pytest.fixture(autouse=True)
 def megatron_is_installed(monkeypatch, tmp_path):
+    """Nothing stays loaded."""
     monkeypatch.setattr(megatron, "_has_slot", lambda: True)
     install("megatron.core.fusions", monkeypatch, tmp_path)
+    yield
+    for name in ("megatron", "tile_kernels"):
+        for module in loaded(name):
+            del sys.modules[module]
 
 
 def install(package, monkeypatch, folder):
@@ -51,14 +56,6 @@ def install(package, monkeypatch, folder):
 
 def loaded(name):
     return {module for module in sys.modules if module.partition(".")[0] == name.partition(".")[0]}
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded():
-    yield
-    for name in ("megatron", "tile_kernels"):
-        for module in loaded(name):
-            del sys.modules[module]
 
 
 @each_stand_in

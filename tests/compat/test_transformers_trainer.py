@@ -106,9 +106,8 @@ def test_a_step_without_connections(made, monkeypatch):
     trainer = made()
     parameters = [*trainer.model.parameters()]
     monkeypatch.setattr(trainer.model, "forward", lambda x, labels: {"loss": sum(p.sum() for p in parameters)})
-    with pytest.warns(
-        UserWarning, match="MetricsCallback: nothing is logged of step 2: metrics: no connection"
-    ) as given:
+    words = "MetricsCallback: nothing is logged of step 2: metrics: no connection"
+    with pytest.warns(UserWarning, match=words) as given:
         trainer.train()
     assert len([each for each in given if "MetricsCallback" in str(each.message)]) == 1
     assert logged(trainer) == [[], [2, 4, 6]]
