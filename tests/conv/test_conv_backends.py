@@ -187,17 +187,10 @@ def test_nothing_to_do(anywhere):
 
 # T (None: [B, D]), a ring, slots, how much longer the state is than it must be, dilation, W
 UPDATES = [
-    (None, False, False, 0, 1, 4),
-    (None, True, False, 0, 1, 4),
-    (None, True, True, 3, 2, 3),
-    (None, False, False, 2, 1, 1),
-    (1, False, True, 2, 1, 4),
-    (2, False, False, 0, 3, 2),
-    (3, True, False, 0, 1, 4),
-    (4, False, False, 1, 1, 3),
-    (4, True, True, 1, 2, 3),
-    (6, True, True, 1, 1, 3),
-]
+    (None, False, False, 0, 1, 4), (None, True, False, 0, 1, 4), (None, True, True, 3, 2, 3),
+    (None, False, False, 2, 1, 1), (1, False, True, 2, 1, 4), (2, False, False, 0, 3, 2), (3, True, False, 0, 1, 4),
+    (4, False, False, 1, 1, 3), (4, True, True, 1, 2, 3), (6, True, True, 1, 1, 3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("T", "ring", "with_slots", "extra", "dilation", "W"), UPDATES)

@@ -74,34 +74,24 @@ both, some_W = (False, True), (1, 3, 8)
 CASES = [
     *(of_states(W=W) for W in range(1, 9)),
     *(of_states(bias=bias, silu=silu, state=False) for bias in both for silu in both),
-    *(of_states(dilation=dilation, residual=True) for dilation in (2, 3, 7)),
-    Looping(residual=True),
-    *(of_states(L=L, state=state) for L in (0, 1, 2) for state in both),
-    of_states(L=2, W=3, dilation=4),
+    *(of_states(dilation=dilation, residual=True) for dilation in (2, 3, 7)), Looping(residual=True),
+    *(of_states(L=L, state=state) for L in (0, 1, 2) for state in both), of_states(L=2, W=3, dilation=4),
     *(of_states(*sizes) for sizes in ((0, 9, 5), (1, 9, 1), (2, 9, 0), (0, 0, 1))),
     *(Looping(ids=IDS, dilation=dilation, residual=residual) for dilation in (1, 2) for residual in both),
     Looping(ids=IDS, W=1, **PLAIN),
     *(of_ids(W=W, ids=RETURNS, dilation=dilation, residual=True) for W in some_W for dilation in (1, 2)),
-    of_ids(ids=IDS, **PLAIN),
-    of_ids(L=1, ids=((4,), (-1,))),
+    of_ids(ids=IDS, **PLAIN), of_ids(L=1, ids=((4,), (-1,))),
     *(Looping(L=0, ids=((), ()), places=places) for places in (WITH_IDS, "seq_idx")),
     *(packed(1, W=W, cu=PADDED, state=state, residual=state) for state in both for W in some_W),
-    packed(1, cu=PADDED, dilation=2, **PLAIN),
-    *(packed(1, cu=cu) for cu in ((2, 5, 9), (0,))),
-    packed(1, 0, cu=(0, 0, 0)),
-    packed(1, D=1, cu=(0, 0, 9)),
-    *(
-        Looping(*sizes, n=n, dilation=dilation, residual=residual, norm_eps=norm_eps)
-        for *sizes, n, dilation in ((2, 9, 5, 4, 3, 1), (1, 12, 4, 3, 2, 3), (2, 1, 7, 8, 1, 2), (3, 5, 1, 1, 4, 1))
-        for residual in both
-        for norm_eps in (1e-5, 0.1)
-    ),
-    *(
-        replace(case, dtype=dtype, parameter_dtype=dtype, residual=True)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-        for case in (of_states(), Looping(ids=IDS), packed(1, cu=PADDED), Looping(2, 20, 64, n=2))
-    ),
-]
+    packed(1, cu=PADDED, dilation=2, **PLAIN), *(packed(1, cu=cu) for cu in ((2, 5, 9), (0,))),
+    packed(1, 0, cu=(0, 0, 0)), packed(1, D=1, cu=(0, 0, 9)),
+    *(Looping(*sizes, n=n, dilation=dilation, residual=residual, norm_eps=norm_eps)
+      for *sizes, n, dilation in ((2, 9, 5, 4, 3, 1), (1, 12, 4, 3, 2, 3), (2, 1, 7, 8, 1, 2), (3, 5, 1, 1, 4, 1))
+      for residual in both for norm_eps in (1e-5, 0.1)),
+    *(replace(case, dtype=dtype, parameter_dtype=dtype, residual=True)
+      for dtype in (torch.bfloat16, torch.float16, torch.float32)
+      for case in (of_states(), Looping(ids=IDS), packed(1, cu=PADDED), Looping(2, 20, 64, n=2))),
+]  # fmt: skip
 
 
 def short(x, gamma, weight, *, silu, dilation, residual, norm_eps):

@@ -80,10 +80,7 @@ X = [
     ({"x": zeros(2, 0, D)}, ValueError, f"x {SHAPE} [2, 0, 16]"),
     ({"x": torch.nested.nested_tensor([zeros(3, N, D)])}, TypeError, f"x {DENSE} nested"),
 ]
-FORWARD = [
-    *X,
-    ({"outflag": "no"}, TypeError, "outflag must be a bool, got str"),
-]
+FORWARD = [*X, ({"outflag": "no"}, TypeError, "outflag must be a bool, got str")]
 POST = [
     *X,
     ({"transposed": 1}, TypeError, "transposed must be a bool, got int"),
@@ -97,11 +94,9 @@ OPTIONS = [
     ({"transposed": None}, TypeError, "transposed must be a bool, got NoneType"),
     ({"residual": None}, TypeError, "residual must be a str, got NoneType"),
     ({"residual": "none"}, ValueError, "residual must be 'sinkhorn', 'identity' or 'logits', got 'none'"),
-    *(
-        ({"residual": "identity", name: value}, ValueError, f"{name}={value} {NO_MEANING}'identity'")
-        for name, value in (("sinkhorn_iters", 3), ("sinkhorn_eps", 0.0), ("transposed", True))
-    ),
-]
+    *(({"residual": "identity", name: value}, ValueError, f"{name}={value} {NO_MEANING}'identity'")
+      for name, value in (("sinkhorn_iters", 3), ("sinkhorn_eps", 0.0), ("transposed", True))),
+]  # fmt: skip
 NO_LOGITS = "residual='logits' is not a map to mix streams with; mhc_pre returns it"
 PRE = [
     *OPTIONS,
@@ -109,10 +104,8 @@ PRE = [
     ({"residual": "logits", "sinkhorn_iters": 3}, ValueError, f"sinkhorn_iters=3 {NO_MEANING}'logits'"),
     ({"residual": "logits", "sinkhorn_eps": 0.0}, ValueError, f"sinkhorn_eps=0.0 {NO_MEANING}'logits'"),
 ]
-LAYER = [
-    ({"layer": None}, TypeError, "layer must be callable, got NoneType"),
-    ({"residual": "logits"}, ValueError, NO_LOGITS),
-]
+NO_LAYER = ({"layer": None}, TypeError, "layer must be callable, got NoneType")
+LAYER = [NO_LAYER, ({"residual": "logits"}, ValueError, NO_LOGITS)]
 SINKHORN = [
     ({"logits": zeros(2, 3)}, ValueError, "logits must be [..., n, n] with n at least 1, got [2, 3]"),
     ({"iters": 0}, ValueError, "iters must be at least 1, got 0"),
@@ -130,20 +123,15 @@ EXPAND = [
 ]
 
 # A flag is True or False: anything else has a truth of its own, which may not be what was meant.
-SIZES = [
-    ({"n": 0}, ValueError, "n must be at least 1, got 0"),
-    ({"D": 8.0}, TypeError, "D must be an int, got float"),
-]
+SIZES = [({"n": 0}, ValueError, "n must be at least 1, got 0"), ({"D": 8.0}, TypeError, "D must be an int, got float")]
 HEAD = [*SIZES, ({"gamma": "no"}, TypeError, "gamma must be a bool, got str")]
 CONNECTION = [
-    *HEAD,
-    *OPTIONS,
+    *[*HEAD, *OPTIONS, NO_LAYER],
     ({"layer_norm": []}, TypeError, "layer_norm must be a bool, got list"),
     ({"checkpoint": torch.ones(())}, TypeError, "checkpoint must be a bool, got Tensor"),
     ({"post_mult": 0}, ValueError, "post_mult must be above 0, got 0.0"),
     ({"post_eps": 1.0}, ValueError, "post_eps must be below 1, got 1.0"),
     ({"hc_eps": 1.5}, ValueError, "hc_eps must be below 1, got 1.5"),
-    ({"layer": None}, TypeError, "layer must be callable, got NoneType"),
     ({"residual": "logits"}, ValueError, "residual='logits' is no map to mix streams with; MHCBlock returns it"),
 ]
 CALLS = {
@@ -189,9 +177,6 @@ def test_functions_and_modules(name):
         assert_said(function, TypeError, f"{name}() got an unexpected keyword argument 'norm_ep'", **good(), norm_ep=1)
 
 
-# Stacks and metrics
-
-
 def connection(layer=torch.tanh, n=2, D=8):
     return HyperConnection(layer, n, D)
 
@@ -232,9 +217,6 @@ def test_stacks():
     ):
         with pytest.raises(error, match=f"^{re.escape(message)}"):
             call()
-
-
-# What kernels do not take
 
 
 @pytest.mark.parametrize("checked", [prepare.check_kernel_limits, pytest.param(None, marks=pytest.mark.interpreted)])

@@ -33,14 +33,10 @@ PRE = [
     *(Pre((37,), n, 96, dtype) for n in range(1, 9) for dtype in TYPES),
     *(Pre((5, 3), 4, D, bf16) for D in (1, 7, 64, 160, 257)),
     *(Pre((19,), 4, 160, dtype, scale=scale) for dtype in TYPES for scale in (1e-3, 1e3)),
-    *(Pre((130,), n, 257, bf16, gamma=False) for n in (1, 3, 4)),
-    Pre((), 4, 33, bf16),
-    Pre((1,), 2, 700, fp32),
-    Pre((70,), 4, 32, bf16, parameter_dtype=bf16),
-    Pre((70,), 3, 32, fp32, parameter_dtype=fp16),
-    Pre((70,), 3, 32, bf16, parameter_dtype=torch.float64),
-    Pre((3,), 4, 2100, bf16),
-]
+    *(Pre((130,), n, 257, bf16, gamma=False) for n in (1, 3, 4)), Pre((), 4, 33, bf16), Pre((1,), 2, 700, fp32),
+    Pre((70,), 4, 32, bf16, parameter_dtype=bf16), Pre((70,), 3, 32, fp32, parameter_dtype=fp16),
+    Pre((70,), 3, 32, bf16, parameter_dtype=torch.float64), Pre((3,), 4, 2100, bf16),
+]  # fmt: skip
 
 
 SINKHORN = [
@@ -81,11 +77,8 @@ LARGE = [
     *(cases.Case(cases.SINKHORN, (5000,), n, 0, fp32) for n in range(1, 9)),
 ]
 LARGE_STACK = [
-    *(
-        cases.Case(subject, *(((700,), n, 512) if (n + turn) % 2 else ((300,), n, 257)), TYPES[(n + turn) % 3])
-        for turn, subject in enumerate(cases.OF_THE_STACK)
-        for n in range(1, 9)
-    ),
+    *(cases.Case(subject, *(((700,), n, 512) if (n + turn) % 2 else ((300,), n, 257)), TYPES[(n + turn) % 3])
+      for turn, subject in enumerate(cases.OF_THE_STACK) for n in range(1, 9)),
     *(cases.Case(subject, (2048,), 4, D, bf16) for subject in cases.NORMED for D in (2560, 4096, 7168, 12288)),
     *(cases.Case(subject, (2048,), 4, 7168, bf16) for subject in (cases.MHC_MAPS, cases.MHC_READ, cases.MHC_NEXT)),
     *(cases.Case(subject, (T,), 4, D, bf16) for subject in (cases.MHC_POST_PRE, cases.MHC_POST_PRE_NORMED)
@@ -102,9 +95,8 @@ FEWER = [
 
 def parts_of_the_outputs(subject, T, D, kinds):
     """A case for each choice of outputs that have a cotangent, at each (n, type)."""
-    return [
-        cases.Case(subject, (T,), n, D, dtype, unused=unused) for n, dtype in kinds for unused in leave_out(subject)
-    ]
+    drawn = [(n, dtype, unused) for n, dtype in kinds for unused in leave_out(subject)]
+    return [cases.Case(subject, (T,), n, D, dtype, unused=unused) for n, dtype, unused in drawn]
 
 
 # Kernels leave out what has no cotangent, each config in its own way.
@@ -136,9 +128,6 @@ def test_exact_and_same_bits_twice(backend, case, poisoned):
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-# Which outputs have a cotangent
-
-
 @by_most_subjects
 def test_any_of_the_outputs_may_be_unused_in_turn(subject, place, poisoned):
     """n and type in turn, beginning with another one for each op; all choices of one op at one size."""
@@ -166,9 +155,6 @@ def test_empty_batch(subject, anywhere, poisoned):
         assert all(not results[f"d{name}"].any() for name in parameters)
 
 
-# Layouts and values
-
-
 @by_most_subjects
 def test_layouts(subject, kernels):
     """Strided inputs and cotangents give the bits of contiguous ones, and are left as they were; so do expanded
@@ -183,11 +169,8 @@ def test_layouts(subject, kernels):
     of_ones = accuracy.run(subject, tensors, backend, [c.contiguous() for c in expanded])
     expected = accuracy.run(subject, tensors, backend, cotangents)
     strided = [torch.stack([c, c], -1)[..., 0] for c in cotangents]
-    for layout, given, same in (
-        ("strided", strided, expected),
-        ("transposed", strided, expected),
-        ("", expanded, of_ones),
-    ):
+    ways = ("strided", strided, expected), ("transposed", strided, expected), ("", expanded, of_ones)
+    for layout, given, same in ways:
         laid_out = replace(case, layout=layout).inputs(device)
         before = {name: t.clone() for name, t in laid_out.items()}
         results = accuracy.run(subject, laid_out, backend, given)
@@ -237,9 +220,8 @@ def test_bad_values_stay_in_their_token(subject, value, kernels):
 
 def test_no_cotangent_at_all(kernels):
     backend, device = kernels
-    leaves = {
-        name: t.requires_grad_() for name, t in cases.Case(cases.MHC_POST, (3,), 3, 40, fp32).inputs(device).items()
-    }
+    tensors = cases.Case(cases.MHC_POST, (3,), 3, 40, fp32).inputs(device)
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
     drop = torch._C._functions.UndefinedGrad()  # the identity, whose gradient is None
     drop(cases.MHC_POST.call(**leaves, backend=backend)[0]).sum().backward()
     assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())

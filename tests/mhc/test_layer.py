@@ -110,9 +110,6 @@ def test_the_host_does_not_wait(model):
         torch.cuda.set_sync_debug_mode("default")
 
 
-# The ops
-
-
 def test_the_link_stays_one_element(kernel_device):
     """A copy of it would be as large as x."""
     x = torch.zeros(6, N, D, device=kernel_device)

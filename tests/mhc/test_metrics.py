@@ -74,9 +74,6 @@ def stack():
     return HyperStack(*connections())
 
 
-# Against the equations in fp64.
-
-
 def expected(made, xs, shifted):
     """In plain loops over all tokens; norms of the gradients that are there."""
     x, found = torch.cat([x.flatten(0, -3) for x in xs]), {}
@@ -107,12 +104,8 @@ def expected(made, xs, shifted):
     return {name: float(value) for name, value in found.items()}
 
 
-MODELS = {
-    "alone": nn.Sequential,
-    "stack": HyperStack,
-    "shifted": lambda *made: HyperStack(*made, shifted=True),
-    "recompute": lambda *made: HyperStack(*made, recompute=2),
-}
+MODELS = {"alone": nn.Sequential, "stack": HyperStack, "shifted": partial(HyperStack, shifted=True)}
+MODELS["recompute"] = partial(HyperStack, recompute=2)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -131,9 +124,6 @@ def test_values(residual, kind):
     else:
         assert max(found["gain_forward"], found["gain_backward"]) > 1.001
         assert abs(found["gain_forward"] - found["gain_backward"]) > 1e-3  # told apart
-
-
-# The model does not notice.
 
 
 def test_nothing_changes_in_kernels(kernel_device):
@@ -240,9 +230,6 @@ def test_shapes_that_change():
     assert health.result()["gain_backward"] == pytest.approx((6 * gains[0] + 4 * gains[1]) / 10, rel=1e-6)
 
 
-# The host does not wait.
-
-
 @pytest.mark.gpu
 def test_the_host_does_not_wait():
     stack, xs = HyperStack(*connections(place=CUDA)), batches(CUDA)
@@ -265,9 +252,6 @@ def test_tilelang():
     xs = batches(CUDA)
     of = lambda backend: HyperStack(*connections(place=(backend, "cuda"), layer_norm=False))  # noqa: E731
     assert seen(of("tilelang"), xs) == pytest.approx(seen(of("triton"), xs), rel=1e-4, abs=1e-6)
-
-
-# Under torch.compile and torch.func.
 
 
 def test_torch_compile(stack):

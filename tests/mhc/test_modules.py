@@ -64,9 +64,6 @@ def test_state(module, options, shapes, tmp_path):
         assert list(stack.state_dict()) == [f"{number}.{name}" for number in range(2) for name in shapes]
 
 
-# What they start as
-
-
 def test_fresh_block_reads_the_mean():
     _, h_post, h_res = MHCBlock(n=4, D=64)(100 * torch.randn(50, 4, 64))
     assert (h_post - 1).abs().max() < 0.05
@@ -140,9 +137,6 @@ def test_dtype_and_device_of_parameters(dtype):
     assert {parameter.dtype for parameter in made(dtype=torch.float16).parameters()} == {torch.float16}
     asked = {(parameter.device.type, parameter.dtype) for parameter in made(device="meta", dtype=dtype).parameters()}
     assert asked == {("meta", dtype)}
-
-
-# The option checkpoint
 
 
 def test_checkpoint_runs_again_on_the_same_backend():

@@ -200,9 +200,6 @@ def test_slices():
     assert torch.equal(copy.deepcopy(stack)(x), stack(x))
 
 
-# Shifted
-
-
 @pytest.mark.parametrize("options", [{}, {"checkpoint": True}], ids=str)
 def test_stages_of_a_pipeline(options):
     made = connections(REFERENCE, 4, norm_eps=1e-20, **options)

@@ -28,9 +28,6 @@ def on(place):
         yield place[1]
 
 
-# Ways to run them
-
-
 def in_a_loop(x, parameters, options, shifted=False):
     """x after all sublayers; shifted, x, p and what they are contracted to."""
     h_in, carry = mhc_ops.mhc_enter(x, **parameters[0], **options[0], shifted=shifted)
@@ -91,9 +88,6 @@ def assert_like_the_oracle(options, n=3, dtype=fp64, shifted=True, outer=(T,), f
         assert_close(gradients(found, leaves_of(x, parameters)), expected)
 
 
-# Against the loops, forward and backward
-
-
 @both_forms
 @by_options
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
@@ -119,9 +113,6 @@ def test_sublayers_of_different_options(shifted, place, on):
     assert_like_the_oracle([OPTIONS[name] for name in names], dtype=dtype, shifted=shifted, device=on)
 
 
-# One rounding in types of 16 bits
-
-
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in ("standard", "identity of Hy4", "all else")], ids=str)
 @pytest.mark.parametrize("tokens", [7, 66], ids=["one launch", "several"])
 @pytest.mark.parametrize(("dtype", "norm"), [(bf16, True), (bf16, False), (fp16, True)], ids=str)
@@ -143,9 +134,6 @@ def test_types(dtype, norm, tokens, options, place, on):
     out = stack_oracle.stack(wide, [given], [double], [options], of_read, True, scaled)
     leaves = leaves_of(wide, [double], of_read, of_h_out)
     assert_close(results, exact((*h_ins, *out), leaves, scaled, [output.dtype for output in outputs]))
-
-
-# The same bits on every way
 
 
 def assert_same_bits(x, parameters, options, shifted, norm_in_torch):
@@ -248,9 +236,6 @@ def test_bits_of_large_sizes(options, D, norm, shifted):
     assert_equal(few, [output[100:120] for output in expected[:count]])
 
 
-# Other ways through the functions
-
-
 def test_logits():
     """h_res is the input of Sinkhorn; the rest is that of mhc_pre."""
     x, (own,) = sublayers([{}], (T,), 3, D, fp64)
@@ -269,9 +254,6 @@ def test_kernels_return_logits(n, kernel_device):
     for subject in (cases.MHC_PRE, cases.MHC_MAPS):
         logits = replace(subject, call=partial(subject.call, residual="logits"))
         assert failures(cases.Case(logits, (T,), n, D, fp32), "triton", kernel_device) == []
-
-
-# The carry
 
 
 @both_forms

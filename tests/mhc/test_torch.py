@@ -32,11 +32,6 @@ def traced(x, phi, alpha, bias, gamma):
     return mhc_pre_fwd.traced(x, phi, alpha, bias, gamma, None, *OPTIONS, "triton")
 
 
-def results(call, tensors):
-    """Outputs and gradients."""
-    return gradients(call(**tensors), [t for t in tensors.values() if t.requires_grad])
-
-
 def test_direct_and_traced_give_the_same_bits(kernel_device):
     """Intermediates carry no gradient."""
     tensors = leaves(kernel_device)

@@ -20,13 +20,11 @@ ROCM = (pytest.mark.gpu, pytest.mark.skipif(torch.version.hip is None, reason="n
 SMALL = [
     *(ConvCase(2, 300, D, W, silu=W % 2 == 0, places=p) for W, D, p in product((2, 3, 4), (64, 65), ("", *PLACES))),
     *(ConvCase(2, L, D, places="states") for L, D in product((1, 2, 3, 5), (5, 24))),
-    *(
-        ConvCase(2, 30, D, W, places="states", unused=(unused,))
-        for W, D, unused in product((2, 3, 4), (64, 65), ("y", "final_state"))
-    ),
+    *(ConvCase(2, 30, D, W, places="states", unused=(unused,))
+      for W, D, unused in product((2, 3, 4), (64, 65), ("y", "final_state"))),
     *(ConvCase(2, 37, 24, parameter_dtype=dtype, layout=layout) for dtype in TYPES[::2] for layout in LAYOUTS),
     *(case for case in CHECK if case.runs_on("hip")),
-]
+]  # fmt: skip
 LARGE = [
     *(ConvCase(3, 1000, D, silu=silu) for D, silu in product((4096, 4097), (False, True))),
     *(ConvCase(1, 3000, 1024, places=places) for places in PLACES),
@@ -64,16 +62,11 @@ def test_strides_of_single_rows():
 
 def test_what_is_missing_is_named():
     x, weight = torch.randn(1, 4, 8), torch.randn(8, 4)
-    for name, wanted in {
-        r"dilation \(got 2\)": {"dilation": 2},
-        "residual": {"residual": x},
-        "cu_seqlens": {"cu_seqlens": torch.tensor([0, 4])},
-        r"width 5 \(2 to 4\)": {"weight": torch.randn(8, 5)},
-    }.items():
-        with pytest.raises(
-            NotImplementedError, match=f"^causal_conv1d: the hip backend has no {name}; use backend=.tri"
-        ):
-            conv(**{"x": x, "weight": weight, **wanted})
+    wanted = {"cu_seqlens": {"cu_seqlens": torch.tensor([0, 4])}, r"width 5 \(2 to 4\)": {"weight": torch.randn(8, 5)}}
+    for name, given in {r"dilation \(got 2\)": {"dilation": 2}, "residual": {"residual": x}, **wanted}.items():
+        message = f"^causal_conv1d: the hip backend has no {name}; use backend=.tri"
+        with pytest.raises(NotImplementedError, match=message):
+            conv(**{"x": x, "weight": weight, **given})
     state, bounds = torch.zeros(4, 8, 3), torch.tensor([0, 4], dtype=torch.int32)
     for name, *given, others in (
         ("causal_conv1d_update", x[0], state, weight, {}),

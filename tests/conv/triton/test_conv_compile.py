@@ -23,16 +23,10 @@ bf16, fp32 = torch.bfloat16, torch.float32
 # (D, W, dtype, what goes with it): each of another config. W = 7 in fp32, which takes longest, is in
 # scripts/compile_table.py.
 CONFIGS = [
-    (4096, 4, bf16, ""),
-    (4096, 4, bf16, "seq_idx"),
-    (4096, 4, bf16, "states"),
-    (4096, 4, bf16, "seq_idx states"),
-    (4096, 4, bf16, "cu_seqlens states"),
-    (4096, 8, bf16, ""),
-    (4096, 4, fp32, ""),
-    (4097, 4, bf16, ""),
+    (4096, 4, bf16, ""), (4096, 4, bf16, "seq_idx"), (4096, 4, bf16, "states"), (4096, 4, bf16, "seq_idx states"),
+    (4096, 4, bf16, "cu_seqlens states"), (4096, 8, bf16, ""), (4096, 4, fp32, ""), (4097, 4, bf16, ""),
     (4097, 8, fp32, "cu_seqlens states"),
-]
+]  # fmt: skip
 # Channels of a thread are the same on every NVIDIA GPU.
 ELSEWHERE = {"sm_80": (0,), "sm_120": (3,), "gfx942": (0, 3, 4), "gfx950": (0,)}
 COMPILED = [

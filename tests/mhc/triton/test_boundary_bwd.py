@@ -144,12 +144,9 @@ def test_in_any_batch_on_a_gpu(subject, copies, taken, monkeypatch):
 
 
 EVENTS = {
-    "bar.sync": "barrier",
-    "cp.async.bulk.wait_group.read": "wait",
-    "fence.proxy.async": "fence",
-    "global.shared::cta.bulk_group": "copy",
-    "mbarrier.arrive.shared": "arrive",
-}
+    "bar.sync": "barrier", "cp.async.bulk.wait_group.read": "wait", "fence.proxy.async": "fence",
+    "global.shared::cta.bulk_group": "copy", "mbarrier.arrive.shared": "arrive",
+}  # fmt: skip
 IDENTITY = {"mixed": False, "shifted": True}
 COMPILED = [*(({}, dtype) for dtype in (None, fp32, bf16)), (IDENTITY, None), (IDENTITY, fp32)]
 COMPILED += [({"shifted": True}, None), ({"mixed": False}, None), ({"transposed": True, "shifted": True}, fp32)]

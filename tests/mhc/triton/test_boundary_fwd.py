@@ -24,9 +24,6 @@ n = 4
 SLICE = 128  # channels of a product
 
 
-# Without a GPU
-
-
 def inputs(T, D, **form):
     """mhc_next_fwd's. Phi has one value in every 128 channels, of any size and with two parts: products of these are
     exact, so that the outputs tell in which order they are added."""
@@ -86,9 +83,6 @@ def test_emulated(T, D, programs, form, monkeypatch, poisoned):
         of_post["h_res"] = of_post["h_res"].mT
     assert torch.equal(outputs(given)["x_next"], stored_x_next(**of_post))
     assert [grid for (grid,) in launched] == 2 * [min(programs, -(-T // 32) * D // 256)]
-
-
-# On a GPU
 
 
 def ways(x, first, second):

@@ -87,9 +87,6 @@ def test_what_others_take(T, n, D, dtype):
     assert not is_taken(torch.empty(T, n, D, dtype=dtype))
 
 
-# Without a GPU: tickets and replay
-
-
 class Graph:
     """In place of a torch.cuda.CUDAGraph."""
 
@@ -208,8 +205,6 @@ def test_a_replayed_call_finds_its_tickets():
     assert kernel.seen == [[tickets.tickets(-1, None).data_ptr(), x.data_ptr()] for x in given]
 
 
-# Without a GPU: what is compiled
-
 COMPILED = {  # T, n, D, with the norm
     "sm_90": [
         *((T, 4, 4096, True) for T in (1, 16, 64)),
@@ -241,9 +236,6 @@ def test_no_spills(target, T, n, D, normed, monkeypatch):
         assert before.count("cp.async.cg.shared.global [") >= 4 * 3, "four streams of 24 maps, 8 rows at a time"
         assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in kernel.assembly
         assert kernel.cooperative
-
-
-# On a GPU
 
 
 def captured(tensors, launches):
