@@ -79,8 +79,7 @@ def test_out_can_be_added_to_in_place(layout, each_backend):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_final_states_out(layout, each_backend):
-    """A buffer for the final states: written to and returned. With gradients its memory is returned, and it keeps no
-    graph, so that it can serve the next step too."""
+    """A buffer is written to and returned; with gradients its memory, without a graph, so that it serves again."""
     torch.manual_seed(0)
     x, weight, buffer = sliced("channel-last"), torch.randn(D, 4), sliced(layout, L=3)
     strides, memory, leaves = buffer.stride(), buffer.data_ptr(), (leaf(x), leaf(weight))

@@ -12,8 +12,7 @@ PACKED = (0, 6, 6, 8, 9)  # longer than W, empty, shorter than W, one token
 
 
 def expected(*, x, weight, bias=None, residual=None, initial_state=None, **given):
-    """y and the final states [N, D, W], by mhc_ops, which tests/conv holds to fp64. No gradient flows through slot 0 of
-    them to x, or into that of initial ones."""
+    """y and the final states [N, D, W], by mhc_ops. Slot 0 gives no gradient to x or to slot 0 of initial states."""
     before = None if initial_state is None else initial_state[..., 1:]
     y = mhc_ops.causal_conv1d(x, weight, bias, residual=residual, initial_state=before, **given)
     bounds = given.get("cu_seqlens")

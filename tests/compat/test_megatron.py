@@ -31,8 +31,7 @@ def expected_maps(x, weight, alpha_pre, alpha_post, alpha_res, bias):
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 1e3])
 def test_projection(scale):
-    """Results differ by eps/rms of the norm's factor, as said, beside the rounding of fp32. A token of zeros has the
-    maps of the bias."""
+    """The norm's factor differs by eps/rms, beside fp32's rounding. A token of zeros has the maps of the bias."""
     given = draw(scale)
     truth = in_fp64(given)
     *found, rms = megatron.fused_proj_rms_compute_h(*given, N)

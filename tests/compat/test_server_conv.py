@@ -82,8 +82,7 @@ STEPS += [(sglang.causal_conv1d_update_cuda, -1, form) for form in ("rows", "tok
 
 @pytest.mark.parametrize(("function", "null", "form"), STEPS)
 def test_decoding(function, null, form, each_backend):
-    """As with the names of mhc_ops. y takes the place of x, and a null slot leaves both as they are. Without slots,
-    sequence i has slot i."""
+    """As by mhc_ops. y takes the place of x, a null slot leaves both. Without slots, sequence i has slot i."""
     weight, bias, normal = draw(D)
     x, states = normal(3, 2 if form in ("tokens", "packed") else 1, D), normal(5, 6, D).transpose(1, 2)
     more = {} if form == "no slots" else {"conv_state_indices": ints(3, null, 1)}
@@ -128,8 +127,7 @@ def test_a_ring_buffer(each_backend):
 
 @pytest.mark.parametrize("server", [vllm, sglang], ids=["vllm", "sglang"])
 def test_speculation(server, each_backend):
-    """Drafts of which 3 and 1 are accepted, in vLLM also in other slots than those that were read. As with the names of
-    mhc_ops."""
+    """As by mhc_ops: drafts of which 3 and 1 are accepted, in vLLM also in other slots than those that were read."""
     weight, bias, normal = draw(D)
     drafts, states, of_slots = normal(2, D, 3), normal(5, D, 5), {"conv_state_indices": ints(2, 1)}
     accepted = {"num_accepted_tokens" if server is vllm else "num_accept_tokens": ints(3, 1)}
@@ -147,8 +145,7 @@ def test_speculation(server, each_backend):
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_verification(tree, each_backend):
-    """The window after each draft token, along its parents if the drafts are a tree:
-    0 has the children 1 and 2, and 2 the child 3. As with the names of mhc_ops."""
+    """As by mhc_ops: the window after each draft token. In the tree 0 has the children 1 and 2, and 2 the child 3."""
     weight, bias, normal = draw(D)
     drafts, states, windows, parents = normal(2, 4, D), normal(4, D, 3), normal(5, 4, D, 3), torch.full((2, 6), -7)
     own = {"windows": windows.clone(), "window_indices": ints(4, 0), "conv_state_indices": ints(1, 3)}

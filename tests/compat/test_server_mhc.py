@@ -64,8 +64,7 @@ def test_boundaries(norm, server, each_backend):
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("entry", ["first", "carried"])
 def test_shifted(entry, ended, maps_of, each_backend):
-    """Streams are read with the weights of the sublayer before, or stream 0 alone, and the new weights come out.
-    With x the maps are those of n copies of x, whatever the streams are."""
+    """Streams are read with earlier weights, or stream 0 alone; new ones come out. With x the maps are of n copies."""
     residual, x, own, weight, post, comb, pre = of_mhc()
     given: dict = {"pre_mix": pre if entry == "carried" else None, "norm_weight": weight, "norm_eps": NORM_EPS}
     expected, fn = residual, own[0]

@@ -54,8 +54,7 @@ def test_pieces_have_the_bits_of_the_whole(dilation, anywhere):
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("places", ["seq_idx", "seq_idx states", "cu_seqlens states"])
 def test_nan_stays_where_it_is(places, silu, anywhere):
-    """In x, residual, state and cotangent: of padding it changes nothing anywhere, of a sequence nothing in the others.
-    y and its gradients are 0 in padding."""
+    """In any input or cotangent: of padding it changes nothing, of a sequence no other one. Padding gives 0."""
     backend, device = anywhere
     case = ConvCase(1, 20, 8, silu=silu, places=places, residual=backend != "hip", dtype=fp32)
     skip_unless_there(case, backend)
@@ -129,8 +128,7 @@ def derivatives(function, z, order):
 
 
 def test_silu_of_any_number(where):
-    """Where z is as large as its type allows: 1 or 0 from both sides, never 0·inf. The reference is differentiated
-    twice."""
+    """Where z is as large as its type allows: 1 or 0 from both sides, never 0·inf. The reference has it twice."""
     backend, device = where
     for dtype in (bf16, fp32, *[fp64] * (backend == "reference")):
         eps, sizes = torch.finfo(dtype).eps, (0, 1e-30, 1, 20, 88, 100, 1000, 1e4, 1e8, 1e30, torch.finfo(dtype).max)

@@ -87,8 +87,7 @@ def test_prefill_in_another_order_of_programs(number, monkeypatch):
 
 @pytest.mark.parametrize("number", DRAWS)
 def test_step(number, where, poisoned):
-    """Each call returns a tensor, twice from other memory, writes to one, or in place of x. What no sequence has is
-    NaN, and stays in x."""
+    """y is a new tensor, twice from other memory, a given one, or x. What no sequence has is NaN, and stays in x."""
     backend, device = where
     call = Draw(SEED + number).step()
     taps, after, windows = step(**call)

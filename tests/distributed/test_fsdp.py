@@ -52,8 +52,7 @@ def gradients_of(network):
 
 
 def trained(own):
-    """Output and gradients; and those of another way: two pairs of four processes hold the model twice, and of two
-    torch shards each connection."""
+    """Output and gradients; and those where two pairs hold the model twice, or torch shards each connection."""
     network = fully_shard(model(**own), mesh=line())
     out, gradients = backward(network), gradients_of(network)
     if dist.get_world_size() == 4:
@@ -124,8 +123,7 @@ def maps_are_not_cast(streams):
 
 
 def maps_of_a_stack_are_one_group():
-    """Beside three layers, the maps of one connection and of the head, and the rest. The backward need not gather the
-    maps of the head, which torch may still hold."""
+    """Beside three layers, a connection, the head and the rest. The backward may still hold the head's maps."""
     network = fully_shard(model(), mesh=line())
     with Sending() as forward:
         out = network(own(words()))

@@ -1,5 +1,4 @@
-"""The examples of one process run as the README says; the language model trains with plain residuals and with mHC.
-Its study and its sweep have equal networks, equal data, and measurements that mean what they say."""
+"""The examples of one process run as the README says; the study and the sweep have equal networks and data."""
 
 import csv
 import importlib.util

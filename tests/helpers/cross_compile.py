@@ -70,8 +70,7 @@ def compiling_for(name, monkeypatch, kernels=None):
 
 @contextlib.contextmanager
 def counting_for(name, monkeypatch):
-    """Within it, nothing is compiled or launched. Yields a dict: how often each kernel was asked for in which form that
-    Triton would compile for the target."""
+    """Within it nothing is compiled. Yields how often each kernel was asked for in which form to compile."""
     asked = Counter()
 
     def count(self, *args, grid, warmup, **options):

@@ -268,8 +268,7 @@ def fma(a, b, c):
 
 
 def fma_of_the_interpreter(a, b, c):
-    """With two roundings. To be put in the other's place where results are compared bit by bit with Triton kernels that
-    its interpreter runs."""
+    """Two roundings: in the other's place where bits are compared with Triton kernels in its interpreter."""
     return a * b + c
 
 

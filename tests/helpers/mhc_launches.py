@@ -11,8 +11,7 @@ SOME, FEW = 100, 16  # tokens, where the projection cuts phi into parts itself, 
 
 
 def compiled(target, monkeypatch, *launches, kernels=None):
-    """What launch_all with each of these arguments compiles: all kernels, or those of these names. None of them is as
-    cross_compile.check forbids."""
+    """All kernels that these launches compile, or those of these names; none is as cross_compile.check forbids."""
     cross_compile.skip_if_too_old(target)
     with cross_compile.compiling_for(target, monkeypatch, kernels) as found:
         for arguments in launches:

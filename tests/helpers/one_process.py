@@ -48,8 +48,7 @@ def assert_means_close(found, expected, count):
 
 
 def assert_bf16_close(found, expected):
-    """Each is a loss of layers in bf16, within one rounding of it. Weights are rounded alike for all tokens, so a mean
-    over tokens is no nearer."""
+    """Each is a loss of layers in bf16, within one rounding: weights are rounded alike for all tokens of the mean."""
     error = (found.double() - expected.double()).abs()
     nothing = torch.zeros_like(error)[:, None]
     assert accuracy.one_rounding(error[:, None], expected.double()[:, None], torch.bfloat16, nothing)

@@ -1,5 +1,4 @@
-"""A server that takes random steps: chunks of prompts, then drafts that are accepted or rejected, in any batch.
-What it computes for a sequence must be what the sequence alone gives, bit for bit."""
+"""A server of random steps: prompts in chunks, drafts accepted or rejected. Each sequence has the bits it has alone."""
 
 import random
 from itertools import accumulate

@@ -77,8 +77,7 @@ def _keep_memory(patch):
 
 
 def launches(make, in_python):
-    """The lines of four calls of make(): the first is Triton's own, the others are replayed. in_python: without
-    native.c"""
+    """The lines of four calls of make(): Triton's own, then three replayed ones. in_python: without native.c"""
     with written_driver() as lines, pytest.MonkeyPatch.context() as patch:
         if in_python:
             patch.setattr(native, "load", lambda: None)

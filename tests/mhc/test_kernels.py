@@ -157,8 +157,7 @@ def test_empty_batch(subject, anywhere, poisoned):
 
 @by_most_subjects
 def test_layouts(subject, kernels):
-    """Strided inputs and cotangents give the bits of contiguous ones, and are left as they were; so do expanded
-    cotangents, as the gradient of a sum arrives."""
+    """Strided inputs and cotangents give the bits of contiguous ones and stay as they were; so do expanded ones."""
     backend, device = kernels
     case = cases.Case(subject, (6,), 3, 40, bf16)
     if not case.runs_on(backend):
@@ -292,8 +291,7 @@ def test_h_out_of_another_type(kernels):
 @on_gpu
 @pytest.mark.parametrize("subject", [cases.MHC_LAYER, cases.MHC_POST_PRE], ids=lambda subject: subject.name)
 def test_more_than_2_to_the_31_elements(subject, backend):
-    """The last tokens of tensors past 2^31 elements have the bits they have alone, forward and in dx. All others are
-    zero, so dphi is theirs too."""
+    """The last tokens have the bits they have alone, forward and in dx; dphi is theirs, as others are 0."""
     needs(backend)
     T, n, D = 140_000, 4, 4096
     needed = 10 * T * n * D * 2

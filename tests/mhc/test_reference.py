@@ -17,8 +17,7 @@ def doubles(case):
 
 
 def test_equations():
-    """The formulas of the documentation, for one token in plain loops, and of the ends of a model. fp64 stays fp64, and
-    what is kept for the backward carries no gradient."""
+    """The pages' formulas in plain loops, also of a model's ends. fp64 stays; what is kept carries no gradient."""
     n, D = 2, 3
     x, phi, alpha, bias, gamma = doubles(cases.Case(SUBJECT, (), n, D)).values()
     streams = list(x.unbind())

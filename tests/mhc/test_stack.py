@@ -76,8 +76,7 @@ def test_recompute_keeps_every_kth_x(kernel_device):
 
 
 def test_recompute_forgets_what_it_made(kernel_device, monkeypatch):
-    """An x is dropped when the backward has passed its boundary, not at the end, also where the graph is kept. A second
-    backward makes it again."""
+    """An x is dropped when the backward has passed its boundary, also where the graph is kept, and made again."""
     place = ("triton", kernel_device)
     counts, made = [], []
 
@@ -137,8 +136,7 @@ def test_recompute_where_hooks_are_not_allowed(place):
 
 @both_forms
 def test_rests_and_extras(shifted, place):
-    """A layer may return more than h_out, also in a checkpoint, and take extras, also one that is named x; stages of a
-    shifted stack hand on their pair only."""
+    """Layers may return more than h_out and take extras, one named x. Stages of a shifted stack hand on a pair."""
     backend, device = place
     layers = [
         lambda h, scale, *, x: (h * scale + x, "cache", 7),

@@ -1,5 +1,4 @@
-"""Sublayers by their functions, standard and shifted, with every option: against plain fp64 loops that know nothing of
-the reference, and bit for bit against each other."""
+"""Sublayers with every option, standard and shifted: against fp64 loops of their own, bit for bit among each other."""
 
 from dataclasses import replace
 from functools import partial
@@ -137,8 +136,7 @@ def test_types(dtype, norm, tokens, options, place, on):
 
 
 def assert_same_bits(x, parameters, options, shifted, norm_in_torch):
-    """In a loop, twice, with and without gradients; by layers; by pre and post; by parts, whose norm is torch's: only
-    the reference has its bits."""
+    """In a loop, twice, with and without gradients; by layers; by pre and post; by parts, whose norm is torch's."""
     leaves, count = leaves_of(x, parameters), 3 if shifted else 1
     expected = gradients(in_a_loop(x, parameters, options, shifted), leaves)
     ways = [in_a_loop(x, parameters, options, shifted)] + ([] if shifted else [layer_by_layer(x, parameters, options)])

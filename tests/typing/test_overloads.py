@@ -1,5 +1,4 @@
-"""The guide's names have the signatures of the ops that they are, overloads those of their implementations, and the
-program that mypy reads uses every name."""
+"""The guide's names have the ops' signatures, overloads their implementations'; the typed program uses every name."""
 
 import ast
 from pathlib import Path
@@ -12,8 +11,7 @@ PACKAGE = Path(mhc_ops.__file__).parent
 
 
 def signatures(scope, name):
-    """The parameters of the overloads of this name, or of the function if it has none, as they are written. Without
-    self and the backend, which is in the guide's names."""
+    """The parameters of this name's overloads, or of the function without any, as written, without self and backend."""
     every = [node for node in scope.body if isinstance(node, ast.FunctionDef) and node.name == name]
     found = []
     for function in [each for each in every if "overload" in map(ast.unparse, each.decorator_list)] or every:

@@ -1,5 +1,4 @@
-"""What a server calls compiles once for each form of a kernel, and nothing after a warm-up: not for another number of
-tokens, sequences, slots or drafts, nor for other strides."""
+"""After a warm-up a server compiles nothing, for any number of tokens, sequences, slots and drafts, and any strides."""
 
 import random
 from functools import partial

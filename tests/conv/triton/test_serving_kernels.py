@@ -51,8 +51,7 @@ def test_opcheck(function, kind, names, out, kernel_device, monkeypatch):
 
 @by_form
 def test_compiled_and_kept(function, kind, names, out, kernel_device, cxx):
-    """torch.compile, whole graph: what is written in place too. An eager call like an earlier one is found again, and
-    on a GPU its launches are replayed."""
+    """One graph, with what is written in place. An eager call like an earlier one is found again, on a GPU replayed."""
     first, second, third = islice(calls(function, kind, names, out, kernel_device), 3)
     call.forget()
     expected, again = function(**first), function(**second)

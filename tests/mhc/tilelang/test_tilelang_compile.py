@@ -53,8 +53,7 @@ class Product(NamedTuple):
 
 
 def distinct_products(target):
-    """For every config that a device has for n of 1 to 8 in any type, but for the number of streams, the product that
-    needs most shared memory with it."""
+    """For every config that a device has in any type, whatever n: the product that needs most shared memory with it."""
     on, found = DEVICES[target], {}
     for n, D, dtype in itertools.product(range(1, 9), (64, 36), build.TYPES):
         M, exact = n * n + 2 * n, configs.arithmetic(dtype, on)
@@ -70,8 +69,7 @@ def distinct_products(target):
 
 @contextlib.contextmanager
 def launching_on(on):
-    """Within it, launchers take tensors of a CPU for those of that device; yields the functions that they compile.
-    Nothing is executed."""
+    """Within it, launchers take a CPU's tensors as that device's; yields what they compile. Nothing is executed."""
     functions = []
 
     def compile(function, target):
@@ -169,8 +167,7 @@ HALVES += [("sm_80", 0), ("sm_120a", 1)]  # one: nvcc takes seconds for a produc
 
 @pytest.mark.parametrize(("target", "part"), HALVES)
 def test_products_compile(target, part):
-    """Every config of Hopper (wgmma), of sm_80 (the plain loops of the other NVIDIA GPUs, with mma) and of gfx942; of
-    GPUs that have no others than those, the largest."""
+    """Every config of Hopper (wgmma), sm_80 (mma, as on other NVIDIA GPUs) and gfx942; of the others the largest."""
     products = sorted(distinct_products(target), key=lambda product: product.tiles)
     if target not in ("sm_90a", "sm_80", "gfx942"):
         products = list({product.kernel: product for product in products}.values())

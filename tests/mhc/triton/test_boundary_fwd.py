@@ -25,8 +25,7 @@ SLICE = 128  # channels of a product
 
 
 def inputs(T, D, **form):
-    """mhc_next_fwd's. Phi has one value in every 128 channels, of any size and with two parts: products of these are
-    exact, so that the outputs tell in which order they are added."""
+    """mhc_next_fwd's. Phi has one value, of two parts, in 128 channels: exact products, whose sums tell their order."""
     generator = torch.Generator().manual_seed(cases.SEED)
     given = dict(all_calls(T, n, D, bf16, gamma=False, on="cpu", **form))["mhc_next_fwd"]
     for tensor in given.values():

@@ -225,8 +225,7 @@ EVERY = [(target, *sizes) for target, there in COMPILED.items() for sizes in the
 @pytest.mark.skipif(_INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(("target", "T", "n", "D", "normed"), EVERY)
 def test_no_spills(target, T, n, D, normed, monkeypatch):
-    """A boundary is one launch. In its machine code phi is on its way before anything waits; the product is one of the
-    projection's."""
+    """A boundary is one launch. phi is on its way before anything waits; the product is one of the projection's."""
     launched = {"T": T, "n": n, "D": D, "dtype": bf16, "normed": normed, "ops": {"mhc_post_pre_fwd"}}
     (kernel,) = compiled(target, monkeypatch, launched)
     assert kernel.name == "mhc_few_fwd_kernel"
