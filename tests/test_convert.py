@@ -150,14 +150,10 @@ def transformer_engine(own, x):
 
 
 CONNECTIONS = [
-    ("deepseek", "layers.0.hc_attn", deepseek),
-    ("transformers", "model.layers.0.attn_hc", deepseek),
-    ("liger", "0", liger),
-    ("megatron", "decoder.layers.0.hc", megatron),
-    ("megatron-main", "0", megatron_main),
-    ("transformer-engine", "0", transformer_engine),
-    ("transformer-engine", "1", transformer_engine),  # without norm weight
-]
+    ("deepseek", "layers.0.hc_attn", deepseek), ("transformers", "model.layers.0.attn_hc", deepseek),
+    ("liger", "0", liger), ("megatron", "decoder.layers.0.hc", megatron), ("megatron-main", "0", megatron_main),
+    *(("transformer-engine", begin, transformer_engine) for begin in "01"),  # 1 has no norm weight
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "begin", "theirs"), CONNECTIONS)
@@ -242,10 +238,7 @@ WRONG = [
     ("transformer-engine", PHI | {"a.beta": (2, M)}, r"bias must be \[24\]"),
     ("transformer-engine", {"a.phi": (8, K), "a.alpha": (2,), "a.beta": (1, 8)}, "has no connection that k"),
     ("megatron", OF_MEGATRON | alphas("a", (3,), (0,), (0,)), NOT_TOGETHER),
-    *(
-        ("deepseek", {"a_fn": phi, "a_base": phi[:1], "a_scale": (3,)}, SHAPE)
-        for phi in ((), (0, K), (M, 0), (M, K, 1))
-    ),
+    *(("deepseek", {"a_fn": a, "a_base": a[:1], "a_scale": (3,)}, SHAPE) for a in ((), (0, K), (M, 0), (M, K, 1))),
     ("deepseek", maps("a", *OF_DEEPSEEK) | {"a.phi": ()}, "two tensors would be a.phi"),
     # parameters of another format: not even half of them is converted
     ("megatron", STATES["deepseek"], "layers.0.hc_attn_fn, .* and megatron has no connection of these"),

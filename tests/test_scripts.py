@@ -141,17 +141,12 @@ def test_what_is_installed_is_kept(sandbox):
 @pytest.mark.parametrize(
     ("words", "codes", "named"),
     [
-        ("", "", ""),
-        ("", "RUFF=1", "ruff check"),
-        ("", "MYPY=2", "mypy"),
-        ("", "COMPILED=1", "pytest -m not interpreted"),
-        ("", "COMPILED=1 INTERPRETED=1", "pytest -m interpreted"),
+        ("", "", ""), ("--all -k a", "", ""), ("", "RUFF=1", "ruff check"), ("", "MYPY=2", "mypy"),
+        ("", "COMPILED=1", "pytest -m not interpreted"), ("", "COMPILED=1 INTERPRETED=1", "pytest -m interpreted"),
         # a selection may leave one of the two runs without tests
-        ("-k a", "INTERPRETED=5", ""),
-        ("-k a", "COMPILED=5 INTERPRETED=5", "no test is selected by -k a"),
-        ("--all -k a", "", ""),
+        ("-k a", "INTERPRETED=5", ""), ("-k a", "COMPILED=5 INTERPRETED=5", "no test is selected by -k a"),
     ],
-)
+)  # fmt: skip
 def test_every_step_runs_whatever_fails(sandbox, words, codes, named):
     done = sandbox.run("run_tests.sh", *words.split(), **dict(code.split("=") for code in codes.split()))
     steps = [call for call in done.calls if call.split()[0] in ("ruff", "mypy", "pytest")]

@@ -156,14 +156,9 @@ def bias_with(rows, value):
     return bias
 
 
-NOT_AS_FRESH = [
-    ("h_pre", slice(N), -50),
-    ("h_pre", slice(N), torch.tensor([0.0, 0.0, -50.0])),  # their sum is 1
-    ("h_post", slice(N, N + 1), 0.1),
-    ("h_post", slice(N, 2 * N), -50),
-    ("h_res", slice(2 * N, None), 0),
-    ("h_res", slice(-1, None), float("nan")),
-]
+NOT_AS_FRESH = [("h_pre", slice(N), -50), ("h_pre", slice(N), torch.tensor([0.0, 0.0, -50.0]))]  # the latter sum to 1
+NOT_AS_FRESH += [("h_post", slice(N, N + 1), 0.1), ("h_post", slice(N, 2 * N), -50)]
+NOT_AS_FRESH += [("h_res", slice(2 * N, None), 0), ("h_res", slice(-1, None), float("nan"))]
 WRONG = [  # which argument, what is other in it, and what is said
     *(("fresh", {"stack.1.bias": bias_with(*to)}, f"{h} of stack.1.bias is not as in") for h, *to in NOT_AS_FRESH),
     ("fresh", {"head.bias": torch.tensor([0.25, 0.25, 0.5]).logit()}, "h_pre of head.bias is not as in a fresh"),

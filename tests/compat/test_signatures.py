@@ -9,6 +9,7 @@ from compat_oracle import signature
 from mhc_ops import compat
 
 MAPS = "fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat"
+OF_LIGER = "tmax=20, rms_eps=1e-06, pre_eps=0.0, sinkhorn_eps=1e-06, post_mult=2.0"
 SIGNATURES = f"""
 causal_conv1d.causal_conv1d_interface.causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None,
     return_final_states=False, final_states_out=None, activation=None)
@@ -34,12 +35,10 @@ fla.ShortConvolution(hidden_size, kernel_size, bias=False, activation='silu', ba
     **kwargs)
 fla.ShortConvolution.forward(self, x, residual=None, mask=None, cache=None, output_final_state=False, cu_seqlens=None,
     chunk_indices=None, **kwargs)
-liger.liger_mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-06,
-    pre_eps=0.0, sinkhorn_eps=1e-06, post_mult=2.0)
-liger.liger_mhc_forward(x, layer, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-06,
-    pre_eps=0.0, sinkhorn_eps=1e-06, post_mult=2.0, return_coeffs=False)
-liger.LigerMHC(layer, *, hc, c, tmax=20, rms_eps=1e-06, pre_eps=0.0, sinkhorn_eps=1e-06, post_mult=2.0,
-    phi_dtype=torch.float16, allow_fp32=False)
+liger.liger_mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, {OF_LIGER})
+liger.liger_mhc_forward(x, layer, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, {OF_LIGER},
+    return_coeffs=False)
+liger.LigerMHC(layer, *, hc, c, {OF_LIGER}, phi_dtype=torch.float16, allow_fp32=False)
 tile_kernels.mhc_pre(residual, fn, scale, base, *, norm_weight=None, norm_eps=1e-06, mhc_mult=4, post_mult_value=1.0,
     pre_eps=1e-06, sinkhorn_eps=1e-06, sinkhorn_repeat=10, n_splits=16)
 tile_kernels.mhc_head(residual, fn, scale, base, *, norm_weight=None, norm_eps=1e-06, mhc_mult=4, pre_eps=1e-06,

@@ -105,13 +105,6 @@ def test_patching_twice(built, mapping):
         unpatch()
 
 
-def test_what_is_no_model():
-    with pytest.raises(ValueError, match=r"^patch: Linear has no hyper-connections of a known kind"):
-        patch(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"^patch: model must be "):
-        patch("tencent/Hy4-preview")
-
-
 def test_what_others_registered_stays(mapping):
     from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
 
@@ -123,7 +116,11 @@ def test_what_others_registered_stays(mapping):
     unregister_patch_mapping(["HYV4HyperHead"])
 
 
-def test_without_transformers_or_these_models(monkeypatch):
+def test_what_is_no_model_and_without_transformers_or_these_models(monkeypatch):
+    with pytest.raises(ValueError, match=r"^patch: Linear has no hyper-connections of a known kind"):
+        patch(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"^patch: model must be "):
+        patch("tencent/Hy4-preview")
     monkeypatch.setattr(on_mhc_ops, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"^patch: the package transformers is not installed"):
         patch()

@@ -14,14 +14,11 @@ GOOD = {
     "causal_conv1d": {"x": zeros(B, L, D), "weight": zeros(D, W), "bias": zeros(D)},
     "causal_conv1d_update": {"x": zeros(B, D), "conv_state": STATE, "weight": zeros(D, W)},
     "causal_conv1d_prefill": {
-        "x": zeros(L, D),
-        "conv_state": zeros(5, D, W),
-        "weight": zeros(D, W),
-        "cu_seqlens": zeros(B + 1, dtype=torch.int32),
-        "conv_state_indices": zeros(B, 3, dtype=torch.int32),
+        "x": zeros(L, D), "conv_state": zeros(5, D, W), "weight": zeros(D, W),
+        "cu_seqlens": zeros(B + 1, dtype=torch.int32), "conv_state_indices": zeros(B, 3, dtype=torch.int32),
     },
     "short_conv": {"x": zeros(B, L, 2, D), "gamma": zeros(2, D), "weight": zeros(2 * D, W)},
-}
+}  # fmt: skip
 # A message that names a type is that of a TypeError, every other one that of a ValueError.
 OF_TYPE = re.compile(r": \w+ must be (an? |bool|bfloat16|u?int\d|float\d)")
 
@@ -35,13 +32,11 @@ OPTIONAL = {
     "causal_conv1d": {"residual": zeros(B, L, D), "initial_state": STATE, "seq_idx": IDS, "cu_seqlens": CU},
     "causal_conv1d_update": {"bias": zeros(D), "cache_seqlens": integers(B), "conv_state_indices": integers(B)},
     "causal_conv1d_prefill": {
-        "bias": zeros(D),
-        "has_initial_state": zeros(B, dtype=torch.bool),
-        "read_columns": integers(B),
-        "write_columns": integers(B),
+        "bias": zeros(D), "has_initial_state": zeros(B).bool(),
+        "read_columns": integers(B), "write_columns": integers(B),
     },
     "short_conv": {},
-}
+}  # fmt: skip
 
 
 def each(argument, *values, **others):

@@ -81,12 +81,8 @@ def test_nothing_is_written_outside(where):
     (y, dx), (last, dstate) = ([among_nan(torch.zeros_like(like)) for _ in range(2)] for like in (x, state))
     forward = {"y": y[0], "final_state": last[0].mT}  # channels side by side
     launchers.causal_conv1d_fwd(**inputs, residual=None, output_final_state=True, **forward)
-    backward = {
-        "dx": dx[0],
-        "dweight": torch.empty_like(weight),
-        "dbias": x.new_empty(0),
-        "dinitial_state": dstate[0].mT,
-    }
+    backward = {"dx": dx[0], "dweight": torch.empty_like(weight), "dinitial_state": dstate[0].mT}
+    backward["dbias"] = x.new_empty(0)
     launchers.causal_conv1d_bwd(**inputs, dy=torch.ones_like(x), dfinal_state=last[0].mT.contiguous(), **backward)
     for inner, around in (y, last, dx, dstate):
         assert not inner.isnan().any()

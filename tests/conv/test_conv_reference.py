@@ -28,23 +28,19 @@ SHORT = ConvCase(1, 6, 3, 3, torch.float64, dilation=2, n=2, parameter_dtype=tor
 SHORTER = replace(SHORT, L=3, D=2, W=2, dilation=1, residual=True, norm_eps=0.1)
 
 
-@pytest.mark.parametrize(
-    ("case", "zeros"),
-    [
-        (replace(SMALL, B=2, L=3, places="states"), [()]),
-        (replace(SMALL, places=WITH_BOUNDS, cu=(0, 1, 1, 4)), [()]),
-        (replace(SMALL, places="seq_idx", ids=((0, 0, -1, 0, 1),)), [()]),
-        (replace(SMALL, places=WITH_IDS, ids=((0, 1, 0, 0, 1),)), [()]),
-        (replace(SMALLER, residual=False), ZEROS),
-        (replace(SMALLER, places="states"), ZEROS),
-        (replace(SMALLER, L=4, places=WITH_BOUNDS, cu=(0, 1, 3)), ZEROS),
-        (replace(SMALLER, L=4, places="seq_idx", ids=((0, 0, -1, 1),)), ZEROS),
-        (SHORT, [()]),
-        (replace(SHORT, residual=True), [()]),
-        (SHORTER, [("x",), ("weight",), ("x", "gamma", "weight")]),
-    ],
-    ids=str,
-)
+RANDOM = [
+    replace(SMALL, B=2, L=3, places="states"), replace(SMALL, places=WITH_BOUNDS, cu=(0, 1, 1, 4)), SHORT,
+    replace(SMALL, places="seq_idx", ids=((0, 0, -1, 0, 1),)), replace(SHORT, residual=True),
+    replace(SMALL, places=WITH_IDS, ids=((0, 1, 0, 0, 1),)),
+]  # fmt: skip
+AT_ZERO = [replace(SMALLER, residual=False), replace(SMALLER, places="states")]
+AT_ZERO += [replace(SMALLER, L=4, places=WITH_BOUNDS, cu=(0, 1, 3))]
+AT_ZERO += [replace(SMALLER, L=4, places="seq_idx", ids=((0, 0, -1, 1),))]
+GRADCHECK = [*((case, [()]) for case in RANDOM), *((case, ZEROS) for case in AT_ZERO)]
+GRADCHECK += [(SHORTER, [("x",), ("weight",), ("x", "gamma", "weight")])]
+
+
+@pytest.mark.parametrize(("case", "zeros"), GRADCHECK, ids=str)
 def test_gradcheck(case, zeros):
     for zero in zeros:
         tensors = {name: torch.zeros_like(t) if name in zero else t for name, t in case.inputs().items()}

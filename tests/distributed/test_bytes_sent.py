@@ -18,18 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from mhc_ops import HyperConnection, HyperStack, mhc_expand
-from mhc_ops.distributed import (
-    HyperParallel,
-    MeshSizes,
-    ModelSizes,
-    boundary_bytes,
-    bytes_sent,
-    causal_conv1d,
-    fully_shard,
-    shard_sequence,
-    traffic,
-)
+from mhc_ops import HyperConnection, HyperStack, distributed, mhc_expand
+from mhc_ops.distributed import HyperParallel, MeshSizes, ModelSizes, bytes_sent, shard_sequence, traffic
 
 
 class Layer(nn.Module):
@@ -41,7 +31,7 @@ class Layer(nn.Module):
         self.how = {"dilation": model.dilation, **pieces}
 
     def forward(self, x):
-        return causal_conv1d(x, self.weight, **self.how)
+        return distributed.causal_conv1d(x, self.weight, **self.how)
 
 
 def _mean(pieces, h_in):
@@ -66,7 +56,7 @@ def _counted(model, mesh, layout):
     network = nn.Sequential(stack)
     if mesh.replicate * mesh.shards > 1:
         sharding = devices["replicate", "data"] if mesh.replicate > 1 else devices["data", "context"]._flatten("shards")
-        network = fully_shard(network, mesh=sharding)
+        network = distributed.fully_shard(network, mesh=sharding)
     x = mhc_expand(x, model.n)
     network(x).sum().backward()  # the first step also sends other things
     with Sending() as forward:
@@ -103,24 +93,21 @@ def test_counted_bytes(world):
         assert sum(directions, Counter()) == expected, (mesh, layout)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "sentence"),
-    [
-        (MeshSizes(data=3), "traffic: 3 rows of processes cannot share 4 sequences equally"),
-        (MeshSizes(context=3), "traffic: 3 pieces do not divide a sequence of 16 tokens"),
-        (MeshSizes(tensor=0), "traffic: tensor must be at least 1, got 0"),
-        (MeshSizes(pipeline=5), "traffic: 5 stages need a connection each, there are 4"),
-    ],
-)
-def test_wrong_meshes_are_told(mesh, sentence):
-    with pytest.raises(ValueError, match=f"^{sentence}$"):
-        traffic(MODEL, mesh)
+def test_wrong_meshes_are_told():
+    for mesh, sentence in {
+        MeshSizes(data=3): "3 rows of processes cannot share 4 sequences equally",
+        MeshSizes(context=3): "3 pieces do not divide a sequence of 16 tokens",
+        MeshSizes(tensor=0): "tensor must be at least 1, got 0",
+        MeshSizes(pipeline=5): "5 stages need a connection each, there are 4",
+    }.items():
+        with pytest.raises(ValueError, match=f"^traffic: {sentence}$"):
+            traffic(MODEL, mesh)
 
 
 def test_a_pipeline_sends_streams_once_each_way():
     for send in ("x_next", "carry"):
         *of_maps, there, back = traffic(MODEL, MeshSizes(data=2, pipeline=2), send=send, gathers=1)
-        size = 2 * MODEL.length * boundary_bytes(MODEL.n, MODEL.D, MODEL.itemsize, send=send)
+        size = 2 * MODEL.length * distributed.boundary_bytes(MODEL.n, MODEL.D, MODEL.itemsize, send=send)
         assert [(row.dimension, row.layer, row.times) for row in (there, back)] == [("pipeline", size, 1)] * 2
         assert [row.times for row in of_maps] == [2, 2]  # of half of the connections: parameters, gradients
 

@@ -45,9 +45,11 @@ def model(shifted, streams=fp32):
 @FORMS
 @pytest.mark.parametrize("send", ["x_next", "carry"])
 def test_stages_are_the_stack(send, shifted, streams):
-    """Values bit for bit in every cut; gradients too where x_next is sent."""
+    """Values bit for bit in every cut; gradients too where x_next is sent. The first stage expands."""
     for cuts in ((1,), (2,), (3,), (1, 2, 3)):
         check_stages(("reference", "cpu"), cuts, send, shifted, streams)
+    h = torch.randn(2, D)
+    assert torch.equal(pipeline_stages(stack_of(), [1])[0].expand(h), mhc_ops.mhc_expand(h, N))
 
 
 @pytest.mark.parametrize(("send", "shifted"), [("x_next", False), ("carry", True)])
@@ -67,11 +69,6 @@ def check_stages(place, cuts, send, shifted, streams):
         assert_equal(found, expected)
     elif streams == fp32:
         assert_close(found, expected)
-
-
-def test_the_first_stage_expands():
-    h = torch.randn(2, D)
-    assert torch.equal(pipeline_stages(stack_of(), [1])[0].expand(h), mhc_ops.mhc_expand(h, N))
 
 
 def pipeline(shifted, send, kind, name="1F1B", *, cuts=None, group=None, share=0, shard=lambda part: part):
@@ -107,15 +104,8 @@ def trained(shifted, send, kind, name):
     return found, out, sending.bytes.total(), late
 
 
-WAYS = [
-    (send, kind, name)
-    for send, kind in (
-        ("x_next", pipelining.PipelineStage),
-        ("carry", pipelining.PipelineStage),
-        ("carry", PipelineStage),
-    )
-    for name in SCHEDULES
-]
+SENDERS = [("x_next", pipelining.PipelineStage), ("carry", pipelining.PipelineStage), ("carry", PipelineStage)]
+WAYS = [(send, kind, name) for send, kind in SENDERS for name in SCHEDULES]
 
 
 def trained_in_all_ways(shifted):

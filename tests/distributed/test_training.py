@@ -11,16 +11,10 @@ from mhc_ops.testing import accuracy
 
 STEPS, BATCH = 5, 4
 TOKENS = LENGTH * BATCH  # of a step
-TINY = ("--batch", BATCH, "--steps", STEPS, "--every", 2, "--report", 3)
-TINY += ("--clip", 0.1)  # well below what the norm is
+TINY = ("--batch", BATCH, "--steps", STEPS, "--every", 2, "--report", 3, "--clip", 0.1)  # well below what the norm is
 DROPOUT = ("--dropout", 0.1)
-MESHES = {
-    2: [("--dp", 2), ("--cp", 2), ("--pp", 2)],
-    4: [
-        *(("--dp", 4), ("--cp", 4, "--layout", "contiguous")),
-        *(("--dp", 2, "--cp", 2), ("--dp", 2, "--pp", 2), ("--cp", 2, "--pp", 2)),
-    ],
-}
+MESHES = {2: [("--dp", 2), ("--cp", 2), ("--pp", 2)], 4: [("--dp", 4), ("--cp", 4, "--layout", "contiguous")]}
+MESHES[4] += [("--dp", 2, "--cp", 2), ("--dp", 2, "--pp", 2), ("--cp", 2, "--pp", 2)]
 
 
 def name(mesh):

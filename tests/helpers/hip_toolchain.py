@@ -79,15 +79,9 @@ def amd_kernels(assembly: str) -> list[Kernel]:
             continue  # the version, at the end
         number = {name: int(value) for name, value in re.findall(r"\.(\w+):\s+(\d+)\n", entry)}
         spilled = number["vgpr_spill_count"] + number["sgpr_spill_count"] + number["private_segment_fixed_size"]
-        kernels.append(
-            Kernel(
-                readable(re.search(r"\n    \.name:\s+(\S+)", entry)[1]),
-                number["vgpr_count"],  # with what is used as accumulators
-                spilled,
-                number["group_segment_fixed_size"],
-                number["max_flat_workgroup_size"],
-            )
-        )
+        name, registers = re.search(r"\n    \.name:\s+(\S+)", entry)[1], number["vgpr_count"]  # with accumulators
+        sizes = number["group_segment_fixed_size"], number["max_flat_workgroup_size"]
+        kernels.append(Kernel(readable(name), registers, spilled, *sizes))
     return kernels
 
 

@@ -10,14 +10,13 @@ from mhc_ops.testing import accuracy, cases
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 STREAMED = [subject for subject in cases.SUBJECTS if subject is not cases.SINKHORN]
-by_subject = pytest.mark.parametrize("subject", STREAMED, ids=lambda subject: subject.name)
-by_any_subject = pytest.mark.parametrize("subject", cases.SUBJECTS, ids=lambda subject: subject.name)
-by_most_subjects = pytest.mark.parametrize(
-    "subject", [*cases.SUBJECTS, *cases.OF_THE_STACK], ids=lambda subject: subject.name
-)
-on_gpu = pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "tilelang")]
-)
+MOST = [*cases.SUBJECTS, *cases.OF_THE_STACK]
+ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "tilelang")]
+on_gpu = pytest.mark.parametrize("backend", ON_GPU)
+
+
+def by(subjects):
+    return pytest.mark.parametrize("subject", subjects, ids=lambda subject: subject.name)
 
 
 def needs(backend):

@@ -74,15 +74,12 @@ def test_what_the_builder_takes(folder):
     assert not re.search(r"REPOSITORY|VERSION|FUNCTIONS|LAYERS|\{\{", card)
 
 
-def test_imports_are_relative_or_of_torch(folder):
+def test_every_kernel_source_is_there_and_imports_are_relative_or_of_torch(folder):
     paths = (folder / "build" / "torch-cpu").rglob("*.py")
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
     assert {name.partition(".")[0] for name in found} - sys.stdlib_module_names <= WITH_TORCH
-
-
-def test_every_kernel_source_is_there(folder):
     variant = folder / "build" / "torch-cuda"
     assert not list(variant.rglob("tilelang")) and not list(variant.rglob("__pycache__"))
     assert (variant / "core" / "native.c").exists(), "without it calls are repeated in Python"

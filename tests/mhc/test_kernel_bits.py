@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from mhc_kernels import bf16, by_most_subjects, cotangents_of, fp16, fp32, needs, on_gpu
+from mhc_kernels import MOST, bf16, by, cotangents_of, fp16, fp32, needs, on_gpu
 
 from mhc_ops.testing import accuracy, cases, fuzz
 
 # of a batch; one launch takes the small ones
 PARTS = (slice(0, 1), slice(3, 19), slice(100, 164), slice(5, 133), slice(7, 650), slice(-7, None))
-by_every_subject = pytest.mark.parametrize("subject", cases.ALL, ids=lambda subject: subject.name)
 
 
-@by_every_subject
+@by(cases.ALL)
 def test_token_is_the_same_in_any_batch(subject, kernels, monkeypatch):
     """With gamma and the norm, with gradients and without, in a batch that one form of the kernels takes and in slices
     of it that this form takes or the other."""
@@ -24,7 +23,7 @@ def test_token_is_the_same_in_any_batch(subject, kernels, monkeypatch):
 
 
 @on_gpu
-@by_every_subject
+@by(cases.ALL)
 def test_token_is_the_same_in_a_batch_that_fills_the_device(subject, backend):
     """Alone and in parts of 7 to half of the tokens: the forward, as gradients of a boundary have two orders."""
     needs(backend)
@@ -40,13 +39,12 @@ def test_token_is_the_same_in_a_batch_that_fills_the_device(subject, backend):
 
 # Sizes of any op, and further ones of a boundary: its own kernel, and few tokens in one launch.
 AGAIN = [(50, 4, 200, bf16), (4096, 4, 2560, bf16), (1500, 5, 512, fp16), (4096, 4, 256, fp32), (4096, 3, 257, bf16)]
-OF_BOUNDARIES = [
-    (T, 4, D, bf16) for T, D in ((8192, 4096), (3000, 7168), (16384, 1280), (1, 4096), (16, 7168), (64, 4096))
-]
+LARGE_BOUNDARIES = ((8192, 4096), (3000, 7168), (16384, 1280), (1, 4096), (16, 7168), (64, 4096))
+OF_BOUNDARIES = [(T, 4, D, bf16) for T, D in LARGE_BOUNDARIES]
 
 
 @on_gpu
-@by_most_subjects
+@by(MOST)
 def test_same_bits_again_and_again(subject, backend, poisoned):
     """What a copy overwrites while it is still being read shows once in ten or a hundred runs of a full device. Each
     time over NaN, beside a copy that keeps the memory busy."""

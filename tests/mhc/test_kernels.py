@@ -6,26 +6,12 @@ from itertools import cycle, product
 
 import pytest
 import torch
-from mhc_kernels import (
-    STREAMED,
-    bf16,
-    by_any_subject,
-    by_most_subjects,
-    by_subject,
-    cotangents_of,
-    failures,
-    fp16,
-    fp32,
-    leave_out,
-    needs,
-    on_gpu,
-)
+from mhc_kernels import MOST, STREAMED, bf16, by, cotangents_of, failures, fp16, fp32, leave_out, needs, on_gpu
 from stack_results import assert_equal
 
 import mhc_ops
 from mhc_ops.testing import accuracy, cases
 
-by_every_subject = pytest.mark.parametrize("subject", cases.ALL, ids=lambda subject: subject.name)
 Pre = partial(cases.Case, cases.MHC_FORWARD_PRE)
 TYPES = (bf16, fp16, fp32)
 # The others share the kernels of mhc_forward_pre.
@@ -112,7 +98,7 @@ def test_exact_to_one_rounding(case, kernel_device, poisoned):
     assert failures(case, "triton", kernel_device) == []
 
 
-@by_every_subject
+@by(cases.ALL)
 def test_the_reference_is_exact(subject):
     """The truth is its fp64."""
     drawn = [case for case in (*cases.CHECK, *ANY, *EVERY_N) if case.subject is subject]
@@ -128,7 +114,7 @@ def test_exact_and_same_bits_twice(backend, case, poisoned):
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@by_most_subjects
+@by(MOST)
 def test_any_of_the_outputs_may_be_unused_in_turn(subject, place, poisoned):
     """n and type in turn, beginning with another one for each op; all choices of one op at one size."""
     kinds = cycle([(1, fp16), (4, bf16), (7, bf16), (8, fp32), (3, bf16), (4, fp32)])
@@ -140,7 +126,7 @@ def test_any_of_the_outputs_may_be_unused_in_turn(subject, place, poisoned):
     assert {str(case): failures(case, *place) for case in drawn} == {str(case): [] for case in drawn}
 
 
-@by_every_subject
+@by(cases.ALL)
 def test_empty_batch(subject, anywhere, poisoned):
     backend, device = anywhere
     for gamma in (False, True):
@@ -155,7 +141,7 @@ def test_empty_batch(subject, anywhere, poisoned):
         assert all(not results[f"d{name}"].any() for name in parameters)
 
 
-@by_most_subjects
+@by(MOST)
 def test_layouts(subject, kernels):
     """Strided inputs and cotangents give the bits of contiguous ones and stay as they were; so do expanded ones."""
     backend, device = kernels
@@ -185,7 +171,7 @@ def wrong(subject, tensors, backend):
     return [name for name in exact if not accuracy.close(results[name], exact[name])]
 
 
-@pytest.mark.parametrize("subject", cases.NORMED, ids=lambda subject: subject.name)
+@by(cases.NORMED)
 def test_equal_streams(subject, place):
     """As mhc_expand makes them: the gradient of h_pre, and all made from it, is what is left of terms that cancel."""
     backend, device = place
@@ -199,7 +185,7 @@ def test_equal_streams(subject, place):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@by_subject
+@by(STREAMED)
 def test_bad_values_stay_in_their_token(subject, value, kernels):
     backend, device = kernels
     tensors = cases.Case(subject, (8,), 3, 40, bf16).inputs(device)
@@ -226,7 +212,7 @@ def test_no_cotangent_at_all(kernels):
     assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
 
 
-@by_any_subject
+@by(cases.SUBJECTS)
 def test_double_backward_raises(subject, kernels):
     backend, device = kernels
     tensors = cases.Case(subject, (3,), 3, 40, fp32).inputs(device)
@@ -239,7 +225,7 @@ def test_double_backward_raises(subject, kernels):
 
 
 @on_gpu
-@by_any_subject
+@by(cases.SUBJECTS)
 def test_cuda_graph(subject, backend):
     """Forward and backward, captured and replayed on new values."""
     needs(backend)
@@ -289,7 +275,7 @@ def test_h_out_of_another_type(kernels):
 
 
 @on_gpu
-@pytest.mark.parametrize("subject", [cases.MHC_LAYER, cases.MHC_POST_PRE], ids=lambda subject: subject.name)
+@by([cases.MHC_LAYER, cases.MHC_POST_PRE])
 def test_more_than_2_to_the_31_elements(subject, backend):
     """The last tokens have the bits they have alone, forward and in dx; dphi is theirs, as others are 0."""
     needs(backend)

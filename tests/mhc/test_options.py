@@ -11,13 +11,10 @@ from mhc_ops.mhc.options import DEFAULTS, PreKeywords, PreOptions
 TAKE_ALL = ["mhc_pre", "mhc_post_pre", "mhc_layer", "mhc_enter", "mhc_next", "warmup", "HyperConnection"]
 
 
-def test_keywords_are_the_options():
-    assert typing.get_type_hints(PreKeywords) == typing.get_type_hints(PreOptions)
-
-
 @pytest.mark.parametrize("name", [*TAKE_ALL, "mhc_maps"])
 def test_functions_and_modules_show_them_all(name):
-    """Maps alone have no norm."""
+    """So do the keywords. Maps alone have no norm."""
+    assert typing.get_type_hints(PreKeywords) == typing.get_type_hints(PreOptions)
     parameters, expected = inspect.signature(getattr(mhc_ops, name)).parameters, DEFAULTS._asdict()
     if name == "mhc_maps":
         del expected["layer_norm_eps"]

@@ -3,7 +3,7 @@
 import pytest
 import stack_oracle as oracle
 import torch
-from mhc_kernels import backward_by_hand
+from mhc_kernels import backward_by_hand, by
 from stack_results import assert_close, assert_equal
 
 import mhc_ops
@@ -39,7 +39,7 @@ def test_equations():
 GRADCHECK = [*cases.SUBJECTS, *cases.NORMED[:3], cases.MHC_MAPS, cases.MHC_READ]
 
 
-@pytest.mark.parametrize("subject", GRADCHECK, ids=lambda subject: subject.name)
+@by(GRADCHECK)
 def test_gradcheck(subject):
     """Second derivatives are checked too, and mhc_forward_pre with gamma and without."""
     for gamma in (False, True) if subject is SUBJECT else (True,):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import stack_oracle
 import torch
-from mhc_kernels import bf16, failures, fp16, fp32, leave_out
+from mhc_kernels import bf16, by, failures, fp16, fp32, leave_out
 from networks import connections, streams
 from stack_results import assert_close, assert_equal, exact, gradients
 from sublayers import OPTIONS, both_forms, by_options, fp64, layer, sublayers
@@ -205,7 +205,7 @@ def test_x_is_made_again_as_it_was_written(options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("subject", cases.VARIANTS, ids=lambda subject: subject.name)
+@by(cases.VARIANTS)
 @pytest.mark.parametrize(("T", "D"), [(2048, 4096), (4096, 2560), (2048, 320), (61, 4096)])
 def test_large_sizes(subject, T, D, poisoned):
     """The boundary's own kernels, where the GPU has them; few tokens in one launch."""

@@ -109,19 +109,16 @@ def lower(function, target):
 
 CASES = {
     "sm_90a": (
-        cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16),
-        cases.Case(cases.MHC_LAYER, (70,), 8, 64, fp32),
-        cases.Case(cases.MHC_HEAD, (70,), 5, 40, bf16),
-        cases.Case(cases.SINKHORN, (70,), 8, 0, bf16),
+        cases.Case(cases.MHC_LAYER, (70,), 4, 4096, bf16), cases.Case(cases.MHC_LAYER, (70,), 8, 64, fp32),
+        cases.Case(cases.MHC_HEAD, (70,), 5, 40, bf16), cases.Case(cases.SINKHORN, (70,), 8, 0, bf16),
         cases.Case(cases.SINKHORN.with_options(eps=0.0), (70,), 4, 0, bf16),
     ),
     "sm_80": (cases.Case(cases.MHC_POST_PRE, (70,), 3, 257, fp16, gamma=False),),
     "gfx942": (
         cases.Case(cases.MHC_POST_PRE, (70,), 4, 264, bf16, gamma=False),
-        cases.Case(cases.MHC_HEAD, (70,), 5, 40, fp32),
-        cases.Case(cases.SINKHORN, (70,), 8, 0, fp16),
+        cases.Case(cases.MHC_HEAD, (70,), 5, 40, fp32), cases.Case(cases.SINKHORN, (70,), 8, 0, fp16),
     ),
-}
+}  # fmt: skip
 
 
 def lowered(functions, target):

@@ -207,18 +207,13 @@ def test_a_replayed_call_finds_its_tickets():
 
 COMPILED = {  # T, n, D, with the norm
     "sm_90": [
-        *((T, 4, 4096, True) for T in (1, 16, 64)),
-        *((T, 4, 7168, True) for T in (1, 16, 32)),
-        (32, 4, 7168, False),
-        (16, 4, 257, True),
-        (1, 1, 4096, True),
-        (16, 2, 1280, True),
-        (16, 3, 4096, True),
+        *((T, 4, 4096, True) for T in (1, 16, 64)), *((T, 4, 7168, True) for T in (1, 16, 32)), (32, 4, 7168, False),
+        (16, 4, 257, True), (1, 1, 4096, True), (16, 2, 1280, True), (16, 3, 4096, True),
     ],
     "sm_80": [(16, 4, 4096, True), (32, 4, 7168, True), (16, 4, 257, True)],
     "sm_100": [(16, 4, 4096, True)],
     "sm_120": [(1, 4, 4096, True), (16, 4, 7168, True), (64, 4, 4096, False)],
-}
+}  # fmt: skip
 EVERY = [(target, *sizes) for target, there in COMPILED.items() for sizes in there]
 
 
