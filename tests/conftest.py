@@ -33,11 +33,9 @@ def pytest_report_header():
 
 
 # Each line names a file and, by a regular expression, the tests of it that only ./run_tests.sh --all runs.
-THOROUGH = [
-    line.split(maxsplit=1)
-    for line in (Path(__file__).parent / "thorough.txt").read_text(encoding="utf-8").splitlines()
-    if line and not line.startswith("#")
-]
+LINES = Path(__file__).with_name("thorough.txt").read_text(encoding="utf-8").splitlines()
+THOROUGH = [line.split(maxsplit=1) for line in LINES if line and not line.startswith("#")]
+INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -67,12 +65,7 @@ def mark_thorough(items, whole):
             raise pytest.UsageError(f"tests/thorough.txt: no test of {file} is named as {pattern}")
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted"),
-        pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
-    ]
-)
+@pytest.fixture(params=[INTERPRETED, pytest.param("cuda", marks=pytest.mark.gpu, id="gpu")])
 def kernel_device(request):
     """Where Triton kernels can be executed."""
     return request.param

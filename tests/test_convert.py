@@ -30,7 +30,6 @@ def equal(a, b):
 
 
 def maps(begin, phi=".phi", scale=".alpha", base=".bias", rows=M, scales=3):
-    """The shapes of one connection or head."""
     return {begin + phi: (rows, K), begin + scale: (scales,), begin + base: (rows,)}
 
 
@@ -251,7 +250,6 @@ WRONG = [
 
 @pytest.mark.parametrize(("formats", "state", "message"), WRONG)
 def test_what_does_not_fit(formats, state, message):
-    """A conversion from a format to ours, or to another, says what does not fit."""
     source, _, target = formats.partition(" ")
     with pytest.raises(ValueError, match=f"^convert: .*{message}"):
         convert.between(drawn(state), source, target or "mhc_ops")

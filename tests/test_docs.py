@@ -22,21 +22,15 @@ RULED_OUT = re.compile(r"\b(nobody|whoever|somebody|what\s+is\s+none|behind)\b",
 OF_MHC_OPS = re.compile(r"^\.\. currentmodule:: mhc_ops\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture
-def site(tmp_path):
-    """Built with warnings as errors, of which one is a page that is in no toctree."""
-    if NEEDED:
-        pytest.skip(f"{', '.join(NEEDED)} not installed: pip install 'mhc-ops[docs]'")
-    words = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
-    command = [sys.executable, *words, str(ROOT / "docs"), str(tmp_path)]
+@pytest.mark.skipif(bool(NEEDED), reason=f"{', '.join(NEEDED)} not installed: pip install 'mhc-ops[docs]'")
+def test_the_site(tmp_path):
+    """Built with warnings as errors, of which one is a page in no toctree. It needs no network, has the page of the run
+    and lists what a docstring describes, as docs/docstrings.py says. furo needs the parser too."""
+    words, site = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"], tmp_path
+    command = [sys.executable, *words, str(ROOT / "docs"), str(site)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    return tmp_path
-
-
-def test_what_a_docstring_describes_is_listed(site):
-    """As docs/docstrings.py says. furo needs the parser too. The site needs no network, and has the page of the run."""
     files = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
     found = {path.name: FETCHED.findall(path.read_text(encoding="utf-8")) for path in files}
     assert len(files) > 10 and {name: remote for name, remote in found.items() if remote} == {}

@@ -160,7 +160,6 @@ def test_shell(block, tmp_path, monkeypatch):
 
 
 def write_what_commands_read():
-    """Writes to the current folder."""
     Path("docs/images").mkdir(parents=True)
     shutil.copytree(ROOT / "benchmarks" / "results", "benchmarks/results")
     shutil.copy("benchmarks/results/h200_training_step.json", "bench.json")

@@ -45,8 +45,6 @@ class Plain(nn.Module):
 
 
 class Stacked(nn.Module):
-    """The same with streams, its layers in one stack"""
-
     def __init__(self, layer_norm=True, **options):
         super().__init__()
         self.embed, self.out, self.head = nn.Embedding(9, D), nn.Linear(D, 9), HyperHead(N, D)

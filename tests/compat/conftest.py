@@ -50,7 +50,6 @@ def called(monkeypatch):
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """built(kind): a model with hyper-connections, made once"""
     return functools.cache(lambda kind: Built(kind, tmp_path_factory.mktemp(kind)))
 
 

@@ -23,7 +23,6 @@ def expected(*, x, weight, bias=None, residual=None, initial_state=None, **given
 
 
 def unread(state):
-    """Without the gradient of slot 0."""
     return torch.cat([state[..., :1].detach(), state[..., 1:]], -1)
 
 

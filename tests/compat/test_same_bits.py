@@ -22,8 +22,6 @@ LENGTHS = (6, 2, 4)
 
 
 class Block(nn.Module):
-    """A convolution of packed sequences [1, tokens, D]"""
-
     def __init__(self):
         super().__init__()
         self.weight, self.bias = (nn.Parameter(torch.randn(*shape).bfloat16()) for shape in ((D, W), (D,)))

@@ -18,32 +18,26 @@ def filtered(tokens, weight, bias, activation="silu"):
     return mhc_ops.causal_conv1d(tokens[None], weight, bias, activation=activation)[0]
 
 
-def vllm_prefill(x, *own, states, bounds, slots, goes_on):
-    return vllm.causal_conv1d_fn(x, *own, states, bounds, slots, goes_on, metadata=object())
+# Of x, weight, bias, states, bounds, slots, and which sequences go on
+PREFILLS = {
+    "vllm": lambda *given: vllm.causal_conv1d_fn(*given, metadata=object()),
+    "sglang": lambda *given: sglang.causal_conv1d_fn(*given[:5], None, *given[5:], block_table=ints(0, -1)[None]),
+    "sglang's CUDA": lambda *given: sglang.causal_conv1d_fn_cuda(
+        *given[:3], *given[4:], conv_states=given[3], seq_lens_cpu=[4, 2, 3]
+    ),
+}
 
 
-def sglang_prefill(x, *own, states, bounds, slots, goes_on):
-    return sglang.causal_conv1d_fn(x, *own, states, bounds, None, slots, goes_on, block_table=ints(0, -1)[None])
-
-
-def sglang_cuda_prefill(x, *own, states, bounds, slots, goes_on):
-    return sglang.causal_conv1d_fn_cuda(x, *own, bounds, slots, goes_on, conv_states=states, seq_lens_cpu=[4, 2, 3])
-
-
-PREFILLS = [(vllm_prefill, 0, torch.bfloat16), (vllm_prefill, 0, torch.float32)]
-PREFILLS += [(function, -1, torch.bfloat16) for function in (sglang_prefill, sglang_cuda_prefill)]
-
-
-@pytest.mark.parametrize(("function", "null", "x_type"), PREFILLS)
-def test_prefill(function, null, x_type, each_backend):
+@pytest.mark.parametrize("x_type", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("server", PREFILLS)
+def test_prefill(server, x_type, each_backend):
     """Four sequences, one of them with a null slot and one shorter than the state, and a row of padding; slots for one
     more; a longer buffer, turned. As with the names of mhc_ops."""
     weight, bias, normal = draw(D)
-    x, states, lengths = normal(15, D), normal(6, 5, D).transpose(1, 2), (7, 4, 2, 1)
-    kept, goes_on = states.clone(), torch.tensor([True, True, False, True])
-    given = {"bounds": torch.tensor([0, *lengths]).cumsum(0).int(), "goes_on": goes_on}
-    y = function(x.to(x_type).T, weight, bias, states=states, slots=ints(4, null, 2, 5, 3), **given)
-    own = {"cu_seqlens": given["bounds"], "has_initial_state": goes_on, "pad_slot_id": null, "activation": "silu"}
+    x, states, bounds = normal(15, D), normal(6, 5, D).transpose(1, 2), ints(0, 7, 11, 13, 14)
+    kept, goes_on, null = states.clone(), torch.tensor([True, True, False, True]), 0 if server == "vllm" else -1
+    y = PREFILLS[server](x.to(x_type).T, weight, bias, states, bounds, ints(4, null, 2, 5, 3), goes_on)
+    own = {"cu_seqlens": bounds, "has_initial_state": goes_on, "pad_slot_id": null, "activation": "silu"}
     own["conv_state_indices"] = ints(4, null, 2, 5)
     expected = mhc_ops.causal_conv1d_prefill(x, kept, weight, bias, **own)
     assert y.dtype == x_type and torch.equal(y.T.bfloat16(), expected)
@@ -164,7 +158,6 @@ def test_verification(tree, each_backend):
 
 
 def test_parents_of_random_trees():
-    """Against the rule, one token after the other."""
     generator = torch.Generator().manual_seed(0)
     for T in (1, 2, 5, 16, 33):
         parents = torch.tensor([[0, *(int(torch.randint(t, (), generator=generator)) for t in range(1, T))]])
@@ -177,7 +170,6 @@ def test_parents_of_random_trees():
 
 
 def test_wrong_use():
-    """What the adapters refuse themselves."""
     weight, _, normal = draw(D)
     x, states, bounds, token = normal(2, D), normal(4, D, 4), {"query_start_loc": ints(0, 2)}, ints(0, 0)[:, None]
     step, steps = (partial(server.causal_conv1d_update, x, states, weight) for server in (vllm, sglang))

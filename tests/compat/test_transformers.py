@@ -132,8 +132,6 @@ def test_maps_stay_fp32(tiny, mapping):
 
 
 def test_a_model_of_ones_own_loads_in_bf16(tmp_path):
-    """The maps of the model are fp32."""
-
     class Own(transformers.PreTrainedModel):
         config_class = transformers.PretrainedConfig
 

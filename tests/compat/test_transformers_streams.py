@@ -23,7 +23,6 @@ KINDS["Qwen2"] = {"use_sliding_window": True, "sliding_window": 8, "max_window_l
 
 @functools.cache
 def made(kind):
-    """A model and what it computes"""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SIZES, **OWN, **KINDS[kind])
     model = no_zeros_or_ones(getattr(transformers, f"{kind}ForCausalLM")(config).eval())
@@ -41,7 +40,6 @@ def llama():
 
 
 def before(model):
-    """The logits and gradients of the plain model"""
     return made(type(model).__name__.removesuffix("ForCausalLM"))[1]
 
 
@@ -50,7 +48,6 @@ def maps_of(model):
 
 
 def moved(model):
-    """With maps as training leaves them"""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in maps_of(model).values():
@@ -142,7 +139,6 @@ def test_what_load_refuses(llama, tmp_path):
 
 
 def test_models_of_one_config(llama):
-    """Each has its own number of streams."""
     other, third = type(llama)(llama.config), type(llama)(llama.config)
     hyperconnect(llama, 2)
     hyperconnect(other, 4)

@@ -119,7 +119,6 @@ def test_any_layout_and_nothing_is_modified(anywhere):
 
 
 def derivatives(function, z, order):
-    """function(z) and its derivatives, elementwise"""
     leaf = z.clone().requires_grad_()
     found = [function(leaf)]
     for k in range(order):

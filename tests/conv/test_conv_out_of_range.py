@@ -39,7 +39,6 @@ def bounds_of(boundaries):
 
 
 def packed(where, boundaries):
-    """Outputs and gradients; tokens and states lie amidst NaN."""
     backend, device = where
     case = ConvCase(1, L, D, W, torch.float32, dilation=2, residual=True, places="cu_seqlens states")
     tensors = case.inputs(device) | {"cu_seqlens": bounds_of(boundaries).to(device)}

@@ -12,10 +12,10 @@ from mhc_ops.testing.fuzz import differ
 
 NAN = float("nan")
 DRAWS = [*range(8), *(pytest.param(number, marks=pytest.mark.thorough) for number in range(8, 80))]
+STEPS = [(0, 12), *(pytest.param(number, 100, marks=pytest.mark.thorough) for number in range(1, 6))]
 
 
 def whole(tensor):
-    """All that the storage of a tensor holds."""
     return torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
@@ -55,7 +55,6 @@ def assert_filtered(y, taps, call, backend):
 
 
 def padding(x, taps):
-    """Which rows no sequence has."""
     return torch.tensor([row not in taps for row in range(x[..., 0].numel())], dtype=bool).view(*x.shape[:-1], 1)
 
 
@@ -131,9 +130,8 @@ def test_places_that_are_far_apart(form, where):
     """Offsets of more than 31 bits: 4 GB of memory that is not touched in between."""
     backend, device = where
     far, generator = 2**30 + 16, torch.Generator().manual_seed(SEED)
-    x, cache, weight = (
-        torch.randn(s, generator=generator).to(device, torch.bfloat16) for s in ((4, 16), (4, 16, 3), (16, 4))
-    )
+    drawn = (torch.randn(shape, generator=generator) for shape in ((4, 16), (4, 16, 3), (16, 4)))
+    x, cache, weight = (tensor.to(device, torch.bfloat16) for tensor in drawn)
     distant = torch.empty(2 * far + 64, dtype=torch.bfloat16, device=device).as_strided((4, 16, 3), (16, 1, far))
     distant.copy_(cache)
     slots, accepted = torch.tensor([2, 1], device=device), torch.tensor([1, 1], device=device)
@@ -150,9 +148,7 @@ def test_places_that_are_far_apart(form, where):
     assert torch.equal(y, expected) and torch.equal(distant, cache)
 
 
-@pytest.mark.parametrize(
-    ("number", "steps"), [(0, 12), *(pytest.param(number, 100, marks=pytest.mark.thorough) for number in range(1, 6))]
-)
+@pytest.mark.parametrize(("number", "steps"), STEPS)
 def test_a_server_of_random_steps(number, steps, where):
     """Outputs and states are those of each sequence alone, bit for bit, and no other slot changes."""
     server = Server(SEED + number, *where)

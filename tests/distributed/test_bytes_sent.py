@@ -23,8 +23,6 @@ from mhc_ops.distributed import HyperParallel, MeshSizes, ModelSizes, bytes_sent
 
 
 class Layer(nn.Module):
-    """A convolution alone."""
-
     def __init__(self, model, **pieces):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(model.D, model.width))

@@ -25,8 +25,6 @@ from mhc_ops.testing.conv_cases import FINAL, PLACES, ConvCase
 
 @dataclass(frozen=True)
 class Packed(ConvCase):
-    """A case with these boundaries."""
-
     bounds: tuple[int, ...] = ()
 
     def _drawn(self, normal, generator):
@@ -56,7 +54,6 @@ def summed(tensor):
 
 
 def leaves_of(tensors, layout):
-    """What this rank has of them."""
     own = {name: shard(tensor, layout) if name in ROWS else tensor for name, tensor in tensors.items()}
     return {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in own.items()}
 
@@ -74,7 +71,6 @@ def in_pieces(case, leaves, **options):
 
 
 def wrong(case, backend, layout):
-    """What is wrong with the results on this rank, as words."""
     ran, cut = accuracy.run_case(case, backend), partial(shard, layout=layout)
     leaves = leaves_of(ran.tensors, layout)
     outputs = in_pieces(case, leaves, backend=backend, layout=layout)
@@ -146,24 +142,16 @@ def held(world, cases, backend, layouts=LAYOUTS):
     assert found == [[]] * world
 
 
-@pytest.mark.parametrize("backend", ["reference", "hip"])
-def test_2_ranks(backend):
-    held(2, [case for case in (*packed_cases(2), *DENSE) if case.runs_on(backend)], backend)
-
-
-@pytest.mark.parametrize("world", [3, 4])
-def test_reference_of_more_ranks(world):
-    held(world, packed_cases(world), "reference")
+@pytest.mark.parametrize(("world", "backend"), [(2, "reference"), (2, "hip"), (3, "reference"), (4, "reference")])
+def test_ranks(world, backend):
+    drawn = packed_cases(world) + DENSE * (world == 2)
+    held(world, [case for case in drawn if case.runs_on(backend)], backend)
 
 
 # A launch takes a tenth of a second in the interpreter, so every way once
-INTERPRETED = {
-    "contiguous": [
-        ConvCase(1, 12, 3, 3, FP32, n=2, residual=True),
-        Packed(1, 14, 3, 3, BF16, places="cu_seqlens states", bounds=(1, 6, 6, 8, 13)),
-    ],
-    "zigzag": [ConvCase(1, 20, 3, 2, FP32, places="seq_idx states")],
-}
+IN_BOUNDS = Packed(1, 14, 3, 3, BF16, places="cu_seqlens states", bounds=(1, 6, 6, 8, 13))
+INTERPRETED = {"contiguous": [ConvCase(1, 12, 3, 3, FP32, n=2, residual=True), IN_BOUNDS]}
+INTERPRETED["zigzag"] = [ConvCase(1, 20, 3, 2, FP32, places="seq_idx states")]
 
 
 @pytest.mark.interpreted

@@ -32,7 +32,6 @@ def line():
 
 
 def own(tensor):
-    """This rank's share of a batch."""
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
 

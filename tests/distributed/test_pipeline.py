@@ -164,8 +164,6 @@ SEEN = []  # in this process
 
 
 class Noting(PipelineStage):
-    """Notes when x begins to be sent, and when its gradient is awaited."""
-
     def send_x(self, tensor, stage):
         SEEN.append("x")
         return super().send_x(tensor, stage)

@@ -43,7 +43,6 @@ def outcome(call):
 
 
 def loaded(folder):
-    """The step that it goes on from."""
     found = parts.Checkpoints(folder).load(lambda: state(0))
     assert (found["model"]["weight"].to_local() == found["step"]).all()
     return found["step"]
@@ -210,7 +209,6 @@ def test_a_folder_in_use_is_refused_and_its_holder_named(tmp_path):
 
 
 def _agent(end):
-    """A process with a worker, such as torchrun."""
     if os.fork() == 0:
         example.end_with(os.getppid())
         end.send("started")

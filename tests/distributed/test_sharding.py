@@ -55,21 +55,15 @@ MHC = [  # after mhc_layer comes mhc_post, whose backward differs by a flag alon
     (of_mhc(cases.SINKHORN, iters=2), TOKENS),
     *((of_mhc(subject), HALVES) for subject in (cases.MHC_PRE_IDENTITY, cases.MHC_MEAN)),
 ]
-CONV = [
-    *((of_conv(2, 6, places="states"), axis) for axis in (BATCH, CHANNELS)),
-    (of_conv(2, 6, silu=False, places="seq_idx"), BATCH),
-]
-CONV_OF_TRITON = [
-    (of_conv(1, 6, places="cu_seqlens", residual=True), CHANNELS),
-    *((of_conv(2, 1, places=places, update=True), BATCH) for places in ("", "ring")),
-    *((of_conv(2, L, places=places, update=True), CHANNELS) for L, places in ((1, "slots"), (2, "drafts"))),
-    (of_conv(1, 6, places=CACHE), CHANNELS),
-    (of_conv(2, 2, n=n, residual=True), BATCH),
-]
+CONV = [(of_conv(2, 6, places="states"), axis) for axis in (BATCH, CHANNELS)]
+CONV += [(of_conv(2, 6, silu=False, places="seq_idx"), BATCH)]
+CONV_OF_TRITON = [(of_conv(1, 6, places="cu_seqlens", residual=True), CHANNELS)]
+CONV_OF_TRITON += [(of_conv(1, 6, places=CACHE), CHANNELS), (of_conv(2, 2, n=n, residual=True), BATCH)]
+CONV_OF_TRITON += [(of_conv(2, 1, places=places, update=True), BATCH) for places in ("", "ring")]
+CONV_OF_TRITON += [(of_conv(2, L, places=p, update=True), CHANNELS) for L, p in ((1, "slots"), (2, "drafts"))]
 
 
 def alone(case, backend):
-    """The outputs of one process."""
     return {name: output.detach() for name, output in case.subject.run(case.inputs(), backend).items()}
 
 
@@ -89,9 +83,8 @@ def assert_as_alone(case, backend, expected, placements, mesh):
             assert_close({(str(case), name): output.full_tensor()}, {(str(case), name): exact[name]})
         else:
             assert torch.equal(output.full_tensor(), expected[name]), (str(case), name)
-    given = [
-        distribute_tensor(c, mesh, outputs[name].placements) for name, c in zip(subject.differentiable, cotangents)
-    ]
+    pairs = zip(subject.differentiable, cotangents)
+    given = [distribute_tensor(cotangent, mesh, outputs[name].placements) for name, cotangent in pairs]
     for name, gradient in accuracy.gradients_of(outputs, leaves, given).items():
         wanted = placements.get(name.removeprefix("d"), [Partial()] * mesh.ndim)
         assert backend == "reference" or list(gradient.placements) == wanted, (str(case), name, gradient.placements)

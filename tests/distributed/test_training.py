@@ -107,7 +107,6 @@ def ran(tmp_path_factory):
 
 
 def curve(folder):
-    """The losses of all steps, fp32, as they were computed."""
     found = torch.tensor([float(loss) for loss in losses(folder)])
     assert len(found) == STEPS
     return found

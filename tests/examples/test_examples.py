@@ -85,7 +85,6 @@ def test_train_tiny_lm(device, tmp_path):
 
 @pytest.fixture
 def given(monkeypatch):
-    """Sets what is typed after train_tiny_lm.py."""
     return lambda *words: monkeypatch.setattr(sys, "argv", ["train_tiny_lm.py", *map(str, words)])
 
 
@@ -94,7 +93,6 @@ STUDIED = ("--D", 32, "--depth", 2, "--context", 8, "--batch", 2, "--steps", 3)
 
 
 def studied(given, out, *arguments):
-    """The rows that are written as CSV."""
     given(*STUDIED, *arguments, "--out", out)
     assert train_tiny_lm.main() == 0
     assert out.exists() == DRAWN
@@ -167,7 +165,6 @@ def test_sweep(tmp_path, given):
 
 
 def decays(optimizer):
-    """Learning rate and weight decay of each parameter."""
     return {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
 
 

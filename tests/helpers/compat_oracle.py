@@ -64,7 +64,6 @@ def total(outputs, seed=0):
 
 
 def gradients(outputs, inputs):
-    """The gradients of that sum"""
     return torch.autograd.grad(total(outputs), inputs, retain_graph=True)
 
 

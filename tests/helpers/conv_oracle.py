@@ -101,7 +101,6 @@ def short(x, gamma, weight, *, silu, dilation, residual, norm_eps):
 
 
 def loop(x, weight, bias=None, residual=None, initial_state=None, *, silu, dilation, seq_idx=None, cu_seqlens=None):
-    """y and the final states."""
     (B, L, D), W = x.shape, weight.shape[1]
     S = (W - 1) * dilation
     ends = [(b, 0, L) for b in range(B)] if cu_seqlens is None else [(0, *two) for two in pairwise(cu_seqlens.tolist())]

@@ -27,7 +27,6 @@ def needs(backend):
 
 
 def failures(case, backend, device="cpu"):
-    """What is not exact to one rounding."""
     rows = accuracy.measure(case, backend, device)
     return [(row.output, row.relative_error) for row in rows if not row.passed]
 

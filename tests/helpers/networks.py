@@ -88,8 +88,6 @@ def one_of_each(backend="reference", recompute=0):
 
 
 class Expand(nn.Module):
-    """The streams, in a type of their own."""
-
     def __init__(self, dtype):
         super().__init__()
         self.dtype = dtype
@@ -115,7 +113,6 @@ def words():
 
 
 def of_logits():
-    """Their cotangent."""
     return random_cotangents([torch.empty(BATCH, LENGTH, WORDS)])[0]
 
 

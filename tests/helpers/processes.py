@@ -51,7 +51,6 @@ def run_as_torchrun(world, function, *arguments):
 
 
 def run_alone(function, *arguments):
-    """The result of the function in one fresh process."""
     return _run(1, {}, function, *arguments)[0]
 
 
@@ -116,7 +115,6 @@ def _in_group(world, store, function, arguments):
 
 
 def _in_no_group(function, arguments):
-    """The function makes the group."""
     result = function(*arguments)
     if dist.is_initialized():
         dist.barrier()  # no rank leaves while another waits for it

@@ -17,8 +17,6 @@ class Sent(NamedTuple):
 
 
 class Sending(TorchDispatchMode):
-    """Records in order what this process hands over to be sent."""
-
     def __init__(self):
         super().__init__()
         self.sent = []
@@ -42,7 +40,6 @@ class Sending(TorchDispatchMode):
 
 
 def _counted(name, args):
-    """The collective and its bytes."""
     if name == "_allgather_base_":
         return "all-gather", args[0].nbytes - args[1].nbytes
     if name == "all_gather_into_tensor":

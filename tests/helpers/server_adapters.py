@@ -39,5 +39,4 @@ def package(files):
 
 
 def refusing(*names):
-    """A module whose functions fail."""
     return "".join(f"def {name}(*given, **named): raise AssertionError('its own {name}')\n" for name in names)

@@ -9,7 +9,6 @@ NAN = float("nan")
 
 
 def bounds_of(cu_seqlens, rows):
-    """Where each sequence begins and ends."""
     bounds, greatest = [], 0
     for bound in cu_seqlens.tolist():
         greatest = max(greatest, min(max(bound, 0), rows))

@@ -46,7 +46,6 @@ def _written(line: str) -> set[str]:
 
 
 def _loops(lines: list[str]) -> list[tuple[int, int]]:
-    """First and last line of each loop."""
     depth = list(accumulate(line.count("{") - line.count("}") for line in lines))
     starts = [i for i, line in enumerate(lines) if re.match(r" *for \(", line)]
     return [(i, next(j for j in range(i + 1, len(lines)) if depth[j] < depth[i])) for i in starts]

@@ -74,7 +74,6 @@ def no_zeros_or_ones(model):
 
 
 def with_eps(model):
-    """The norms have an eps of their own."""
     for name, module in model.named_modules():
         if name.endswith(("input_layernorm", "post_attention_layernorm")):
             module.variance_epsilon = 0.05
@@ -82,8 +81,6 @@ def with_eps(model):
 
 
 class Built:
-    """A model and what transformers computes with it"""
-
     def __init__(self, kind, folder):
         self.kind, self.model, self.folder = kind, build(kind), folder
         self.ids = torch.randint(3, 64, (2, 24))

@@ -198,7 +198,6 @@ def test_the_benchmark_runs(folder, without_cuda):
 
 
 def kernelized(model, folder, *names, mode="TRAINING"):
-    """The model with these layers of the folder."""
     import kernels
 
     mode = getattr(kernels.Mode, mode) | kernels.Mode.TORCH_COMPILE
@@ -245,7 +244,6 @@ def test_kernelize_the_convolutions_of_transformers(folder):
 
 
 def test_what_is_in_the_folder_stays(tmp_path, capsys):
-    """Nothing is written beside it."""
     (tmp_path / "build" / "mine").mkdir(parents=True)
     assert cli.main(["hub", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"mhc-ops hub: {tmp_path}/build is there already\n"

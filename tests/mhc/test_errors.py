@@ -60,18 +60,9 @@ def wrong_tensors(given):
 
 
 def wrong_eps(*names):
-    """What none of them may be."""
-    return [
-        ({name: value}, error, f"{name} must be {message}")
-        for name in names
-        for value, error, message in (
-            (NAN, ValueError, "finite and 0 or more, got nan"),
-            (-1e-6, ValueError, "finite and 0 or more, got -1e-06"),
-            (True, TypeError, "a number, got bool"),
-            (None, TypeError, "a number, got NoneType"),
-            ("1e-6", TypeError, "a number, got str"),
-        )
-    ]
+    wrong = [(value, ValueError, f"finite and 0 or more, got {value}") for value in (NAN, -1e-6)]
+    wrong += [(value, TypeError, f"a number, got {type(value).__name__}") for value in (True, None, "1e-6")]
+    return [({name: value}, error, f"{name} must be {message}") for name in names for value, error, message in wrong]
 
 
 X = [
@@ -189,7 +180,6 @@ def with_a_hook(hook):
 
 
 def test_stacks():
-    """How each message begins."""
     one, other, x, linear = connection(), connection(n=4), zeros(3, 2, 8), torch.nn.Linear(8, 8)
     another, nothing, wide = connection(), connection(lambda h: None), connection(lambda h: h[:, None].expand(3, 2, 8))
     later = HyperStack(one, shifted=True, first=False)

@@ -23,12 +23,8 @@ PRE = [
     Pre((70,), 4, 32, bf16, parameter_dtype=bf16), Pre((70,), 3, 32, fp32, parameter_dtype=fp16),
     Pre((70,), 3, 32, bf16, parameter_dtype=torch.float64), Pre((3,), 4, 2100, bf16),
 ]  # fmt: skip
-
-
-SINKHORN = [
-    *(cases.Case(cases.SINKHORN, (33,), n, 0, dtype) for n in range(1, 9) for dtype in (fp32, bf16)),
-    *(cases.Case(cases.SINKHORN, (65,), n, 0, fp32, sigma=sigma) for sigma in (0.1, 1, 3, 8) for n in (3, 4)),
-]
+SINKHORN = [cases.Case(cases.SINKHORN, (33,), n, 0, dtype) for n in range(1, 9) for dtype in (fp32, bf16)]
+SINKHORN += [cases.Case(cases.SINKHORN, (65,), n, 0, fp32, sigma=s) for s in (0.1, 1, 3, 8) for n in (3, 4)]
 
 
 def of_any_op(subject):
@@ -72,11 +68,9 @@ LARGE_STACK = [
 ]  # fmt: skip
 # TileLang's kernels take seconds each to compile: the sizes of `mhc-ops check`, those that fill a GPU, and each n above
 # 4 with one type. The other tests below share few sizes.
-FEWER = [
-    *(case for case in cases.CHECK if case.runs_on("tilelang")),
-    *(case for case in LARGE if case.D in (2560, 4096)),
-    *(case for case in LARGE if case.D == 512 and case.n > 4 and case.dtype == (bf16, fp32, fp16)[case.n % 3]),
-]
+FEWER = [case for case in cases.CHECK if case.runs_on("tilelang")]
+FEWER += [case for case in LARGE if case.D in (2560, 4096)]
+FEWER += [case for case in LARGE if case.D == 512 and case.n > 4 and case.dtype == (bf16, fp32, fp16)[case.n % 3]]
 
 
 def parts_of_the_outputs(subject, T, D, kinds):
@@ -164,7 +158,6 @@ def test_layouts(subject, kernels):
 
 
 def wrong(subject, tensors, backend):
-    """The results that are not exact to one rounding."""
     cotangents = cotangents_of(subject, tensors, backend)
     results = accuracy.run(subject, tensors, backend, cotangents)
     exact = accuracy.truth(subject, tensors, cotangents, results)
@@ -227,7 +220,6 @@ def test_double_backward_raises(subject, kernels):
 @on_gpu
 @by(cases.SUBJECTS)
 def test_cuda_graph(subject, backend):
-    """Forward and backward, captured and replayed on new values."""
     needs(backend)
     tensors = cases.Case(subject, (64,), 4, 256, bf16).inputs("cuda")
     cotangents = cotangents_of(subject, tensors, backend)

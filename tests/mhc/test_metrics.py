@@ -42,7 +42,6 @@ def connections(residual="sinkhorn", place=CPU, dtype=fp32, depth=DEPTH, **furth
 
 
 def batches(place=CPU, dtype=fp32):
-    """Two passes, with different numbers of tokens."""
     first, second = streams(place, dtype, (10,)).detach().split([6, 4])
     return [first.unflatten(0, (2, 3)), second]
 

@@ -21,7 +21,6 @@ fp64 = torch.float64
 
 
 def connections_of(place, dtype):
-    """With layers of this type."""
     made = connections(place, 4)
     for connection in made:
         connection.layer.to(dtype)
@@ -30,7 +29,6 @@ def connections_of(place, dtype):
 
 @cache
 def sequential_step(place, dtype):
-    """What every stack of these connections is to give."""
     return step(nn.Sequential(*connections_of(place, dtype)), streams(place, dtype))
 
 
@@ -50,10 +48,8 @@ def test_is_the_sequential(recompute, dtype, place, poisoned):
 def watched(stack, tensors_of):
     """Storages of what each carry of the next forward has, in a list that it fills."""
     found = []
-    for connection in stack:
-        connection.register_forward_hook(
-            lambda module, inputs, carry: found.extend(map(storage_of, tensors_of(carry)))  # returns None
-        )
+    for connection in stack:  # the hook returns None
+        connection.register_forward_hook(lambda module, _, carry: found.extend(map(storage_of, tensors_of(carry))))
     return found
 
 
@@ -169,7 +165,6 @@ FROZEN = {
 
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 def test_frozen_parameters(frozen, place):
-    """With an x that needs a gradient, and with one that needs none."""
     made = connections(place)
     stack, sequential = HyperStack(*made), nn.Sequential(*made)
     for name, parameter in stack.named_parameters():

@@ -100,7 +100,6 @@ def test_plain_loops_in_fp64(depth, options, shifted):
 @both_forms
 @by_options
 def test_plain_loops(options, shifted, on, poisoned):
-    """Three sublayers; the norm in one of the forms."""
     assert_like_the_oracle([options] * 3, n=4, dtype=fp32, shifted=shifted, norm=shifted, device=on)
 
 
@@ -168,7 +167,6 @@ OF_EVERY_N = [
 
 @pytest.mark.parametrize(("n", "dtype", "gamma", "norm"), OF_EVERY_N, ids=str)
 def test_bits_of_every_n(n, dtype, gamma, norm, on, poisoned):
-    """An odd number of channels."""
     x, parameters = sublayers([{}] * 2, (5,), n, 13, dtype, gamma, norm, on)
     assert_same_bits(x, parameters, [{}] * 2, False, False)
 

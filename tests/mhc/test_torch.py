@@ -46,7 +46,6 @@ def test_direct_and_traced_give_the_same_bits(kernel_device):
 
 
 def test_autocast(place):
-    """Autocast changes no result."""
     tensors = detached(place[1])
     mean, maps = mhc_ops.mhc_mean(tensors["x"], backend=place[0]), mhc_ops.mhc_forward_pre(**tensors, backend=place[0])
     with torch.autocast(place[1], torch.bfloat16):

@@ -115,10 +115,8 @@ def planted(cache, stub):
 
 def test_what_others_write_is_refused(cache, planted, tmp_path):
     command, library = planted
-    for path, remedy, modes in (
-        (cache, "chmod go-w", (0o777, 0o775, 0o1777, 0o757)),
-        (library, "delete", (0o666, 0o664, 0o646)),
-    ):
+    of_each = (cache, "chmod go-w", (0o777, 0o775, 0o1777, 0o757)), (library, "delete", (0o666, 0o664, 0o646))
+    for path, remedy, modes in of_each:
         for mode in modes:
             path.chmod(mode)
             with refused(f"{path} can be written by other users, .*; {remedy} {path}"):

@@ -29,10 +29,9 @@ CONFIGS = [
 ]  # fmt: skip
 # Channels of a thread are the same on every NVIDIA GPU.
 ELSEWHERE = {"sm_80": (0,), "sm_120": (3,), "gfx942": (0, 3, 4), "gfx950": (0,)}
-COMPILED = [
-    *((*config, "sm_90") for config in CONFIGS),
-    *((*CONFIGS[number], target) for target, numbers in ELSEWHERE.items() for number in numbers),
-]
+COMPILED = [(*config, "sm_90") for config in CONFIGS]
+COMPILED += [(*CONFIGS[number], target) for target, numbers in ELSEWHERE.items() for number in numbers]
+IDS = [f"{D}-W{W}-{name_of(dtype)}-{places}-{target}" for D, W, dtype, places, target in COMPILED]
 
 
 def launch_all(L, D, W, dtype, places):
@@ -62,11 +61,7 @@ def launch_all(L, D, W, dtype, places):
         launch(contracts.short_conv_bwd, streams, inv_rms=parameter(1, L, 4), dy=streams)
 
 
-@pytest.mark.parametrize(
-    ("D", "W", "dtype", "places", "target"),
-    COMPILED,
-    ids=[f"{D}-W{W}-{name_of(t)}-{p}-{g}" for D, W, t, p, g in COMPILED],
-)
+@pytest.mark.parametrize(("D", "W", "dtype", "places", "target"), COMPILED, ids=IDS)
 def test_no_spills(D, W, dtype, places, target, monkeypatch):
     cross_compile.skip_if_too_old(target)
     with cross_compile.compiling_for(target, monkeypatch) as kernels:
@@ -98,7 +93,6 @@ def test_serving_has_no_spills(target, monkeypatch, request):
 
 
 def test_nothing_is_compiled_per_length(monkeypatch):
-    """Lengths that take the same config: the same forms of all kernels."""
     forms = []
     for L in (8192, 8191, 10_000, 12_345):
         with cross_compile.counting_for("sm_90", monkeypatch) as asked:

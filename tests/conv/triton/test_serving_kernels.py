@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 
 
 def drawn(kind, *names, device):
-    """A random call of this kind that has these arguments."""
     calls = (getattr(Draw(number), kind)() for number in count(SEED))
     given = next(found for found in calls if set(names) <= found.keys() and 0 < found["x"].numel() < 120)
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}

@@ -86,7 +86,6 @@ def launching_on(on):
 
 
 def launched(case, on):
-    """The functions that a case compiles on a device, forward and backward."""
     with launching_on(on) as functions:
         accuracy.run_case(case, "tilelang")
     return functions

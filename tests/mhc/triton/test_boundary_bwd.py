@@ -66,12 +66,10 @@ def emulated(taken, monkeypatch):
     return taken
 
 
-EMULATED = [
-    *(drawn(subject, 1, 128) for subject in STANDARD),
-    *(drawn(subject, 80, 128, gamma=False, sigma=8) for subject in STANDARD),
-    *(drawn(subject, 80, 128, parameter_dtype=bf16) for subject in STANDARD),
-    *(drawn(subject, 149, 128) for subject in SUBJECTS),
-]
+EMULATED = [drawn(subject, 1, 128) for subject in STANDARD]
+EMULATED += [drawn(subject, 80, 128, gamma=False, sigma=8) for subject in STANDARD]
+EMULATED += [drawn(subject, 80, 128, parameter_dtype=bf16) for subject in STANDARD]
+EMULATED += [drawn(subject, 149, 128) for subject in SUBJECTS]
 
 
 def assert_same_bits_in_any_batch(alone, copies):
@@ -173,7 +171,6 @@ def test_compiles_for_hopper(form, weight_dtype, monkeypatch):
 
 
 def boundary(T, D=4096, dtype=bf16, on="meta", **form):
-    """mhc_next_bwd's inputs."""
     return dict(all_calls(T, 4, D, dtype, on=on, **form))["mhc_next_bwd"]
 
 
@@ -187,9 +184,7 @@ def test_otherwise_the_composition(monkeypatch):
         *(taken | {name: None} for name in ("dh_in", "dlink_next", "h_res")),
         *(taken | {name: taken[name].to(dtype)} for name, dtype in other_types.items()),
         *(boundary(T, D=D) for T, D in ((configs.BOUNDARY_TOKENS - 1, 4096), (4096, 4096 + 16))),
-        boundary(4096, dtype=fp32),
-        taken | {"dx_next": taken["x"]},
-        identity | {"h_res": taken["h_res"]},
+        *(boundary(4096, dtype=fp32), taken | {"dx_next": taken["x"]}, identity | {"h_res": taken["h_res"]}),
         aligned | {"h_out": torch.zeros(1024 * 64 + 1, dtype=bf16)[1:].view(1024, 64)},
     ]
     assert [number for number, given in enumerate(others) if boundary_launchers.is_one_kernel(**given)] == []

@@ -38,6 +38,7 @@ ELSEWHERE = {
     "gfx950": [(4, 4096, bf16)],
 }
 COMPILED = [(*config, target) for target, there in {"sm_90": CONFIGS, **ELSEWHERE}.items() for config in there]
+IDS = [f"n{n}-D{D}-{name_of(dtype)}-{target}" for n, D, dtype, target in COMPILED]
 # Everything is compiled for these; else on Hopper what fills registers (the table has all): 4 minutes for two cores.
 EVERYTHING = [*((n, 4096, bf16, "sm_90") for n in (1, 4, 8)), (4, 4096, bf16, "gfx942")]
 CROWDED = kernels_of("mhc_post_bwd mhc_pre_normed_dh_pre")
@@ -54,9 +55,7 @@ ONE_LAUNCH = "mhc_few_fwd_kernel"  # on NVIDIA GPUs
 WITHOUT_TICKETS = kernels_of("mhc_pre_dalpha")  # on AMD GPUs
 
 
-@pytest.mark.parametrize(
-    ("n", "D", "dtype", "target"), COMPILED, ids=[f"n{n}-D{D}-{name_of(dtype)}-{t}" for n, D, dtype, t in COMPILED]
-)
+@pytest.mark.parametrize(("n", "D", "dtype", "target"), COMPILED, ids=IDS)
 def test_no_spills(n, D, dtype, target, monkeypatch):
     everything = (n, D, dtype, target) in EVERYTHING
     on_hopper = TILED - {"mhc_pre_sums_kernel"} | CROWDED  # of whose two tiles EVERYTHING has both
@@ -77,12 +76,10 @@ THEIR_OWN = kernels_of("mhc_pre_finish mhc_pre_dmaps mhc_pre_dx mhc_post_bwd")
 # Without its eps Sinkhorn has a second way, in logarithms.
 OF_SINKHORN = {"mhc_pre_fwd", "mhc_pre_bwd", "mhc_next_fwd", "mhc_next_bwd", "sinkhorn_fwd", "sinkhorn_bwd"}
 WITH_SINKHORN = kernels_of("sinkhorn_fwd sinkhorn_bwd mhc_pre_finish mhc_pre_dmaps")
-OTHER_FORMS = [
-    ("sm_90", [4], FORMS, None, None),
-    ("sm_100", [8], FORMS, IN_OTHER_FORMS, THEIR_OWN),
-    ("gfx942", [4], FORMS, IN_OTHER_FORMS, THEIR_OWN),
-    *((target, [1, 3, 4, 8], [{"eps": 0.0}], OF_SINKHORN, WITH_SINKHORN) for target in ("sm_90", *ELSEWHERE)),
-]
+OTHER_FORMS = [("sm_90", [4], FORMS, None, None), ("sm_100", [8], FORMS, IN_OTHER_FORMS, THEIR_OWN)]
+OTHER_FORMS += [("gfx942", [4], FORMS, IN_OTHER_FORMS, THEIR_OWN)]
+WITHOUT_EPS = [1, 3, 4, 8], [{"eps": 0.0}], OF_SINKHORN, WITH_SINKHORN
+OTHER_FORMS += [(target, *WITHOUT_EPS) for target in ("sm_90", *ELSEWHERE)]
 
 
 @pytest.mark.parametrize(("target", "streams", "forms", "ops", "kernels"), OTHER_FORMS)

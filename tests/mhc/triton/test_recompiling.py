@@ -25,7 +25,6 @@ def on_meta(*shape, dtype=fp32):
 
 
 def warmed_up(asked, **sizes):
-    """The forms of kernels that a warm-up compiles, each once."""
     count = mhc_ops.warmup(N, D, **sizes, device="meta")
     assert 5 < count == len(asked) == asked.total()
     ahead = set(asked)
@@ -34,7 +33,6 @@ def warmed_up(asked, **sizes):
 
 
 def serve(T, layer_norm):
-    """One random call of a server, on T tokens."""
     M = N * N + 2 * N
     x, h_out = on_meta(T, N, D, dtype=bf16), on_meta(T, D, dtype=bf16)
     own = {"phi": on_meta(M, N * D), "alpha": on_meta(3), "bias": on_meta(M)}
@@ -71,7 +69,6 @@ def test_200_random_calls(layer_norm, target, monkeypatch, capsys):
 
 
 def train(n, D, tokens, shifted=False, device="meta", **options):
-    """One step of a stack, and a forward without gradients."""
     connections = (mhc_ops.HyperConnection(nn.Identity(), n, D, **options, device=device) for _ in range(3))
     stack = mhc_ops.HyperStack(*connections, shifted=shifted)
     x = torch.zeros(tokens, n, D, dtype=bf16, device=device, requires_grad=True)

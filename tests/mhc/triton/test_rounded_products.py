@@ -44,7 +44,6 @@ def plain_products(ttir, pointer):
 
 
 def of_pre(target, monkeypatch, kernels, dtype=bf16, gamma=True):
-    """What pre launches, forward and backward."""
     launch = {"T": 8192, "n": 4, "D": 4096, "dtype": dtype, "gamma": gamma, "ops": {"mhc_pre_fwd", "mhc_pre_bwd"}}
     return compiled(target, monkeypatch, launch, kernels=kernels)
 
