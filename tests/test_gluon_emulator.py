@@ -33,21 +33,17 @@ def doubling_kernel(x_desc, y_desc, T, FAULT: gl.constexpr):
     tma.store_wait(0)
 
 
-def doubled(fault):
+@pytest.mark.parametrize("fault", ["none", "early read", "no fence", "few bytes", "wrong phase", "early store"])
+def test_a_fault_shows(fault, monkeypatch):
+    monkeypatch.setattr(gluon_emulator, "PATIENCE", 20 if fault == "none" else 0.2)
     block = [ROWS.value, COLUMNS.value]
     x = torch.randn(5 * block[0] - 3, block[1])
     y = torch.full_like(x, torch.nan)
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
     x_desc, y_desc = (TensorDescriptor.from_tensor(tensor, block, layout) for tensor in (x, y))
-    gluon_emulator.run(doubling_kernel, (1,), x_desc=x_desc, y_desc=y_desc, T=x.shape[0], FAULT=fault)
-    return torch.equal(y, x + x)
-
-
-@pytest.mark.parametrize("fault", ["none", "early read", "no fence", "few bytes", "wrong phase", "early store"])
-def test_a_fault_shows(fault, monkeypatch):
-    monkeypatch.setattr(gluon_emulator, "PATIENCE", 20 if fault == "none" else 0.2)
     try:
-        right = doubled(fault)
+        gluon_emulator.run(doubling_kernel, (1,), x_desc=x_desc, y_desc=y_desc, T=x.shape[0], FAULT=fault)
+        right = torch.equal(y, x + x)
     except (AssertionError, TimeoutError):
         right = False
     assert right == (fault == "none")

@@ -126,8 +126,7 @@ def test_only_the_connections_of_a_large_model(plain):
     on_meta = {key: tensor if key in alone else tensor.to("meta") for key, tensor in model.state_dict().items()}
     for fresh in (alone, on_meta):
         found = convert.upcycle(state, fresh, NAMES)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in found)
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
 
 
 def test_names():

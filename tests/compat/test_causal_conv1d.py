@@ -142,8 +142,7 @@ def test_varlen_states(state_len, index, dtype):
     states = causal_conv1d_varlen_states(x, torch.tensor(boundaries, dtype=index), state_len)
     padded = [torch.cat([wide.new_zeros(20, D), x[begin:end].detach()]) for begin, end in pairwise(boundaries)]
     assert torch.equal(states, torch.stack([sequence[len(sequence) - state_len :].T for sequence in padded]))
-    assert states.dtype == dtype
-    assert states.stride() == torch.empty(5, state_len, D).mT.stride()
+    assert states.dtype == dtype and states.stride() == torch.empty(5, state_len, D).mT.stride()
     assert not states.requires_grad
     assert torch.equal(causal_conv1d_varlen_states(torch.ones(0, 3), torch.tensor([0, 0]), 2), torch.zeros(1, 3, 2))
     assert causal_conv1d_varlen_states(torch.ones(4, 3), torch.tensor([0]), 2).shape == (0, 3, 2)

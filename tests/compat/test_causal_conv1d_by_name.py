@@ -64,7 +64,6 @@ def test_an_autograd_function_of_the_compiled_part(packed, installed):
     outputs = (result,) if packed else result
     cotangents = [torch.randn_like(output) for output in outputs]
     expected = torch.autograd.grad(outputs, leaves, cotangents)
-
     final = None if packed else torch.empty(2, 3, 5).mT
     out = installed.cpp_functions.causal_conv1d_fwd_function(x, weight, bias, ids, states, final, True)
     assert all(map(torch.equal, (out,) if packed else (out, final), outputs))
@@ -72,8 +71,7 @@ def test_an_autograd_function_of_the_compiled_part(packed, installed):
     backward = installed.cpp_functions.causal_conv1d_bwd_function
     with torch.no_grad():
         gradients = backward(x, weight, bias, cotangents[0], ids, states, dfinal, wide[:, 5:], True, True)
-    assert gradients[0].data_ptr() == wide[:, 5:].data_ptr()
-    assert all(map(torch.equal, gradients, expected))
+    assert gradients[0].data_ptr() == wide[:, 5:].data_ptr() and all(map(torch.equal, gradients, expected))
     assert backward(x, weight, None, cotangents[0], ids, states, None, None, False, False)[2:] == (None, None)
 
 

@@ -67,8 +67,7 @@ def test_update(shape, each_backend):
     x, residual = tensors.pop("x").reshape(shape), tensors.pop("residual").reshape(shape)
     cache = tensors.pop("initial_state")
     y, returned = causal_conv1d_update(x, cache, residual, activation="silu", **tensors)
-    assert returned is cache and torch.equal(cache, state)
-    assert y.shape == shape
+    assert returned is cache and torch.equal(cache, state) and y.shape == shape
     torch.testing.assert_close(y, wanted.view(shape))
 
 

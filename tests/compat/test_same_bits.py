@@ -1,10 +1,8 @@
 """A tiny model has the same logits, bit for bit, in training and in a server: in chunks of prompts, token by token, and
 where drafts are verified, in every batch.
 
-Trained, it is a HyperStack of short convolutions on packed sequences, with gradients. Served, it calls what vLLM calls.
-Only operators of this library add up anything over channels or tokens: the last layer works on each element alone,
-because a matrix product of torch may add in another order in another batch.
-"""
+Trained, it is a HyperStack of short convolutions on packed sequences. Served, it calls what vLLM calls. Its last layer
+works on each element alone, because a matrix product of torch may add in another order in another batch."""
 
 import random
 

@@ -106,8 +106,7 @@ def test_what_nvidia_models_call():
     for aux in (False, True):
         call = x, residual, post, comb, *own, *OPTIONS, pre, None, 1e-6, aux
         *found, mean = functions["mhc_fused_post_pre_delayed_tilelang"](*call)
-        assert all(map(torch.equal, found, delayed))
-        assert mean.shape == (len(x) if aux else 0, D)
+        assert all(map(torch.equal, found, delayed)) and mean.shape == (len(x) if aux else 0, D)
     assert_rounded(mean, found[0].double().mean(1))
 
 

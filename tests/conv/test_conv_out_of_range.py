@@ -84,8 +84,7 @@ def test_nothing_is_written_outside(where):
     backward["dbias"] = x.new_empty(0)
     launchers.causal_conv1d_bwd(**inputs, dy=torch.ones_like(x), dfinal_state=last[0].mT.contiguous(), **backward)
     for inner, around in (y, last, dx, dstate):
-        assert not inner.isnan().any()
-        assert around.isnan().sum() == around.numel() - inner.numel()
+        assert not inner.isnan().any() and around.isnan().sum() == around.numel() - inner.numel()
 
 
 # which slots, which lengths, which of the sequences take part, the slot that is declared to be padding
@@ -118,8 +117,7 @@ def test_update(slots, lengths, real, pad_slot_id, where):
         of_real = None if lengths is None else index([lengths[b] for b in real])
         assert torch.equal(y[real], update(x[real], alone, cache_seqlens=of_real))
         expected[used] = alone
-        assert torch.equal(state, expected)
-        assert around.isnan().sum() == around.numel() - state.numel()
+        assert torch.equal(state, expected) and around.isnan().sum() == around.numel() - state.numel()
 
 
 def test_update_of_lengths_past_32_bits(where):

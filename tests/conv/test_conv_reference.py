@@ -25,8 +25,6 @@ ZEROS = [("x", "initial_state"), ("weight", "bias"), ("x", "weight", "bias", "re
 SHORT = ConvCase(1, 6, 3, 3, torch.float64, dilation=2, n=2, parameter_dtype=torch.float64)
 # At zero, an eps of 1e-5 bends too sharply for finite differences.
 SHORTER = replace(SHORT, L=3, D=2, W=2, dilation=1, residual=True, norm_eps=0.1)
-
-
 RANDOM = [
     replace(SMALL, B=2, L=3, places="states"), replace(SMALL, places=WITH_BOUNDS, cu=(0, 1, 1, 4)), SHORT,
     replace(SMALL, places="seq_idx", ids=((0, 0, -1, 0, 1),)), replace(SHORT, residual=True),

@@ -47,12 +47,6 @@ def shard(tensor, layout):
     return distributed.shard_sequence(tensor, group=dist.group.WORLD, layout=layout)
 
 
-def summed(tensor):
-    total = tensor.double().contiguous()  # ranks give it other strides
-    dist.all_reduce(total)
-    return total.to(tensor.dtype)
-
-
 def leaves_of(tensors, layout):
     own = {name: shard(tensor, layout) if name in ROWS else tensor for name, tensor in tensors.items()}
     return {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in own.items()}
@@ -82,7 +76,9 @@ def wrong(case, backend, layout):
     for name, result in {**outputs, **gradients}.items():
         own = cut if name.removeprefix("d") in (*ROWS, "y") else torch.clone
         if name in gradients and own is torch.clone:
-            result = summed(result)
+            total = result.double().contiguous()  # ranks give it other strides
+            dist.all_reduce(total)
+            result = total.to(result.dtype)
         truth = accuracy.Exact(own(exact[name].value), [lambda of=of, own=own: own(of()) for of in exact[name].terms])
         if not close_in_parts(result, truth):
             told.append(f"{name} is off by {(result.double() - truth.value).abs().max():.3g}")

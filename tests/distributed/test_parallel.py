@@ -51,10 +51,6 @@ def exact_step(x):
     return loss_of(out).detach(), gradients, out.numel()
 
 
-def whole(gradients):
-    return {name: gradient.full_tensor() for name, gradient in gradients.items()}
-
-
 def train(world, backend, recompute, length):
     mesh, given = init_device_mesh("cpu", (world,)), streams(length)
     model = parallelize_module(model_of(backend, recompute), mesh, PLAN)
@@ -64,7 +60,7 @@ def train(world, backend, recompute, length):
         assert of_layer or list(gradient.placements) == [TOKENS if name == "x" else Replicate()], name
     expected_loss, expected, count = exact_step(given)
     assert_means_close(loss.full_tensor(), expected_loss, count)
-    assert_close(whole(gradients), expected)
+    assert_close({name: gradient.full_tensor() for name, gradient in gradients.items()}, expected)
 
 
 def forms():
@@ -146,7 +142,7 @@ def beside_data_parallel():
     _, expected, _ = exact_step(streams())
     for of_parameters in (gradients, expected):
         del of_parameters["x"]  # of half of the batch
-    assert_close(whole(gradients), expected)
+    assert_close({name: gradient.full_tensor() for name, gradient in gradients.items()}, expected)
 
 
 @older_torch.MATRIX_PRODUCT

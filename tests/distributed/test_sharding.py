@@ -32,10 +32,6 @@ def two_layers(x, backend, shifted=False, **of_pre):
     return (mhc_ops.mhc_read(*left, backend=backend) if shifted else left,)
 
 
-def expand(h_out, backend):
-    return (mhc_ops.mhc_expand(h_out, n),)
-
-
 def of_mhc(subject, **options):
     """Only the normed subject has gamma too, so that rules without it are tested."""
     return Case(subject.with_options(**options), (2, 4), n, D, torch.float32, gamma=subject in cases.NORMED)
@@ -46,7 +42,8 @@ def of_conv(B, L, **options):
 
 
 IN_TWO_LAYERS = replace(cases.MHC_PRE, name="two layers", call=two_layers, outputs=("out",))
-EXPANDED = replace(cases.MHC_MEAN, name="expand", call=expand, inputs=("h_out",))
+EXPANDED = replace(cases.MHC_MEAN, name="expand", inputs=("h_out",))
+EXPANDED = replace(EXPANDED, call=lambda h_out, backend: (mhc_ops.mhc_expand(h_out, n),))
 MIXED = (cases.MHC_PRE_NORMED, cases.MHC_MAPS, cases.MHC_LAYER, cases.MHC_POST_PRE, IN_TWO_LAYERS)
 MHC = [  # after mhc_layer comes mhc_post, whose backward differs by a flag alone
     *((of_mhc(subject, sinkhorn_iters=2), TOKENS) for subject in MIXED),

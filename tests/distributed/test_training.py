@@ -148,14 +148,12 @@ def test_every_window_is_taken_once_in_a_pass():
     first, others = example.Windows(text, 7, seed=1), example.Windows(text, 7, seed=1)
     taken = torch.cat([first.take(4) for _ in range(5)])
     passes = taken[:, 0].view(2, 10)
-    assert torch.equal(passes.sort().values, torch.arange(0, 70, 7).expand(2, 10))
-    assert not torch.equal(*passes)
+    assert torch.equal(passes.sort().values, torch.arange(0, 70, 7).expand(2, 10)) and not torch.equal(*passes)
     assert torch.equal(taken - taken[:, :1], torch.arange(8).expand(20, 8))
     head = others.take(6)
     third = example.Windows(text, 7, seed=1)
     third.load_state_dict(others.state_dict())
     assert torch.equal(torch.cat([head, third.take(3), third.take(11)]), taken)
-
     windows = example.Windows(torch.arange(100), 7, seed=1)
     with pytest.raises(example.Refused, match="--seed is 1, but the run to continue has 2"):
         windows.load_state_dict(example.Windows(torch.arange(100), 7, seed=2).state_dict())

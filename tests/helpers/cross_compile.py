@@ -95,16 +95,10 @@ def resources(kernel):
         language = "ptx" if "ptx" in kernel.asm else "amdgcn"
         usage = _usage(kernel.asm["cubin"]) if language == "ptx" else kernel.asm[language]
         registers, spilled = (int(re.search(words, usage)[1]) for words in USAGE[language])
-        _known[kernel.hash] = Compiled(
-            name=kernel.metadata.name,
-            key=kernel.hash,
-            registers=registers,
-            spilled=spilled,
-            shared=kernel.metadata.shared,
-            assembly=kernel.asm[language],
-            ttir=kernel.asm.get("ttir", ""),
-            cooperative=bool(kernel.metadata.launch_cooperative_grid),
-        )
+        found = {"registers": registers, "spilled": spilled, "shared": kernel.metadata.shared}
+        found |= {"assembly": kernel.asm[language], "ttir": kernel.asm.get("ttir", "")}
+        cooperative = bool(kernel.metadata.launch_cooperative_grid)
+        _known[kernel.hash] = Compiled(name=kernel.metadata.name, key=kernel.hash, **found, cooperative=cooperative)
     return _known[kernel.hash]
 
 

@@ -37,7 +37,6 @@ def exact(out, leaves, scaled=(), dtypes=None):
     cotangents = random_cotangents(outputs)
     if dtypes is not None:
         cotangents = [c.to(dtype).double() for c, dtype in zip(cotangents, dtypes, strict=True)]
-
     by_place = partial(accuracy.gradients_of, dict(enumerate(outputs)), dict(enumerate(leaves)), again=True)
     found = accuracy.exact_gradients(by_place, [*outputs, *scaled], cotangents)
     return [*(accuracy.Exact(output.detach()) for output in outputs), *found.values()]

@@ -187,8 +187,7 @@ def test_bad_values_stay_in_their_token(subject, value, kernels):
     outputs = accuracy.run(subject, tensors, backend)
     others = [0, 1, 2, 3, 4, 6, 7]
     for name in subject.differentiable:
-        assert torch.equal(outputs[name][others], clean[name][others])
-        assert not outputs[name][5].isfinite().all()
+        assert torch.equal(outputs[name][others], clean[name][others]) and not outputs[name][5].isfinite().all()
     cotangents = [torch.ones_like(outputs[name]) for name in subject.differentiable]
     dx = accuracy.run(subject, tensors, backend, cotangents)["dx"]
     assert dx[others].isfinite().all()

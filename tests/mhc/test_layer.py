@@ -19,8 +19,6 @@ from mhc_ops.testing import accuracy, cases
 by_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 MODULES = {**MODELS, "block": lambda place, **_: trained_maps(MHCBlock(N, D, backend=place[0]).to(place[1]))[0]}
 by_module = pytest.mark.parametrize("model", MODULES.values(), ids=MODULES)
-
-
 COMPILED = [("block", 1, "aot_eager"), ("block", 1, "inductor"), ("layers", 1, "aot_eager"), ("layers", 2, "inductor")]
 COMPILED += [("stack", 2, "inductor"), ("recompute", 2, "aot_eager"), ("shifted", 2, "aot_eager")]
 
@@ -69,8 +67,7 @@ def test_autocast(model, place):
     network[0].layer.down.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     with torch.autocast(place[1], bf16):
         out = network(x)
-    assert seen == [bf16]
-    assert out.dtype == fp32
+    assert seen == [bf16] and out.dtype == fp32
     leaves = [x, *network.parameters()]
     found = gradients(out, leaves)
     assert [(t.dtype, t.shape) for t in found[1:]] == [(t.dtype, t.shape) for t in leaves]
@@ -116,8 +113,7 @@ def test_the_link_stays_one_element(kernel_device):
     maps = {"h_out": x[:, 0], "h_post": x[:, :, 0], "h_res": torch.zeros(6, N, N, device=kernel_device)}
     link = torch.empty_strided(x.shape, (0, 0, 0), device=kernel_device)
     request = prepare.leave(function="mhc_layer", link=link, x=x, **maps, backend="triton")
-    assert request.op.laid_out(request.inputs)["link"] is link
-    assert mhc_next_fwd.taken("link", link) is link
+    assert request.op.laid_out(request.inputs)["link"] is link and mhc_next_fwd.taken("link", link) is link
 
 
 OF_EACH_OP = (*cases.SUBJECTS[2:], *cases.OF_THE_STACK[:4], *cases.VARIANTS)

@@ -162,8 +162,7 @@ def test_checkpoint_runs_again_for_every_backward():
 def test_expand():
     x = torch.randn(2, 5, requires_grad=True)
     streams = mhc_expand(x, 3)
-    assert streams.shape == (2, 3, 5)
-    assert streams.is_contiguous()
+    assert streams.shape == (2, 3, 5) and streams.is_contiguous()
     assert all(torch.equal(stream, x) for stream in streams.unbind(1))
     cotangent = torch.randn(2, 3, 5)
     (dx,) = torch.autograd.grad(streams, x, cotangent)

@@ -66,8 +66,7 @@ def test_compiled_once_and_again_where_it_was_cut_off(cache, stub, tmp_path):
     assert calls(tmp_path) == 1
     for times, left in enumerate((0, 5, 20, -1), start=2):
         library.write_bytes(whole[:left])
-        assert build.compiled(command).read_bytes() == whole
-        assert calls(tmp_path) == times
+        assert build.compiled(command).read_bytes() == whole and calls(tmp_path) == times
 
 
 def test_ranks_do_not_all_compile(cache, stub, tmp_path):
@@ -75,8 +74,7 @@ def test_ranks_do_not_all_compile(cache, stub, tmp_path):
     call, root = [sys.executable, "-c", program], build.SOURCE.parents[2]
     processes = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(2)]
     made = {process.communicate()[0] for process in processes}
-    assert [process.returncode for process in processes] == [0, 0]
-    assert len(made) == 1 and calls(tmp_path) == 1
+    assert [process.returncode for process in processes] == [0, 0] and len(made) == 1 and calls(tmp_path) == 1
 
 
 def test_without_locks_each_compiles(cache, stub, monkeypatch):

@@ -4,10 +4,8 @@ import hip_toolchain as toolchain
 import pytest
 
 # What 2 blocks of 128 threads leave to each on sm_90, and 3 waves per SIMD on gfx942; 2 with seq_idx.
-MOST_ON_NVIDIA = 255
-MOST_REGISTERS, MOST_WITH_IDS = 168, 255
-LEAST_WAVES, LEAST_WAVES_WITH_IDS = 3, 2
-MOST_SHARED = 16 * 1024
+MOST_REGISTERS, MOST_WITH_IDS, MOST_ON_NVIDIA = 168, 255, 255
+LEAST_WAVES, LEAST_WAVES_WITH_IDS, MOST_SHARED = 3, 2, 16 * 1024
 
 
 def show(target, kernels):

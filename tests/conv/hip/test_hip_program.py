@@ -66,8 +66,7 @@ def test_a_wrong_kernel_fails(tmp_path):
     assert kernel.read_text().count(right) == 1
     kernel.write_text(kernel.read_text().replace(right, "dweight[k][i] += g[r + S][i] * window[r + S - k][i];"))
     done = script("-a", root=tmp_path)
-    assert done.returncode == 1
-    assert "Status: FAILED" in done.stdout
+    assert done.returncode == 1 and "Status: FAILED" in done.stdout
     assert "Accuracy Summary: 0 / 6 PASSED" in done.stdout
 
 

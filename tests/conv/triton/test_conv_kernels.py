@@ -27,8 +27,6 @@ LARGE = (
     *(ConvCase(2, 700, D, W, dtype, n=4, residual=True) for D in (1280, 257) for W in (4, 8) for dtype in (bf16, fp32)),
     *(ConvCase(64, L, 4096, W, places=p, update=True) for L in (1, 3) for W in (2, 8) for p in ("", "ring", "slots")),
 )
-
-
 # Each output without a cotangent; `mhc-ops check` uses both. On a GPU an item size, a width and
 # channels that are a multiple of 16 or not take other configs; the interpreter has one.
 PARTS = [

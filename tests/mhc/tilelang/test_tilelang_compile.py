@@ -28,7 +28,6 @@ from mhc_ops.testing import accuracy, cases
 
 # By what nvcc compiles for: instructions of one generation alone are marked with an a.
 DEVICES = {name + "a" * (name in ("sm_90", "sm_100", "sm_120")): on for name, on in GPUS.items()}
-
 PRODUCTS = ("mhc_pre_project", "mhc_pre_dx")
 
 
@@ -125,8 +124,7 @@ def lowered(functions, target):
     kernels = [lower(function, target) for function in functions]
     for kernel in kernels:
         assert kernel.shared <= DEVICES[target].shared_memory, kernel.kernel
-        assert "__global__" in kernel.source
-        assert "atomicAdd" not in kernel.source
+        assert "__global__" in kernel.source and "atomicAdd" not in kernel.source
         assert stale_values(kernel.source) == []
         assert target == "sm_90a" or "wgmma" not in kernel.source.split('extern "C"', 1)[1]
     return kernels

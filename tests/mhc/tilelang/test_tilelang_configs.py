@@ -25,13 +25,10 @@ def check_threads(threads, on):
 
 
 def check_block(block, on, tiles):
-    assert is_power_of_2(block.threads)
-    assert block.threads % on.warp == 0
-    assert block.resident >= 1
-    assert block.loaders in (0, configs.LOADERS)
+    assert is_power_of_2(block.threads) and block.threads % on.warp == 0
+    assert block.resident >= 1 and block.loaders in (0, configs.LOADERS)
     assert block.loaders == 0 or on.capability == (9, 0)
-    assert block.registers % 8 == 0
-    assert configs.LOADER_REGISTERS <= block.registers <= 240
+    assert block.registers % 8 == 0 and configs.LOADER_REGISTERS <= block.registers <= 240
     held = block.threads * block.registers + block.loaders * configs.LOADER_REGISTERS
     assert block.resident * held <= REGISTERS
     assert on.kind == "cpu" or block.resident * tiles < on.shared_memory
@@ -45,8 +42,7 @@ def test_streams_cover_a_row(on):
         threads, vectors = configs.stream.__wrapped__(on, D, dtype, other)
         width = vector(threads, D, dtype, other)
         check_threads(threads, on)
-        assert vectors >= 1
-        assert D % width == 0
+        assert vectors >= 1 and D % width == 0
         assert width in (1, 2, 4, 8)
         blocks = cdiv(D, threads.block * vectors * width)
         assert blocks == 1 or threads == ON_CPU or threads.groups > 4  # of the same size, and none of them small
@@ -60,8 +56,7 @@ def test_sides_of_products():
         assert 0 <= configs.factors(n, head) - (1 + n + (0 if head else n * n)) < 4
     for M in {M for n in STREAMS for M in maps(n)}:
         rows = configs.padded_maps(M)
-        assert is_power_of_2(rows)
-        assert max(16, M) <= rows <= 128
+        assert is_power_of_2(rows) and max(16, M) <= rows <= 128
         for parts in (1, 2, 3):
             columns = configs.mix_columns(M, parts)
             assert columns >= parts * rows
@@ -76,8 +71,7 @@ def test_products(on):
         for M in maps(n):
             config = configs.project.__wrapped__(M, n * D, dtype, on)
             check_block(config, on, config.tiles(M, dtype, exact))
-            assert is_power_of_2(config.block_t, config.block_k)
-            assert config.block_t >= 32
+            assert is_power_of_2(config.block_t, config.block_k) and config.block_t >= 32
             assert config.slice_k % config.block_k == 0
             assert config.stages == (2 if config.loaders else 1)
             slices = config.slices(n * D)
@@ -86,8 +80,7 @@ def test_products(on):
             assert config.loaders == 0 or n * D % 8 == 0
             config = configs.dx.__wrapped__(n, D, M, dtype, on)
             check_block(config, on, config.tiles(n, M, dtype, exact))
-            assert config.block_t in (16, 32, 64)
-            assert config.block_d in (16, 32)
+            assert config.block_t in (16, 32, 64) and config.block_d in (16, 32)
             assert n % config.streams == 0
             assert config.loaders == 0 or D % 8 == 0
 

@@ -113,7 +113,6 @@ def test_arguments_of_a_kernel_go_by_name():
     inputs = {"sums": torch.arange(12.0).view(2, 2, 3), "missing": torch.ones(2, 5)}
     outputs = {"dbias": torch.empty(2), "by_row": torch.empty(2)}
     launch(**dict(reversed(outputs.items())), **inputs)
-    assert outputs["dbias"].tolist() == [3.0, 12.0]
-    assert outputs["by_row"].tolist() == [26.0, 35.0]
+    assert outputs["dbias"].tolist() == [3.0, 12.0] and outputs["by_row"].tolist() == [26.0, 35.0]
     with pytest.raises(TypeError, match=r"^mhc_pre_dbias: missing \['by_row'\], unknown \['by_column'\]$"):
         launch(**inputs, dbias=outputs["dbias"], by_column=outputs["by_row"])

@@ -38,12 +38,10 @@ if child:
 
 @pytest.mark.parametrize("program", [LEAVE, FORK], ids=["leaving", "forking"])
 def test_in_a_process(program, tmp_path):
-    """For which nothing is compiled yet.
-
-    Python does not wait for threads of torch's autograd, which call backward kernels first, nor for daemons: one that
-    was in TVM's C++ then ended the process with "terminate called without an active exception", "Aborted".
-
-    Workers of a DataLoader are forks, which take no threads along: a child waited for the one that compiles."""
+    """Nothing is compiled for it yet. Python does not wait for threads of torch's autograd, which call backward kernels
+    first, nor for daemons: one that was in TVM's C++ then ended the process with "terminate called without an active
+    exception", "Aborted". Workers of a DataLoader are forks, without other threads: a child waited for the one that
+    compiles."""
     env = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", BEGIN + program], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

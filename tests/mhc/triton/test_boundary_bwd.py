@@ -70,6 +70,7 @@ EMULATED = [drawn(subject, 1, 128) for subject in STANDARD]
 EMULATED += [drawn(subject, 80, 128, gamma=False, sigma=8) for subject in STANDARD]
 EMULATED += [drawn(subject, 80, 128, parameter_dtype=bf16) for subject in STANDARD]
 EMULATED += [drawn(subject, 149, 128) for subject in SUBJECTS]
+SIZES = [(1, 64), (300, 512), (1024, 4096), (4096, 2560), (1500, 64), (1111, 1280), (2048, 7168)]  # on a GPU
 
 
 def assert_same_bits_in_any_batch(alone, copies):
@@ -100,9 +101,7 @@ def test_emulated(case, emulated, poisoned, monkeypatch):
 
 @on_hopper
 @by_subject
-@pytest.mark.parametrize(
-    ("T", "D"), [(1, 64), (300, 512), (1024, 4096), (4096, 2560), (1500, 64), (1111, 1280), (2048, 7168)]
-)
+@pytest.mark.parametrize(("T", "D"), SIZES)
 def test_on_a_gpu(subject, T, D, taken, poisoned, monkeypatch):
     """Few elements of dlink are so near the middle of two steps that fp32 decides; only those differ from the parts."""
     monkeypatch.setattr(configs, "BOUNDARY_TOKENS", 1)

@@ -99,8 +99,7 @@ def test_boundaries_are_for_hopper_with_many_tokens():
 def test_tiles(on):
     for dtype in (bf16, fp16, fp32):
         exact = configs.arithmetic(dtype, on)
-        assert exact.parts in (1, 2)
-        assert exact.precision in ("ieee", "tf32x3")
+        assert exact.parts in (1, 2) and exact.precision in ("ieee", "tf32x3")
     for n, D, wide in itertools.product(STREAMS, CHANNELS, (False, True)):
         projects = [configs.project(M, D, wide, on) for M in (n, configs.maps(n))]  # of the head, of pre
         dx = [configs.dx(n, D, wide, residual, on) for residual in (False, True)]
@@ -109,8 +108,7 @@ def test_tiles(on):
         others = [configs.finish(D, on), configs.normed_read(n, D, on), configs.dh_pre(n, D, wide, on)]
         others += [configs.normed_dh_pre(n, D, on), configs.read_bwd(n, D, on), configs.post_fwd(n, D, wide, on)]
         for tile in (*projects, *dx, *own_sums, *others):
-            assert is_power_of_2(tile.block_t, tile.block_d, tile.warps)
-            assert tile.stages >= 1
+            assert is_power_of_2(tile.block_t, tile.block_d, tile.warps) and tile.stages >= 1
         for tile in projects:
             assert min(tile.block_t, tile.block_d) >= SMALLEST_PRODUCT
             assert configs.PADDED_K % tile.block_d == 0, "the last block of K reads past a row of phi in parts"
@@ -124,6 +122,5 @@ def test_tiles(on):
         for M in (n, configs.maps(n)):
             assert configs.padded_maps(M) >= M
             for tile in (configs.phi_parts(M), configs.sums(M, on)):
-                assert is_power_of_2(tile.block_d, tile.warps)
-                assert configs.PADDED_K % tile.block_d == 0
+                assert is_power_of_2(tile.block_d, tile.warps) and configs.PADDED_K % tile.block_d == 0
             assert is_power_of_2(configs.sums(M, on).block_t)

@@ -150,8 +150,7 @@ def test_every_captured_launch_has_its_tickets_where_torch_cannot_name_the_graph
 def test_a_graph_has_tickets_for_each_of_its_streams(gpu):
     of_stream, one, other = tickets.tickets(0, 7).data_ptr(), Graph(), Graph()
     first, second = gpu.captured(one, streams=(7, 8)), gpu.captured(other)
-    assert (len(set(first)), len(set(second))) == (2, 1)
-    assert len({of_stream, *first, *second}) == 4
+    assert (len(set(first)), len(set(second))) == (2, 1) and len({of_stream, *first, *second}) == 4
     assert gpu.captured(one, streams=(7, 8)) == first, "its launches follow one another"
 
 
@@ -226,8 +225,7 @@ def test_no_spills(target, T, n, D, normed, monkeypatch):
     if (target, T, n, D) == ("sm_90", 16, 4, 4096):
         before = kernel.assembly[: kernel.assembly.index("cp.async.wait_group")]
         assert before.count("cp.async.cg.shared.global [") >= 4 * 3, "four streams of 24 maps, 8 rows at a time"
-        assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in kernel.assembly
-        assert kernel.cooperative
+        assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in kernel.assembly and kernel.cooperative
 
 
 def captured(tensors, launches):

@@ -43,16 +43,12 @@ def plain_products(ttir, pointer):
     return wrong
 
 
-def of_pre(target, monkeypatch, kernels, dtype=bf16, gamma=True):
-    launch = {"T": 8192, "n": 4, "D": 4096, "dtype": dtype, "gamma": gamma, "ops": {"mhc_pre_fwd", "mhc_pre_bwd"}}
-    return compiled(target, monkeypatch, launch, kernels=kernels)
-
-
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
 @by_target
 def test_products_of_gamma_are_rounded(target, dtype, monkeypatch):
     kind = GPUS[target].kind
-    kernels = of_pre(target, monkeypatch, READERS, dtype)
+    launch = {"T": 8192, "n": 4, "D": 4096, "dtype": dtype, "ops": {"mhc_pre_fwd", "mhc_pre_bwd"}}
+    kernels = compiled(target, monkeypatch, launch, kernels=READERS)
     reading = [kernel for kernel in kernels if len(re.findall(r"%gamma_ptr\b", kernel.ttir)) > 1]
     elsewhere = {"mhc_few_fwd_kernel"} if kind == "hip" or dtype == fp32 else set()
     assert {kernel.name for kernel in reading} == READERS - elsewhere
