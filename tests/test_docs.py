@@ -1,13 +1,12 @@
 """The site of docs/ builds without a warning, and has every page and every public name."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import output_of
 
 import mhc_ops
 
@@ -26,11 +25,8 @@ OF_MHC_OPS = re.compile(r"^\.\. currentmodule:: mhc_ops\n(.*?)^```", re.MULTILIN
 def test_the_site(tmp_path):
     """Built with warnings as errors, of which one is a page in no toctree. It needs no network, has the page of the run
     and lists what a docstring describes, as docs/docstrings.py says. furo needs the parser too."""
-    words, site = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"], tmp_path
-    command = [sys.executable, *words, str(ROOT / "docs"), str(site)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    words = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    output_of(sys.executable, *words, ROOT / "docs", site := tmp_path, PYTHONPATH=str(ROOT))
     files = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
     found = {path.name: FETCHED.findall(path.read_text(encoding="utf-8")) for path in files}
     assert len(files) > 10 and {name: remote for name, remote in found.items() if remote} == {}

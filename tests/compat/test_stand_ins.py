@@ -1,11 +1,11 @@
 """What `install()` of all stand-ins has in common, and that importing mhc_ops installs nothing."""
 
-import subprocess
 import sys
 from importlib import import_module
 from types import ModuleType
 
 import pytest
+from processes import output_of
 
 from mhc_ops.compat import causal_conv1d, megatron, tile_kernels
 
@@ -122,5 +122,4 @@ print([name for name in sys.modules if name.partition(".")[0] in libraries])
 
 
 def test_importing_installs_and_loads_nothing():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    assert output_of(sys.executable, "-c", CODE) == "[]\n"

@@ -4,14 +4,14 @@ import csv
 import importlib.util
 import json
 import math
-import os
 import re
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from processes import output_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -23,13 +23,7 @@ DRAWN = importlib.util.find_spec("matplotlib") is not None
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS = 40
 TINY = ("--D", 32, "--depth", 1, "--context", 16, "--batch", 8, "--steps", STEPS)
-
-
-def run(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads would wait for each other beside parallel tests
-    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+run = partial(output_of, sys.executable)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,11 +1,13 @@
 """Run a function in several processes that are one gloo group, without GPUs: results = run(2, function, argument).
 
-run_each shares one start of processes among several checks. run_as_torchrun and run_alone start processes as users do.
+run_each shares one start of processes among several checks. run_as_torchrun and run_alone start processes as users do,
+output_of starts another program.
 """
 
 import faulthandler
 import multiprocessing
 import os
+import subprocess
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -52,6 +54,14 @@ def run_as_torchrun(world, function, *arguments):
 
 def run_alone(function, *arguments):
     return _run(1, {}, function, *arguments)[0]
+
+
+def output_of(*command, **environment):
+    """What this program prints, which ends with 0. More threads would wait for each other beside parallel tests."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def _run(world, environment, function, *arguments):

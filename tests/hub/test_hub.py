@@ -5,7 +5,6 @@ import importlib.util
 import inspect
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compat_oracle import FP32, assert_near, gradients, inverse_rms, read
+from processes import output_of
 from tiny_models import build
 from torch import nn
 
@@ -136,9 +136,7 @@ with copy.use_backend("hip"):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_beside_an_installed_mhc_ops(folder, device):
     """The same bits, forward and backward, also by the module for old loaders; ops, modules and choices are its own."""
-    command = [sys.executable, "-c", BESIDE, str(folder / "build" / f"torch-{device}"), device]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-c", BESIDE, folder / "build" / f"torch-{device}", device)
 
 
 def test_the_other_layers():

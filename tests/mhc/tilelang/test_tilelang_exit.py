@@ -1,10 +1,9 @@
 """A process that leaves or forks while a thread of its own compiles goes on as any other does."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+from processes import output_of
 
 pytest.importorskip("tilelang")
 
@@ -42,6 +41,4 @@ def test_in_a_process(program, tmp_path):
     first, nor for daemons: one that was in TVM's C++ then ended the process with "terminate called without an active
     exception", "Aborted". Workers of a DataLoader are forks, without other threads: a child waited for the one that
     compiles."""
-    env = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", BEGIN + program], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    output_of(sys.executable, "-c", BEGIN + program, TILELANG_CACHE_DIR=str(tmp_path))
