@@ -51,9 +51,8 @@ def models(request, library):
 
 def test_logits_gradients_and_generated_tokens(models, called):
     """It sees the functions that are called: where neither is, it would say nothing."""
-    calls, draw = called(mhc_ops, "causal_conv1d", "causal_conv1d_update"), torch.Generator().manual_seed(1)
-    ids, prompt = (torch.randint(2, 64, (2, length), generator=draw) for length in (13, 7))
-    options = {"max_new_tokens": 5, "do_sample": False}
+    calls, options = called(mhc_ops, "causal_conv1d", "causal_conv1d_update"), {"max_new_tokens": 5, "do_sample": False}
+    ids, prompt = (torch.randint(2, 64, (2, length), generator=torch.Generator().manual_seed(1)) for length in (13, 7))
     expected, generated = results(models.own, ids), models.own.generate(prompt, **options)
     assert not calls
     assert_same_results(results(models.ours, ids), expected)
