@@ -76,7 +76,7 @@ STEPS += [(sglang.causal_conv1d_update_cuda, -1, form) for form in ("rows", "tok
 
 @pytest.mark.parametrize(("function", "null", "form"), STEPS)
 def test_decoding(function, null, form, each_backend):
-    """As by mhc_ops. y takes the place of x, a null slot leaves both. Without slots, sequence i has slot i."""
+    """As by mhc_ops. y takes the place of x; a null slot changes neither. Without slots, sequence i has slot i."""
     weight, bias, normal = draw(D)
     x, states = normal(3, 2 if form in ("tokens", "packed") else 1, D), normal(5, 6, D).transpose(1, 2)
     more = {} if form == "no slots" else {"conv_state_indices": ints(3, null, 1)}

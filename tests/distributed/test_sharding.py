@@ -42,8 +42,8 @@ def of_conv(B, L, **options):
 
 
 IN_TWO_LAYERS = replace(cases.MHC_PRE, name="two layers", call=two_layers, outputs=("out",))
-EXPANDED = replace(cases.MHC_MEAN, name="expand", inputs=("h_out",))
-EXPANDED = replace(EXPANDED, call=lambda h_out, backend: (mhc_ops.mhc_expand(h_out, n),))
+OF_EXPAND = {"inputs": ("h_out",), "call": lambda h_out, backend: (mhc_ops.mhc_expand(h_out, n),)}
+EXPANDED = replace(cases.MHC_MEAN, name="expand", **OF_EXPAND)
 MIXED = (cases.MHC_PRE_NORMED, cases.MHC_MAPS, cases.MHC_LAYER, cases.MHC_POST_PRE, IN_TWO_LAYERS)
 MHC = [  # after mhc_layer comes mhc_post, whose backward differs by a flag alone
     *((of_mhc(subject, sinkhorn_iters=2), TOKENS) for subject in MIXED),

@@ -116,8 +116,8 @@ EXPAND = [
 # A flag is True or False: anything else has a truth of its own, which may not be what was meant.
 SIZES = [({"n": 0}, ValueError, "n must be at least 1, got 0"), ({"D": 8.0}, TypeError, "D must be an int, got float")]
 HEAD = [*SIZES, ({"gamma": "no"}, TypeError, "gamma must be a bool, got str")]
-CONNECTION = [
-    *[*HEAD, *OPTIONS, NO_LAYER],
+CONNECTION = [*HEAD, *OPTIONS, NO_LAYER]
+CONNECTION += [
     ({"layer_norm": []}, TypeError, "layer_norm must be a bool, got list"),
     ({"checkpoint": torch.ones(())}, TypeError, "checkpoint must be a bool, got Tensor"),
     ({"post_mult": 0}, ValueError, "post_mult must be above 0, got 0.0"),
