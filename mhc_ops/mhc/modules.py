@@ -221,13 +221,12 @@ class HyperConnection(_Maps, ReadsStreams):
 
     def forward(self, x: Tensor | StackCarry, /, *args: Any, **kwargs: Any) -> Any:
         """x_next; in a `HyperStack`, which hands a carry over in the place of x, the next carry in that of x_next"""
-
         if not isinstance(x, StackCarry):
             self.check(x)
         elif isinstance(x.carry, Start):  # the x after it is made by these connections
             self.check(x.carry.x)
         own = self._parameters  # sooner than attributes, which torch looks up in Python
-        parameters = [own[name] if name in own else getattr(self, name) for name in self.map_names]
+        parameters: list[Any] = [own[name] if name in own else getattr(self, name) for name in self.map_names]
         if not self.checkpoint or not torch.is_grad_enabled():
             return self._run(args, kwargs, x, *parameters)
         run = partial(self._run, args, kwargs)
