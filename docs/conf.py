@@ -22,7 +22,6 @@ html_title = f"mhc_ops {release}"
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_extra_path = ["../benchmarks/results"]  # the figures of each run; setup draws its page beside them
 highlight_language = "text"  # equations stand in code blocks that name no language
 nitpicky = True
 smartquotes = False  # [..., D] is not […, D]
@@ -40,11 +39,12 @@ def setup(app):
         for text in list(doctree.findall(lambda node: isinstance(node, nodes.Text) and node == " -- ")):
             text.parent.replace(text, nodes.Text(" – "))
 
-    def draw_pages(app, exception):
-        for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-            drawn = page.draw(results.read(file))
-            (Path(app.outdir) / file.with_suffix(".html").name).write_text(drawn, encoding="utf-8")
+    def draw_runs(app, name, source):
+        if name == "report":
+            for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+                figures = f"{{download}}`Its figures <../benchmarks/results/{file.name}>`"
+                source[0] += f"\n{page.markdown([results.read(file)])}\n{figures}\n"
 
-    app.connect("build-finished", draw_pages)
+    app.connect("source-read", draw_runs)
     app.connect("autodoc-process-docstring", replace)
     app.connect("doctree-read", draw_dashes)

@@ -79,13 +79,10 @@ def _in_one_line(message: object) -> str:
 
 
 def _refuse_what_cannot_be_written(options: argparse.Namespace) -> None:
-    """Refused if two options name one file, or if jinja2 is missing, which draws pages."""
+    """Refused if two options name one file."""
     given = {name: value for name, value in vars(options).items() if value is not None}
-    for name in ("html", "svg"):
-        if name in given:
-            report.refuse_without("jinja2", f"--{name}")
     read = [*given.get("results", []), *(given[name] for name in ("checkpoint", "upcycle") if name in given)]
-    written = [given[name] for name in ("json", "html", "markdown", "svg", "output") if name in given]
+    written = [given[name] for name in ("json", "markdown", "svg", "output") if name in given]
     taken: dict[str, Path] = {}
     for path in [*read, *filter(files.is_replaced, written)]:
         other = taken.setdefault(os.path.realpath(path), path)
@@ -113,11 +110,10 @@ def _parser() -> Parser:
     _check_arguments(add("check", run_check, "compare every output of every op with fp64; exit 1 on a FAIL"))
     _bench_arguments(add("bench", run_bench, "time, bandwidth and memory beside eager, torch.compile and a copy"))
 
-    page_parser = add("page", run_page, "draw results kept by bench --json as a page that needs nothing else")
+    page_parser = add("page", run_page, "draw results kept by bench --json as a page, tables or a picture")
     page_parser.add_argument("results", metavar="RESULTS.json", type=Path, nargs="+")
     kind = partial(page_parser.add_mutually_exclusive_group(required=True).add_argument, metavar="FILE")
-    kind("--html", type=arguments.output, help="where to write the page, of one file")
-    kind("--markdown", type=arguments.output, help="where to write the tables, of all")
+    kind("--markdown", type=arguments.output, help="where to write the page of one file, the main tables of several")
     kind("--svg", type=arguments.output, help="where to draw the training step, of one file")
 
     compare_parser = add("compare", run_compare, "what got slower or less exact beyond noise, from one file to another")
@@ -148,7 +144,6 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     several("--providers", metavar="NAME", choices=bench.PROVIDERS, help="only these: %(choices)s")
     add("--peers", action="store_true", help="beside them, other libraries that are installed")
     _common_arguments(parser)
-    add("--html", metavar="FILE", type=arguments.output, help="draw the results as a page")
 
 
 def _common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -251,8 +246,6 @@ def run_bench(options: argparse.Namespace) -> int:
         report.say("interrupted")
     report.show(*page.printed(found))
     results.write(found, options.json)
-    if options.html:
-        files.write(options.html, page.draw(found))
     if interrupted:
         return INTERRUPTED
     ours_failed = any(entry.failed and backend_of(entry.provider) in backends.BACKENDS for entry in found.not_measured)
@@ -264,11 +257,9 @@ def run_page(options: argparse.Namespace) -> int:
     if options.markdown:
         files.write(options.markdown, page.markdown(found))
     elif len(found) > 1:
-        raise Refused("--html and --svg draw one file of results; --markdown takes several")
-    elif options.svg:
-        files.write(options.svg, page.picture(found[0]))
+        raise Refused("--svg draws one file of results; --markdown takes several")
     else:
-        files.write(options.html, page.draw(found[0]))
+        files.write(options.svg, page.picture(found[0]))
     return 0
 
 

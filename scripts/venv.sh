@@ -58,7 +58,7 @@ pip_install() {
 }
 
 install_project() {
-    local source=$1 purpose=$2 extras=triton,bench packages='^(numpy|jinja2)=='
+    local source=$1 purpose=$2 extras=triton packages='^numpy=='
     if [ "$purpose" = test ]; then
         extras=test packages=.
     fi

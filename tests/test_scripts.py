@@ -34,7 +34,7 @@ case "$name $*" in
     mypy*) exit ${{MYPY:-0}} ;;
 esac
 """
-EXTRAS = {"run.sh": "triton,bench", "run_tests.sh": "test"}
+EXTRAS = {"run.sh": "triton", "run_tests.sh": "test"}
 PIP = "python -m pip install --quiet --disable-pip-version-check "
 STEPS = ["ruff check .", "ruff format --check .", "mypy ", "pytest", "pytest"]
 

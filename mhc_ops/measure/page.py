@@ -1,9 +1,10 @@
-"""The tables that commands print, and the pages that are drawn from a file of results: HTML, Markdown and SVG."""
+"""The tables that commands print, and what is drawn from files of results: a page in Markdown, a picture in SVG."""
 
 import html
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 
 from ..core.backend import BACKENDS
 from ..testing.accuracy import ENOUGH_TO_AVERAGE, ROUNDING, Row
-from .report import Refused, Table, refuse_without
+from .report import Refused, Table
 from .results import EAGER, PLAIN, Measurement, Results
 from .selection import OF_TORCH, op_of
 from .training_step import backend_of
@@ -23,7 +24,6 @@ SUMMARY = "op, backend, cases, results, failed, worst = worst .2f, verdict"
 SPEED = """op and case = case, direction, provider, µs = microseconds .1f, ± = spread .1f, GB/s = bandwidth .0f,
     of copy = of_copy .0%, × eager = eager .2f, × compile = torch.compile .2f, host µs = host_microseconds .0f,
     peak MB = peak_megabytes .0f"""
-NOT_MEASURED = "provider, reason, case = where"
 STEPS = """training step = size, provider, mode, ms = milliseconds .2f, ± = spread .2f,
     % over plain = ratio, in a row = in_a_row, peak MB = peak_megabytes .0f,
     difference = difference .1e"""
@@ -45,10 +45,12 @@ TIME_NOTE = """Ours: µs · of a copy. Others: µs (times the faster of ours). m
 iterations; mhc_layer, which HyperConnection calls, stands around a layer that costs nothing. The convolution has a
 bias, short_conv (which ShortConv calls) a residual."""
 ALL_NOTE = """Median and interquartile range in µs; GB/s of the bytes that an op must move; the time of a copy of them,
-and of the formula in torch, over its time; µs until the call returns; the peak above the inputs in MB. The bar of a
-share is full where an op is as fast as a copy."""
+and of the formula in torch, over its time; µs until the call returns; the peak above the inputs in MB."""
 BOUNDARY = """mhc_next is a boundary of a HyperStack: what 12 connections take beyond 4, divided by 8; so is its
 memory."""
+STYLE = """text{font:15px system-ui,sans-serif;fill:#17202e}.soft{fill:#5a6676;font-size:13px}.end{text-anchor:end}
+rect{fill:#9aa4b2}.ours{fill:#2563eb}@media(prefers-color-scheme:dark){text{fill:#e7ecf3}.soft{fill:#9aa6b6}
+rect{fill:#7b8696}.ours{fill:#6ea1ff}}""".replace("\n", "")
 MARKDOWN_HEAD = """# Measured
 
 <!-- Written by `mhc-ops page benchmarks/results/*.json --markdown docs/benchmarks.md`; a test holds this file to the
@@ -180,57 +182,45 @@ def _times(lines: Sequence[Line]) -> Iterator[Table]:
         yield Table(["op", "size", "", *names], rows)
 
 
-class Section(NamedTuple):
-    """brief: Markdown has the section too."""
-
-    title: str
-    note: str
-    tables: Sequence[Table]
-    brief: bool = False
-
-
-def sections(r: Results) -> list[Section]:
-    """Those that have content."""
+def sections(r: Results, whole: bool) -> Iterator[tuple[str, str, Sequence[Table | str]]]:
+    """Title, note and content of those that have content. whole: with all that the run printed."""
     lines = list(_lines(m for m in r.measurements if m.group == "training"))
     boundary = any(line.subject.startswith("mhc_next") for line in lines)
     turns = IN_ROUNDS if any(step.in_a_row for step in r.steps) else IN_PAIRS
-    environment = {"date": r.date, **r.versions, "complete": "yes" if r.complete else "no"}
-    environment["results within their tolerance of fp64"] = f"{len(r.accuracy) - len(r.failed)} of {len(r.accuracy)}"
-    environment |= {f"{name} computes with": words for name, words in r.precision.items()}
-    every = [
-        Section("A training step", f"{STEP_NOTE} {turns}", [table(r.steps, STEPS)], True),
-        Section("In short", SHORT_NOTE, [_overview(lines)], True),
-        Section("Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", list(_times(lines)), True),
-        Section("All times", ALL_NOTE, [table(_timed(r.measurements), SPEED)]),
-        Section("Outside their tolerance", "", [table(r.failed, ACCURACY)]),
-        Section("Not measured", "", [table(r.not_measured, NOT_MEASURED)]),
-        Section("Environment", "", [Table(["", ""], list(environment.items()))]),
-    ]
-    return [section for section in every if any(table.rows for table in section.tables)]
-
-
-def draw(results: Results) -> str:
-    """A page that needs no other file."""
-    return _render("page.html", sections=sections(results), r=results)
+    if r.steps:
+        yield "A training step", f"{STEP_NOTE} {turns}", [table(r.steps, STEPS)]
+    if (overview := _overview(lines)).rows:
+        yield "In short", SHORT_NOTE, [overview]
+    if lines:
+        yield "Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", list(_times(lines))
+    if whole:
+        yield "All results", ALL_NOTE, list(printed(replace(r, steps=[])))
 
 
 def markdown(files: Sequence[Results]) -> str:
-    """The main tables of several files."""
-    parts = [MARKDOWN_HEAD]
-    for r in files:
-        versions = [f"{n} {v}" for n, v in r.versions.items() if n not in ("device", "python") and v != "-"]
-        ops = dict.fromkeys(op_of(name) for name in [m.case for m in r.measurements] + [s.size for s in r.steps])
-        title = f"{r.device}, {r.date}: {', '.join(ops)}"
-        parts += [f"## {literal(title)}", f"{literal(', '.join(versions))}."]
-        parts += (
-            [] if r.complete else ["The run was interrupted: it lacks some cases. The times that it has are whole."]
-        )
-        for section in filter(lambda section: section.brief, sections(r)):
-            parts += [f"### {section.title}", literal(section.note.strip())]
-            for header, rows in section.tables:
-                lines = [map(literal, cells) for cells in (header, ["---"] * len(header), *rows)]
-                parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    """The whole page of one file, or the main tables of several."""
+    whole = len(files) == 1
+    parts = [*([] if whole else [MARKDOWN_HEAD]), *(part for r in files for part in _page(r, whole))]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _page(r: Results, whole: bool) -> Iterator[str]:
+    versions = [f"{n} {v}" for n, v in r.versions.items() if n not in ("device", "python") and v != "-"]
+    ops = dict.fromkeys(op_of(name) for name in [m.case for m in r.measurements] + [s.size for s in r.steps])
+    yield "## " + literal(f"{r.device}, {r.date}" + f": {', '.join(ops)}" * bool(ops))
+    yield f"{literal(', '.join(versions))}."
+    if not r.complete:
+        yield "The run was interrupted: it lacks some cases. The times that it has are whole."
+    for title, note, content in sections(r, whole):
+        yield f"### {title}"
+        yield literal(note.strip())
+        for part in content:
+            yield literal(part).replace("\n", "\\\n") if isinstance(part, str) else _in_markdown(part)
+
+
+def _in_markdown(table: Table) -> str:
+    lines = [map(literal, cells) for cells in (table.header, ["---"] * len(table.header), *table.rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def literal(text: str) -> str:
@@ -243,21 +233,27 @@ def picture(results: Results) -> str:
     eager = [step for step in results.steps if step.mode == EAGER]
     plain = max((step for step in eager if step.provider == PLAIN), key=lambda step: step.milliseconds, default=None)
     bars = [step for step in eager if plain and step.size == plain.size and step.ratio]
-    if not bars:
+    if not (plain and bars):
         raise Refused("--svg draws training steps, and there are none: mhc-ops bench --case training_step --json FILE")
     bars.sort(key=lambda step: step.ratio)
-    return _render("training_step.svg", bars=bars, plain=plain, device=results.device)
-
-
-def _render(template: str, **values: Any) -> str:
-    refuse_without("jinja2", "a page")
-    import jinja2
-
-    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("mhc_ops.measure"), autoescape=True, **options)
-    environment.filters |= {
-        "backend_of": backend_of,
-        "percent": percent,
-        "share": lambda cell: re.findall(r"\d+%$", str(cell)),
-    }
-    return environment.get_template(template).render(**values, OURS=BACKENDS).strip() + "\n"
+    names = 8.5 * (max(len(step.provider) for step in bars) + 11)  # a letter is 8.5 wide, the longest bar 340
+    width = 32 + names + 340 + 8.5 * max(len(percent(step.ratio)) for step in bars)
+    height, longest = 62 + 30 * len(bars), max(1.01, *(step.ratio[0] for step in bars)) - 1
+    size, apart = plain.size.removeprefix("training_step "), f", quartiles {plain.spread or 0:.1f} apart"
+    title = f"{results.device}, {size}, plain residuals: {plain.milliseconds:.1f} ms" + apart * bool(plain.spread)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-16 0 {width} {height}" width="{width}" height="{height}">',
+        f"<style>{STYLE}</style>",
+        '<text y="18">What hyper-connections add to the time of a training step, in %</text>',
+        f'<text y="40" class="soft">{html.escape(title)}</text>',
+    ]
+    for y, step in zip(range(62, height, 30), bars):
+        ours, long = backend_of(step.provider) in BACKENDS, max(1, (step.ratio[0] - 1) / longest * 340)
+        colour = ' class="ours"' * ours
+        name = f"mhc_ops ({step.provider})" if ours else {EAGER: "eager PyTorch"}.get(step.provider, step.provider)
+        lines += [
+            f'<text x="{names - 8}" y="{y + 15}" class="end">{html.escape(name)}</text>',
+            f'<rect x="{names}" y="{y}" width="{long:.1f}" height="20" rx="3"{colour}/>',
+            f'<text x="{names + long + 6:.1f}" y="{y + 15}">{percent(step.ratio)}</text>',
+        ]
+    return "\n".join([*lines, "</svg>\n"])

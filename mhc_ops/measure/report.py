@@ -1,7 +1,6 @@
 """What a command prints: tables, progress on stderr, and the line that says why it was refused."""
 
 import importlib
-import importlib.util
 import io
 import os
 import platform
@@ -30,12 +29,6 @@ class Refused(ArgumentTypeError):
 class Table(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-
-
-def refuse_without(package: str, purpose: str) -> None:
-    """Refused before the work begins if a package of the extra `bench` is missing."""
-    if importlib.util.find_spec(package) is None:
-        raise Refused(f"{purpose} needs {package}, which is not installed: pip install mhc-ops[bench]")
 
 
 def open_streams() -> None:

@@ -12,7 +12,8 @@ from mhc_ops.testing import accuracy, cases
 
 CHECK = "check --device cpu --backend reference --json"
 BENCH = "bench --device cpu --providers eager"
-WRITING = (CHECK, f"{BENCH} --json", f"{BENCH} --html")
+PAGE = "page results --markdown"
+WRITING = {CHECK: '"command": "check"', f"{BENCH} --json": '"command": "bench"', PAGE: "### All results"}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def nothing_may_run(monkeypatch):
     monkeypatch.setattr(bench, "run", never)
 
 
-@pytest.mark.parametrize(("command", "text"), [*zip(WRITING, ('"command": "check"', '"command": "bench"', "</html>"))])
+@pytest.mark.parametrize(("command", "text"), WRITING.items())
 def test_a_pipe_gets_one_text(command, text, small, run, monkeypatch):
     """Also where a run saves often."""
     monkeypatch.setattr(selection, "CHECK", (small, cases.Case(cases.MHC_POST, (4,), 2, 8)))
@@ -46,7 +47,7 @@ def test_a_pipe_gets_one_text(command, text, small, run, monkeypatch):
     assert Path("fifo").is_fifo() and read[0].count(text) == 1
 
 
-@pytest.mark.parametrize("command", [*WRITING, "page results --html", "page results --markdown"])
+@pytest.mark.parametrize("command", [*WRITING, "page results --svg"])
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
@@ -65,12 +66,10 @@ def test_a_place_that_cannot_be_written(command, place, reason, refused, nothing
 @pytest.mark.parametrize(
     ("command", "line"),
     [
-        ("page results --html link", "results and link are one file"),
+        ("page results --svg link", "results and link are one file"),
         ("page results --markdown link", "results and link are one file"),
         ("page results link --markdown page", "results and link are one file"),
-        (f"{BENCH} --json a --html ./a", "a and a are one file"),
-        ("page results more --html page", "--html and --svg draw one file"),
-        ("page results more --svg page", "--html and --svg draw one file"),
+        ("page results more --svg page", "--svg draws one file"),
     ],
 )
 def test_files_that_do_not_go_together(command, line, refused, nothing_may_run):
@@ -101,13 +100,13 @@ def written(**content):
 def test_a_file_that_another_program_wrote(text, refused):
     """Each is one line before anything is drawn or compared."""
     Path("file").write_text(text)
-    for command in ("compare file file", "page file --html new"):
+    for command in ("compare file file", "page file --markdown new"):
         assert refused(command).startswith("file: ")
 
 
 @pytest.mark.parametrize("place", ["nowhere", "folder", "file/file", "loop", "x" * 300])
 def test_a_file_that_is_not_there(place, refused):
-    for command in (f"page {place} --html page", f"compare {place} {place}"):
+    for command in (f"page {place} --markdown page", f"compare {place} {place}"):
         assert refused(command).startswith(f"{place}: ")
 
 
@@ -120,5 +119,5 @@ def test_compare_and_page_of_files_that_differ(run):
     assert code == 0 and "missing: \\x1b[2J\\n triton: only in the second file: both\n" in printed
     code, printed, _ = run("compare bench check")
     assert code == 2 and printed.endswith("0 entries in both files, 0 regressions\n")
-    assert run("page check --html page")[0] == 0
-    assert "1 of 1" in Path("page").read_text(encoding="utf-8")
+    assert run("page check --markdown page")[0] == 0
+    assert "1 passed, 0 failed" in Path("page").read_text(encoding="utf-8")
