@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import random
 import sys
@@ -45,15 +46,18 @@ class Parser(argparse.ArgumentParser):
 
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may lack a letter, which must not end a run
     try:
-        report.open_streams()
         try:
             return _run(words)
         finally:
             report.clear()  # the terminal keeps no progress
             sys.stdout.flush()  # here, since Python cannot handle a closed pipe as it ends
     except BrokenPipeError:
-        report.discard()
+        for number in (1, 2):  # what is still buffered must not fail as Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         return PIPE_CLOSED
 
 
@@ -136,7 +140,7 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     instead = parser.add_mutually_exclusive_group().add_argument
     instead("--fuzz", metavar="SECONDS", type=arguments.seconds, help="for so long, random cases instead")
     instead("--misuse", metavar="SECONDS", type=arguments.seconds, help="for so long, random calls with odd arguments")
-    add("--seed", metavar="N", type=arguments.seed, help="of --fuzz and --misuse (default: another one each time)")
+    add("--seed", metavar="N", type=cases.seed, help="of --fuzz and --misuse (default: another one each time)")
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,8 @@ import torch
 
 import mhc_ops
 from mhc_ops.core import call
-from mhc_ops.core.backend import _INTERPRETED
-from mhc_ops.measure import speed, training_step
+from mhc_ops.core.backend import _INTERPRETED, CXX
+from mhc_ops.measure import training_step
 from mhc_ops.testing import cases
 
 # torch keeps what torch.compile made by its source, not by ATEN_CPU_CAPABILITY: code for one set of vector instructions
@@ -86,8 +86,8 @@ def no_training_steps(monkeypatch):
 @pytest.fixture
 def cxx():
     """torch.compile for CPU tensors needs a C++ compiler."""
-    if speed.why_no_compiler():
-        pytest.skip(speed.why_no_compiler())
+    if not CXX:
+        pytest.skip("there is no C++ compiler")
 
 
 @pytest.fixture

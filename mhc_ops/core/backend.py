@@ -35,7 +35,7 @@ OLDEST_GPU = (8, 0)
 _INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "tilelang", "numpy")}
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 _COMPILERS = (os.environ.get("CXX"), "c++", "g++", "clang++")
-_CXX = next((name for name in _COMPILERS if name and shutil.which(name)), None)
+CXX = next((name for name in _COMPILERS if name and shutil.which(name)), None)
 _NVCC = shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
 _FOLDERS: dict[str, frozenset[str]] = {}
 _environment: Choice = ()  # the choice of MHC_OPS_BACKEND
@@ -224,9 +224,7 @@ def why_not(family: str, backend: str, device: torch.device | str) -> str | None
 
 def _why_not_hip(device_type: str) -> str | None:
     if device_type == "cpu":
-        return (
-            None if _CXX else "the kernels are compiled on first use, and there is no C++ compiler (c++, g++ or $CXX)"
-        )
+        return None if CXX else "the kernels are compiled on first use, and there is no C++ compiler (c++, g++ or $CXX)"
     if device_type == "cuda" and torch.version.hip is None:
         return "hip runs on ROCm devices and on CPU tensors, the tensors are on a CUDA device"
     return None if device_type == "cuda" else f"hip runs on ROCm devices and on CPU tensors, not on {device_type}"

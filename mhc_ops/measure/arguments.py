@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from ..testing.cases import seed_of
 from . import files
 from .report import Refused
 
@@ -36,10 +35,6 @@ def seconds(text: str) -> float:
     if not float(text) > 0:
         raise Refused(f"{text} is not a time")
     return float(text)
-
-
-def seed(text: str) -> int:
-    return seed_of(text)  # argparse says what is wrong by the name of this function
 
 
 def shape(text: str) -> tuple[int, ...]:

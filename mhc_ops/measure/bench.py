@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..core import backend as backends
 from ..testing.cases import Call, Stack, Tensors
 from ..testing.conv_cases import AnyCase, runs
 from . import peers, report, selection, speed, training_step
@@ -59,7 +60,7 @@ def find_providers(options: Namespace, results: Results) -> list[str]:
     wanted = list(dict.fromkeys(asked))  # a name that is given twice is measured once
     libraries = {name: peer for name in wanted if (peer := peers.by_name(name))}
     reasons = {name: peers.why_not(peer) for name, peer in libraries.items()}
-    reasons |= {name: speed.why_no_compiler() for name in wanted if name == COMPILED}
+    reasons |= {COMPILED: "there is no C++ compiler"} if COMPILED in wanted and not backends.CXX else {}
     results.not_measured += selection.absent([name for name in wanted if name in KERNELS], options.device)
     results.not_measured += [NotMeasured("", name, reason) for name, reason in reasons.items() if reason is not None]
     results.precision = {name: peer.precision for name, peer in libraries.items() if reasons[name] is None}

@@ -1,7 +1,6 @@
 """What a command prints: tables, progress on stderr, and the line that says why it was refused."""
 
 import importlib
-import io
 import os
 import platform
 import sys
@@ -29,23 +28,6 @@ class Refused(ArgumentTypeError):
 class Table(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-
-
-def open_streams() -> None:
-    """The shell may have closed a stream (`>&-`), and a terminal may lack a letter: neither ends a run."""
-    sys.stdout, sys.stderr = (s or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") for s in (sys.stdout, sys.stderr))
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def discard() -> None:
-    """Drops what is buffered for a closed pipe, so that Python does not fail as it ends."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -5,7 +5,6 @@ device, so that launches cost no device time. The median counts; the interquarti
 """
 
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,11 +50,6 @@ class Timing(NamedTuple):
     microseconds: float
     spread: float
     samples: int
-
-
-def why_no_compiler() -> str | None:
-    """torch.compile needs a C++ compiler."""
-    return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler (g++ or clang++)"
 
 
 def measure(

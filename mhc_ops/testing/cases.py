@@ -21,17 +21,17 @@ STEEP_LOGITS = 8.0
 LARGEST_SEED = 2**62  # torch takes larger ones, which leaves room to count on from a seed
 
 
-def seed_of(text: str) -> int:
-    """The seed that a text says; ValueError where it says none."""
-    if not 0 <= (seed := int(text)) <= LARGEST_SEED:
+def seed(text: str) -> int:
+    """The seed that a text says; ValueError where it says none, for which argparse has words of its own."""
+    if not 0 <= int(text) <= LARGEST_SEED:
         raise ValueError(text)
-    return seed
+    return int(text)
 
 
 # The seed of every case: none is chosen for what it happens to draw. A wrong one does not fail the import; the commands
 # and the tests report it.
 try:
-    SEED, WRONG_SEED = seed_of(os.environ.get("MHC_OPS_SEED") or "0"), ""
+    SEED, WRONG_SEED = seed(os.environ.get("MHC_OPS_SEED") or "0"), ""
 except ValueError:
     SEED, WRONG_SEED = 0, f"MHC_OPS_SEED: {os.environ['MHC_OPS_SEED']!r} is no whole number from 0 to {LARGEST_SEED}"
 

@@ -12,8 +12,9 @@ import torch
 
 import mhc_ops
 from mhc_ops import cli
+from mhc_ops.core import backend as backends
 from mhc_ops.core import device as devices
-from mhc_ops.measure import peers, selection, speed
+from mhc_ops.measure import peers, selection
 from mhc_ops.mhc import reference
 from mhc_ops.testing import accuracy, cases
 
@@ -106,11 +107,11 @@ def test_bench(small, run, cxx):
 
 
 def test_bench_says_what_is_missing(small, run, monkeypatch):
-    monkeypatch.setattr(speed, "why_no_compiler", lambda: "no compiler")
+    monkeypatch.setattr(backends, "CXX", None)
     code, printed, _ = run(f"{BENCH} --peers --json file")
     assert code == 0 and saved()["complete"] is True
     assert {m["provider"] for m in saved()["measurements"]} == {"eager"}
-    assert "torch.compile did not run: no compiler" in printed
+    assert "torch.compile did not run: there is no C++ compiler" in printed
     assert all(peers.why_not(peer) is None or f"{peer.name} did not run: " in printed for peer in peers.PEERS)
 
 

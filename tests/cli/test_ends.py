@@ -1,6 +1,7 @@
 """How a command ends: Ctrl-C, or a reader that has gone; and what it says meanwhile."""
 
 import fcntl
+import io
 import os
 import pty
 import signal
@@ -12,6 +13,7 @@ import tty
 
 import pytest
 
+from mhc_ops import cli
 from mhc_ops.measure import report
 from mhc_ops.testing import fuzz
 from mhc_ops.testing.fuzz import Outcome
@@ -41,6 +43,13 @@ def test_a_reader_that_has_gone():
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=buffered)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_terminal_that_lacks_a_letter(monkeypatch):
+    """It gets a question mark, and the run goes on."""
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert cli.main(["compare", "µ", "µ"]) == 2
+    assert sys.stderr.buffer.getvalue() == b"mhc-ops compare: ?: No such file or directory\n"
 
 
 FUZZ = "check --device cpu --fuzz 2.5 --backend"

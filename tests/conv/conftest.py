@@ -6,7 +6,7 @@ from stack_results import PLACES
 
 from mhc_ops.core import backend
 
-CXX = pytest.mark.skipif(not backend._CXX, reason="needs a C++ compiler")
+CXX = pytest.mark.skipif(not backend.CXX, reason="needs a C++ compiler")
 ROCM = pytest.mark.skipif(torch.version.hip is None, reason="needs a ROCm build of PyTorch")
 HIP = [
     pytest.param(("hip", "cpu"), id="hip", marks=CXX),

@@ -29,9 +29,9 @@ def cache_folder() -> Path:
 
 
 def cpu_compiler() -> str:
-    if backend._CXX is None:
+    if backend.CXX is None:
         raise RuntimeError("causal_conv1d: the hip backend on CPU tensors needs a C++17 compiler (c++, g++ or $CXX)")
-    return backend._CXX
+    return backend.CXX
 
 
 def hip_compiler() -> str:

@@ -25,8 +25,6 @@ NEARLY_ALL = 0.75  # of the error that an explanation must remove; the rest must
 SMALL = 0.02  # of the error, that a term may add to it by rounding
 WHOLE = 2e-3  # a factor this close to a whole number is taken as it
 MOST_TERMS = 2  # that an explanation may name
-LEAST_TERM = 5e-4  # coefficient that is shown
-WORTH_A_RATIO = 1e-3  # of the root mean square; below it a ratio says nothing
 
 
 class Finding(NamedTuple):
@@ -100,20 +98,6 @@ class Output:
         left = (self.result - candidate.reshape(self.exact.shape)).norm()
         share = float(1 - left / self.error.norm()) if bool(left.isfinite()) else 0.0
         return share if share >= NEARLY_ALL and self.close(candidate) else 0.0
-
-    def details(self) -> dict[str, str]:
-        """What is known beyond the verdict: the place, result / truth where elements are wrong, and the terms."""
-        worth = self.off & self.result.isfinite() & (self.exact.abs() > WORTH_A_RATIO * self.rms)
-        ratio, box = (self.result / self.exact)[worth], self.place.box
-        found = {"place": f"{self.place.words or 'everywhere'}, {self.place.filled:.1%} of it wrong"}
-        if ratio.numel():
-            (std, mean), ends = torch.std_mean(ratio, correction=0), f"{ratio.min():.4g} to {ratio.max():.4g}"
-            kind = "constant" if std <= 0.01 * abs(mean) else "varying"
-            found["result / truth"] = f"{kind}: mean {mean:.4g}, std {std:.2g}, {ends}"
-        terms = coefficients(self.error[box], {name: term[box] for name, term in self.terms.items()})
-        if named := [f"{c:+.3g} · {term}" for term, c in terms.items() if abs(c) >= LEAST_TERM]:
-            found["error ≈ Σ c · term"] = ", ".join(named)
-        return found
 
 
 class Diagnosis(NamedTuple):

@@ -87,14 +87,14 @@ def test_without_locks_each_compiles(cache, stub, monkeypatch):
 
 def test_a_compiler_that_does_not_work_is_said(cache, monkeypatch):
     for compiler in ("false", "no-such-compiler"):
-        monkeypatch.setattr(backend, "_CXX", compiler)
+        monkeypatch.setattr(backend, "CXX", compiler)
         with refused(rf"the compiler '{compiler}' does not work: .*; set CXX to"):
             conv()
 
 
 def test_a_folder_that_cannot_be_written_is_said(cache, stub, monkeypatch):
     cache.write_text("a file, so that not even root can make a folder of it")
-    monkeypatch.setattr(backend, "_CXX", stub())
+    monkeypatch.setattr(backend, "CXX", stub())
     with refused(rf"in {cache} \(.*\); set MHC_OPS_CACHE to a writable folder"):
         conv()
 
@@ -162,7 +162,7 @@ def test_what_the_compiler_made_and_said(cache, stub, monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="unknown_option"):
         build.compiled((compiler, *build.CPU_FLAGS, "-funknown_option"))
     assert {path for path in cache.iterdir() if path.suffix != ".lock"} == before
-    monkeypatch.setattr(backend, "_CXX", stub(content="no library"))
+    monkeypatch.setattr(backend, "CXX", stub(content="no library"))
     with refused(rf"cannot load the compiled kernels \(.*\); delete {cache}/conv_"):
         conv()
 

@@ -13,7 +13,7 @@ from mhc_ops.core import backend
 from mhc_ops.testing.cases import LAYOUTS
 from mhc_ops.testing.conv_cases import CHECK, ConvCase
 
-pytestmark = pytest.mark.skipif(not backend._CXX, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(not backend.CXX, reason="needs a C++ compiler")
 PLACES = ("states", "seq_idx", "seq_idx states")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROCM = (pytest.mark.gpu, pytest.mark.skipif(torch.version.hip is None, reason="needs a ROCm build of PyTorch"))
@@ -91,7 +91,7 @@ def test_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     reason = backend.why_not("conv", "hip", "cuda")
     assert reason == "hip runs on ROCm devices and on CPU tensors, the tensors are on a CUDA device"
-    monkeypatch.setattr(backend, "_CXX", None)
+    monkeypatch.setattr(backend, "CXX", None)
     with pytest.raises(RuntimeError, match=r"backend 'hip' cannot run here: .* there is no C\+\+ compiler"):
         conv(torch.zeros(1, 2, 4), torch.zeros(4, 2))
 
