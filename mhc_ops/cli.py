@@ -117,8 +117,8 @@ def _parser() -> Parser:
     page_parser = add("page", run_page, "draw results kept by bench --json as a page, tables or a picture")
     page_parser.add_argument("results", metavar="RESULTS.json", type=Path, nargs="+")
     kind = partial(page_parser.add_mutually_exclusive_group(required=True).add_argument, metavar="FILE")
-    kind("--markdown", type=arguments.output, help="where to write the page of one file, the main tables of several")
-    kind("--svg", type=arguments.output, help="where to draw the training step, of one file")
+    kind("--markdown", type=files.output, help="where to write the page of one file, the main tables of several")
+    kind("--svg", type=files.output, help="where to draw the training step, of one file")
 
     compare_parser = add("compare", run_compare, "what got slower or less exact beyond noise, from one file to another")
     compare_parser.add_argument("before", metavar="A.json", type=Path)
@@ -154,7 +154,7 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--case", metavar="TEXT", default="", help="only cases whose name contains this")
     add("--device", type=arguments.device, default=arguments.default_device(), help="default: %(default)s")
-    add("--json", metavar="FILE", type=arguments.output, help="write everything measured to this file, as it comes")
+    add("--json", metavar="FILE", type=files.output, help="write everything measured to this file, as it comes")
 
 
 def run_info(options: argparse.Namespace) -> int:

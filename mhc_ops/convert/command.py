@@ -7,7 +7,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from ..measure import arguments, files, report
+from ..measure import files, report
 from ..measure.report import Refused
 from . import (
     Format,
@@ -106,7 +106,7 @@ def _name(text: str) -> tuple[str, str]:
 
 
 def _output(text: str) -> Path:
-    return Path(text) if os.path.isdir(text) else arguments.output(text)
+    return Path(text) if os.path.isdir(text) else files.output(text)
 
 
 def _refuse_output(path: Path, sharded: bool) -> None:

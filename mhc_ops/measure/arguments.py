@@ -1,11 +1,9 @@
 """Words of a command line as values; argparse turns an error into one line and exit code 2."""
 
 import math
-from pathlib import Path
 
 import torch
 
-from . import files
 from .report import Refused
 
 MOST_ELEMENTS = 2**40
@@ -23,12 +21,6 @@ def device(text: str) -> torch.device:
 
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def output(text: str) -> Path:
-    """A file that can be written, tried before the work begins."""
-    files.refuse_unwritable(Path(text))
-    return Path(text)
 
 
 def seconds(text: str) -> float:

@@ -1,8 +1,4 @@
-"""What `mhc-ops bench` runs, and in which order: the most important first, saved after every unit.
-
-Training steps come before kernels, then other libraries, then eager; torch.compile is last, because it takes longer
-than all the others. An interruption therefore leaves out what matters least.
-"""
+"""What `mhc-ops bench` runs: the most important first, torch.compile, which takes longest, last."""
 
 import contextlib
 from argparse import Namespace
@@ -26,8 +22,7 @@ PROVIDERS = (*KERNELS, *(peer.name for peer in peers.PEERS), *OF_TORCH)
 
 
 def run(options: Namespace, results: Results, save: Callable[[], object]) -> None:
-    """Fills the results and saves after every unit. KeyboardInterrupt passes, with all that was measured kept; Refused
-    if no case has the name that was asked for."""
+    """Fills the results and saves after every unit; KeyboardInterrupt passes. Refused if no case has the name."""
     device = options.device
     kernels = [case for group in cases_on(device).values() for case in group]
     selection.named(options.case, [*training_step.sizes_on(device), *kernels])

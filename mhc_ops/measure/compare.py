@@ -1,7 +1,4 @@
-"""What got slower, less exact or larger from one file of results to another, beyond noise; docs/measure.md says when.
-
-The noise has two parts: the spread of the samples in both files, and how much all ratios scatter between the files.
-"""
+"""What got slower, less exact or larger from one file of results to another, beyond noise (docs/measure.md)."""
 
 import math
 import statistics
@@ -54,8 +51,7 @@ class Timed(NamedTuple):
 
 def compare(before: Results, after: Results) -> tuple[list[Change], int]:
     """All changes, regressions first; and how many entries both files have."""
-    changes: list[Change] = []
-    common = 0
+    changes, common = list[Change](), 0
     for entries, differences in ((_kernels, _slower), (_steps, _slower), (_rows, _less_exact)):
         old, new = dict[Key, Any](entries(before)), dict[Key, Any](entries(after))
         both = {key: (old[key], new[key]) for key in old if key in new}

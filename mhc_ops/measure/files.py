@@ -1,8 +1,4 @@
-"""The files and folders that a command writes, and the JSON that it reads.
-
-A file is replaced in one step: a reader finds the old file or the new one, never a part. It keeps its mode and
-owner. A link is followed. A device or a pipe is written directly. A folder gets all of its entries or none.
-"""
+"""The files and folders that a command writes, as docs/measure.md says, and the JSON that it reads."""
 
 import contextlib
 import json
@@ -19,8 +15,9 @@ from .report import Refused
 DIRECT = ("/dev/", "/proc/")  # names of devices, pipes and open files
 
 
-def refuse_unwritable(path: Path) -> None:
-    """Tries the folder of a file, before the work begins."""
+def output(text: str) -> Path:
+    """The argument of a command as a file that can be written: its folder is tried before the work begins."""
+    path = Path(text)
     with refusing(path):
         if path.is_dir():
             raise Refused(f"{path}: is a folder")
@@ -28,6 +25,7 @@ def refuse_unwritable(path: Path) -> None:
             _unfinished(Path(os.path.realpath(path)).parent).cleanup()
             if path.exists() and not os.access(path, os.W_OK):
                 raise Refused(f"{path}: is read-only")
+    return path
 
 
 def is_replaced(path: Path) -> bool:

@@ -35,9 +35,7 @@ STEP_NOTE = """A small transformer in bf16 with plain residuals and with hyper-c
 weights: wall clock of a forward and backward, host included, from idle to idle, in ms; the percentage over plain; peak
 memory above weights and input; difference of the loss or of dx from the formula in PyTorch. A backend alone is a
 HyperStack, in Triton with the norms inside; HyperConnection and layer_norm=False have them in front of their layers."""
-IN_ROUNDS = (
-    """All rows took turns. A percentage is the median over the rounds, with quartiles; also for steps in a row."""
-)
+IN_ROUNDS = "All rows took turns. A percentage is the median over the rounds, with quartiles; also for steps in a row."
 IN_PAIRS = """Each row took turns with a plain model of its own, so no percentage follows from the row of plain."""
 SHORT_NOTE = """Over all training sizes: the share of a copy's speed that the faster of our kernels reaches, its
 bandwidth, and the time of the others over its time."""
@@ -182,7 +180,7 @@ def _times(lines: Sequence[Line]) -> Iterator[Table]:
         yield Table(["op", "size", "", *names], rows)
 
 
-def sections(r: Results, whole: bool) -> Iterator[tuple[str, str, Sequence[Table | str]]]:
+def _sections(r: Results, whole: bool) -> Iterator[tuple[str, str, Sequence[Table | str]]]:
     """Title, note and content of those that have content. whole: with all that the run printed."""
     lines = list(_lines(m for m in r.measurements if m.group == "training"))
     boundary = any(line.subject.startswith("mhc_next") for line in lines)
@@ -211,15 +209,14 @@ def _page(r: Results, whole: bool) -> Iterator[str]:
     yield f"{literal(', '.join(versions))}."
     if not r.complete:
         yield "The run was interrupted: it lacks some cases. The times that it has are whole."
-    for title, note, content in sections(r, whole):
-        yield f"### {title}"
-        yield literal(note.strip())
-        for part in content:
-            yield literal(part).replace("\n", "\\\n") if isinstance(part, str) else _in_markdown(part)
+    for title, note, content in _sections(r, whole):
+        yield from (f"### {title}", literal(note), *map(_in_markdown, content))
 
 
-def _in_markdown(table: Table) -> str:
-    lines = [map(literal, cells) for cells in (table.header, ["---"] * len(table.header), *table.rows)]
+def _in_markdown(part: Table | str) -> str:
+    if isinstance(part, str):
+        return literal(part).replace("\n", "\\\n")
+    lines = [map(literal, cells) for cells in (part.header, ["---"] * len(part.header), *part.rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -239,8 +236,9 @@ def picture(results: Results) -> str:
     names = 8.5 * (max(len(step.provider) for step in bars) + 11)  # a letter is 8.5 wide, the longest bar 340
     width = 32 + names + 340 + 8.5 * max(len(percent(step.ratio)) for step in bars)
     height, longest = 62 + 30 * len(bars), max(1.01, *(step.ratio[0] for step in bars)) - 1
-    size, apart = plain.size.removeprefix("training_step "), f", quartiles {plain.spread or 0:.1f} apart"
-    title = f"{results.device}, {size}, plain residuals: {plain.milliseconds:.1f} ms" + apart * bool(plain.spread)
+    size = plain.size.removeprefix("training_step ")
+    title = f"{results.device}, {size}, plain residuals: {plain.milliseconds:.1f} ms"
+    title += f", quartiles {plain.spread:.1f} apart" if plain.spread else ""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-16 0 {width} {height}" width="{width}" height="{height}">',
         f"<style>{STYLE}</style>",

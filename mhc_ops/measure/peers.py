@@ -1,7 +1,4 @@
-"""The operators of other libraries on our tensors, checked and then timed beside ours.
-
-Each peer runs as its own modules run it, with the defaults of PreOptions.
-"""
+"""The operators of other libraries on our tensors, as their own modules run them with the defaults of PreOptions."""
 
 import importlib
 import importlib.metadata
@@ -9,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,39 +30,27 @@ Function = Callable[..., Outputs]
 Layer = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A subject as a peer computes it: `call(**tensors)` returns our outputs, in our order and meaning.
+class Prepared(NamedTuple):
+    """A subject as a peer computes it: `call(**tensors)` returns our outputs, in our order and meaning. All outputs get
+    contiguous cotangents; a backward may overwrite that of x_next. The h_out of mhc_layer may be the layer itself."""
 
-    tensors: the peer's own leaves, converted once from ours; gradients have the peer's layout and type.
-    call: differentiable, with contiguous cotangents for every output; a backward may overwrite the cotangent of
-          x_next. The h_out of mhc_layer may be the layer itself.
-    same: the leaves that are tensors of ours, whose gradients can be compared.
-    """
-
-    tensors: Tensors
+    tensors: Tensors  # the peer's own leaves, converted once from ours; gradients have their layout and type
     call: Function
-    same: Collection[str]
+    same: Collection[str]  # the leaves that are tensors of ours, whose gradients can be compared
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library with such operators.
-
-    package: its name on PyPI; module: the one with the functions used here
-    precision: what it computes in, if less than fp32; fp32_tolerance: what its results are held to for fp32 tensors
-    adapt: (its module, subject, our tensors with the tokens in one dimension) -> Prepared, or None if the peer lacks
-           the op or these sizes and types
-    unrun: packages that are entered without being run, because they import kernels that fail with some TileLangs
-    """
+    """A library with such operators. adapt: (its module, subject, our tensors with the tokens in one dimension) ->
+    Prepared, or None if the peer lacks the op or these sizes and types."""
 
     name: str
-    package: str
-    module: str
-    precision: str
-    fp32_tolerance: float
+    package: str  # its name on PyPI
+    module: str  # that has the functions used here
+    precision: str  # what it computes in, if less than fp32
+    fp32_tolerance: float  # what its results are held to for fp32 tensors
     adapt: Callable[[Any, str, Tensors], Prepared | None]
-    unrun: tuple[str, ...] = ()
+    unrun: tuple[str, ...] = ()  # packages that are not run: they import kernels that fail with some TileLangs
 
     def load(self) -> Any:
         """Its module; RuntimeError if it is not installed or does not import."""
@@ -81,7 +66,6 @@ class Peer:
             raise RuntimeError(f"{self.name} {version(self)} does not import here: {error}") from error
 
     def prepare(self, subject: str, ours: Tensors) -> Prepared | None:
-        """None if it lacks the op."""
         return self.adapt(self.load(), subject, {name: tensor.detach() for name, tensor in ours.items()})
 
 
@@ -179,8 +163,7 @@ def _liger(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
 
 
 def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
-    """Without gamma; four streams in bf16 with nD a multiple of its blocks; tensors are [1, T, ...], h_post [..., n,
-    1]. The same function as ours, with the projection in tf32 (3e-4 off in norm).
+    """Without gamma; four streams in bf16, nD a multiple of its blocks; tensors are [1, T, ...], h_post [..., n, 1].
 
     Its pre adds to the gradient of the streams in place, in a buffer that the backward of the same layer's post has
     left at the storage of the streams; so does mhc_layer here. mhc_post_pre ends before that post: a stand-in leaves
@@ -218,9 +201,8 @@ def _tile_kernels(ops: Any, subject: str, ours: Tensors) -> Prepared | None:
         return next_post, *maps
 
     def head(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Outputs:
-        # The parts of its mhc_head, which itself neither takes more than one token (a strided slice goes to a kernel
-        # for dense tensors) nor has a backward (it asks for the gradient that a post leaves; none follows the last
-        # layer).
+        # The parts of its mhc_head, which takes one token (a strided slice goes to a kernel for dense tensors) and
+        # has no backward (it asks for the gradient that a post leaves; none follows the last layer).
         n = x.shape[-2]
         padded = F.pad(phi, (0, 0, 0, n * n + 2 * n - phi.shape[0]))
         mixes = ops.mhc_pre_norm_fn(x, padded, None, OURS.norm_eps, fuse_grad_acc=False)

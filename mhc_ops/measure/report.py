@@ -21,8 +21,7 @@ ERASE = "\x1b[K"  # a terminal clears from the cursor to the end of the line
 
 
 class Refused(ArgumentTypeError):
-    """The command cannot run like this. The message is the one line that the user sees before exit code 2, whether
-    argparse reads the command line or the work is about to begin."""
+    """The command cannot run like this: the message is the one line that the user sees before exit code 2."""
 
 
 class Table(NamedTuple):
@@ -54,8 +53,7 @@ def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
 
 
 def status(label: str, between: float | None = None) -> Callable[[object], None]:
-    """Call the result with the current place: a terminal has one line, which each overwrites. Elsewhere a line comes
-    after so many seconds, because the length of the work may be unknown."""
+    """Call the result with the current place. It overwrites a terminal's line; elsewhere a line comes now and then."""
     last, pause = time.monotonic(), BETWEEN_LINES if between is None else between
 
     def say_place(place: object) -> None:

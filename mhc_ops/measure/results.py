@@ -130,8 +130,7 @@ def begin(command: str) -> Results:
 
 
 def write(results: Results, path: Path | None, last: bool = True) -> None:
-    """Writes an entry a line: easy to compare, and faster than json.dumps(indent=1) for a run that writes often. A pipe
-    or a device gets the last text alone."""
+    """Writes an entry a line, which is easy to compare. A pipe or a device gets the last text alone."""
     if path is None or not (last or files.is_replaced(path)):
         return
     finite = partial(json.loads, parse_constant=lambda constant: None)  # JSON has neither NaN nor infinity

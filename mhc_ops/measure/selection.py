@@ -1,9 +1,8 @@
-"""Which cases there are, which backends run them here, and how each provider is checked before it is timed.
-
-A provider is a backend's kernels, "eager" or "torch.compile" (the reference, as it is and compiled), or a peer.
-"""
+"""Which cases there are, and how each provider is checked before it is timed: a backend's kernels, "eager" or
+"torch.compile" (the reference, as it is and compiled), or a peer."""
 
 import difflib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,6 +61,6 @@ def check(case: AnyCase, provider: str, device: torch.device, found: list[accura
     found += [replace(row, backend=provider) for row in rows]
     failed = [row for row in rows if not row.passed]
     if failed and provider != "eager":
-        worst = accuracy.worst(failed)
+        worst = max(failed, key=lambda row: (math.isnan(row.relative_error), row.relative_error))
         off = f"{worst.output} of {worst.case} is off by {worst.relative_error:.1e} (allowed {worst.tolerance:.0e})"
         raise Wrong(f"{off}; wrong in {len(failed)} of {len(rows)} results")

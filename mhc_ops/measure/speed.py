@@ -1,14 +1,10 @@
-"""How fast: device time beside eager, torch.compile, other libraries and a copy of the same bytes, in one run.
-
-On a GPU every sample starts with a cold L2 (a larger buffer is overwritten first) and with the host ahead of the
-device, so that launches cost no device time. The median counts; the interquartile range says how far to trust it.
-"""
+"""How fast a call and a copy of the same bytes are; docs/measure.md, "bench", says how a sample is taken."""
 
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,8 +28,7 @@ SHORTEST_WAIT, LONGEST_WAIT = 1e-3, 5e-3
 Function = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """A provider on a case, measured at once. group: "training" or "decode", which has small sizes."""
 
     case: AnyCase
@@ -77,7 +72,7 @@ def measure(
         own: dict[str, Any] = {"group": unit.group, **timing._asdict(), "bytes": size, "copy_spread": copy.spread}
         if direction != "backward" and device.type == "cuda":  # on a CPU, call and work are one
             host = summary([_host_sample(timed, device) for _ in range(SAMPLES)])
-            own |= {"host_microseconds": host.microseconds, "peak_megabytes": peak_memory(timed, device)}
+            own |= {"host_microseconds": host.microseconds, "peak_megabytes": peak_memory(timed)}
         return Measurement(str(case), unit.provider, direction, copy_microseconds=copy.microseconds, **own)
 
     yield row("forward", forward)
@@ -154,10 +149,8 @@ def summary(samples: Sequence[float]) -> Timing:
     return Timing(median, upper - lower, len(samples))
 
 
-def peak_memory(call: Function, device: torch.device) -> float | None:
-    """Megabytes that a call takes at its peak above what was there before; None on a CPU."""
-    if device.type != "cuda":
-        return None
+def peak_memory(call: Function) -> float:
+    """Megabytes that a call takes on a GPU at its peak above what was there before."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

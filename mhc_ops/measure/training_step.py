@@ -1,5 +1,4 @@
-"""The cost of hyper-connections in use: a training step of a small transformer, beside plain residuals; and stacks of
-layers, of which its model is made and whose boundaries `bench` times. docs/measure.md says what a step is."""
+"""A training step of a small transformer (docs/measure.md), and the stacks that it has, whose boundaries are timed."""
 
 import time
 from collections import deque
@@ -32,9 +31,7 @@ IN_A_ROW = 4  # steps that are timed together
 APART, NO_NORM, RECOMPUTE, SHIFTED = ("HyperConnection", "layer_norm=False", "recompute=4", "shifted")
 FORMS = {"": (cases.MHC_NEXT_NORMED, 0), APART: (cases.MHC_LAYER, 0), NO_NORM: (cases.MHC_NEXT, 0)}
 FORMS |= {RECOMPUTE: (cases.MHC_NEXT_NORMED, 4), SHIFTED: (cases.MHC_NEXT_SHIFTED_NORMED, 0)}
-# Its pre finds the gradient of the streams in an attribute of their storage, which a trace does not see: only the
-# layers between its operators are compiled.
-UNTRACED = "TileKernels"
+UNTRACED = "TileKernels"  # only its layers are compiled: a trace does not see an attribute of a storage
 
 
 @dataclass(frozen=True)
@@ -102,10 +99,11 @@ def connect(
         return nn.Sequential(*(_of_peer(peer, layer, of) for layer, of in zip(layers, drawn)))
     for of, norm in zip(drawn, norms):
         of["layer_norm_weight"] = norm
-    own: dict[str, Any] = {"layer_norm": subject in cases.NORMED, "device": device}
+    own: dict[str, Any] = {"backend": provider if provider in backends.BACKENDS else "reference", "device": device}
     own |= {"residual": "identity" if subject is cases.MHC_NEXT_IDENTITY else "sinkhorn"}
-    own |= {"backend": provider if provider in backends.BACKENDS else "reference"}
-    connections = [HyperConnection(layer, case.n, case.D, **own) for layer in layers]
+    connections = [
+        HyperConnection(layer, case.n, case.D, layer_norm=subject in cases.NORMED, **own) for layer in layers
+    ]
     for connection, of in zip(connections, drawn):
         rows = {name: len(parameter) for name, parameter in connection.named_parameters()}  # fewer for the identity
         # x and h_out are not its
@@ -180,8 +178,7 @@ def sizes_on(device: torch.device) -> Sequence[Size]:
 
 
 def plan(text: str, present: Sequence[str], device: torch.device) -> list[Race]:
-    """The formula in torch is "eager" or, if the model is compiled, "torch.compile". Nothing is compiled unless
-    "torch.compile" is present, and only a GPU has graphs."""
+    """Each size in each mode that runs here. Nothing is compiled unless "torch.compile" is present."""
     races = []
     for mode in MODES:
         formula = COMPILED if mode == COMPILED else EAGER
@@ -261,7 +258,7 @@ class Training:
             difference = torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # NaN is the largest
             if not difference <= ALLOWED:
                 raise Wrong(f"its step is off by {difference:.1e} (allowed {ALLOWED:.0e})")
-        peak = None if self.mode == GRAPHS else peak_memory(step, self.device)
+        peak = peak_memory(step) if self.device.type == "cuda" and self.mode != GRAPHS else None
         return step, {"peak_megabytes": peak, "difference": difference}
 
     def measure(self, steps: Mapping[str, tuple[TakeStep, dict[str, Any]]]) -> list[StepTime]:

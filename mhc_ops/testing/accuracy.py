@@ -7,16 +7,16 @@ Tolerances follow from the type that a result is stored in:
   fp32     1e-5 in norm; 3e-5 after Sinkhorn if its logits have σ = 8: errors of the logits grow with them
   fp64     1e-12 in norm
 
-A gradient is a sum whose terms may cancel. Where (Σ terms²)^½ is larger than it, the tolerance is a share of that:
-docs/measure.md, "check". A gradient in 16 bits is the sum in fp32, rounded: beside the rounding, each of its N elements
-is allowed the largest of N errors of that norm, √(2 ln N) times their mean. 2^-100 of the largest element counts as
-nothing, because fp32 flushes it to 0. Below fp32's smallest normal number, which GPUs flush, all results are equal.
+Where the terms of a gradient cancel, the tolerance is a share of their size (docs/measure.md, "check"). A gradient in
+16 bits is the sum in fp32, rounded: beside the rounding, each of its N elements is allowed the largest of N errors of
+that norm, √(2 ln N) times their mean. 2^-100 of the largest element counts as nothing, because fp32 flushes it to 0.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +39,8 @@ NOT_AFTER_SINKHORN = ("h_in", "h_post", "inv_rms", "h_mix", "h_pre", "out")
 DRAWS = (16, 128)  # of signs: they give the size of a single number's terms to 18 % and to 6 %
 
 
-@dataclass(frozen=True)
-class Exact:
-    """A result in fp64. terms: for a gradient, estimates of (Σ terms²)^½ element by element, each better than the one
-    before, slower, and used only if a result fails without it."""
+class Exact(NamedTuple):
+    """A result in fp64. terms: of a gradient, estimates of (Σ terms²)^½, each better, slower, and used where needed."""
 
     value: Tensor
     terms: Sequence[Callable[[], Tensor]] = ()
@@ -50,8 +48,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Row:
-    """One output of one case. relative_error: in norm, as a share of the truth, or of its terms if they are larger and
-    the first is too much."""
+    """One output of one case. relative_error: in norm, as a share of the truth or, if it fails so, of its terms."""
 
     case: str
     backend: str
@@ -68,8 +65,7 @@ class Row:
         return "PASS" if self.passed else "FAIL"
 
 
-@dataclass(frozen=True)
-class Ran:
+class Ran(NamedTuple):
     """A case that was run: its inputs and its results."""
 
     tensors: Tensors
@@ -107,11 +103,8 @@ def run(subject: Subject, tensors: Tensors, backend: str, cotangents: Cotangents
 
 
 def random_cotangents(subject: Subject, outputs: Tensors, seed: int = SEED, unused: Sequence[str] = ()) -> Cotangents:
-    """One per differentiable output, None for `unused`. Random ones show errors that sums hide.
-
-    They are divided by the root of the last dimension, so that every output reaches the gradients with about the same
-    weight, and drawn on the CPU, so that a case is the same on every device.
-    """
+    """One per differentiable output, None for `unused`, divided by the root of the last dimension: each output then has
+    about the same weight in the gradients. Drawn on the CPU, a case is the same on every device."""
     generator, cotangents = torch.Generator().manual_seed(seed + 1), list[Tensor | None]()
     for name in subject.differentiable:
         output = outputs[name]
@@ -232,11 +225,6 @@ def one_rounding(error: Tensor, value: Tensor, dtype: torch.dtype, of_sums: Tens
     allowed = (ROUNDING[dtype] * row_largest).clamp(min=smallest_step / 2) + largest_of_all * of_sums
     allowed += FLUSHED * value.abs().max()
     return bool((error <= allowed).all())
-
-
-def worst(rows: Sequence[Row]) -> Row:
-    """The row with the largest error; NaN is larger than any."""
-    return max(rows, key=lambda row: (math.isnan(row.relative_error), row.relative_error))
 
 
 def close(result: Tensor, exact: Exact | Tensor) -> bool:

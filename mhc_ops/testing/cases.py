@@ -38,21 +38,16 @@ except ValueError:
 
 @dataclass(frozen=True)
 class Subject:
-    """An op: `call(**tensors, backend=...)` returns the outputs in order.
-
-    inputs, outputs: names of tensors; the last `intermediates` of the outputs carry no gradient.
-    moved: (a, b, c, d): forward must move a + b/n times the bytes of x, backward c + d/n times.
-    mutated: the inputs that a call writes to. options: further arguments, see `with_options`.
-    """
+    """An op: `call(**tensors, backend=...)` returns the outputs in order."""
 
     name: str
     call: Call
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    moved: tuple[float, float, float, float]
-    intermediates: int = 0
-    mutated: tuple[str, ...] = ()
-    options: tuple[tuple[str, float], ...] = ()
+    moved: tuple[float, float, float, float]  # a, b, c, d: a + b/n times the bytes of x, backward c + d/n times
+    intermediates: int = 0  # so many of the outputs, the last, carry no gradient
+    mutated: tuple[str, ...] = ()  # the inputs that a call writes to
+    options: tuple[tuple[str, float], ...] = ()  # further arguments, see `with_options`
     family: str = "mhc"
 
     @property
@@ -258,10 +253,7 @@ class Case(Drawn):
     def _drawn(self, normal: Callable[..., Tensor], generator: torch.Generator) -> Tensors:
         n, D, outer, inputs = self.n, self.D, self.outer, self.subject.inputs
         M, sections = sum(map(len, self.sections.values())), len(self.sections)
-
-        def parameter(tensor: Tensor) -> Tensor:
-            return tensor.to(self.parameter_dtype)
-
+        parameter = partial(Tensor.to, dtype=self.parameter_dtype)
         drawn: dict[str, Callable[[], Tensor]] = {
             "logits": lambda: (self.sigma * normal(*self.sizes)).to(self.dtype),
             "x": lambda: (normal(*self.sizes) * self.scale).to(self.dtype),

@@ -120,12 +120,10 @@ class ConvCase(Drawn):
         return tensors
 
     def runs_on(self, provider: str) -> bool:
-        """Whether the kernels of a backend have all that the case asks for."""
         plain = self.dilation == 1 and not (self.residual or self.n or self.update or self.places == CACHE)
         return provider != "hip" or (plain and 2 <= self.W <= 4 and "cu_seqlens" not in self.places)
 
     def smaller(self) -> "ConvCase":
-        """The case on few tokens, to check it quickly."""
         return replace(self, B=min(2, self.B), L=min(128, self.L))
 
     @property

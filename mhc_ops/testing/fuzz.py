@@ -4,10 +4,10 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ MHC = (*OFTEN, *OFTEN, *cases.VARIANTS, cases.MHC_MAPS, cases.MHC_READ, cases.SI
 CONV = ("causal_conv1d", "causal_conv1d", "causal_conv1d", "causal_conv1d_update", "short_conv", "short_conv")
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """One case on one backend. detail: what is off; "" if nothing is."""
 
     case: str
@@ -77,9 +76,8 @@ def examine(case: AnyCase, backend: str, device: torch.device) -> str:
         rows = [row for row in accuracy.judge_all(case, backend, ran) if not row.passed]
         wrong += [off_by(row) for row in rows if not within_reach(case, ran, row)]
         if backend != "reference":  # torch adds indexed gradients in any order on a GPU
-            wrong += [
-                f"{name} has other bits in a second run" for name in again if differ(ran.results[name], again[name])
-            ]
+            others = [name for name in again if differ(ran.results[name], again[name])]
+            wrong += [f"{name} has other bits in a second run" for name in others]
             where = "in another batch: "
             wrong += [f"{name} has other bits in another batch" for name in in_any_batch(case, backend, device)]
     except Exception as error:
@@ -142,15 +140,12 @@ def in_any_batch(case: AnyCase, backend: str, device: torch.device) -> list[str]
 
 
 def within_reach(case: AnyCase, ran: accuracy.Ran, row: accuracy.Row) -> bool:
-    """Whether the truth moves as far when every input and cotangent moves by the tolerance of fp32.
-
-    Among thousands of cases a few numbers are zero but for rounding, as the slope of SiLU at its turning point. In
-    larger tensors they count only as single elements of 16 bits.
-    """
+    """Whether the truth moves as far when every input and cotangent moves by the tolerance of fp32: a few numbers are
+    zero but for rounding, as the slope of SiLU at its turning point. In larger tensors they are single elements."""
     if row.elements > A_FEW and not row.relative_error <= row.tolerance:
         return False
     exact = accuracy.truth(case.subject, ran.tensors, ran.cotangents, ran.results)[row.output]
-    exact = replace(exact, terms=[partial(reach, case, ran, row.output)])
+    exact = exact._replace(terms=[partial(reach, case, ran, row.output)])
     return accuracy.judge(case, row.backend, row.output, ran.results[row.output], exact).passed
 
 

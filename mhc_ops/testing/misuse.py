@@ -1,8 +1,4 @@
-"""Random misuse (docs/measure.md, "check"): each call is rebuilt from a seed and its number.
-
-Half of them are cases of `fuzz` whose tensors have another layout or kind, share memory, or are changed by hooks of
-autograd. The others call a public function with any value in place of one argument.
-"""
+"""Random misuse (docs/measure.md, "check"): each call is rebuilt from a seed and its number."""
 
 import inspect
 import multiprocessing
@@ -13,11 +9,11 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,14 +35,12 @@ OF_AUTOGRAD = "Inference tensors cannot be saved for backward"
 REFUSALS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 
 
-@dataclass(frozen=True)
-class Misuse:
-    """words: what is unusual. call(backend): outputs by name; exact(results, dtype): what they should be by the formula
-    in this type, None if the call must be refused."""
+class Misuse(NamedTuple):
+    """A call and what it should return."""
 
-    words: str
-    call: Callable[[str], Tensors]
-    exact: Callable[[Tensors, torch.dtype], dict[str, accuracy.Exact]] | None
+    words: str  # what is unusual
+    call: Callable[[str], Tensors]  # of the backend: outputs by name
+    exact: Callable[[Tensors, torch.dtype], dict[str, accuracy.Exact]] | None  # by the formula; None: to be refused
     case: AnyCase | None = None
 
 
@@ -178,7 +172,7 @@ def _of_case(words: str, case: AnyCase, given: dict[str, Any], hook: Any = None)
         found = accuracy.truth(subject, copies, cotangents, results, dtype)
         ran = accuracy.Ran(copies, cotangents, results)
         # Equal rows of an expanded phi make a whole dx cancel.
-        return {name: replace(e, terms=[*e.terms, partial(fuzz.reach, case, ran, name)]) for name, e in found.items()}
+        return {name: e._replace(terms=[*e.terms, partial(fuzz.reach, case, ran, name)]) for name, e in found.items()}
 
     refused = any(copy is None for copy in copies.values())
     return Misuse(f"{case}: {words}", call, None if refused else exact, case)

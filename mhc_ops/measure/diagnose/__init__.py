@@ -90,7 +90,7 @@ class Output:
 
     def close(self, candidate: Tensor) -> bool:
         """Whether the result passes with the candidate as the truth."""
-        truth = replace(self.truth, value=candidate.reshape(self.exact.shape))
+        truth = self.truth._replace(value=candidate.reshape(self.exact.shape))
         return accuracy.judge(self.case, "", self.name, self.stored, truth).passed
 
     def explained(self, candidate: Tensor) -> float:
@@ -178,23 +178,16 @@ def _hypothesis(
     return best
 
 
-def coefficients(error: Tensor, terms: Tensors) -> dict[str, float]:
-    """c of error ≈ Σ c · term by least squares; elements that are not finite count as 0."""
-    if not terms:
-        return {}
-    columns = torch.stack([tensor.flatten() for tensor in (error, *terms.values())], -1).nan_to_num(0.0, 0.0, 0.0).cpu()
-    solved = torch.linalg.lstsq(columns[:, 1:], columns[:, :1], driver="gelsd")
-    return dict(zip(terms, solved.solution.flatten().tolist()))
-
-
 def _fit(lead: Output) -> Finding | None:
-    """Terms that are left out or count more than once; as the last resort, a factor of the whole place."""
+    """Terms that are left out or count more than once, by least squares; at last a factor of the whole place."""
     whole: Tensors = {}
     for name, term in lead.terms.items():  # "a of p" and "a of q" as a
         group = name.split(" of ")[0]
         whole[group] = term + whole.get(group, 0)
-    for terms in (whole, lead.terms, {"": lead.exact * lead.place.box}):
-        solved = coefficients(lead.error, terms)
+    for terms in filter(None, (whole, lead.terms, {"": lead.exact * lead.place.box})):
+        columns = torch.stack([t.flatten() for t in (lead.error, *terms.values())], -1).nan_to_num(0.0, 0.0, 0.0).cpu()
+        solution = torch.linalg.lstsq(columns[:, 1:], columns[:, :1], driver="gelsd").solution
+        solved = dict(zip(terms, solution.flatten().tolist()))
         involved = [name for name in terms if abs(solved[name]) * terms[name].norm() > SMALL * lead.error.norm()]
         times = {name: _rounded(1 + solved[name]) for name in involved}
         candidate = lead.exact + sum((factor - 1) * terms[name] for name, factor in times.items())

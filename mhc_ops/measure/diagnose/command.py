@@ -76,8 +76,7 @@ def _lines(found: Diagnosis) -> Iterator[str]:
 
 
 def _work(options: argparse.Namespace) -> tuple[list[AnyCase], str]:
-    """The cases of `check`, with the options in place of what they have, and the backend. fp32 comes first: where
-    rounding is least, an explanation is clearest."""
+    """The cases of `check` with the options in place of what they have, fp32 first, and the backend."""
     op, shape = options.op, options.shape
     own = [case for case in selection.CHECK if case.subject.name.split()[0] == op]
     family = own[0].subject.family

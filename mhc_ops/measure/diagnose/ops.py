@@ -1,7 +1,4 @@
-"""The ops as named steps, and what may be wrong in them (docs/diagnose.md, "How it works").
-
-Only the forward is written down; the terms of a gradient follow from it (core/steps.py).
-"""
+"""The forward of the ops as named steps, and what may be wrong in them (docs/diagnose.md, "How it works")."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
