@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,10 +32,9 @@ def test_info(run, monkeypatch):
     code, printed, _ = run("info")
     assert code == 0 and f"torch     {torch.__version__}" in printed
     assert "mhc   reference  runs on" in printed and "no: there are no hip kernels for mhc" in printed
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA L40S")
+    known = {"is_available": True, "device_count": 2, "current_device": 0, "get_device_name": "NVIDIA L40S"}
+    for name, value in known.items():
+        monkeypatch.setattr(torch.cuda, name, Mock(return_value=value))
     monkeypatch.setattr(devices, "of", lambda device: devices.Device("cuda", (8, 9), 99 << 10, 142))
     printed = run("info")[1]
     for index in range(2):
@@ -116,10 +116,7 @@ def test_bench_says_what_is_missing(small, run, monkeypatch):
 
 
 def test_an_interrupted_bench_keeps_what_it_has(small, run, monkeypatch, cxx):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch.compiler, "reset", interrupted)
+    monkeypatch.setattr(torch.compiler, "reset", Mock(side_effect=KeyboardInterrupt))
     code, printed, _ = run(f"{BENCH} --json file")
     assert code == 130 and saved()["complete"] is False
     assert [m["provider"] for m in saved()["measurements"]] == ["eager"] * 3

@@ -25,13 +25,8 @@ STATES = {  # of ours, and the formats that have such parameters
     "with gamma": (CONNECTION | {"a.gamma": torch.ones(N, D)}, ("mhc_ops", "transformer-engine")),
 }
 INDEX = "model.safetensors.index.json"
-WEIGHT_MAP = {
-    "embed.weight": "model-1",
-    "layers.0.hc_attn_fn": "model-1",
-    "layers.0.hc_attn_base": "model-2",
-    "layers.0.norm.weight": "model-2",
-    "layers.0.hc_attn_scale": "model-3",
-}
+WEIGHT_MAP = {"embed.weight": "model-1", "layers.0.hc_attn_fn": "model-1", "layers.0.hc_attn_base": "model-2"}
+WEIGHT_MAP |= {"layers.0.norm.weight": "model-2", "layers.0.hc_attn_scale": "model-3"}
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
@@ -80,11 +75,9 @@ def loaded(folder, safetensors):
 
 
 def test_there_and_back(checkpoint, run, safetensors):
-    assert run("convert one ours --from deepseek")[:2] == (
-        0,
-        "1 of mHC among 5 tensors: layers.0.hc_attn\n"
-        "deepseek computes as HyperConnection(layer, n, D) does, with norm_eps and hc_eps of the model's config\n",
-    )
+    code, printed, _ = run("convert one ours --from deepseek")
+    computes = "deepseek computes as HyperConnection(layer, n, D) does, with norm_eps and hc_eps of the model's config"
+    assert (code, printed) == (0, f"1 of mHC among 5 tensors: layers.0.hc_attn\n{computes}\n")
     assert_equal(safetensors.load_file("ours"), convert.to_ours(checkpoint, "deepseek"))
     assert run("convert ours back --from mhc_ops --to deepseek")[0] == 0
     assert_equal(safetensors.load_file("back"), checkpoint)
@@ -106,14 +99,11 @@ def test_shards_there_and_back(checkpoint, run, safetensors):
     assert_equal(loaded("back", safetensors)[0], checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("target", "options"),
-    [
-        ("liger", "hc_eps=0.0, transposed=True"),
-        ("megatron", "norm_eps=1e-12"),
-        ("transformer-engine", f"norm_eps={2**-23}, hc_eps=0.0, sinkhorn_eps=0.0"),
-    ],
-)
+DIFFERENT = {"liger": "hc_eps=0.0, transposed=True", "megatron": "norm_eps=1e-12"}
+DIFFERENT |= {"transformer-engine": f"norm_eps={2**-23}, hc_eps=0.0, sinkhorn_eps=0.0"}
+
+
+@pytest.mark.parametrize(("target", "options"), DIFFERENT.items())
 def test_what_differs_is_said(target, options, checkpoint, run, safetensors):
     """What is written has no views and no shared memory, which a file of safetensors cannot hold."""
     said = run(f"convert one there --from deepseek --to {target}")[2]
@@ -133,7 +123,7 @@ def test_the_options_of_hy4_are_said(run, safetensors):
 
 
 def test_fold_gamma(run, refused, safetensors):
-    state = {"a.phi": torch.ones(M, K), "a.alpha": torch.ones(3), "a.bias": torch.ones(M)}
+    state = {name: torch.ones_like(tensor) for name, tensor in CONNECTION.items()}
     safetensors.save_file(state | {"a.gamma": torch.full((N, D), 2.0)}, "in")
     command = "convert in out --from mhc_ops --to deepseek"
     assert "a.gamma: deepseek has no norm weight; fold it into phi first: fold_gamma, --fold-gamma" in refused(command)

@@ -197,19 +197,11 @@ PRE, LAYER, POST_PRE, HEAD = (
 CONV, PACKED = ConvCase(2, 65, 64), ConvCase(1, 130, 64, 7, dilation=2, places="cu_seqlens states", silu=False)
 SUMS = dict.fromkeys((PRE, LAYER, POST_PRE, HEAD), "phi bias gamma")  # dalpha, whose few numbers cancel: see below
 SUMS |= {CONV: "weight bias", PACKED: "weight bias", ConvCase(2, 65, 16, n=4): "weight gamma"}
-PLANTED = {
-    f"d{name} of {case}": (
-        case,
-        f"d{name}",
-        with_gradient(case, name, lambda gradient: gradient * (1 + FOUR_TOLERANCES)),
-    )
-    for case, names in SUMS.items()
-    for name in names.split()
-}
-PLANTED |= {
-    "a token left out of dphi": (PRE, "dphi", without_a_token),
-    "dx rounded twice": (LAYER, "dx", in_two_parts),
-}
+PLANTED = {"a token left out of dphi": (PRE, "dphi", without_a_token), "dx rounded twice": (LAYER, "dx", in_two_parts)}
+for case, names in SUMS.items():
+    for name in names.split():
+        off = with_gradient(case, name, lambda gradient: gradient * (1 + FOUR_TOLERANCES))
+        PLANTED[f"d{name} of {case}"] = case, f"d{name}", off
 
 
 @pytest.mark.parametrize("seed", range(6))

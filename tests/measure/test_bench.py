@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 from argparse import Namespace
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,16 +42,11 @@ def test_results_come_one_by_one():
 
 
 def test_peers_are_checked_timed_and_named(monkeypatch):
-    def crash(subject, ours):
-        raise ValueError("no such size\nand more")
-
-    def version(package):
-        raise importlib.metadata.PackageNotFoundError(package)
-
+    crash = Mock(side_effect=ValueError("no such size\nand more"))
     there = (a_peer("right"), a_peer("wrong", alone=1.1), stand_in("crashing", crash))
     there += (stand_in("lacking", lambda subject, ours: None),)
     monkeypatch.setattr(peers, "PEERS", (*there, peers.LIGER))
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", Mock(side_effect=importlib.metadata.PackageNotFoundError))
     monkeypatch.setattr(selection, "BENCH_CPU", (LAYER,))
     found, _ = run(*(peer.name for peer in peers.PEERS))
     assert {m.provider for m in found.measurements} == {"right", "eager"}
@@ -90,11 +86,8 @@ def test_a_file_is_whole_at_any_time(tmp_path, monkeypatch):
     results.write(found, file)
     assert results.read(file) == found
 
-    def torn(*arguments, **options):
-        raise KeyboardInterrupt
-
     found.complete = False
-    monkeypatch.setattr(json, "dumps", torn)
+    monkeypatch.setattr(json, "dumps", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         results.write(found, file)
     monkeypatch.undo()

@@ -8,9 +8,7 @@ from mhc_ops.measure import compare
 from mhc_ops.measure.results import Measurement, NotMeasured, Results, StepTime
 from mhc_ops.testing.accuracy import Row
 
-TIMED = Measurement(
-    "op 8x8", "triton", "both", 200.0, 1.0, 100.0, peak_megabytes=50.0, spread=2.0, copy_spread=1.0, samples=20
-)
+TIMED = Measurement("op 8x8", "triton", "both", 200.0, 1.0, 100.0, peak_megabytes=50.0, spread=2.0, copy_spread=1.0)
 SHORT = replace(TIMED, microseconds=4.0, copy_microseconds=4.0, spread=0.0, copy_spread=0.0)
 LIGER = replace(TIMED, provider="Liger")
 ROW = Row("op 8x8", "triton", "y", 1e-6, 2e-7, 1e-5, True, "float32", 10_000)

@@ -86,7 +86,6 @@ def times(factor):
 
 
 def instead(name):
-    """Another value in place of the right one."""
     return lambda value, values: values[name]
 
 
@@ -121,20 +120,19 @@ first_block, stream_2 = at((..., slice(BLOCK, None)), zeros), at((..., 2, slice(
 first_stream = at((..., slice(1, None), slice(None)), unwritten)
 no_inv_rms, last_strip = at((..., POST), instead("h_mix")), at((slice(None), slice(2 * BLOCK, None)), zeros)
 
+TERM = "the norm's term of"
 # An op, its fault as changes of steps, and the first finding. The first seven are found in bf16 too.
 VERDICTS = [
-    # the four that the original found by hand: a block shorter than a row, a wrong variable, and so on
+    # the four that the original found by hand, what its forward did beside its backward, and more of their kind
     (pre, {"x for h_mix": first_block}, "h_mix: channels 32 and up of x are read as zero for h_mix"),
     (
         pre,
         {"dx via inv_rms": wrong_variable},
-        "dx: the norm's term of pre is counted 17 (n² + 1) times and the norm's term of res is left out",
+        f"dx: {TERM} pre is counted 17 (n² + 1) times and {TERM} res is left out",
     ),
     (pre, {"dh_mix": at((..., RES), instead("dm"))}, "dphi: the res section lacks the factor inv_rms in dh_mix"),
     (pre, {"dx": first_stream}, "dx: never written in streams 1 to 3"),
-    # what the original's forward did beside its backward
     (pre, {"gamma for h_mix": ones}, "h_mix: gamma is left out of h_mix"),
-    # and more of their kind
     (conv, {"bias for shift": zeros}, "y: the bias is left out of z"),
     (conv, {"gate for convolved": ones}, "y: the activation is left out of y"),
     (pre, {"m for z": no_inv_rms}, "h_post: the post section lacks the factor inv_rms in z"),
@@ -143,19 +141,15 @@ VERDICTS = [
     (post_pre, {"dstored via inv_rms": zeros}, "dx: the term via inv_rms is left out of dx_next"),
     (maps, {"alphas for z": ones}, "h_pre: alpha is left out of z"),
     (post, {"x for mixed": stream_2}, "x_next: h_resᵀ x of stream 2 is left out"),
-    # of the layer's norm
     (normed, {"layer_norm_weight for h_in": ones}, "h_in: layer_norm_weight is left out of h_in"),
     (normed, {"h_read for r": first_block}, "h_in: channels 32 and up of h_read are read as zero for r"),
     (normed, {"dh_read via r": zeros}, "dbias: the term via r is left out of dh_read"),
-    # of a boundary
     (boundary, {"stored for mixed after": stream_2}, "x_after: h_resᵀ x_next of stream 2 is left out"),
     (boundary_normed, {"dx via mixed after": zeros}, "dlink: h_res dx_after is left out"),
     (boundary, {"dx via inv_rms": times(N)}, "dlink: the norm's term is counted 4 (n) times"),
-    # of the shifted form, the identity and the mean
     (shifted, {"dh_in for dread via h_in": first_block}, "dread: channels 32 and up of x are read as zero for dread"),
     (post_identity, {"kept": zeros}, "x_next: x is left out"),
     (mean, {"out": times(N)}, "out: out is counted 4 (n) times"),
-    # of the convolution
     (conv, {"added": zeros}, "y: the residual is left out"),
     (mean, {"out": times(-1)}, "out: out is of the wrong sign"),
     (conv, {"dz for dweight via tapped": last_strip}, "dweight: tokens 64 and up of dz are read as zero for dweight"),
@@ -163,9 +157,7 @@ VERDICTS = [
 EVERY = [*((*row, fp32) for row in VERDICTS), *((*row, bf16) for row in VERDICTS[:7])]
 
 
-@pytest.mark.parametrize(
-    ("op", "changes", "verdict", "dtype"), EVERY, ids=[f"{e[0].__name__}, {e[2]}, {e[3]}" for e in EVERY]
-)
+@pytest.mark.parametrize("op, changes, verdict, dtype", EVERY, ids=[f"{e[0].__name__}, {e[2]}, {e[3]}" for e in EVERY])
 def test_verdict(op, changes, verdict, dtype):
     diagnosis = op(changes, dtype)
     lead = diagnosis.findings[0]

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,10 +30,7 @@ def stand_ins(monkeypatch):
 
 @pytest.mark.parametrize("peer", peers.PEERS, **named)
 def test_not_installed(peer, monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", Mock(side_effect=importlib.metadata.PackageNotFoundError))
     assert peers.version(peer) is None
     assert peers.why_not(peer) == f"{peer.name} is not installed: pip install {peer.package}"
     with pytest.raises(RuntimeError, match=f"{peer.name} is not installed: pip install {peer.package}"):
