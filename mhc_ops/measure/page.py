@@ -192,7 +192,7 @@ def _sections(r: Results, whole: bool) -> Iterator[tuple[str, str, Sequence[Tabl
     if lines:
         yield "Training sizes", f"{TIME_NOTE} {BOUNDARY * boundary}", list(_times(lines))
     if whole:
-        yield "All results", ALL_NOTE, list(printed(replace(r, steps=[])))
+        yield "All results", ALL_NOTE * bool(r.measurements), list(printed(replace(r, steps=[])))
 
 
 def markdown(files: Sequence[Results]) -> str:
@@ -210,7 +210,7 @@ def _page(r: Results, whole: bool) -> Iterator[str]:
     if not r.complete:
         yield "The run was interrupted: it lacks some cases. The times that it has are whole."
     for title, note, content in _sections(r, whole):
-        yield from (f"### {title}", literal(note), *map(_in_markdown, content))
+        yield from filter(None, (f"### {title}", literal(note), *map(_in_markdown, content)))
 
 
 def _in_markdown(part: Table | str) -> str:
