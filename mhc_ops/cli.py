@@ -46,9 +46,11 @@ class Parser(argparse.ArgumentParser):
 
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
+    # The shell may have closed a stream (`>&-`), and a terminal may lack a letter: neither ends a run.
+    sys.stdout, sys.stderr = (s or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") for s in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal may lack a letter, which must not end a run
+            stream.reconfigure(errors="replace")
     try:
         try:
             return _run(words)

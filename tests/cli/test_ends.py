@@ -45,6 +45,15 @@ def test_a_reader_that_has_gone():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_stream_that_the_shell_closed(closed):
+    """The command runs as it would, and the other stream gets what it always does."""
+    command = f"{sys.executable} -m mhc_ops compare none none {closed}; echo $?"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    said = "mhc-ops compare: none: No such file or directory\n"
+    assert (done.stdout, done.stderr) == ("2\n", said if closed == ">&-" else "")
+
+
 def test_a_terminal_that_lacks_a_letter(monkeypatch):
     """It gets a question mark, and the run goes on."""
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), "ascii"))
