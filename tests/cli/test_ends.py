@@ -48,7 +48,7 @@ def test_a_reader_that_has_gone():
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
 def test_a_stream_that_the_shell_closed(closed):
     """The command runs as it would, and the other stream gets what it always does."""
-    command = f"{sys.executable} -m mhc_ops compare none none {closed}; echo $?"
+    command = f"'{sys.executable}' -m mhc_ops compare none none {closed}; echo $?"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     said = "mhc-ops compare: none: No such file or directory\n"
     assert (done.stdout, done.stderr) == ("2\n", said if closed == ">&-" else "")
