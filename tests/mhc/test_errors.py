@@ -165,7 +165,8 @@ def test_functions_and_modules(name):
         ):
             assert_said(partial(function(**good()), x), error, f"{name}: {message}")
     elif name not in ("mhc_read", "mhc_mean", "mhc_leave", "mhc_expand"):
-        assert_said(function, TypeError, f"{name}() got an unexpected keyword argument 'norm_ep'", **good(), norm_ep=1)
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'norm_ep'"):
+            function(**good(), norm_ep=1)  # Python 3.13 adds a question
 
 
 def connection(layer=torch.tanh, n=2, D=8):
