@@ -41,7 +41,8 @@ class Dispatched:
         self.are_tensors = tuple(parameters.values())
         self.written = [place for place, parameter in enumerate(parameters) if parameter in mutates]
         namespace, name = name.split("::")
-        slowly = private.autograd_kernel(getattr(getattr(torch.ops, namespace), name).default, self.formula)
+        self.overload = getattr(getattr(torch.ops, namespace), name).default
+        slowly = private.autograd_kernel(self.overload, self.formula)
         if slowly is None:
             return
         self.library = torch.library.Library(namespace, "FRAGMENT")  # registers for as long as it lives

@@ -221,6 +221,7 @@ class Op:
         return again
 
     def _fake(self, *flat_and_backend: Any) -> Any:
+        private.lower_as_a_call(self.registered.overload)
         return _plain(self.contract(**self.unflattened(flat_and_backend[:-1])))
 
     def _no_second_derivative(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import mhc_ops
 from mhc_ops import HyperConnection, HyperHead, HyperStack, ShortConv
+from mhc_ops.core import private
 from mhc_ops.mhc.contracts import mhc_mean_fwd
 
 pytest.importorskip("triton")
@@ -129,6 +130,22 @@ def test_compiled_code_binds_once_and_is_compiled_once(name, no_launches):  # no
     assert steps(compiled, no_launches, (1024,)) == [] and no_launches
     with torch.compiler.set_stance("fail_on_recompile"):
         assert steps(compiled, no_launches, (2048, 1536)) == []
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_inductor_is_told_of_every_op(told, no_launches, cxx, monkeypatch):  # noqa: F811
+    """Where torch before 2.13 finds an op out itself, a stack of six takes minutes to compile."""
+    from torch._inductor import config, graph
+
+    torch.compiler.reset()
+    for op in [op for op in graph.lowerings if str(op).startswith("mhc_ops.")]:
+        monkeypatch.delitem(graph.lowerings, op)
+    messages = []
+    monkeypatch.setattr(graph.log, "info", lambda message, *values: messages.append(message))
+    monkeypatch.setattr(private, "PRINTS_ARGUMENTS", told)
+    with config.patch(force_disable_caches=True):
+        assert steps(torch.compile(stack(), fullgraph=True), no_launches, (1024,)) == []
+    assert told is not any("implicit fallback" in message for message in messages)
 
 
 @pytest.mark.thorough
