@@ -34,9 +34,9 @@ PROVIDER_ORDER = (*BACKENDS, "torch.compile", "eager")  # then other libraries
 STEP_NOTE = """A small transformer in bf16 with plain residuals and with hyper-connections of 4 streams on the same
 weights: wall clock of a forward and backward, host included, from idle to idle, in ms; the percentage over plain; peak
 memory above weights and input; difference of the loss or of dx from the formula in PyTorch. A backend alone is a
-HyperStack, in Triton with the norms inside; HyperConnection and layer_norm=False have them in front of their layers."""
-IN_ROUNDS = "All rows took turns. A percentage is the median over the rounds, with quartiles; also for steps in a row."
-IN_PAIRS = """Each row took turns with a plain model of its own, so no percentage follows from the row of plain."""
+HyperStack, in Triton with the norms inside; HyperConnection and layer_norm=False have them in front of their layers.
+The rows of a size and mode took turns. A percentage is the median over the rounds, with quartiles; also for steps in a
+row."""
 SHORT_NOTE = """Over all training sizes: the share of a copy's speed that the faster of our kernels reaches, its
 bandwidth, and the time of the others over its time."""
 TIME_NOTE = """Ours: µs · of a copy. Others: µs (times the faster of ours). mHC has 4 streams and 20 Sinkhorn
@@ -184,9 +184,8 @@ def _sections(r: Results, whole: bool) -> Iterator[tuple[str, str, Sequence[Tabl
     """Title, note and content of those that have content. whole: with all that the run printed."""
     lines = list(_lines(m for m in r.measurements if m.group == "training"))
     boundary = any(line.subject.startswith("mhc_next") for line in lines)
-    turns = IN_ROUNDS if any(step.in_a_row for step in r.steps) else IN_PAIRS
     if r.steps:
-        yield "A training step", f"{STEP_NOTE} {turns}", [table(r.steps, STEPS)]
+        yield "A training step", STEP_NOTE, [table(r.steps, STEPS)]
     if (overview := _overview(lines)).rows:
         yield "In short", SHORT_NOTE, [overview]
     if lines:
@@ -229,16 +228,15 @@ def picture(results: Results) -> str:
     """An SVG of what each provider adds to a training step."""
     eager = [step for step in results.steps if step.mode == EAGER]
     plain = max((step for step in eager if step.provider == PLAIN), key=lambda step: step.milliseconds, default=None)
-    bars = [step for step in eager if plain and step.size == plain.size and step.ratio]
+    bars = [step for step in eager if plain and step.size == plain.size and step.in_a_row]
     if not (plain and bars):
         raise Refused("--svg draws training steps, and there are none: mhc-ops bench --case training_step --json FILE")
-    bars.sort(key=lambda step: step.ratio)
+    bars.sort(key=lambda step: step.in_a_row)
     names = 8.5 * (max(len(step.provider) for step in bars) + 11)  # a letter is 8.5 wide, the longest bar 340
-    width = 32 + names + 340 + 8.5 * max(len(percent(step.ratio)) for step in bars)
-    height, longest = 62 + 30 * len(bars), max(1.01, *(step.ratio[0] for step in bars)) - 1
+    width = 32 + names + 340 + 8.5 * max(len(percent(step.in_a_row)) for step in bars)
+    height, longest = 62 + 30 * len(bars), max(1.01, *(step.in_a_row[0] for step in bars)) - 1
     size = plain.size.removeprefix("training_step ")
-    title = f"{results.device}, {size}, plain residuals: {plain.milliseconds:.1f} ms"
-    title += f", quartiles {plain.spread:.1f} apart" if plain.spread else ""
+    title = f"{results.device}, {size}, steps in a row: the median over the rounds, and quartiles"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-16 0 {width} {height}" width="{width}" height="{height}">',
         f"<style>{STYLE}</style>",
@@ -246,12 +244,12 @@ def picture(results: Results) -> str:
         f'<text y="40" class="soft">{html.escape(title)}</text>',
     ]
     for y, step in zip(range(62, height, 30), bars):
-        ours, long = backend_of(step.provider) in BACKENDS, max(1, (step.ratio[0] - 1) / longest * 340)
+        ours, long = backend_of(step.provider) in BACKENDS, max(1, (step.in_a_row[0] - 1) / longest * 340)
         colour = ' class="ours"' * ours
         name = f"mhc_ops ({step.provider})" if ours else {EAGER: "eager PyTorch"}.get(step.provider, step.provider)
         lines += [
             f'<text x="{names - 8}" y="{y + 15}" class="end">{html.escape(name)}</text>',
             f'<rect x="{names}" y="{y}" width="{long:.1f}" height="20" rx="3"{colour}/>',
-            f'<text x="{names + long + 6:.1f}" y="{y + 15}">{percent(step.ratio)}</text>',
+            f'<text x="{names + long + 6:.1f}" y="{y + 15}">{percent(step.in_a_row)}</text>',
         ]
     return "\n".join([*lines, "</svg>\n"])

@@ -64,7 +64,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One provider at one size in one mode. Older files have neither quartiles nor rounds."""
+    """One provider at one size in one mode."""
 
     size: str
     provider: str
@@ -156,9 +156,6 @@ def read(path: Path) -> Results:
 
 def _entry(kind: Any, content: dict[str, Any]) -> Any:
     """The fields that the class knows. JSON has no NaN: null stands for it in an error."""
-    if kind is StepTime and "compiled" in content:  # as files were written until 2026-11-17
-        mode, percent = COMPILED if content["compiled"] else EAGER, content.get("overhead_percent")
-        content = {**content, "mode": mode, "ratio": [] if percent is None else [1 + percent / 100]}
     known = {f.name: content[f.name] for f in dataclasses.fields(kind) if f.init and f.name in content}
     return kind(**{name: math.nan if kind is Row and value is None else value for name, value in known.items()})
 

@@ -22,7 +22,7 @@ def a_run(word=""):
     forward = [replace(m, direction="forward", microseconds=m.microseconds / 4) for m in (TIMED, *others)]
     found.measurements = [TIMED, *others, *forward, replace(TIMED, case="op 1x8", group="decode")]
     found.accuracy = [ROW, replace(ROW, backend=peer, relative_error=float("nan"), passed=False)]
-    found.steps = [STEP, replace(STEP, provider=peer, milliseconds=3.0, ratio=[1.5])]
+    found.steps = [STEP, replace(STEP, provider=peer, milliseconds=3.0, ratio=[1.5], in_a_row=[1.4])]
     found.precision = {peer: f"roundings <galore>{word}"}
     found.not_measured = [NotMeasured(f"case {i}{word}", "fla", f"not there{word}") for i in range(3)]
     return found
