@@ -104,6 +104,8 @@ def test_the_wheel_runs(python, tmp_path):
     command = python.parent / "mhc-ops"
     assert run(command, "info", cwd=tmp_path).split()[:2] == ["mhc_ops", mhc_ops.__version__]
     assert "PASS" in run(command, "check", "--case", "sinkhorn 173x1x1", "--backend", "reference", cwd=tmp_path)
+    run(command, "bench", "--providers", "eager", "--case", "sinkhorn", "--json", "found.json", cwd=tmp_path)
+    run(command, "page", "found.json", "--markdown", "page.md", cwd=tmp_path)
     run(python, "-c", IMPORT_ALL, python.parents[1], OPTIONAL, cwd=tmp_path)
 
 

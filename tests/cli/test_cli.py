@@ -189,26 +189,6 @@ def test_check_in_the_interpreter(small, run):
     assert code == 0 and printed.endswith("11 passed, 0 failed\n")
 
 
-WITHOUT_EXTRAS = """
-import sys
-sys.modules |= dict.fromkeys(("jinja2", "markupsafe", "pygments"))  # as if they were not installed
-from mhc_ops import cli
-sys.exit(any([cli.main(command.split()) for command in sys.argv[1:]]))
-"""
-
-
-def test_what_needs_no_extra(tmp_path):
-    bench, page = (
-        f"{BENCH} --providers eager --case sinkhorn --json {tmp_path}/file",
-        f"page {tmp_path}/file --markdown {tmp_path}/page",
-    )
-    command = [sys.executable, "-c", WITHOUT_EXTRAS, "info", f"{CHECK} --case sinkhorn", bench, page]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr
-    assert "mhc   reference  runs on" in done.stdout and "24 passed, 0 failed\n" in done.stdout
-    assert len(saved(tmp_path / "file")["measurements"]) == 3
-
-
 @pytest.mark.parametrize(
     ("command", "variable", "value", "reason"),
     [

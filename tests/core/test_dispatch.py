@@ -140,9 +140,9 @@ def test_inductor_is_told_of_every_op(told, no_launches, cxx, monkeypatch):  # n
     torch.compiler.reset()
     for op in [op for op in graph.lowerings if str(op).startswith("mhc_ops.")]:
         monkeypatch.delitem(graph.lowerings, op)
-    messages = []
     monkeypatch.setattr(graph.log, "info", lambda message, *values: messages.append(message))
     monkeypatch.setattr(private, "PRINTS_ARGUMENTS", told)
+    messages = []
     with config.patch(force_disable_caches=True):
         assert steps(torch.compile(stack(), fullgraph=True), no_launches, (1024,)) == []
     assert told is not any("implicit fallback" in message for message in messages)

@@ -94,10 +94,8 @@ def test_a_kernel_with_scratch_memory_goes_the_long_way(compiled, monkeypatch):
 def test_a_triton_without_a_private_name(compiled, monkeypatch):
     """Each is named, and the kernel starts the long way."""
     assert launch.lacks(compiled) == []
-    for where, owner, names in (
-        ("compiled", Compiled, launch.OF_KERNEL),
-        ("compiled.run", compiled.run, launch.OF_LAUNCHER["3.7"]),
-    ):
+    of_run = launch.OF_LAUNCHER[launch._version()]
+    for where, owner, names in (("compiled", Compiled, launch.OF_KERNEL), ("compiled.run", compiled.run, of_run)):
         for name in names:
             with monkeypatch.context() as patch:
                 patch.delattr(owner, name)

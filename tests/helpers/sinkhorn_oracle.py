@@ -5,8 +5,7 @@ import torch
 import mhc_ops
 from mhc_ops.testing import accuracy, cases
 
-SCALES, SEEDS, ITERS = (1.0, 8.0, 20.0, 50.0, 100.0), 3, 20
-DRAWS = 16
+SCALES, SEEDS, ITERS, DRAWS = (1.0, 8.0, 20.0, 50.0, 100.0), 3, 20, 16
 
 
 def in_fp64(z, iters, eps):
@@ -41,21 +40,18 @@ def assert_right(n, eps, backend, device):
 
 
 def assert_pre_has_the_sinkhorn_of_its_logits(case, iters, backend, device):
-    """Forward and in the gradient, where half of the matrices are made in logarithms. Allowed is what errors of the
-    logits change in fp64: theirs, and a rounding in each half step. Near a corner that is more than the gradient. A
-    half step also rounds its sums, of n numbers up to 1 or of n cotangents."""
+    """Forward and in the gradient. Allowed is what errors of the logits change in fp64: theirs, and a rounding in each
+    half step, which also rounds sums of n numbers up to 1 or of n cotangents."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in case.inputs(device).items()}
     doubles = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
     *_, h_res = mhc_ops.mhc_pre(**leaves, sinkhorn_iters=iters, sinkhorn_eps=0.0, backend=backend)
     *_, logits = mhc_ops.mhc_forward_pre(**leaves, backend=backend)
     *_, z = mhc_ops.mhc_forward_pre(**doubles, backend="reference")
-    generator = torch.Generator().manual_seed(cases.SEED)
+    half_steps, generator = 2 * iters + 1, torch.Generator().manual_seed(cases.SEED)
     dh_res = torch.randn(h_res.shape, generator=generator).to(device)
-    half_steps = 2 * iters + 1
 
     def of(logits):
-        logits = logits.detach().requires_grad_()
-        c = in_fp64(logits, iters, 0.0)
+        c = in_fp64(logits := logits.detach().requires_grad_(), iters, 0.0)
         return c.detach(), torch.autograd.grad(c, logits, dh_res.double())[0]
 
     errors = half_steps * ((logits - z).abs() + 2**-24 * z.abs())
@@ -69,9 +65,8 @@ def assert_pre_has_the_sinkhorn_of_its_logits(case, iters, backend, device):
     of_c, of_dz = map(allowed, (exact, dz), zip(*moved), (1, dh_res.abs().amax((-2, -1), keepdim=True)))
     assert h_res.isfinite().all() and ((h_res - exact).abs() <= of_c).all()
     each = torch.eye(z.numel(), dtype=z.dtype, device=device).view(-1, *z.shape)  # one logit each
-    parts = torch.autograd.grad(z, list(doubles.values()), each, is_grads_batched=True)
     found = accuracy.gradients_of({"h_res": h_res}, leaves, [dh_res])
-    for name, part in zip(doubles, parts):
+    for name, part in zip(doubles, torch.autograd.grad(z, list(doubles.values()), each, is_grads_batched=True)):
         gradient = found[f"d{name}"].flatten()
         right, error = (torch.tensordot(a.flatten(), b.flatten(1), 1) for a, b in ((dz, part), (of_dz, part.abs())))
         error += accuracy.ROUNDING.get(gradient.dtype, 1e-5) * right.abs()
