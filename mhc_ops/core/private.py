@@ -104,8 +104,8 @@ def lower_as_a_call(op: Any) -> None:
     graph: Any = sys.modules.get("torch._inductor.graph")
     if not PRINTS_ARGUMENTS or graph is None or op in getattr(graph, "lowerings", [op]):
         return
-    with contextlib.suppress(AttributeError):  # a torch without one of these names finds it out itself
-        constraint = graph.tag_to_layout_constraint(graph.get_layout_constraint_tag(op, with_default=True))
+    with contextlib.suppress(AttributeError, TypeError):  # a torch where these are others finds it out itself
+        constraint = graph.tag_to_layout_constraint(graph.get_layout_constraint_tag(op))
         graph.make_fallback(op, layout_constraint=constraint)
 
 
