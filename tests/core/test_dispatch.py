@@ -148,6 +148,19 @@ def test_inductor_is_told_of_every_op(told, no_launches, cxx, monkeypatch):  # n
     assert told is not any("implicit fallback" in message for message in messages)
 
 
+def test_an_inductor_that_cannot_be_told(monkeypatch):
+    """Code compiles all the same, and the name is told, once."""
+    from torch._inductor import graph
+
+    monkeypatch.setattr(private, "PRINTS_ARGUMENTS", True)
+    monkeypatch.setattr(private, "missing", [])
+    monkeypatch.delattr(graph, "make_fallback")
+    monkeypatch.delitem(graph.lowerings, OP, raising=False)
+    for _ in range(2):
+        private.lower_as_a_call(OP)
+    assert private.missing == ["module 'torch._inductor.graph' has no attribute 'make_fallback'"]
+
+
 @pytest.mark.thorough
 def test_inductor_and_aot_inductor_bind_once(no_launches, cxx, tmp_path):  # noqa: F811
     torch.compiler.reset()

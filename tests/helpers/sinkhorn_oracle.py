@@ -63,6 +63,7 @@ def assert_pre_has_the_sinkhorn_of_its_logits(case, iters, backend, device):
         return 1e-5 * right.abs() + half_steps * 2**-24 * case.n * largest + change
 
     of_c, of_dz = map(allowed, (exact, dz), zip(*moved), (1, dh_res.abs().amax((-2, -1), keepdim=True)))
+    assert accuracy.close(logits, z), "their error is part of what is allowed"
     assert h_res.isfinite().all() and ((h_res - exact).abs() <= of_c).all()
     each = torch.eye(z.numel(), dtype=z.dtype, device=device).view(-1, *z.shape)  # one logit each
     found = accuracy.gradients_of({"h_res": h_res}, leaves, [dh_res])

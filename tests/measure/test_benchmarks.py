@@ -1,5 +1,6 @@
 """docs/benchmarks.md is what the results say, and the front pages say nothing else."""
 
+import itertools
 import json
 import re
 import statistics
@@ -71,6 +72,18 @@ def test_every_ratio_to_plain_that_a_page_states():
         assert said and said <= percents, (name, said - percents)
         with_quartiles = set(re.findall(r"[+−]\d+\.\d \([+−]\d+\.\d to [+−]\d+\.\d\)", text))
         assert with_quartiles and with_quartiles <= measured, (name, with_quartiles - measured)
+
+
+def test_the_table_of_small_models():
+    """Each row has the milliseconds in a row and, beside those of plain residuals, the ratio."""
+    table = (ROOT / "docs" / "small_models.md").read_text(encoding="utf-8")
+    steps = results.read(ROOT / "benchmarks" / "results" / "h200_training_step.json").steps
+    for mode, D in itertools.product(("eager", "graphs"), (768, 1280, 2560)):
+        of = {step.provider: step for step in steps if step.mode == mode and f"x4x{D} " in step.size}
+        ms = {name: f"{statistics.median(ms for _, ms in step.rounds):.2f}" for name, step in of.items()}
+        names = ("triton", "triton HyperConnection", "TileKernels", "Liger")
+        others = [f"{ms[name]} ({of[name].in_a_row[0]:.2f})" for name in names]
+        assert f"| {mode.removesuffix('s')} | {' | '.join([ms['plain'], *others])} |" in table, (mode, D)
 
 
 @pytest.mark.parametrize("name", FRONT_PAGES)
